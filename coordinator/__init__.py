@@ -1,0 +1,31 @@
+"""What decides: plans and routes, as plain functions over plain frozen values.
+
+Nothing here reads a clock, a socket, a file or a random number, so the network, the tests and the simulator
+run the same code. `make_plan` turns views of boxes and links into a `Plan`; `route` turns a plan and the
+latest loads into a `Route` for one request. All values can be sent with msgspec and are validated on the way
+in.
+"""
+
+from .capacity import BoxView, CapacityError, LinkView
+from .plan import Pairing, Phase, Plan, PlanError, Replica, Stage
+from .planner import PREFILL_TFLOP_PER_DECODE_GB, make_plan
+from .router import Load, LoadError, NoRoute, Route, route
+
+__all__ = [
+    "PREFILL_TFLOP_PER_DECODE_GB",
+    "BoxView",
+    "CapacityError",
+    "LinkView",
+    "Load",
+    "LoadError",
+    "NoRoute",
+    "Pairing",
+    "Phase",
+    "Plan",
+    "PlanError",
+    "Replica",
+    "Route",
+    "Stage",
+    "make_plan",
+    "route",
+]

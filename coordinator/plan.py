@@ -1,0 +1,237 @@
+"""The plan: everything the coordinator decides about one service, as one frozen value.
+
+A plan is numbered `(epoch, version)`: the epoch is the term its author was elected for, the version counts
+the plans of that term. It is validated when it is made, so a plan that exists is one that can be followed;
+bytes from a peer that break a rule never become a `Plan`.
+"""
+
+from enum import StrEnum
+from math import isclose, isfinite
+from typing import Self
+
+import msgspec
+
+WEIGHT_TOLERANCE = 1e-6
+"""How far the weights of a plan may sum from 1, which leaves room for rounding."""
+
+
+class PlanError(ValueError):
+    """A plan, or a part of one, that cannot be followed; the text names the field."""
+
+
+class Phase(StrEnum):
+    """What a replica does: read prompts, write tokens, or both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One box's share of a replica: `tp` GPUs over the half-open layer range `[first_layer, last_layer)`."""
+
+    peer: str
+    tp: int
+    first_layer: int
+    last_layer: int
+
+    def __post_init__(self) -> None:
+        _require(bool(self.peer), "stage.peer is empty")
+        _require(self.tp >= 1, f"stage.tp of {self.peer} is {self.tp}; it must be at least 1")
+        _require(
+            0 <= self.first_layer < self.last_layer,
+            f"stage layers of {self.peer} are [{self.first_layer}, {self.last_layer}); "
+            "they must start at 0 or later and hold at least one layer",
+        )
+
+    @property
+    def layers(self) -> int:
+        """How many layers the stage holds."""
+        return self.last_layer - self.first_layer
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The stages, in layer order, that together hold one copy of the model."""
+
+    id: str
+    phase: Phase
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        _require(bool(self.id), "replica.id is empty")
+        _require(bool(self.stages), f"replica {self.id} has no stages")
+        expected = 0
+        for stage in self.stages:
+            _require(
+                stage.first_layer == expected,
+                f"replica {self.id}: the stage on {stage.peer} starts at layer {stage.first_layer}, "
+                f"expected {expected}",
+            )
+            expected = stage.last_layer
+        _require(
+            len(set(self.peers)) == len(self.stages),
+            f"replica {self.id} names a box twice",
+        )
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Its boxes, in layer order."""
+        return tuple(stage.peer for stage in self.stages)
+
+    @property
+    def head(self) -> str:
+        """The box with the first layer: it takes the replica's requests."""
+        return self.stages[0].peer
+
+    @property
+    def layers(self) -> int:
+        """How many layers the replica holds, which is the whole model."""
+        return self.stages[-1].last_layer
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prompts are meant to be read here."""
+        return self.phase is not Phase.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens are meant to be written here."""
+        return self.phase is not Phase.PREFILL
+
+
+class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The share of all requests that prefill on one replica and decode on another.
+
+    `weight` is the product `X_i * Y_ij` of ThunderServe section 3.3: X_i of the requests go to prefill
+    replica i, Y_ij of those on to decode replica j. A mixed replica that keeps its requests is paired with
+    itself.
+    """
+
+    prefill: str
+    decode: str
+    weight: float
+
+    def __post_init__(self) -> None:
+        _require(
+            isfinite(self.weight) and 0.0 <= self.weight <= 1.0 + WEIGHT_TOLERANCE,
+            f"pairing {self.prefill} -> {self.decode}: weight {self.weight} is not between 0 and 1",
+        )
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who does what for one service. The weights of `pairings` sum to 1; `why` has one line per decision."""
+
+    epoch: int
+    version: int
+    service: str
+    replicas: tuple[Replica, ...]
+    pairings: tuple[Pairing, ...]
+    codec: str
+    why: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.epoch >= 0, f"plan.epoch is {self.epoch}; it must not be negative")
+        _require(self.version >= 0, f"plan.version is {self.version}; it must not be negative")
+        _require(bool(self.service), "plan.service is empty")
+        _require(bool(self.codec), "plan.codec is empty")
+        _require(bool(self.replicas), "plan.replicas is empty")
+        _check_replicas(self.replicas)
+        _check_pairings(self.pairings, {replica.id: replica for replica in self.replicas})
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """`(epoch, version)`, which orders the plans of a service."""
+        return (self.epoch, self.version)
+
+    def newer_than(self, other: Self | None) -> bool:
+        """Whether this plan replaces `other`; any plan replaces none. Both must be of one service."""
+        if other is None:
+            return True
+        _require(
+            self.service == other.service,
+            f"plans of {self.service!r} and {other.service!r} have no order between them",
+        )
+        return self.number > other.number
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Every box in the plan, in the order of the replicas and their stages."""
+        return tuple(peer for replica in self.replicas for peer in replica.peers)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return self.replicas[0].layers
+
+    @property
+    def is_split(self) -> bool:
+        """Whether prompts and tokens are made on different replicas."""
+        return any(replica.phase is not Phase.MIXED for replica in self.replicas)
+
+    def in_phase(self, phase: Phase) -> tuple[Replica, ...]:
+        """The replicas of one phase, in the plan's order."""
+        return tuple(replica for replica in self.replicas if replica.phase is phase)
+
+    def replica(self, replica_id: str) -> Replica | None:
+        """The replica of that id, if the plan has it."""
+        return next((replica for replica in self.replicas if replica.id == replica_id), None)
+
+    def replica_of(self, peer: str) -> Replica | None:
+        """The replica that a box belongs to, if any."""
+        return next((replica for replica in self.replicas if peer in replica.peers), None)
+
+    def stage_of(self, peer: str) -> Stage | None:
+        """What a box has to load, if anything."""
+        stages = (stage for replica in self.replicas for stage in replica.stages)
+        return next((stage for stage in stages if stage.peer == peer), None)
+
+    def phase_of(self, peer: str) -> Phase | None:
+        """What a box does, if the plan uses it."""
+        replica = self.replica_of(peer)
+        return replica.phase if replica is not None else None
+
+    def weight(self, prefill: str, decode: str) -> float:
+        """The share of requests that go over this pair of replicas; 0 for one the plan does not name."""
+        pairs = (pair.weight for pair in self.pairings if (pair.prefill, pair.decode) == (prefill, decode))
+        return next(pairs, 0.0)
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise PlanError(text)
+
+
+def _check_replicas(replicas: tuple[Replica, ...]) -> None:
+    """Ids are unique, a box is in one replica, all hold the same model, and every request can be served."""
+    owner: dict[str, str] = {}
+    ids: set[str] = set()
+    for replica in replicas:
+        _require(replica.id not in ids, f"plan.replicas has {replica.id} twice")
+        ids.add(replica.id)
+        for peer in replica.peers:
+            _require(peer not in owner, f"box {peer} is in replicas {owner.get(peer)} and {replica.id}")
+            owner[peer] = replica.id
+        _require(
+            replica.layers == replicas[0].layers,
+            f"replica {replica.id} has {replica.layers} layers, {replicas[0].id} has {replicas[0].layers}",
+        )
+    _require(any(replica.prefills for replica in replicas), "no replica of the plan reads prompts")
+    _require(any(replica.decodes for replica in replicas), "no replica of the plan writes tokens")
+
+
+def _check_pairings(pairings: tuple[Pairing, ...], replicas: dict[str, Replica]) -> None:
+    """Pairs name replicas that can do their half, none twice, and share out all requests."""
+    seen: set[tuple[str, str]] = set()
+    for pair in pairings:
+        name = f"pairing {pair.prefill} -> {pair.decode}"
+        _require((pair.prefill, pair.decode) not in seen, f"{name} is there twice")
+        seen.add((pair.prefill, pair.decode))
+        prefill, decode = replicas.get(pair.prefill), replicas.get(pair.decode)
+        _require(prefill is not None and decode is not None, f"{name} names a replica the plan does not have")
+        _require(prefill is not None and prefill.prefills, f"{name}: {pair.prefill} does not prefill")
+        _require(decode is not None and decode.decodes, f"{name}: {pair.decode} does not decode")
+    total = sum(pair.weight for pair in pairings)
+    _require(
+        isclose(total, 1.0, abs_tol=WEIGHT_TOLERANCE),
+        f"the weights of plan.pairings sum to {total:.6f}, not to 1",
+    )
