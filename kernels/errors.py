@@ -1,0 +1,25 @@
+"""What can be wrong with a tensor handed to a codec, or with a payload handed back."""
+
+from __future__ import annotations
+
+__all__ = ["CodecError", "NonFiniteError", "PayloadError", "TensorError"]
+
+
+class CodecError(ValueError):
+    """A KV block cannot be encoded or decoded. The message names layer, tensor and position where they are
+    known.
+    """
+
+
+class TensorError(CodecError):
+    """The caller's tensors or geometry do not fit the codec (shape, dtype, emptiness, range)."""
+
+
+class NonFiniteError(TensorError):
+    """A value is NaN, infinite or too large to quantise; the message says at which layer, tensor and
+    position.
+    """
+
+
+class PayloadError(CodecError):
+    """The bytes are not a payload of this format for this geometry (length, version, dtype, parameters)."""
