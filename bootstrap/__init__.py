@@ -1,0 +1,67 @@
+"""Finding and trusting each other: identity, join tokens, addresses, membership, election, and the network itself.
+
+Cheap to import: what needs an event loop or libp2p is loaded when it is first asked for.
+"""
+
+import importlib
+
+from .addresses import Address, announced_address, parse_address
+from .errors import (
+    AddressError,
+    IdentityError,
+    NetworkError,
+    PeerLost,
+    PortInUse,
+    ProtocolError,
+    Refused,
+    RemoteError,
+    RequestTimeout,
+    TokenError,
+    Unreachable,
+)
+from .identity import Identity, NetworkKey
+from .keys import PeerId, parse_peer_id, verify
+from .tokens import Bootstrap, JoinToken, Role, admit, parse_bootstrap
+
+__all__ = [
+    "Address",
+    "AddressError",
+    "Bootstrap",
+    "Identity",
+    "IdentityError",
+    "JoinToken",
+    "NetworkError",
+    "NetworkKey",
+    "PeerId",
+    "PeerLost",
+    "PortInUse",
+    "ProtocolError",
+    "Refused",
+    "RemoteError",
+    "RequestTimeout",
+    "Role",
+    "TokenError",
+    "Unreachable",
+    "admit",
+    "announced_address",
+    "parse_address",
+    "parse_bootstrap",
+    "parse_peer_id",
+    "verify",
+]
+
+_LAZY = {  # name -> module; `import trio` takes 0.1 s and `import libp2p` 0.4 s and 83 MB
+    "Member": "membership",
+    "MemberState": "membership",
+    "MemoryNetwork": "memory",
+    "Network": "network",
+    "NetworkStatistics": "network",
+    "Libp2pTransport": "libp2p_host",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{module}", __name__), name)

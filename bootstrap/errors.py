@@ -1,0 +1,68 @@
+"""Every error this room raises on purpose.
+
+``str(error)`` is always one clear line that names what is wrong and how to fix it, so that a command line can print
+it as it is.
+"""
+
+__all__ = [
+    "AddressError",
+    "IdentityError",
+    "NetworkError",
+    "PeerLost",
+    "PortInUse",
+    "ProtocolError",
+    "Refused",
+    "RemoteError",
+    "RequestTimeout",
+    "TokenError",
+    "Unreachable",
+]
+
+
+class NetworkError(Exception):
+    """Base of all errors of the peer-to-peer network."""
+
+
+class AddressError(NetworkError):
+    """A text that should be ``host:port`` is not, or the address cannot be used on this box."""
+
+
+class TokenError(NetworkError):
+    """A join token is malformed, forged, expired, or belongs to another network."""
+
+
+class Unreachable(NetworkError):
+    """Nobody answered at an address, or somebody else did."""
+
+
+class Refused(NetworkError):
+    """The other side answered, and does not let us in."""
+
+
+class PortInUse(NetworkError):
+    """Another process already listens on the port."""
+
+
+class IdentityError(NetworkError):
+    """A key file cannot be read, written or understood."""
+
+
+class PeerLost(NetworkError):
+    """There is no connection to the peer, or it closed before the answer came."""
+
+
+class RequestTimeout(NetworkError):
+    """The peer is connected but did not answer in time."""
+
+
+class ProtocolError(NetworkError):
+    """A message breaks the protocol: too large, malformed, or of another version."""
+
+
+class RemoteError(NetworkError):
+    """The peer's handler refused the request: ``code`` is for programs, ``message`` for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{message} [{code}]")
+        self.code = code
+        self.message = message

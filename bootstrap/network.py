@@ -1,0 +1,549 @@
+"""The network as the rest of a node uses it: the one place of this room that holds tasks.
+
+Everything is decided elsewhere, by pure machines: who may come in (:mod:`.admission`), who is a member and alive
+(:mod:`.membership`), who coordinates (:mod:`.election`), whom to dial (:mod:`.mesh`). This module moves messages
+between them and the control streams::
+
+    pulse   tick membership -> drop, ping, elect, dial; sleeps until one of them wants to be woken
+    gossip  each second, with two random peers: digests, then what either lacks
+    session one per admitted peer: reads until the connection is lost
+"""
+
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, TypeVar
+
+import msgspec
+import trio
+
+from .addresses import Address
+from .admission import Admission
+from .control import encode_body, encode_notice
+from .election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
+from .errors import NetworkError, PeerLost, ProtocolError, Refused, RequestTimeout, TokenError, Unreachable
+from .handlers import AsyncHandler, Handlers, NoticeHandler
+from .identity import Identity
+from .keys import PeerId
+from .links import Links, Session
+from .membership import MEMBER_KIND, Digest, Entry, Member, MemberRecord, Membership, MemberState, Timeouts
+from .mesh import Dial, DialBook
+from .tokens import Bootstrap, Credential, JoinToken, Role, admit
+from .transport import Transport
+
+__all__ = ["Network", "NetworkStatistics"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+B = TypeVar("B", bound=msgspec.Struct)
+
+JOIN_SECONDS: Final = 5.0
+JOIN_RETRY_SECONDS: Final = 0.3
+GOSSIP_SECONDS: Final = 1.0
+GOSSIP_PARTNERS: Final = 2
+SYNC_SECONDS: Final = 5.0
+CLIENT_LINKS: Final = 1  # a client dials other members only when no bootstrap is left
+_SHORTEST_NAP_S: Final = 0.01
+_SYNC: Final = "p2p.sync"
+_ENTRIES: Final = "p2p.entries"
+
+
+class _Sync(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    digest: Digest
+    vouchers: dict[str, float]
+
+
+class _SyncReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    digest: Digest
+    vouchers: dict[str, float]
+    entries: tuple[Entry, ...]
+
+
+class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    entries: tuple[Entry, ...]
+
+
+_sync_replies = msgspec.msgpack.Decoder(_SyncReply)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkStatistics:
+    """Counts since the start, and the state now."""
+
+    members: int
+    alive: int
+    connected: int
+    coordinator: str | None
+    epoch: int
+    revision: int
+    requests_served: int
+    requests_failed: int
+    strangers_refused: int
+    entries_forged: int
+    messages_shed: int
+    dials_failed: int
+
+
+class Network:
+    """``async with network:`` joins, and stays a member until the block ends. Owns its nursery.
+
+    Entering returns once one bootstrap has admitted us, or at once when there is none to ask. It raises Unreachable,
+    Refused, TokenError, PortInUse or AddressError. Leaving the block without :meth:`leave` looks like a crash to
+    others, which is safe: they notice within a second.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        identity: Identity,
+        token: str | None,
+        network_key_public: bytes,
+        role: Role,
+        announce: Address,
+        bootstraps: tuple[Bootstrap, ...],
+        rng: random.Random,
+        clock: Callable[[], float] = time.time,
+        timeouts: Timeouts | None = None,
+        settle_s: float = SETTLE_SECONDS,
+        join_s: float = JOIN_SECONDS,
+    ) -> None:
+        self.peer_id: PeerId = identity.peer_id
+        self.role = role
+        self.address = announce
+        self._token = JoinToken.parse(token) if token is not None else None
+        self._token_text = token
+        self._network_key = network_key_public
+        self._bootstraps = tuple(each for each in bootstraps if each.peer_id != identity.peer_id)
+        self._rng = rng
+        self._clock = clock
+        self._join_s = join_s
+        named = (*bootstraps, *(self._token.bootstraps if self._token is not None else ()))
+        admission = Admission(network_key_public, [each.peer_id for each in named])
+        self._membership = Membership(
+            identity, role, incarnation=max(1, int(clock() * 1000)), check=admission.check_record, timeouts=timeouts
+        )
+        self._election = Election(self.peer_id, settle_s=settle_s)
+        self._dials = DialBook(self.peer_id, rng)
+        self._handlers = Handlers()
+        self._links = Links(transport, self._membership, admission, self._handlers, clock)
+        self._links.on_change = self._on_link_change
+        self._just_lost: set[PeerId] = set()
+        self._lost_callbacks: list[Callable[[PeerId], None]] = []
+        self._coordinator: tuple[PeerId, int] | None = None
+        self._epoch = self._revision = self._forged = self._shed = self._dials_failed = 0
+        self._changed = trio.Event()
+        self._kick = trio.Event()
+        self._leaving = False
+        self._nursery: trio.Nursery | None = None
+        self._nursery_manager: AbstractAsyncContextManager[trio.Nursery, bool | None] | None = None
+        self._handlers.add_request(_SYNC, _Sync, self._serve_sync, client=True)
+        self._handlers.add_notice(_ENTRIES, _Entries, self._take_entries, client=True)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> "Network":
+        self._check_token()
+        self._nursery_manager = trio.open_nursery()
+        nursery = self._nursery = await self._nursery_manager.__aenter__()
+        try:
+            bound = await self._links.start(nursery)
+            if self.address.port == 0:
+                self.address = Address(self.address.host, bound.port)
+            self._publish_record(left=False)
+            nursery.start_soon(self._pulse)
+            nursery.start_soon(self._gossip)
+            await self._join(nursery)
+        except BaseException as error:
+            if await self._close(error):
+                raise RuntimeError("the network was cancelled while it joined") from error
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return await self._close(error)
+
+    async def _close(self, error: BaseException | None) -> bool:
+        """End all tasks. An error of the block goes on as it is, not wrapped in a group with nothing else in it."""
+        assert self._nursery is not None and self._nursery_manager is not None
+        self._leaving = True
+        self._nursery.cancel_scope.cancel()
+        if isinstance(error, Exception) and not isinstance(error, ExceptionGroup):
+            await self._nursery_manager.__aexit__(None, None, None)
+            return False
+        kind, traceback = (None, None) if error is None else (type(error), error.__traceback__)
+        return bool(await self._nursery_manager.__aexit__(kind, error, traceback))
+
+    async def leave(self) -> None:
+        """Tell everybody that we go, then hang up. The block may go on; nothing is sent or answered any more."""
+        if not self._leaving:
+            self._leaving = True
+            self._push([self._publish_record(left=True)])
+            await self._links.close()
+            self._wake()
+
+    # -- what everybody says ------------------------------------------------------------------------------------------
+
+    def publish(self, kind: str, payload: bytes) -> None:
+        """Say something to all members: at most 64 KiB, the newest of each kind counts. Pushed at once to all
+        connected peers; the rest get it by gossip."""
+        if kind in (MEMBER_KIND, CLAIM_KIND):
+            raise ValueError(f"kind {kind!r} belongs to the network itself; choose another name")
+        self._push([self._membership.publish(kind, payload)])
+
+    def entries(self, kind: str) -> dict[PeerId, bytes]:
+        """What the live members say, our own word included."""
+        return self._membership.entries(kind)
+
+    def members(self) -> tuple[Member, ...]:
+        """Everybody, ourselves and the recently dead included, by peer id."""
+        return tuple(
+            dataclasses.replace(member, rtt_s=session.control.rtt_s)
+            if (session := self._links.sessions.get(member.peer_id)) is not None
+            else member
+            for member in self._membership.members()
+        )
+
+    @property
+    def coordinator(self) -> tuple[PeerId, int] | None:
+        """Who coordinates, and in which epoch."""
+        return self._coordinator
+
+    @property
+    def revision(self) -> int:
+        """Grows with every change of entries, members, connections or coordinator."""
+        return self._revision
+
+    async def wait_changed(self, revision: int) -> int:
+        """Wait until the revision is another than this one; returns the new one."""
+        while self._revision == revision:
+            await self._changed.wait()
+        return self._revision
+
+    # -- talking to one peer ------------------------------------------------------------------------------------------
+
+    async def request(self, peer: PeerId, method: str, body: msgspec.Struct, reply: type[T], timeout: float) -> T:
+        """Ask a peer; our own id is served here. Dials the peer when it is a member we have no connection to.
+
+        Raises RemoteError (its handler refused), PeerLost, RequestTimeout, or ProtocolError (its answer is not a
+        ``reply``, or the body is too large).
+        """
+        encoded = encode_body(body)
+        if peer == self.peer_id:
+            answer = await self._request_locally(method, encoded, timeout)
+        else:
+            deadline = trio.current_time() + timeout
+            session = await self._links.session_with(peer, timeout)
+            answer = await session.control.request(method, encoded, max(deadline - trio.current_time(), 0.0))
+        try:
+            return msgspec.msgpack.decode(answer, type=reply)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(
+                f"the answer of {peer} to {method!r} is malformed: {error}; run the same p2pserve release"
+            ) from error
+
+    def notify(self, peer: PeerId, method: str, body: msgspec.Struct) -> None:
+        """Tell a peer something, without an answer. Raises PeerLost when it is not connected, or so slow that the
+        bounded queue to it is full."""
+        if peer == self.peer_id:
+            self._handlers.notify(peer, self.role, method, encode_body(body))
+            return
+        session = self._links.sessions.get(peer)
+        if session is None:
+            raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
+        if not session.control.send_nowait(encode_notice(method, encode_body(body))):
+            self._shed += 1
+            raise PeerLost(f"{peer} does not read its messages; choose another peer")
+
+    def handle(self, method: str, body_type: type[B], handler: AsyncHandler[B], *, client: bool = False) -> None:
+        """Answer a method with ``await handler(peer, role, body)``; ``client=True`` lets clients call it."""
+        self._handlers.add_request(method, body_type, handler, client=client)
+
+    def on_notice(self, method: str, body_type: type[B], handler: NoticeHandler[B], *, client: bool = False) -> None:
+        """Take a notice with ``handler(peer, role, body)``, which must not block."""
+        self._handlers.add_notice(method, body_type, handler, client=client)
+
+    def on_peer_lost(self, callback: Callable[[PeerId], None]) -> None:
+        """Call this, without blocking, whenever the connection to a peer is lost."""
+        self._lost_callbacks.append(callback)
+
+    def connected(self) -> frozenset[PeerId]:
+        """The peers with an admitted control stream now."""
+        return frozenset(self._links.sessions)
+
+    def statistics(self) -> NetworkStatistics:
+        """Counts and state."""
+        members = self._membership.members()
+        return NetworkStatistics(
+            members=len(members),
+            alive=sum(member.state is MemberState.ALIVE for member in members),
+            connected=len(self._links.sessions),
+            coordinator=self._coordinator[0] if self._coordinator else None,
+            epoch=self._epoch,
+            revision=self._revision,
+            requests_served=self._handlers.served,
+            requests_failed=self._handlers.failed,
+            strangers_refused=self._links.refused,
+            entries_forged=self._forged,
+            messages_shed=self._shed + sum(s.control.statistics().shed for s in self._links.sessions.values()),
+            dials_failed=self._dials_failed,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the tables contradict each other."""
+        self._membership.check_integrity()
+        for peer, session in self._links.sessions.items():
+            assert session.peer == peer, f"the session of {session.peer} is filed under {peer}"
+            assert self._membership.record(peer) is not None, f"{peer} is connected without a member record"
+
+    def __repr__(self) -> str:
+        return (
+            f"Network({self.peer_id}, {self.role.value}, connected={len(self._links.sessions)}, "
+            f"coordinator={self._coordinator}, revision={self._revision})"
+        )
+
+    # -- joining ----------------------------------------------------------------------------------------------------
+
+    def _check_token(self) -> None:
+        """Find out here what the others would tell us."""
+        if self._token_text is None:
+            return
+        role = admit(self._token_text, self._network_key, self._clock())
+        if role is not self.role:
+            raise TokenError(
+                f"the join token is for the role {role.value!r}, not {self.role.value!r}; "
+                f"start as {role.value!r} or use another token"
+            )
+
+    def _publish_record(self, *, left: bool) -> Entry:
+        credential: Credential | None = self._token.credential(self.peer_id) if self._token is not None else None
+        record = MemberRecord(self.role, self.address.host, self.address.port, credential, left)
+        return self._membership.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
+
+    async def _join(self, nursery: trio.Nursery) -> None:
+        """Ask all bootstraps at once, until one lets us in, all have refused, or the time is up."""
+        if not self._bootstraps:
+            return
+        give_up_at = trio.current_time() + self._join_s
+        while True:
+            send, receive = trio.open_memory_channel[NetworkError | None](len(self._bootstraps))
+            for bootstrap in self._bootstraps:
+                nursery.start_soon(self._ask, bootstrap, send.clone())
+            send.close()
+            errors: list[NetworkError] = []
+            async for outcome in receive:
+                if outcome is None:
+                    return
+                errors.append(outcome)
+            refusals = [error for error in errors if not isinstance(error, Unreachable)]
+            if refusals:
+                raise refusals[0]
+            if trio.current_time() >= give_up_at:
+                if len(errors) == 1:
+                    raise errors[0]
+                raise Unreachable(f"none of {len(errors)} bootstraps can be reached: " + " | ".join(map(str, errors)))
+            await trio.sleep(JOIN_RETRY_SECONDS * self._rng.uniform(0.8, 1.2))
+
+    async def _ask(self, bootstrap: Bootstrap, outcome: trio.MemorySendChannel[NetworkError | None]) -> None:
+        with outcome:
+            try:
+                session = await self._links.connect(bootstrap.peer_id, Address(bootstrap.host, bootstrap.port))
+                await self._sync(session)
+            except (Unreachable, Refused, TokenError) as error:
+                outcome.send_nowait(error)
+            else:
+                outcome.send_nowait(None)
+
+    # -- the pulse --------------------------------------------------------------------------------------------------
+
+    async def _pulse(self) -> None:
+        while True:
+            self._kick = trio.Event()
+            now = trio.current_time()
+            for session in self._links.sessions.values():
+                self._membership.on_heard(session.peer, session.control.heard_at)
+            step = self._membership.tick(now)
+            for peer in step.drop:
+                self._links.drop(peer)
+            for peer in step.ping:
+                self._ping(peer)
+            has_elected = self._elect(now)
+            if step.changed or has_elected:
+                self._touch()
+            self._dial_missing(now)
+            wake = min(
+                (
+                    moment
+                    for moment in (
+                        self._membership.wake_at(now),
+                        self._dials.wake_at(self._links.sessions),
+                        self._election.wake_at(),
+                    )
+                    if moment is not None
+                ),
+                default=float("inf"),
+            )
+            with trio.move_on_at(max(wake, now + _SHORTEST_NAP_S)):
+                await self._kick.wait()
+
+    def _ping(self, peer: PeerId) -> None:
+        session = self._links.sessions.get(peer)
+        if session is not None:
+            try:
+                session.control.ping()
+            except PeerLost as error:
+                _log.debug("not pinged: %s", error)
+
+    def _elect(self, now: float) -> bool:
+        """Apply the election's rule; whether the coordinator changed."""
+        members = self._membership.members()
+        candidates = frozenset(
+            member.peer_id
+            for member in members
+            if member.role is not Role.CLIENT and member.state in (MemberState.ALIVE, MemberState.SUSPECT)
+        )
+        step = self._election.decide(candidates, self._claims(), now)
+        if step.claim is not None and not self._leaving:
+            _log.info("claiming epoch %d", step.claim)
+            self._push([self._membership.publish(CLAIM_KIND, encode_claim(step.claim))])
+            step = self._election.decide(candidates, self._claims(), now)
+        before = self._coordinator
+        self._coordinator = None if step.coordinator is None else (step.coordinator, step.epoch)
+        self._epoch = step.epoch
+        if self._coordinator != before:
+            _log.info("coordinator is now %s", self._coordinator)
+        return self._coordinator != before
+
+    def _claims(self) -> dict[PeerId, int]:
+        return {peer: decode_claim(payload) for peer, payload in self._membership.highest(CLAIM_KIND).items()}
+
+    def _dial_missing(self, now: float) -> None:
+        if self._leaving or self._nursery is None:
+            return
+        wanted = {each.peer_id: Address(each.host, each.port) for each in self._bootstraps}
+        if self.role is not Role.CLIENT or len(self._links.sessions) < CLIENT_LINKS:
+            wanted |= self._membership.dial_targets()
+        for dial in self._dials.due(wanted, self._links.sessions, now):
+            self._nursery.start_soon(self._redial, dial)
+
+    async def _redial(self, dial: Dial) -> None:
+        try:
+            session = await self._links.connect(dial.peer, dial.address)
+        except (Unreachable, Refused, TokenError) as error:
+            _log.debug("dial failed: %s", error)
+            self._dials_failed += 1
+            now = trio.current_time()
+            self._dials.on_result(dial.peer, False, now)
+            if dial.peer in self._just_lost and dial.peer not in self._links.sessions:
+                self._membership.on_lost(dial.peer, now)
+        else:
+            self._dials.on_result(dial.peer, True, trio.current_time())
+            await self._sync(session)
+        self._just_lost.discard(dial.peer)
+        self._wake()
+
+    def _on_link_change(self, peer: PeerId, opened: bool) -> None:
+        now = trio.current_time()
+        if opened:
+            self._just_lost.discard(peer)
+            self._push_to(peer, self._membership.own_entries())
+        else:
+            self._just_lost.add(peer)
+            self._dials.on_disconnected(peer, now)
+            for callback in self._lost_callbacks:
+                callback(peer)
+        self._touch()
+        self._wake()
+
+    # -- gossip -----------------------------------------------------------------------------------------------------
+
+    async def _gossip(self) -> None:
+        while True:
+            await trio.sleep(GOSSIP_SECONDS * self._rng.uniform(0.9, 1.1))
+            partners = [s for s in self._links.sessions.values() if s.role is not Role.CLIENT]
+            async with trio.open_nursery() as nursery:
+                for session in self._rng.sample(partners, min(GOSSIP_PARTNERS, len(partners))):
+                    nursery.start_soon(self._sync, session)
+
+    async def _sync(self, session: Session) -> None:
+        """Swap digests and what either side lacks. A failure is the next round's business."""
+        now = trio.current_time()
+        ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
+        try:
+            raw = await session.control.request(_SYNC, ask, SYNC_SECONDS)
+            reply = _sync_replies.decode(raw)
+        except msgspec.MsgspecError as error:
+            session.control.blame()
+            _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
+            return
+        except NetworkError as error:
+            _log.debug("gossip with %s failed: %s", session.peer, error)
+            return
+        self._merge(session, reply.entries)
+        self._membership.on_vouched(reply.vouchers, trio.current_time())
+        self._push_to(session.peer, self._membership.delta_for(reply.digest))
+        self._wake()
+
+    async def _serve_sync(self, peer: PeerId, role: Role, ask: _Sync) -> _SyncReply:
+        now = trio.current_time()
+        if role is not Role.CLIENT:
+            self._membership.on_vouched(ask.vouchers, now)
+        delta = self._membership.delta_for(ask.digest)
+        return _SyncReply(self._membership.digest(), self._membership.vouchers(now), tuple(delta))
+
+    def _take_entries(self, peer: PeerId, role: Role, notice: _Entries) -> None:
+        session = self._links.sessions.get(peer)
+        if session is not None:
+            self._merge(session, notice.entries)
+
+    def _merge(self, session: Session, entries: Iterable[Entry]) -> None:
+        private = session.peer if session.role is Role.CLIENT else None
+        result = self._membership.merge(entries, trio.current_time(), from_origin=private)
+        if result.forged:
+            self._forged += result.forged
+            session.control.blame(result.forged)
+            _log.warning("%s sent %d forged entries", session.peer, result.forged)
+        own = [entry for entry in result.changed if entry.origin == self.peer_id]
+        if own:
+            self._push(own)
+        if result.changed:
+            self._touch()
+            self._wake()
+
+    def _push(self, entries: list[Entry]) -> None:
+        """Urgent: to everybody now, instead of within seconds."""
+        self._links.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(tuple(entries)))))
+        self._touch()
+        self._wake()
+
+    def _push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
+        if self.role is Role.CLIENT:  # others take from a client only what is its own
+            entries = [entry for entry in entries if entry.origin == self.peer_id]
+        batch = tuple(entries)
+        session = self._links.sessions.get(peer)
+        if batch and session is not None:
+            try:
+                session.control.send_nowait(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+            except PeerLost as error:
+                _log.debug("not pushed: %s", error)
+
+    async def _request_locally(self, method: str, body: bytes, timeout: float) -> bytes:
+        with trio.move_on_after(timeout):
+            return await self._handlers.serve(self.peer_id, self.role, method, body)
+        raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
+
+    def _touch(self) -> None:
+        self._revision += 1
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _wake(self) -> None:
+        self._kick.set()

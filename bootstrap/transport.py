@@ -1,0 +1,92 @@
+"""What the network needs from below: authenticated, ordered, long-lived control streams between peers.
+
+Two implementations keep the same contract: :mod:`.libp2p_host` over TCP, and :mod:`.memory` for tests and simulation.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import trio
+
+from .addresses import Address
+from .keys import PeerId
+
+__all__ = ["CONTROL_PROTOCOL", "DATA_MAGIC", "DIAL_SECONDS", "Connection", "ConnectionHandler", "TaskStatus", "Transport"]
+
+CONTROL_PROTOCOL: Final = "/p2pserve/ctl/1"
+DATA_MAGIC: Final = b"p2pKV/1\n"  # the first eight bytes of every bulk-data socket
+DIAL_SECONDS: Final = 5.0
+
+
+class Connection(Protocol):
+    """THE control stream to one peer. The transport has proved that the peer holds the key of :attr:`peer`.
+
+    Frames arrive whole, in order, each at most once. A frame that was accepted may still be lost when the connection
+    dies; nothing else loses one. Any call may be cancelled and leaves the connection usable.
+    """
+
+    @property
+    def peer(self) -> PeerId:
+        """Who is at the other end."""
+        ...
+
+    @property
+    def remote(self) -> Address | None:
+        """The address packets come from (behind a mapping this is not where the peer listens)."""
+        ...
+
+    async def send(self, frame: bytes) -> None:
+        """Queue a frame of at most 4 MiB, waiting while the bounded queue is full. Raises PeerLost when closed."""
+        ...
+
+    def send_nowait(self, frame: bytes) -> None:
+        """The same without waiting: raises ``trio.WouldBlock`` when the queue is full."""
+        ...
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises PeerLost once the connection is closed and everything before was taken. One
+        receiver at a time, and it must keep receiving: a peer that is not read for five seconds is cut off."""
+        ...
+
+    async def aclose(self) -> None:
+        """Send what is queued (for a bounded moment), then close. Safe to call again, from anywhere."""
+        ...
+
+
+class TaskStatus(Protocol):
+    """What :meth:`trio.Nursery.start` hands to a task that serves."""
+
+    def started(self, value: Address = ...) -> None:
+        """Serving has begun."""
+        ...
+
+
+ConnectionHandler = Callable[[Connection], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """Dials and accepts. One object is served once."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Our own id, which the other side has proof of."""
+        ...
+
+    async def dial(self, address: Address, peer_id: PeerId) -> Connection:
+        """Connect to exactly this peer at this address.
+
+        Gives up within :data:`DIAL_SECONDS`. Raises Unreachable when nobody, or somebody else, answers. Does not look
+        for existing connections: two dials give two connections. Needs a running :meth:`serve`.
+        """
+        ...
+
+    async def serve(
+        self, on_connection: ConnectionHandler, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Accept connections until cancelled; ``task_status`` gets the address to announce, its port never 0.
+
+        Opens its own nursery. ``on_connection`` runs in a task of its own for each connection that somebody else
+        dialled, and that connection is closed when it returns. Its errors are logged and cost only that connection.
+        Raises PortInUse or AddressError before it has started. When it ends, all its connections are closed.
+        """
+        ...
