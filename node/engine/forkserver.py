@@ -1,0 +1,160 @@
+"""A process that imports vLLM once and forks engine processes from itself in under a second each.
+
+    python -m p2pserve.node.engine.forkserver FD [FD ...]
+
+Each FD is one end of a `SOCK_SEQPACKET` pair; an agent at the other end sends `Spawn` with the two sockets
+of the new engine and hears of `Preloaded` and `EngineExited`. Several agents on one box may share a server,
+each over its own descriptor. It leaves no file behind, and it ends when the last agent has closed.
+
+The server must stay single-threaded and must never run a torch operation or touch CUDA: a forked child
+would inherit locks without the threads that hold them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from . import protocol
+
+REAP_INTERVAL_S = 0.1  # how late an exit may be reported; the engine's own socket tells of it at once
+
+
+def preload() -> str:
+    """Import everything an engine needs and return vLLM's version. Raises ImportError."""
+    import vllm
+    import vllm.engine.arg_utils
+    import vllm.model_executor.models.llama
+    import vllm.v1.attention.backends.registry
+    import vllm.v1.engine.llm_engine
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm.v1.attention.backends.cpu_attn
+        import vllm.v1.worker.cpu_worker
+
+    from . import connector, process  # noqa: F401  (imported for the children)
+
+    gc.collect()
+    gc.freeze()  # children then share these pages instead of copying them at their first collection
+    return str(vllm.__version__)
+
+
+class ForkServer:
+    """The loop: spawn on request, report exits, end with the last channel."""
+
+    def __init__(self, channels: list[socket.socket]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._channels = set(channels)
+        for channel in channels:
+            self._selector.register(channel, selectors.EVENT_READ)
+        self._children: dict[int, tuple[socket.socket, int]] = {}
+
+    def run(self) -> None:
+        """Serve until every channel is closed."""
+        started = time.monotonic()
+        try:
+            version = preload()
+        except ImportError as error:
+            self._tell_all(protocol.PreloadFailed(reason=f"vLLM cannot be imported: {error}"))
+            return
+        seconds = time.monotonic() - started
+        self._tell_all(protocol.Preloaded(pid=os.getpid(), version=version, seconds=seconds))
+        while self._channels:
+            for key, _ in self._selector.select(REAP_INTERVAL_S):
+                self._receive(key.fileobj)  # type: ignore[arg-type]
+            self._reap()
+
+    def _tell_all(self, event: protocol.Message) -> None:
+        for channel in tuple(self._channels):
+            self._tell(channel, event)
+
+    def _tell(self, channel: socket.socket, event: protocol.Message) -> None:
+        try:
+            channel.send(protocol.pack(event))
+        except OSError:  # that agent is gone; its engines end by themselves
+            self._drop(channel)
+
+    def _drop(self, channel: socket.socket) -> None:
+        if channel in self._channels:
+            self._channels.discard(channel)
+            self._selector.unregister(channel)
+            channel.close()
+
+    def _receive(self, channel: socket.socket) -> None:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 2)
+        except ConnectionError:
+            packet, descriptors = b"", []
+        if not packet:
+            self._drop(channel)
+            return
+        try:
+            request = protocol.spawn.decode(packet)
+        except msgspec.MsgspecError as error:
+            print(f"fork server: refused a packet: {error}", file=sys.stderr)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return
+        messages, sockets = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        pid = os.fork()
+        if pid == 0:
+            self._become_engine(request, messages, sockets)
+        messages.close()
+        sockets.close()
+        self._children[pid] = (channel, request.engine)
+
+    def _become_engine(self, request: protocol.Spawn, messages: socket.socket, sockets: socket.socket) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._selector.close()
+        status = 1
+        try:
+            from .process import run_engine
+
+            status = run_engine(request.config, messages, sockets)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Not sys.exit: the parent's frames below must not run again in the child.
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            channel, engine = self._children.pop(pid)
+            exited = protocol.EngineExited(engine=engine, status=os.waitstatus_to_exitcode(status))
+            self._tell(channel, exited)
+
+
+def main() -> None:
+    """Command line: descriptors of the channels; `P2PSERVE_ENGINE_LOG` names the file for output."""
+    # Ctrl-C goes to the whole terminal; only the agent acts on it, and closes the channel in time.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.environ.get("P2PSERVE_ENGINE_LOG")
+    if log:
+        redirect_output(Path(log))
+    channels = [socket.socket(fileno=int(text)) for text in sys.argv[1:]]
+    ForkServer(channels).run()
+
+
+def redirect_output(log: Path) -> None:
+    """Send stdout and stderr, C++ code's included, to the end of a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The protocol between a node's agent and its engine processes.
+
+Length-prefixed MessagePack over a Unix socket pair: `u32 little-endian length | message`. Both ends are
+on one box and belong to one user, yet every message is typed, bounded and validated: an engine process
+that goes wrong must not take its agent with it. Sockets accepted by the agent travel beside it on a
+second, packet-preserving pair, because a file descriptor needs a message of its own.
+
+This module imports neither torch nor vLLM: the agent loads it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import msgspec
+
+from ...kvtransport.tickets import Ticket
+
+MAX_MESSAGE: Final = 64 << 20
+_LENGTH: Final = struct.Struct("<I")
+
+
+class EngineProtocolError(Exception):
+    """The other end of an engine's socket sent something that is not a message."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of all messages of this protocol."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one engine process is started with.
+
+    `kv_cache_mib` and `max_batched_tokens` trade memory and step time for throughput: the first bounds how
+    many tokens are held at once, the second how long one chunk of a prefill may delay the decodes beside it.
+    """
+
+    model: str  # a local folder in Hugging Face format
+    dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
+    max_model_len: int | None = None  # None: the model's own
+    kv_cache_mib: int = 64
+    max_batched_tokens: int = 512
+    max_requests: int = 64
+    threads: int = 1
+    transfer_buffer_mib: int = 256  # decoded KV held for requests that the scheduler has not admitted yet
+    log_file: str | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the next tokens are chosen. `top_k` 0 and `top_p` 1 switch those filters off."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+    """Run a request. With `send`, its prompt's KV is pushed and the sampled token means nothing.
+
+    With `receive`, the first `receive_tokens` positions of KV are expected from another engine, and are
+    computed here when they do not arrive.
+    """
+
+    request: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    deadline_s: float
+    send: Ticket | None = None
+    receive: Ticket | None = None
+    receive_tokens: int = 0
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+    """Forget a request, whatever its state."""
+
+    request: str
+
+
+class AbortTransfer(Message, frozen=True, kw_only=True, tag="abort-transfer"):
+    """No more KV will come for this transfer: compute what is missing."""
+
+    transfer: bytes
+    reason: str
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+    """Leave at once."""
+
+
+class Ready(Message, frozen=True, kw_only=True, tag="ready"):
+    """The model is loaded. Figures are the engine's own; `tflops` and `memory_gbps` were measured just now."""
+
+    pid: int
+    engine: str  # name and version, as shown to people
+    device: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_model_len: int
+    kv_tokens: int
+    eos_tokens: tuple[int, ...]
+    load_s: float
+    tflops: float
+    memory_gbps: float
+
+
+class StartFailed(Message, frozen=True, kw_only=True, tag="start-failed"):
+    """The model could not be loaded. `reason` is one line for the user."""
+
+    reason: str
+
+
+class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one step added to a request. `finish`: stop, length, deadline or error; None while it runs."""
+
+    request: str
+    tokens: tuple[int, ...]
+    finish: str | None = None
+    cached_tokens: int = 0  # prompt positions whose KV was not computed here
+
+
+class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """State of the scheduler after a step."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    kv_free_tokens: int
+
+
+class Step(Message, frozen=True, kw_only=True, tag="step"):
+    """One message for all requests that a step moved."""
+
+    outputs: tuple[NewTokens, ...]
+    stats: EngineStats
+
+
+class TransferReport(Message, frozen=True, kw_only=True, tag="transfer"):
+    """How a transfer ended, from the sending engine.
+
+    `raw_bytes` is what the KV occupies in the sender's cache, `wire_bytes` what the socket carried. `span_s` runs
+    from the first frame to the acknowledgement, `visible_s` is the part of it after prefill had ended.
+    """
+
+    transfer: bytes
+    delivered: bool
+    reason: str
+    frames: int
+    raw_bytes: int
+    wire_bytes: int
+    span_s: float
+    visible_s: float
+    hidden_fraction: float
+
+
+ToEngine = Submit | Cancel | AbortTransfer | Stop
+FromEngine = Ready | StartFailed | Step | TransferReport
+
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Spawn(Message, frozen=True, kw_only=True, tag="spawn"):
+    """To the fork server, with two descriptors: message socket and descriptor socket of the new engine."""
+
+    engine: int
+    config: EngineConfig
+
+
+class Preloaded(Message, frozen=True, kw_only=True, tag="preloaded"):
+    """From the fork server: vLLM is imported, engines start quickly from now on."""
+
+    pid: int
+    version: str
+    seconds: float
+
+
+class PreloadFailed(Message, frozen=True, kw_only=True, tag="preload-failed"):
+    """From the fork server: vLLM cannot be imported here."""
+
+    reason: str
+
+
+class EngineExited(Message, frozen=True, kw_only=True, tag="exited"):
+    """From the fork server: an engine process is gone. `status` is as of `os.waitstatus_to_exitcode`."""
+
+    engine: int
+    status: int
+
+
+ForkServerEvent = Preloaded | PreloadFailed | EngineExited
+
+spawn = msgspec.msgpack.Decoder(Spawn)
+fork_server_event = msgspec.msgpack.Decoder(ForkServerEvent)
+
+
+def pack(message: Message) -> bytes:
+    """One message without a frame, for packet sockets."""
+    return _encoder.encode(message)
+
+
+def frame(message: Message) -> bytes:
+    """One message with its length in front, for stream sockets."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE:
+        raise EngineProtocolError(f"a message of {len(body)} bytes exceeds the bound of {MAX_MESSAGE}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unframer:
+    """Bytes in, bodies of messages out; keeps what is incomplete."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the bodies completed by `data`. Raises EngineProtocolError on an absurd length."""
+        self._buffer += data
+        bodies = []
+        while len(self._buffer) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._buffer)
+            if size > MAX_MESSAGE:
+                raise EngineProtocolError(f"a message of {size} bytes was announced; the bound is {MAX_MESSAGE}")
+            if len(self._buffer) < _LENGTH.size + size:
+                break
+            bodies.append(bytes(self._buffer[_LENGTH.size : _LENGTH.size + size]))
+            del self._buffer[: _LENGTH.size + size]
+        return bodies

@@ -1,0 +1,394 @@
+"""The gateway of a node: it takes clients' requests and owns each one until its last token.
+
+Engines come and go; the gateway keeps prompt and tokens so far. When the engine that decodes a request is
+lost, the request goes to another one with its tokens as part of the prompt, and the client's stream continues.
+When the engine that prefills is lost, the decode engine is told to compute the prompt itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import final
+
+import trio
+
+from ..bootstrap import NetworkError, PeerId, RemoteError, Role
+from ..coordinator import NoRoute, Route, route
+from . import messages
+from .model import ModelInfo
+from .request import LiveRequest, check, tokenize
+from .text import PromptError, TextModel
+from .view import NetworkView
+
+OPEN_TIMEOUT_S = 10.0
+NO_ENGINE_GRACE_S = 5.0  # how long a request waits for an engine when none is even starting
+FIGURES_GRACE_S = 0.5  # how long an answer waits for the transfer's report, which travels another way
+
+Event = messages.Tokens | messages.PrefillEnded | str  # a str is the id of a peer that was lost
+
+
+@final
+@dataclass(slots=True)
+class _Attempt:
+    """One try at a request, on one route. `id` is new for each, so that late messages of another are told apart."""
+
+    id: str
+    decode: PeerId
+    prefill: PeerId | None
+    send: trio.MemorySendChannel[Event]
+    events: trio.MemoryReceiveChannel[Event]
+    prefill_open: bool = False
+
+
+@final
+@dataclass(slots=True)
+class _Progress:
+    """Bookkeeping of a request over all its attempts."""
+
+    client: PeerId
+    arrived: float
+    deadline: float
+    first_token: float | None = None
+    last_token: float | None = None
+    attempts: int = 0
+    cached_tokens: int = 0
+    route: tuple[PeerId | None, PeerId] | None = None
+    recovered: list[str] = field(default_factory=list)
+    failed: dict[PeerId, int] = field(default_factory=dict)  # peer -> start of the engine that failed us
+    transfer: messages.TransferFigures | None = None
+
+
+@final
+class Connections:
+    """How a gateway reaches peers: `request` awaits an answer, `notify` does not; both serve this node too."""
+
+    def __init__(
+        self,
+        request: Callable[..., Awaitable[messages.Message]],
+        notify: Callable[[PeerId, str, messages.Message], None],
+        wait_changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.request = request
+        self.notify = notify
+        self.wait_changed = wait_changed
+
+
+@final
+class Gateway:
+    """Requests of the clients that are connected to this node.
+
+    Args:
+        view: the network, kept up to date by the agent.
+        nursery: runs one task per request; cancelling it ends them all.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: NetworkView,
+        connections: Connections,
+        model: ModelInfo,
+        text: TextModel,
+        codec: str,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._view = view
+        self._connections = connections
+        self._model = model
+        self._text = text
+        self._codec = codec
+        self._nursery = nursery
+        self._attempts: dict[str, _Attempt] = {}
+        self._scopes: dict[tuple[PeerId, str], trio.CancelScope] = {}
+        self._in_flight: Counter[PeerId] = Counter()
+        self._draining = False
+
+    def __repr__(self) -> str:
+        return f"<Gateway {self._model.service} requests={len(self._scopes)}>"
+
+    @property
+    def idle(self) -> bool:
+        """Whether no client waits for an answer."""
+        return not self._scopes
+
+    def drain(self) -> None:
+        """Finish what is running, refuse what is new."""
+        self._draining = True
+
+    async def generate(self, client: PeerId, role: Role, body: messages.Generate) -> messages.Generating:
+        """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for the user."""
+        if self._draining:
+            raise RemoteError("draining", "this node is leaving; send the request to another one")
+        if body.service is not None and body.service not in (self._model.service, self._model.name):
+            raise RemoteError("invalid", f"service: {body.service} is not served here; {self._model.service} is")
+        if (client, body.request) in self._scopes:
+            raise RemoteError("invalid", f"request: the id {body.request} is in use")
+        try:
+            check(body)
+            prompt, max_tokens = tokenize(body, self._text, self._max_model_len())
+        except PromptError as error:
+            raise RemoteError("invalid", str(error)) from error
+        live = LiveRequest(body, prompt, max_tokens, self._text.decoder())
+        now = trio.current_time()
+        progress = _Progress(client, now, now + body.deadline_s)
+        scope = self._scopes[client, body.request] = trio.CancelScope(deadline=progress.deadline)
+        self._nursery.start_soon(self._serve, live, progress, scope, name=f"request {body.request}")
+        return messages.Generating(service=self._model.service, prompt_tokens=len(prompt))
+
+    def stop(self, client: PeerId, role: Role, body: messages.StopRequest) -> None:
+        """The client wants no more of this request."""
+        scope = self._scopes.get((client, body.request))
+        if scope is not None:
+            scope.cancel()
+
+    def peer_lost(self, peer: PeerId) -> None:
+        """A client, or a node that worked for us, is gone."""
+        for (client, _), scope in self._scopes.items():
+            if client == peer:
+                scope.cancel()
+        for attempt in self._attempts.values():
+            if peer in (attempt.decode, attempt.prefill):
+                attempt.send.send_nowait(peer)
+
+    def on_tokens(self, peer: PeerId, role: Role, body: messages.Tokens) -> None:
+        """News from a decode node."""
+        attempt = self._attempts.get(body.request)
+        if attempt is not None and attempt.decode == peer:
+            attempt.send.send_nowait(body)
+
+    def on_prefill_ended(self, peer: PeerId, role: Role, body: messages.PrefillEnded) -> None:
+        """News from a prefill node."""
+        attempt = self._attempts.get(body.request)
+        if attempt is not None and attempt.prefill == peer:
+            attempt.send.send_nowait(body)
+
+    def _max_model_len(self) -> int:
+        lengths = [
+            advert.engine.max_model_len
+            for advert in self._view.adverts.values()
+            if advert.engine is not None
+            and advert.engine.max_model_len
+            and advert.model is not None
+            and advert.model.service == self._model.service
+        ]
+        return min([self._model.max_model_len, *lengths])
+
+    async def _serve(self, live: LiveRequest, progress: _Progress, scope: trio.CancelScope) -> None:
+        error = ""
+        try:
+            with scope:
+                while live.finish is None:
+                    await self._attempt(live, progress)
+        except NoRoute as no_route:
+            error = str(no_route)
+        finally:
+            del self._scopes[progress.client, live.id]
+        if live.finish is None and not error:
+            if trio.current_time() < progress.deadline:
+                return  # the client has gone, or wants no more
+            error = f"deadline: the answer was not complete after {progress.deadline - progress.arrived:.1f} s"
+            if progress.recovered:
+                error += f" ({'; '.join(progress.recovered)})"
+        self._notify(
+            progress.client,
+            messages.Chunk(
+                request=live.id,
+                finish="error" if error else live.finish,
+                error=error,
+                figures=self._figures(live, progress),
+            ),
+        )
+
+    async def _attempt(self, live: LiveRequest, progress: _Progress) -> None:
+        """Run the request on one route until it is finished or the route has failed."""
+        chosen = await self._choose(live, progress)
+        progress.attempts += 1
+        send, receive = trio.open_memory_channel[Event](float("inf"))
+        attempt = _Attempt(secrets.token_hex(12), *chosen, send, receive)
+        self._attempts[attempt.id] = attempt
+        progress.route = (attempt.prefill, attempt.decode)
+        peers = [attempt.decode, *([attempt.prefill] if attempt.prefill else [])]
+        self._in_flight.update(peers)
+        complete = False
+        try:
+            if await self._open(attempt, live, progress):
+                complete = await self._follow(attempt, live, progress)
+        finally:
+            del self._attempts[attempt.id]
+            self._in_flight.subtract(peers)
+            stop = messages.StopRequest(request=attempt.id)
+            if not complete:
+                self._tell(attempt.decode, "request.stop", stop)
+            if attempt.prefill is not None and attempt.prefill_open:
+                self._tell(attempt.prefill, "request.stop", stop)
+
+    async def _choose(self, live: LiveRequest, progress: _Progress) -> tuple[PeerId, PeerId | None]:
+        """`(decode, prefill)` of the route; waits for an engine while one may come. Raises NoRoute."""
+        give_up = trio.current_time() + NO_ENGINE_GRACE_S
+        while True:
+            try:
+                return self._route(live, progress)
+            except NoRoute as error:
+                if self._view.hopeful(self._model.service):
+                    give_up = trio.current_time() + NO_ENGINE_GRACE_S
+                elif trio.current_time() >= give_up:
+                    reasons = f" ({'; '.join(progress.recovered)})" if progress.recovered else ""
+                    raise NoRoute(f"no engine is left for {self._model.service}{reasons}: {error}") from error
+            with trio.move_on_after(1.0):
+                await self._connections.wait_changed()
+
+    def _route(self, live: LiveRequest, progress: _Progress) -> tuple[PeerId, PeerId | None]:
+        view, plan = self._view, self._view.plan
+        if plan is None or plan.service != self._model.service:
+            raise NoRoute("the coordinator has made no plan for it yet")
+        unusable = {
+            peer
+            for peer in map(PeerId, plan.peers)
+            if not view.serving(peer, plan.service)
+            or (peer in progress.failed and progress.failed[peer] >= view.starts(peer))
+        }
+        tokens = len(live.prompt) + len(live.tokens)
+        loads = view.loads(self._in_flight)
+        found: Route = route(plan, loads, prompt_tokens=tokens, exclude=frozenset(unusable))
+        decode = plan.replica(found.decode)
+        prefill = plan.replica(found.prefill) if found.prefill is not None else None
+        assert decode is not None  # the router names replicas of the plan
+        return PeerId(decode.head), PeerId(prefill.head) if prefill is not None else None
+
+    async def _open(self, attempt: _Attempt, live: LiveRequest, progress: _Progress) -> bool:
+        """Decode side first: it must have blocks and a ticket before the first layer leaves."""
+        prompt, sampling = live.replay()
+        deadline_s = max(0.05, progress.deadline - trio.current_time())
+        try:
+            opened = await self._connections.request(
+                attempt.decode,
+                "decode.open",
+                messages.DecodeOpen(
+                    request=attempt.id,
+                    service=self._model.service,
+                    prompt=prompt,
+                    sampling=sampling,
+                    deadline_s=deadline_s,
+                    receive_tokens=len(prompt) if attempt.prefill is not None else 0,
+                    codec=self._codec,
+                ),
+                messages.DecodeOpened,
+                timeout=OPEN_TIMEOUT_S,
+            )
+        except NetworkError as error:
+            self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {error}")
+            return False
+        assert isinstance(opened, messages.DecodeOpened)
+        if attempt.prefill is None or opened.ticket is None:
+            return True
+        try:
+            await self._connections.request(
+                attempt.prefill,
+                "prefill.open",
+                messages.PrefillOpen(
+                    request=attempt.id,
+                    service=self._model.service,
+                    prompt=prompt,
+                    deadline_s=deadline_s,
+                    ticket=opened.ticket,
+                ),
+                messages.Opened,
+                timeout=OPEN_TIMEOUT_S,
+            )
+            attempt.prefill_open = True
+        except NetworkError as error:
+            self._without_kv(attempt, progress, str(error))
+        return True
+
+    async def _follow(self, attempt: _Attempt, live: LiveRequest, progress: _Progress) -> bool:
+        """Pass tokens on until the answer is complete (True) or the decode node has failed (False)."""
+        async for event in attempt.events:
+            match event:
+                case messages.PrefillEnded():
+                    self._on_prefill(event, attempt, progress)
+                case messages.Tokens(failed=failed) if failed:
+                    self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {failed}")
+                    return False
+                case messages.Tokens():
+                    self._on_tokens(event, live, progress)
+                    if live.finish is not None:
+                        await self._await_figures(attempt, progress)
+                        return event.finish is not None
+                case str() if event == attempt.decode:
+                    self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)} was lost")
+                    return False
+                case str():
+                    self._without_kv(attempt, progress, "it was lost")
+        return False
+
+    def _on_tokens(self, event: messages.Tokens, live: LiveRequest, progress: _Progress) -> None:
+        if event.finish == "deadline":
+            return  # the request's own deadline is the same moment and says it better
+        if event.tokens:
+            progress.last_token = trio.current_time()
+            if progress.first_token is None:
+                progress.first_token = progress.last_token
+                progress.cached_tokens = event.cached_tokens
+        text = live.on_tokens(event.tokens, event.finish)
+        if event.tokens or text:
+            self._notify(progress.client, messages.Chunk(request=live.id, text=text, tokens=event.tokens))
+
+    def _on_prefill(self, event: messages.PrefillEnded, attempt: _Attempt, progress: _Progress) -> None:
+        attempt.prefill_open = False
+        if event.failed:
+            self._without_kv(attempt, progress, event.failed)
+        elif event.figures is not None:
+            progress.transfer = event.figures
+
+    def _without_kv(self, attempt: _Attempt, progress: _Progress, reason: str) -> None:
+        """The prefill node has failed: let the decode node compute what it did not get."""
+        attempt.prefill_open = False
+        assert attempt.prefill is not None
+        self._blame(progress, attempt.prefill, f"prefill node {_short(attempt.prefill)}: {reason}")
+        stop = messages.StopTransfer(request=attempt.id, reason=reason)
+        self._tell(attempt.decode, "transfer.stop", stop)
+
+    async def _await_figures(self, attempt: _Attempt, progress: _Progress) -> None:
+        with trio.move_on_after(FIGURES_GRACE_S):
+            while attempt.prefill_open:
+                event = await attempt.events.receive()
+                if isinstance(event, messages.PrefillEnded):
+                    self._on_prefill(event, attempt, progress)
+
+    def _blame(self, progress: _Progress, peer: PeerId, what: str) -> None:
+        progress.failed[peer] = self._view.starts(peer)
+        progress.recovered.append(what)
+
+    def _figures(self, live: LiveRequest, progress: _Progress) -> messages.RequestFigures | None:
+        if progress.route is None:
+            return None
+        prefill, decode = progress.route
+        first = progress.first_token if progress.first_token is not None else trio.current_time()
+        last = progress.last_token if progress.last_token is not None else first
+        return messages.RequestFigures(
+            prompt_tokens=len(live.prompt),
+            completion_tokens=len(live.tokens),
+            ttft_s=first - progress.arrived,
+            tpot_s=(last - first) / max(1, len(live.tokens) - 1),
+            e2e_s=last - progress.arrived,
+            prefill_node=prefill,
+            decode_node=decode,
+            codec=self._codec,
+            attempts=progress.attempts,
+            recovered=tuple(progress.recovered),
+            cached_tokens=progress.cached_tokens,
+            transfer=progress.transfer,
+        )
+
+    def _notify(self, client: PeerId, chunk: messages.Chunk) -> None:
+        self._tell(client, "chunk", chunk)
+
+    def _tell(self, peer: PeerId, method: str, message: messages.Message) -> None:
+        self._connections.notify(peer, method, message)
+
+
+def _short(peer: PeerId) -> str:
+    return f"..{peer[-6:]}"

@@ -1,0 +1,83 @@
+"""A node's folder: identity, log, and a lock that says which process is using it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class NodeError(Exception):
+    """The node cannot run. The text is one line for the user."""
+
+
+@contextmanager
+def locked(home: Path) -> Iterator[None]:
+    """Hold `home` for this process; the lock file names its pid. Raises NodeError when another node runs there."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(_lock_file(home), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise NodeError(f"home {home}: cannot be used: {error.strerror}; give another folder with --home") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise NodeError(
+                f"home {home}: a node is running there already; stop it with `p2pserve leave`, or give --home"
+            ) from None
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise NodeError(f"home {home}: cannot be written: {error.strerror}") from error
+        yield
+    finally:
+        # The file stays: removing it would let two processes hold "the" lock. An unlocked file means nothing.
+        os.close(descriptor)
+
+
+def running_pid(home: Path) -> int | None:
+    """The pid of the node that holds `home`, or None."""
+    try:
+        with _lock_file(home).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = file.read(32).decode("ascii", "replace").strip()
+                return int(text) if text.isdigit() else None
+    except FileNotFoundError:
+        return None
+    return None
+
+
+def leave_node(
+    home: Path,
+    timeout_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Ask the node of `home` to drain and leave, and wait until it has. Raises NodeError."""
+    pid = running_pid(home)
+    if pid is None:
+        raise NodeError(f"home {home}: no node is running there; give its folder with --home")
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise NodeError(f"home {home}: the node (pid {pid}) belongs to another user") from None
+    give_up = clock() + timeout_s
+    while running_pid(home) == pid:
+        if clock() > give_up:
+            raise NodeError(f"home {home}: the node (pid {pid}) is still draining after {timeout_s:g} s")
+        sleep(0.05)
+
+
+def _lock_file(home: Path) -> Path:
+    return home / "node.lock"

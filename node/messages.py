@@ -1,0 +1,214 @@
+"""What nodes and clients say to each other on the control stream, above membership.
+
+A request's life: client -> gateway `generate`; gateway -> decode node `decode.open` (answered with a ticket);
+gateway -> prefill node `prefill.open` with that ticket; decode node -> gateway `tokens`, prefill node -> gateway
+`prefill.ended`; gateway -> client `chunk`, the last one with the figures of the request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from ..coordinator import Plan
+from ..kvtransport.tickets import Ticket
+from .engine.protocol import EngineStats, Sampling
+from .hardware import Hardware
+from .model import ModelInfo
+
+ADVERT: Final = "advert"
+PLAN: Final = "plan"
+
+MAX_PROMPT_BYTES: Final = 3 << 20  # below the control stream's frame bound
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages here: unknown fields are refused."""
+
+
+class EngineAdvert(Message, frozen=True, kw_only=True):
+    """The engine of a node: `state` is starting, ready, restarting or failed."""
+
+    state: str
+    detail: str = ""
+    engine: str = ""
+    device: str = ""
+    dtype: str = ""
+    tflops: float = 0.0
+    memory_gbps: float = 0.0
+    kv_tokens: int = 0
+    max_model_len: int = 0
+    starts: int = 0
+
+
+class Advert(Message, frozen=True, kw_only=True):
+    """What a node tells everyone about itself. Signed and versioned by the membership layer."""
+
+    hardware: Hardware
+    draining: bool
+    data_host: str
+    data_port: int
+    model: ModelInfo | None = None
+    engine: EngineAdvert | None = None
+    stats: EngineStats | None = None
+    rtt_s: dict[str, float] = {}
+
+
+class DecodeOpen(Message, frozen=True, kw_only=True):
+    """Serve a request to its end. `receive_tokens` > 0 asks for a ticket under which that prefix's KV may be pushed."""
+
+    request: RequestId
+    service: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    deadline_s: Deadline
+    receive_tokens: int
+    codec: str
+
+
+class DecodeOpened(Message, frozen=True, kw_only=True):
+    """The request is queued at its engine; `ticket` is for the prefill node."""
+
+    ticket: Ticket | None = None
+
+
+class PrefillOpen(Message, frozen=True, kw_only=True):
+    """Compute the prompt's KV and push it to whoever issued the ticket."""
+
+    request: RequestId
+    service: str
+    prompt: tuple[int, ...]
+    deadline_s: Deadline
+    ticket: Ticket
+
+
+class Opened(Message, frozen=True, kw_only=True):
+    """Accepted."""
+
+
+class TransferFigures(Message, frozen=True, kw_only=True):
+    """How a prefill's hand-off went, as its sender saw it."""
+
+    raw_bytes: int
+    wire_bytes: int
+    frames: int
+    span_s: float
+    visible_s: float
+    hidden_fraction: float
+
+
+class PrefillEnded(Message, frozen=True, kw_only=True):
+    """The KV has been delivered, or (`failed`) will not be."""
+
+    request: RequestId
+    failed: str = ""
+    figures: TransferFigures | None = None
+
+
+class Tokens(Message, frozen=True, kw_only=True):
+    """New tokens of a request. `failed` says that this node cannot go on with it; another one may."""
+
+    request: RequestId
+    tokens: tuple[int, ...] = ()
+    finish: str | None = None
+    cached_tokens: int = 0
+    failed: str = ""
+
+
+class StopRequest(Message, frozen=True, kw_only=True):
+    """Forget a request."""
+
+    request: RequestId
+
+
+class StopTransfer(Message, frozen=True, kw_only=True):
+    """No KV will come for this request any more."""
+
+    request: RequestId
+    reason: str
+
+
+class ChatMessage(Message, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Generate(Message, frozen=True, kw_only=True):
+    """A client's request: either `prompt` or `messages`. `deadline_s` bounds the whole answer."""
+
+    request: RequestId
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    deadline_s: Deadline = 300.0
+    service: str | None = None
+
+
+class Generating(Message, frozen=True, kw_only=True):
+    """Accepted: chunks follow."""
+
+    service: str
+    prompt_tokens: int
+
+
+class RequestFigures(Message, frozen=True, kw_only=True):
+    """What a request was, once it is over. Times are the gateway's, in seconds from its arrival there."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+    prefill_node: str | None
+    decode_node: str
+    codec: str
+    attempts: int
+    recovered: tuple[str, ...]
+    cached_tokens: int
+    transfer: TransferFigures | None
+
+
+class Chunk(Message, frozen=True, kw_only=True):
+    """A piece of an answer. `finish` ends it: stop, length or error, `error` then says what happened."""
+
+    request: RequestId
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    finish: str | None = None
+    error: str = ""
+    figures: RequestFigures | None = None
+
+
+class StatusQuery(Message, frozen=True, kw_only=True):
+    """Ask a node what it knows."""
+
+
+class NodeStatus(Message, frozen=True, kw_only=True):
+    """One member as the answering node sees it."""
+
+    peer: str
+    role: str
+    state: str
+    address: str
+    rtt_s: float | None
+    advert: Advert | None
+
+
+class Status(Message, frozen=True, kw_only=True):
+    """The network as one node sees it."""
+
+    answered_by: str
+    coordinator: str | None
+    epoch: int
+    nodes: tuple[NodeStatus, ...]
+    plan: Plan | None
