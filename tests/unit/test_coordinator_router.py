@@ -1,0 +1,152 @@
+"""Routes: tables for each preference, properties for exclusion and for the shares of the plan."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pserve.coordinator import (
+    Load,
+    LoadError,
+    NoRoute,
+    Pairing,
+    Phase,
+    Plan,
+    Replica,
+    Route,
+    Stage,
+    route,
+)
+
+P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
+
+
+def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float]) -> Plan:
+    replicas = tuple(
+        Replica(id=name, phase=phase, stages=(Stage(peer=name, tp=1, first_layer=0, last_layer=4),))
+        for name, phase in phases.items()
+    )
+    pairings = tuple(Pairing(prefill=p, decode=d, weight=weight) for (p, d), weight in weights.items())
+    return Plan(
+        epoch=2, version=5, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=()
+    )
+
+
+def load(peer: str, running: int = 0, waiting: int = 0, free: int = 10_000) -> Load:
+    return Load(peer=peer, running=running, waiting=waiting, kv_free_tokens=free)
+
+
+TWO_BY_TWO = plan_of(
+    {"p1": P, "p2": P, "d1": D, "d2": D},
+    {("p1", "d1"): 0.3, ("p1", "d2"): 0.3, ("p2", "d1"): 0.2, ("p2", "d2"): 0.2},
+)
+WITH_MIXED = plan_of({"p": P, "d": D, "m": M}, {("p", "d"): 0.6, ("m", "m"): 0.4})
+ALONE = plan_of({"m": M}, {("m", "m"): 1.0})
+
+
+@pytest.mark.parametrize(
+    ("plan", "loads", "exclude", "expected"),
+    [
+        (ALONE, [], "", (None, "m")),
+        (TWO_BY_TWO, [], "", ("p1", "d1")),  # idle: by share, then by id
+        (TWO_BY_TWO, [load("p1", 3), load("p2")], "", ("p2", "d1")),  # p1 has the longer queue
+        (TWO_BY_TWO, [load("d1", waiting=2), load("d2")], "", ("p1", "d2")),
+        (TWO_BY_TWO, [load("d1"), load("d2", free=10)], "", ("p1", "d1")),
+        (TWO_BY_TWO, [load("d1", 9), load("d2", free=10)], "", ("p1", "d1")),  # no room is worse than a queue
+        (TWO_BY_TWO, [load("p1", 2)], "", ("p1", "d1")),  # p2, d1, d2 are silent: as busy as p1
+        (TWO_BY_TWO, [], "p1", ("p2", "d1")),
+        (TWO_BY_TWO, [], "p1 d1", ("p2", "d2")),
+        (TWO_BY_TWO, [load("d1", 3), load("d2")], "p1 p2", (None, "d2")),  # decode alone
+        (TWO_BY_TWO, [load("p1", 3), load("p2")], "d1 d2", (None, "p2")),  # prefill alone
+        (TWO_BY_TWO, [], "p1 p2 d1", (None, "d2")),
+        (WITH_MIXED, [load("p"), load("d"), load("m", 9)], "", ("p", "d")),
+        (WITH_MIXED, [load("p", 9), load("d", 9), load("m")], "", (None, "m")),
+        (WITH_MIXED, [], "d", (None, "m")),  # mixed before a prefill box
+        (WITH_MIXED, [], "d m", (None, "p")),
+    ],
+)
+def test_routes(plan: Plan, loads: list[Load], exclude: str, expected: tuple[str | None, str]) -> None:
+    found = route(plan, loads, prompt_tokens=100, exclude=frozenset(exclude.split()))
+    assert (found.prefill, found.decode) == expected
+
+
+def test_no_route_says_so_in_one_line() -> None:
+    with pytest.raises(NoRoute) as caught:
+        route(ALONE, [], prompt_tokens=1, exclude=frozenset({"m", "x"}))
+    text = str(caught.value)
+    assert text == "no box can take a request for llama: all 1 replicas of plan 2.5 are excluded (m, x)"
+
+
+def test_a_replica_is_as_busy_as_its_busiest_stage_and_goes_with_its_first_lost_box() -> None:
+    stages = (
+        Stage(peer="a", tp=1, first_layer=0, last_layer=2),
+        Stage(peer="b", tp=1, first_layer=2, last_layer=4),
+    )
+    long = Replica(id="ab", phase=M, stages=stages)
+    short = Replica(id="c", phase=M, stages=(Stage(peer="c", tp=1, first_layer=0, last_layer=4),))
+    pairings = tuple(Pairing(prefill=item, decode=item, weight=0.5) for item in ("ab", "c"))
+    plan = Plan(
+        epoch=1, version=1, service="s", replicas=(long, short), pairings=pairings, codec="raw", why=()
+    )
+    loads = [load("a"), load("b", 5), load("c", 2)]
+    assert route(plan, loads, prompt_tokens=1) == Route(prefill=None, decode="c")
+    loads = [load("a"), load("b", free=1), load("c", 2)]
+    assert route(plan, loads, prompt_tokens=10) == Route(prefill=None, decode="c")
+    found = route(plan, [load("a"), load("b"), load("c", 2)], prompt_tokens=1, exclude=frozenset("b"))
+    assert found == Route(prefill=None, decode="c")
+
+
+def test_a_pair_without_weight_is_not_used() -> None:
+    plan = plan_of(
+        {"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5, ("p1", "d2"): 0.0}
+    )
+    assert route(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(
+        prefill=None, decode="d2"
+    )
+
+
+@pytest.mark.parametrize("field", ["running", "waiting", "free"])
+def test_a_load_counts_things(field: str) -> None:
+    with pytest.raises(LoadError, match="negative"):
+        load("a", **{field: -1})
+    with pytest.raises(LoadError, match="peer"):
+        load("")
+
+
+def test_a_prompt_has_a_length() -> None:
+    with pytest.raises(ValueError, match="prompt_tokens"):
+        route(ALONE, [], prompt_tokens=-1)
+
+
+def test_shares_follow_the_plan_when_nothing_finishes() -> None:
+    running: Counter[str] = Counter({"p1": 0, "p2": 0, "d1": 0, "d2": 0})
+    for _ in range(200):
+        found = route(TWO_BY_TWO, [load(peer, count) for peer, count in running.items()], prompt_tokens=1)
+        assert found.prefill is not None
+        running.update([found.prefill, found.decode])
+    assert running["p1"] == pytest.approx(120, abs=10)
+    assert running["d1"] == pytest.approx(100, abs=10)
+
+
+counts = st.integers(min_value=0, max_value=50)
+peers = st.sampled_from(["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"])
+reports = st.lists(
+    st.builds(load, peers, counts, counts, st.integers(0, 300)), unique_by=lambda item: item.peer
+)
+plans = st.sampled_from([ALONE, TWO_BY_TWO, WITH_MIXED])
+
+
+@given(plans, reports, st.frozensets(peers), st.integers(0, 400))
+def test_excluded_boxes_are_never_used(
+    plan: Plan, loads: list[Load], exclude: frozenset[str], tokens: int
+) -> None:
+    try:
+        found = route(plan, loads, prompt_tokens=tokens, exclude=exclude)
+    except NoRoute:
+        assert set(plan.peers) <= exclude
+        return
+    assert found.decode in set(plan.peers) - exclude
+    assert found.prefill is None or found.prefill in set(plan.peers) - exclude
+    assert found.prefill != found.decode
+    assert route(plan, loads[::-1], prompt_tokens=tokens, exclude=exclude) == found
