@@ -54,6 +54,7 @@ setup:
 	echo "setup: p2pserve itself"; \
 	$(PIP) --no-build-isolation -e .; \
 	$(PY) -c 'import torch' || { \
+		$(PY) -m pip uninstall --quiet --yes torch; \
 		echo "setup: torch does not start; name an index that has its CPU build: make setup TORCH_INDEX=..." >&2; exit 1; }; \
 	$(CONTENT) > $(STAMP); \
 	echo "setup: done; next: make demo, or .venv/bin/p2pserve --help"

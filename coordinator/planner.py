@@ -114,9 +114,7 @@ def _departures(offered: Sequence[BoxView], previous: Plan | None) -> list[str]:
     return [f"boxes of the previous plan that are gone, draining or not ready: {len(gone)}"] if gone else []
 
 
-def _phases(
-    usable: Sequence[BoxView], previous: Plan | None, ratio: float, why: list[str]
-) -> dict[str, Phase]:
+def _phases(usable: Sequence[BoxView], previous: Plan | None, ratio: float, why: list[str]) -> dict[str, Phase]:
     """Every box's role: what it had, then what the balance asks of the new ones, then what must be filled."""
     if len(usable) == 1:
         why.append(f"{usable[0].peer} does both phases: it is the only box")
@@ -148,9 +146,7 @@ def _kept(usable: Sequence[BoxView], previous: Plan | None) -> dict[str, Phase]:
     return {peer: phase for peer, phase in before.items() if phase in (Phase.PREFILL, Phase.DECODE)}
 
 
-def _best_split(
-    usable: Sequence[BoxView], kept: dict[str, Phase], fresh: Sequence[BoxView], ratio: float
-) -> int:
+def _best_split(usable: Sequence[BoxView], kept: dict[str, Phase], fresh: Sequence[BoxView], ratio: float) -> int:
     """How many of `fresh`, from its front, should prefill: the most requests per second, then the fewest.
 
     A split that fills both roles carries more than none, so it wins over one that does not, wherever one
@@ -187,10 +183,7 @@ def _pairings(
     all_compute = sum(box.compute_tflops for box in prefills)
     pairs: list[Pairing] = []
     for source in prefills:
-        pull = [
-            target.memory_gbps / (1.0 + _rtt(rtts, source.peer, target.peer) / RTT_SCALE_S)
-            for target in decodes
-        ]
+        pull = [target.memory_gbps / (1.0 + _rtt(rtts, source.peer, target.peer) / RTT_SCALE_S) for target in decodes]
         share = source.compute_tflops / all_compute
         for target, force in zip(decodes, pull, strict=True):
             weight = share * force / sum(pull)

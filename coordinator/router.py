@@ -103,11 +103,7 @@ def _queues(usable: Mapping[str, Replica], loads: Iterable[Load], prompt_tokens:
 
 def _best_pair(plan: Plan, queues: Mapping[str, _Queue]) -> Route | None:
     """Among usable pairs with weight: fits first, then prefill queue over X plus decode queue over Y."""
-    pairs = [
-        pair
-        for pair in plan.pairings
-        if pair.weight > 0.0 and pair.prefill in queues and pair.decode in queues
-    ]
+    pairs = [pair for pair in plan.pairings if pair.weight > 0.0 and pair.prefill in queues and pair.decode in queues]
     total = sum(pair.weight for pair in pairs)
     from_prefill: defaultdict[str, float] = defaultdict(float)
     for pair in pairs:

@@ -152,5 +152,6 @@ def _check_tensors(k: torch.Tensor, v: torch.Tensor, layer: int) -> WireDtype:
         if math.prod(tensor.shape) == 0:
             raise TensorError(f"layer {layer}: {name} is empty, shape {tuple(tensor.shape)}")
     if k.shape != v.shape or k.dtype != v.dtype:
-        raise TensorError(f"layer {layer}: K is {list(k.shape)} {k.dtype}, V is {list(v.shape)} {v.dtype}; must agree")
+        shapes = f"K is {list(k.shape)} {k.dtype}, V is {list(v.shape)} {v.dtype}"
+        raise TensorError(f"layer {layer}: {shapes}; they must agree")
     return wire_dtype(k.dtype)

@@ -83,8 +83,19 @@ class Connection:
             raise ProtocolError("the transfer has already been delivered")
 
     def delivered(self) -> None:
+        """Settle as delivered. If another thread has made it a failure meanwhile, that is raised."""
         if not self._settle(StreamState("delivered"), None) and self._error is not None:
             raise self._error
+
+    def deliver_and_say(self, message: Message) -> None:
+        """Settle as delivered, then tell the other side. In this order, so that no abort from another thread
+        can turn into a failure what the other side has been told is delivered. If telling fails, that is as
+        if the message was lost on the way: this end has everything all the same.
+        """
+        with self._io:
+            self.require_open()
+            self.delivered()
+            self._send_last(message)
 
     def fail(self, error: TransferError) -> TransferError:
         """Settle as failed unless settled before. Returns the error that counts: the first one."""
@@ -109,8 +120,9 @@ class Connection:
 
     def send(self, message: Message) -> None:
         with self._guard():
+            buffers = self._sealer.seal(message)
             self._mid_record = True
-            for buffer in self._sealer.seal(message):
+            for buffer in buffers:
                 self._send_all(buffer)
             self._mid_record = False
 
@@ -199,7 +211,7 @@ class Connection:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Only while open. Every failure inside comes out as a TransferError, the stream settled and closed."""
+        """Only while open. A failure inside becomes a TransferError, the stream settled and closed."""
         with self._io:
             self.require_open()
             try:
@@ -246,4 +258,4 @@ class Connection:
                 self._sock.sendall(buffer)
                 self.bytes_sent += len(buffer)
         except (OSError, TransferError):
-            pass  # the failure is recorded; the other side finds a closed connection instead of the reason
+            pass  # the end state is recorded; the other side finds a closed connection instead of the word

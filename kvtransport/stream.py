@@ -201,8 +201,7 @@ class ReceiveStream(_Stream):
         if not self._ended:
             self._connection.require_open()
             raise ProtocolError("acknowledge() before the End of the transfer")
-        self._connection.send(Ack())
-        self._connection.delivered()
+        self._connection.deliver_and_say(Ack())
 
     def _check_end(self, end: End) -> None:
         got = self._coverage

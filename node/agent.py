@@ -376,9 +376,13 @@ class Node:
                 payload = network.entries(messages.PLAN).get(leader[0])
                 if payload is not None and self._view.consider_plan(leader[0], leader[1], payload):
                     self._say_plan(network.peer_id)
-            plan = coordinator.decide(self._view, leader)
-            if plan is not None:
-                network.publish(messages.PLAN, msgspec.msgpack.encode(plan))
+            plan = None if self._draining else coordinator.decide(self._view, leader)
+            if plan is not None and leader is not None:
+                payload = msgspec.msgpack.encode(plan)
+                self._view.consider_plan(leader[0], leader[1], payload)  # our own word counts without its echo
+                network.publish(messages.PLAN, payload)
+                self._say_plan(network.peer_id)
+            await trio.lowlevel.checkpoint()
 
     def _note_members(self, network: Network) -> None:
         alive = {

@@ -142,19 +142,27 @@ async def open_fork_server(*, log: Path | None, threads: int, channel: int | Non
             process.kill()
 
 
-async def start_fork_server_process(channels: list[socket.socket], *, log: Path | None, threads: int) -> trio.Process:
-    """Start a fork server on the far ends of `channels`, which the caller closes afterwards."""
+def fork_server_command(
+    channels: list[socket.socket], *, log: Path | None, threads: int
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of a fork server on the far ends of `channels`, which it must inherit."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     # Weight files are mapped and read once: nothing is gained from more allocator arenas than threads.
     environment.setdefault("MALLOC_ARENA_MAX", "4")
     if log is not None:
         environment["P2PSERVE_ENGINE_LOG"] = str(log)
-    descriptors = [channel.fileno() for channel in channels]
+    descriptors = [str(channel.fileno()) for channel in channels]
+    return [sys.executable, "-m", "p2pserve.node.engine.forkserver", *descriptors], environment
+
+
+async def start_fork_server_process(channels: list[socket.socket], *, log: Path | None, threads: int) -> trio.Process:
+    """Start a fork server on the far ends of `channels`, which the caller closes afterwards."""
+    command, environment = fork_server_command(channels, log=log, threads=threads)
     return await trio.lowlevel.open_process(
-        [sys.executable, "-m", "p2pserve.node.engine.forkserver", *map(str, descriptors)],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        pass_fds=descriptors,
+        pass_fds=[channel.fileno() for channel in channels],
         env=environment,
     )
 

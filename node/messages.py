@@ -42,6 +42,7 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     kv_tokens: int = 0
     max_model_len: int = 0
     starts: int = 0
+    pid: int = 0  # of the engine process, on its own box
 
 
 class Advert(Message, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ def _download(name: str) -> Path:
     except HFValidationError as error:
         raise ModelError(f"model {name}: not a Hugging Face id: {error}") from error
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "no answer"
+        status = error.response.status_code
         raise ModelError(
             f"model {name}: Hugging Face answered {status}; check the name, and HF_TOKEN if it is gated"
         ) from error

@@ -105,5 +105,6 @@ class Supervisor:
                 kv_tokens=ready.kv_tokens,
                 max_model_len=ready.max_model_len,
                 starts=self._starts,
+                pid=ready.pid if state == "ready" else 0,
             )
         )

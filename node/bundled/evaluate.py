@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +48,34 @@ def bits_per_byte(model: Any, tokenizer: Tokenizer, texts: list[str], context: i
             scored = start + len(window)
             start += context // 2
     return bits / size
+
+
+def main() -> None:
+    """Command line: measure a model folder and print one JSON object."""
+    parser = argparse.ArgumentParser(description="Bits per byte on the held-out modules of the standard library.")
+    parser.add_argument("--model", type=Path, default=Path(__file__).resolve().parent, help="model folder (bundled)")
+    parser.add_argument("--modules", nargs="+", default=list(HELD_OUT), choices=HELD_OUT, help="which modules")
+    parser.add_argument("--threads", type=int, default=1, help="threads (1)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    sources = {name: text for name, text in held_out_sources().items() if name in arguments.modules}
+    started = time.monotonic()
+    figure = bits_per_byte(model, tokenizer, list(sources.values()))
+    print(
+        json.dumps(
+            {
+                "bits_per_byte": figure,
+                "modules": list(sources),
+                "bytes": sum(len(text.encode()) for text in sources.values()),
+                "seconds": time.monotonic() - started,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -21,15 +21,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .evaluate import HELD_OUT, bits_per_byte, held_out_sources, stdlib_root
 
 END = "<|endoftext|>"
 VOCABULARY = 4096
+WORDS = r"\n+[ \t]*|[ \t]+(?=[ \t])| ?[A-Za-z_]+|\d{1,3}| ?[^\sA-Za-z_0-9]+|\s+"
 CONTEXT = 2048
 # Generated tables teach nothing about Python and would be a tenth of all tokens.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "__pycache__"}
@@ -115,7 +117,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             # Runs of blanks before a word stay one piece, so that indentation costs one token.
-            pre_tokenizers.Split(_pattern(), behavior="isolated"),
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -132,17 +134,11 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _pattern() -> object:
-    from tokenizers import Regex
-
-    return Regex(r"\n+[ \t]*|[ \t]+(?=[ \t])| ?[A-Za-z_]+|\d{1,3}| ?[^\sA-Za-z_0-9]+|\s+")
-
-
 class Corpus:
     """The token stream of library and tests, sampled as windows at random offsets."""
 
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
-        end = tokenizer.token_to_id(END)
+        end = tokenizer.encode(END).ids[0]
         streams: dict[bool, list[int]] = {False: [], True: []}
         for is_test, text in training_sources():
             streams[is_test] += [end, *tokenizer.encode(text).ids]
@@ -154,6 +150,10 @@ class Corpus:
     def __len__(self) -> int:
         return sum(len(s) for s in self.streams)
 
+    def reseed(self, seed: int) -> None:
+        """Draw other windows from now on: a resumed run must not see the first ones again."""
+        self._rng.seed(seed)
+
     def batch(self, rows: int, length: int) -> torch.Tensor:
         """Return `[rows, length + 1]` token ids."""
         windows = []
@@ -164,11 +164,11 @@ class Corpus:
         return torch.stack(windows).long()
 
 
-def train(recipe: Recipe, out: Path, resume: bool, log: object = sys.stderr) -> dict[str, float]:
+def train(recipe: Recipe, out: Path, resume: bool) -> dict[str, object]:
     """Train, write the Hugging Face folder to `out` and return the measured figures."""
     torch.manual_seed(recipe.seed)
     out.mkdir(parents=True, exist_ok=True)
-    checkpoint = out / "checkpoint.pt"
+    checkpoint = out / "checkpoint.pt"  # a training's own file, read back with weights_only
     tokenizer_file = out / "tokenizer.json"
     if not (resume and tokenizer_file.exists()):
         train_tokenizer([text for _, text in training_sources()]).save(str(tokenizer_file))
@@ -176,8 +176,8 @@ def train(recipe: Recipe, out: Path, resume: bool, log: object = sys.stderr) -> 
     corpus = Corpus(tokenizer, recipe)
     print(f"corpus: {len(corpus):,} tokens; held out: {', '.join(HELD_OUT)}", file=sys.stderr, flush=True)
 
-    model = LlamaForCausalLM(model_config()).float()
-    model.config._attn_implementation = "sdpa"
+    model: Any = LlamaForCausalLM(model_config()).float()
+    model.set_attn_implementation("sdpa")
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = (
@@ -192,7 +192,7 @@ def train(recipe: Recipe, out: Path, resume: bool, log: object = sys.stderr) -> 
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         tokens, seconds = state["tokens"], state["seconds"]
-        corpus._rng.seed(recipe.seed + tokens)
+        corpus.reseed(recipe.seed + tokens)
 
     body, head = model.model, model.lm_head
 
@@ -211,7 +211,7 @@ def train(recipe: Recipe, out: Path, resume: bool, log: object = sys.stderr) -> 
         pieces = recipe.batch_tokens // 4096
         for _ in range(pieces):
             loss = compiled(corpus.batch(4096 // length, length))
-            (loss / pieces).backward()
+            torch.autograd.backward(loss / pieces)
             average = loss.item() if average is None else 0.99 * average + 0.01 * loss.item()
         factor = recipe.learning_rate(tokens)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -246,8 +246,8 @@ def train(recipe: Recipe, out: Path, resume: bool, log: object = sys.stderr) -> 
 
 
 def export(
-    model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, out: Path, *, tokens: int, seconds: float
-) -> dict[str, float]:
+    model: Any, tokenizer: Tokenizer, recipe: Recipe, out: Path, *, tokens: int, seconds: float
+) -> dict[str, object]:
     """Write weights in bf16, tokenizer settings and `metrics.json`; measure what was written."""
     model.to(torch.bfloat16)
     model.save_pretrained(out)

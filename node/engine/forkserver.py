@@ -13,6 +13,7 @@ would inherit locks without the threads that hold them.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import selectors
 import signal
@@ -24,6 +25,9 @@ from pathlib import Path
 import msgspec
 
 from . import protocol
+from .logfile import redirect_output
+
+_log = logging.getLogger(__name__)
 
 REAP_INTERVAL_S = 0.1  # how late an exit may be reported; the engine's own socket tells of it at once
 
@@ -100,7 +104,7 @@ class ForkServer:
         try:
             request = protocol.spawn.decode(packet)
         except msgspec.MsgspecError as error:
-            print(f"fork server: refused a packet: {error}", file=sys.stderr)
+            _log.warning("refused a packet: %s", error)
             for descriptor in descriptors:
                 os.close(descriptor)
             return
@@ -146,14 +150,6 @@ def main() -> None:
         redirect_output(Path(log))
     channels = [socket.socket(fileno=int(text)) for text in sys.argv[1:]]
     ForkServer(channels).run()
-
-
-def redirect_output(log: Path) -> None:
-    """Send stdout and stderr, C++ code's included, to the end of a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class LayerCache:
             digits += 1
         for digit in range(digits):
             shown = ((numbers // _DIGIT**digit) % _DIGIT).to(torch.float32)
-            k, v = (part.view(self.block_size, self.heads, self.head_dim) for part in shown.split(size))
+            k, v = shown.view(2, self.block_size, self.heads, self.head_dim)
             self.write(slots, k, v)
             raw = self._cache[block].reshape(-1).to("cpu", torch.float32).round().to(torch.int64)
             codes += raw * _DIGIT**digit
@@ -107,5 +107,5 @@ class LayerCache:
             return None
         place = torch.empty_like(codes)
         place[codes] = numbers
-        k_order, v_order = place.to(self._cache.device).split(size)
-        return k_order, v_order
+        place = place.to(self._cache.device)
+        return place[:size], place[size:]

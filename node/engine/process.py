@@ -7,11 +7,11 @@ message socket, or dies, the process ends.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -22,7 +22,10 @@ import msgspec
 
 from . import protocol
 from .connector import P2PConnector, receive_params, send_params
+from .logfile import redirect_output
 from .transfers import TransferHub
+
+_log = logging.getLogger(__name__)
 
 SUPPORTED_VLLM = "0.32."
 IDLE_WAIT_S = 0.001  # between steps while only KV transfers are awaited
@@ -37,8 +40,6 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if config.log_file:
-        from .forkserver import redirect_output
-
         redirect_output(Path(config.log_file))
     outbox = Outbox(messages)
     inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
@@ -100,7 +101,7 @@ def _read(messages: socket.socket, inbox: queue.SimpleQueue[protocol.ToEngine]) 
             try:
                 inbox.put(protocol.to_engine.decode(body))
             except msgspec.MsgspecError as error:
-                print(f"engine: refused a message: {error}", file=sys.stderr)
+                _log.warning("refused a message of the agent: %s", error)
 
 
 def _accept(sockets: socket.socket, hub: TransferHub) -> None:

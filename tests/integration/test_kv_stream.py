@@ -321,7 +321,7 @@ class TestOtherThreads:
 
             outcomes = (pool.submit(send), pool.submit(receive))
             victim = (sender, receiver)[round_number % 2]
-            end = pool.submit(victim.close if round_number % 4 < 2 else lambda v=victim: v.abort("race"))
+            end = pool.submit(victim.close) if round_number % 4 < 2 else pool.submit(victim.abort, "race")
             end.result(timeout=10)
             sent, received = (outcome.result(timeout=10) for outcome in outcomes)
             assert (sent, received) == (sender.state.name, receiver.state.name)

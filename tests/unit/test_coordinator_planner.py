@@ -43,14 +43,10 @@ def plan_of(
     codec: str = "kv4",
 ) -> Plan | None:
     version = previous.version + 1 if previous is not None else 0
-    return make_plan(
-        boxes, links, service="llama", epoch=epoch, version=version, previous=previous, codec=codec
-    )
+    return make_plan(boxes, links, service="llama", epoch=epoch, version=version, previous=previous, codec=codec)
 
 
-def some_plan(
-    *boxes: BoxView, links: tuple[LinkView, ...] = (), previous: Plan | None = None, epoch: int = 1
-) -> Plan:
+def some_plan(*boxes: BoxView, links: tuple[LinkView, ...] = (), previous: Plan | None = None, epoch: int = 1) -> Plan:
     plan = plan_of(*boxes, links=links, previous=previous, epoch=epoch)
     assert plan is not None
     return plan
@@ -273,9 +269,7 @@ def test_the_order_of_input_does_not_matter(
 
 
 @given(fleets, fleets)
-def test_a_box_that_stays_keeps_its_role_while_both_are_filled(
-    first: list[BoxView], second: list[BoxView]
-) -> None:
+def test_a_box_that_stays_keeps_its_role_while_both_are_filled(first: list[BoxView], second: list[BoxView]) -> None:
     before, after = plan_of(*first), None
     if before is not None:
         after = plan_of(*second, previous=before)

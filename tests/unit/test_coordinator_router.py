@@ -28,9 +28,7 @@ def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float]) -> 
         for name, phase in phases.items()
     )
     pairings = tuple(Pairing(prefill=p, decode=d, weight=weight) for (p, d), weight in weights.items())
-    return Plan(
-        epoch=2, version=5, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=()
-    )
+    return Plan(epoch=2, version=5, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=())
 
 
 def load(peer: str, running: int = 0, waiting: int = 0, free: int = 10_000) -> Load:
@@ -86,9 +84,7 @@ def test_a_replica_is_as_busy_as_its_busiest_stage_and_goes_with_its_first_lost_
     long = Replica(id="ab", phase=M, stages=stages)
     short = Replica(id="c", phase=M, stages=(Stage(peer="c", tp=1, first_layer=0, last_layer=4),))
     pairings = tuple(Pairing(prefill=item, decode=item, weight=0.5) for item in ("ab", "c"))
-    plan = Plan(
-        epoch=1, version=1, service="s", replicas=(long, short), pairings=pairings, codec="raw", why=()
-    )
+    plan = Plan(epoch=1, version=1, service="s", replicas=(long, short), pairings=pairings, codec="raw", why=())
     loads = [load("a"), load("b", 5), load("c", 2)]
     assert route(plan, loads, prompt_tokens=1) == Route(prefill=None, decode="c")
     loads = [load("a"), load("b", free=1), load("c", 2)]
@@ -98,12 +94,8 @@ def test_a_replica_is_as_busy_as_its_busiest_stage_and_goes_with_its_first_lost_
 
 
 def test_a_pair_without_weight_is_not_used() -> None:
-    plan = plan_of(
-        {"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5, ("p1", "d2"): 0.0}
-    )
-    assert route(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(
-        prefill=None, decode="d2"
-    )
+    plan = plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5, ("p1", "d2"): 0.0})
+    assert route(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(prefill=None, decode="d2")
 
 
 @pytest.mark.parametrize("field", ["running", "waiting", "free"])
@@ -131,16 +123,12 @@ def test_shares_follow_the_plan_when_nothing_finishes() -> None:
 
 counts = st.integers(min_value=0, max_value=50)
 peers = st.sampled_from(["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"])
-reports = st.lists(
-    st.builds(load, peers, counts, counts, st.integers(0, 300)), unique_by=lambda item: item.peer
-)
+reports = st.lists(st.builds(load, peers, counts, counts, st.integers(0, 300)), unique_by=lambda item: item.peer)
 plans = st.sampled_from([ALONE, TWO_BY_TWO, WITH_MIXED])
 
 
 @given(plans, reports, st.frozensets(peers), st.integers(0, 400))
-def test_excluded_boxes_are_never_used(
-    plan: Plan, loads: list[Load], exclude: frozenset[str], tokens: int
-) -> None:
+def test_excluded_boxes_are_never_used(plan: Plan, loads: list[Load], exclude: frozenset[str], tokens: int) -> None:
     try:
         found = route(plan, loads, prompt_tokens=tokens, exclude=exclude)
     except NoRoute:

@@ -92,7 +92,7 @@ class TestRoundTrip:
         assert pair.to_sender(Ack()) == [Ack()]
 
     def test_several_records_in_one_piece(self) -> None:
-        messages = [FRAME, replace(FRAME, layer=8), End(100, 2)]
+        messages: list[Message] = [FRAME, replace(FRAME, layer=8), End(100, 2)]
         assert opener().feed(b"".join(sealed(*messages))) == messages
 
     def test_payload_types(self) -> None:
@@ -187,7 +187,7 @@ class TestForgery:
     def test_fuzz(self) -> None:
         """Whatever arrives, only messages or a ProtocolError come out, and never an altered message."""
         rng = random.Random(20)
-        originals = [FRAME, replace(FRAME, layer=8), End(100, 2)]
+        originals: list[Message] = [FRAME, replace(FRAME, layer=8), End(100, 2)]
         records = sealed(*originals)
         stream = b"".join(records)
         for _ in range(20_000):

@@ -173,11 +173,7 @@ def swallowing(module: Module) -> Iterator[tuple[str, int]]:
             inside = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
             if isinstance(child, ast.ExceptHandler) and takes_all(child.type) and not raises(child):
                 yield f"{module.path}::{inside}", child.lineno
-            if (
-                isinstance(child, ast.Call)
-                and called(child) == "suppress"
-                and any(map(takes_all, child.args))
-            ):
+            if isinstance(child, ast.Call) and called(child) == "suppress" and any(map(takes_all, child.args)):
                 yield f"{module.path}::{inside}", child.lineno
             yield from visit(child, inside)
 
@@ -338,10 +334,7 @@ TRY = "def f() -> None:\n    try:\n        g()\n    {}:\n        {}\n"
         (unsafe, NODE, "import cloudpickle as c"),
         (unsafe, NODE, "eval('1')"),
         (unsafe, NODE, "run = exec"),
-        *(
-            (pure, COORDINATOR, f"import {name}")
-            for name in ["trio", "torch", "time", "socket", "random", "asyncio"]
-        ),
+        *((pure, COORDINATOR, f"import {name}") for name in ["trio", "torch", "time", "socket", "random", "asyncio"]),
         (pure, COORDINATOR, "def f():\n    from time import monotonic"),
         (pure, COORDINATOR, "open('x')"),
         (budgets, NODE, "\n" * 501),

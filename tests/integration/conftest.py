@@ -1,0 +1,242 @@
+"""Real networks on loopback: nodes in this process, their engines forked from one fork server."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from p2pserve.bootstrap import Address, Identity, JoinToken, PeerId, Role
+from p2pserve.bootstrap.libp2p_host import Libp2pTransport
+from p2pserve.bootstrap.network import Network
+from p2pserve.node import messages
+from p2pserve.node.agent import EngineKnobs, NodeSettings, Started, run_node
+from p2pserve.node.engine_link import fork_server_command
+
+LOOPBACK = Address("127.0.0.1", 0)
+CHANNELS = 32
+KNOBS = EngineKnobs(kv_cache_mib=64, threads=1)
+
+
+@dataclass
+class Answer:
+    """What a client got for one request."""
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    error: str = ""
+    figures: messages.RequestFigures | None = None
+
+
+class Client:
+    """A client that speaks the network's own messages."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._chunks: dict[str, trio.MemorySendChannel[messages.Chunk]] = {}
+        self._next = 0
+        network.on_notice("chunk", messages.Chunk, self._on_chunk)
+
+    def _on_chunk(self, peer: PeerId, role: Role, body: messages.Chunk) -> None:
+        if body.request in self._chunks:
+            self._chunks[body.request].send_nowait(body)
+
+    async def status(self, peer: PeerId) -> messages.Status:
+        return await self.network.request(peer, "status", messages.StatusQuery(), messages.Status, 5)
+
+    async def generate(
+        self,
+        gateway: PeerId,
+        prompt: str,
+        *,
+        on_tokens: Callable[[int], Awaitable[None]] | None = None,
+        **settings: object,
+    ) -> Answer:
+        """One request to its end; `on_tokens(count)` is awaited after each chunk."""
+        self._next += 1
+        request = f"test-{self._next}"
+        send, receive = trio.open_memory_channel[messages.Chunk](10_000)
+        self._chunks[request] = send
+        body = messages.Generate(request=request, prompt=prompt, **settings)  # type: ignore[arg-type]
+        accepted = await self.network.request(gateway, "generate", body, messages.Generating, 10)
+        answer = Answer(accepted.prompt_tokens)
+        async for chunk in receive:
+            answer.tokens += chunk.tokens
+            answer.text += chunk.text
+            if on_tokens is not None:
+                await on_tokens(len(answer.tokens))
+            if chunk.finish is not None:
+                answer.finish, answer.error, answer.figures = chunk.finish, chunk.error, chunk.figures
+                break
+        return answer
+
+
+@dataclass
+class Cluster:
+    """A running network: `nodes` in the order they were started, without the bootstrap."""
+
+    bootstrap: Started
+    nodes: list[Started]
+    client: Client
+    stops: list[trio.Event]
+    said: list[str]
+
+    async def status(self) -> messages.Status:
+        return await self.client.status(self.bootstrap.peer)
+
+    async def wait_plan(self, replicas: int, timeout_s: float = 60) -> messages.Status:
+        """Wait until the plan that all nodes follow has this many replicas."""
+        with trio.fail_after(timeout_s):
+            while True:
+                seen = [await self.client.status(node.peer) for node in self.nodes]
+                plans = [status.plan for status in seen]
+                same = len(set(map(repr, plans))) == 1
+                if same and plans[0] is not None and len(plans[0].replicas) == replicas:
+                    return seen[0]
+                await trio.sleep(0.05)
+
+    async def engine_pid(self, peer: str) -> int:
+        """The pid of a node's engine process."""
+        status = await self.status()
+        adverts = {node.peer: node.advert for node in status.nodes}
+        advert = adverts[peer]
+        assert advert is not None
+        assert advert.engine is not None
+        assert advert.engine.pid > 0
+        return advert.engine.pid
+
+
+@asynccontextmanager
+async def open_client(bootstrap: Started) -> AsyncIterator[Client]:
+    """A client that has joined with the network's client token."""
+    token = bootstrap.tokens["client"]
+    parsed = JoinToken.parse(token)
+    identity = Identity.generate()
+    network = Network(
+        transport=Libp2pTransport(identity, None, LOOPBACK),
+        identity=identity,
+        token=token,
+        network_key_public=parsed.network,
+        role=Role.CLIENT,
+        announce=LOOPBACK,
+        bootstraps=parsed.bootstraps,
+        rng=random.Random(0),
+        clock=time.time,
+    )
+    client = Client(network)
+    async with network:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def engine_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
+    """Channels to one fork server for the whole run: vLLM is imported once. Each node takes one and closes it."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(CHANNELS)]
+    log = tmp_path_factory.mktemp("engines") / "fork.log"
+    command, environment = fork_server_command([theirs for _, theirs in pairs], log=log, threads=1)
+    inherited = [theirs.fileno() for _, theirs in pairs]
+    server = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL)
+    for _, theirs in pairs:
+        theirs.close()
+    channels = [ours.detach() for ours, _ in pairs]
+    yield channels
+    for channel in channels:
+        os.close(channel)
+    try:
+        server.wait(5)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+        pytest.fail("the fork server outlived its nodes")
+
+
+@asynccontextmanager
+async def open_cluster(
+    channels: list[int], home: Path, model: Path | str, nodes: int, *, codec: str = "raw"
+) -> AsyncIterator[Cluster]:
+    """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server."""
+    said: list[str] = []
+    async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+
+        async def start(name: str, token: str | None, channel: int | None) -> tuple[Started, trio.Event]:
+            stop = trio.Event()
+            settings = NodeSettings(
+                home=home / name,
+                listen=LOOPBACK,
+                bootstrap=token,
+                model=str(model) if channel is not None else None,
+                codec=codec,
+                engine=KNOBS,
+                drain_s=1,
+                engine_channel=channel,
+            )
+
+            async def run(task_status: trio.TaskStatus[Started]) -> None:
+                say = lambda text: said.append(f"{name}: {text}")  # noqa: E731
+                await run_node(settings, say=say, stop=stop, task_status=task_status)
+
+            return await nursery.start(run), stop
+
+        bootstrap, bootstrap_stop = await start("bootstrap", None, None)
+        started = [await start(f"node{i}", bootstrap.tokens["worker"], channels.pop()) for i in range(nodes)]
+        client = await stack.enter_async_context(open_client(bootstrap))
+        stops = [stop for _, stop in started]
+        yield Cluster(bootstrap, [each for each, _ in started], client, stops, said)
+        await stack.aclose()
+        for stop in (*stops, bootstrap_stop):
+            stop.set()
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights and the bundled model's tokenizer: answers are noise, but deterministic."""
+    import shutil
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from p2pserve.node.model import BUNDLED
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.2,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / name, folder)
+    return folder
+
+
+OpenCluster = Callable[..., AbstractAsyncContextManager[Cluster]]
+
+
+@pytest.fixture
+def cluster(engine_channels: list[int]) -> OpenCluster:
+    """`cluster(home, model, nodes, codec=...)`: an async context manager that yields a running `Cluster`."""
+    return partial(open_cluster, engine_channels)

@@ -1,0 +1,527 @@
+"""The transport and the network over real libp2p on loopback."""
+
+import logging
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import pytest
+import trio
+
+from p2pserve.bootstrap import (
+    Address,
+    AddressError,
+    Bootstrap,
+    Identity,
+    MemberState,
+    Network,
+    NetworkKey,
+    PeerId,
+    PeerLost,
+    PortInUse,
+    Refused,
+    RequestTimeout,
+    Role,
+    Unreachable,
+)
+from p2pserve.bootstrap.libp2p_host import Libp2pConnection, Libp2pTransport
+from p2pserve.bootstrap.membership import Timeouts
+from p2pserve.bootstrap.shared_port import DataSocketHandler
+from p2pserve.bootstrap.transport import DATA_MAGIC, Connection
+
+LOOPBACK = Address("127.0.0.1", 0)
+KEY = NetworkKey(b"n" * 32)
+BRISK = Timeouts(ping_s=0.2, suspect_s=0.6, dead_s=1.5)
+
+
+class Echo(msgspec.Struct, frozen=True):
+    text: str
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(60):
+            await main()
+
+    trio.run(bounded)
+
+
+async def until(condition: Callable[[], object], *, within: float = 5.0) -> float:
+    """Wait until something holds; returns how long it took."""
+    begin = trio.current_time()
+    with trio.fail_after(within):
+        while not condition():  # noqa: ASYNC110 (a test looks at many things, and none of them tells)
+            await trio.sleep(0.01)
+    return trio.current_time() - begin
+
+
+async def echo_back(connection: Connection) -> None:
+    while True:
+        try:
+            await connection.send(await connection.receive())
+        except PeerLost:
+            return
+
+
+@asynccontextmanager
+async def echo_server(
+    on_data_socket: DataSocketHandler | None = None,
+) -> AsyncIterator[tuple[Address, Identity, Libp2pTransport]]:
+    """An echoing transport, and another that only dials."""
+    server, dialler = Identity.generate(), Identity.generate()
+    listening = Libp2pTransport(server, LOOPBACK, LOOPBACK, on_data_socket)
+    dialling = Libp2pTransport(dialler, None, LOOPBACK)
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(listening.serve, echo_back)
+        await nursery.start(dialling.serve, echo_back)
+        yield address, server, dialling
+        nursery.cancel_scope.cancel()
+
+
+def build(
+    bootstrap: Network | Bootstrap | None,
+    *,
+    token: str | None = None,
+    listen: Address = LOOPBACK,
+    role: Role = Role.WORKER,
+) -> Network:
+    identity = Identity.generate()
+    if isinstance(bootstrap, Network):
+        bootstrap = Bootstrap(bootstrap.address.host, bootstrap.address.port, bootstrap.peer_id)
+    bootstraps = () if bootstrap is None else (bootstrap,)
+    network = Network(
+        transport=Libp2pTransport(identity, listen, LOOPBACK),
+        identity=identity,
+        token=token or KEY.issue(bootstraps, role, time.time() + 60),
+        network_key_public=KEY.public,
+        role=role,
+        announce=LOOPBACK,
+        bootstraps=bootstraps,
+        rng=random.Random(identity.peer_id),
+        timeouts=BRISK,
+        settle_s=0.3,
+        join_s=1.0,
+    )
+
+    async def echo(peer: PeerId, role: Role, body: Echo) -> Echo:
+        return body
+
+    network.handle("echo", Echo, echo)
+    return network
+
+
+def test_the_peer_id_is_the_one_libp2p_computes() -> None:
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.peer.id import ID
+
+    identity = Identity.generate()
+    assert str(ID.from_pubkey(create_new_key_pair(identity.seed).public_key)) == identity.peer_id
+
+
+def test_the_front_door_loads_neither_libp2p_nor_trio() -> None:
+    code = "import sys, p2pserve.bootstrap; print(*sorted({'libp2p', 'trio', 'torch'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+# -- the transport ----------------------------------------------------------------------------------------------------
+
+
+def test_frames_of_all_sizes_come_back_whole() -> None:
+    async def main() -> None:
+        async with echo_server() as (address, server, dialling):
+            connection = await dialling.dial(address, server.peer_id)
+            assert connection.peer == server.peer_id
+            for size in (0, 1, 65_536, 1_000_000, 4 * 1024 * 1024):
+                frame = random.Random(size).randbytes(size)
+                await connection.send(frame)
+                assert await connection.receive() == frame
+
+    run(main)
+
+
+def test_cancelled_calls_leave_the_connection_usable() -> None:
+    """A cancelled libp2p call kills its connection; ours only touch queues."""
+
+    async def main() -> None:
+        async with echo_server() as (address, server, dialling):
+            connection = await dialling.dial(address, server.peer_id)
+            rng = random.Random(1)
+            for _ in range(200):
+                with trio.move_on_after(rng.uniform(0, 0.001)):
+                    await connection.send(b"x" * rng.randrange(100_000))
+                with trio.move_on_after(rng.uniform(0, 0.001)):
+                    await connection.receive()
+            await connection.send(b"last")
+            while await connection.receive() != b"last":
+                pass
+
+    run(main)
+
+
+def test_more_connections_in_a_life_than_libp2p_allows() -> None:
+    async def main() -> None:
+        async with echo_server() as (address, server, dialling):
+
+            async def dial_some(count: int) -> None:
+                for _ in range(count):
+                    connection = await dialling.dial(address, server.peer_id)
+                    await connection.aclose()
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(15):
+                    nursery.start_soon(dial_some, 18)
+            connection = await dialling.dial(address, server.peer_id)
+            await connection.send(b"still here")
+            assert await connection.receive() == b"still here"
+
+    run(main)
+
+
+def test_the_last_frame_before_a_close_arrives() -> None:
+    async def main() -> None:
+        server, dialler = Identity.generate(), Identity.generate()
+
+        async def say_and_go(connection: Connection) -> None:
+            await connection.send(b"goodbye")
+
+        async with trio.open_nursery() as nursery:
+            listening, dialling = (
+                Libp2pTransport(server, LOOPBACK, LOOPBACK),
+                Libp2pTransport(dialler, None, LOOPBACK),
+            )
+            address = await nursery.start(listening.serve, say_and_go)
+            await nursery.start(dialling.serve, say_and_go)
+            for _ in range(20):
+                connection = await dialling.dial(address, server.peer_id)
+                assert await connection.receive() == b"goodbye"
+                with pytest.raises(PeerLost):
+                    await connection.receive()
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_why_a_dial_fails() -> None:
+    async def main() -> None:
+        async with echo_server() as (address, server, dialling):
+            silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            deaf = Address("127.0.0.1", silent[0].socket.getsockname()[1])
+            for target, peer, reason in (
+                (address, Identity.generate().peer_id, "another peer answers there"),
+                (Address("127.0.0.1", 1), server.peer_id, "connection refused; check"),
+                (Address("no-such-host.invalid", 1), server.peer_id, "cannot resolve host 'no-such-host.invalid'"),
+                (deaf, server.peer_id, "no answer within 5 s"),
+            ):
+                begin = trio.current_time()
+                with pytest.raises(Unreachable, match=reason) as caught:
+                    await dialling.dial(target, peer)
+                assert trio.current_time() - begin < 5.5
+                assert "\n" not in str(caught.value)
+            for listener in silent:
+                await listener.aclose()
+
+    run(main)
+
+
+def test_a_handler_that_fails_costs_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server, dialler = Identity.generate(), Identity.generate()
+
+        async def fail_once(connection: Connection) -> None:
+            if await connection.receive() == b"fail":
+                raise KeyError("a bug")
+            await connection.send(b"fine")
+
+        async with trio.open_nursery() as nursery:
+            listening, dialling = (
+                Libp2pTransport(server, LOOPBACK, LOOPBACK),
+                Libp2pTransport(dialler, None, LOOPBACK),
+            )
+            address = await nursery.start(listening.serve, fail_once)
+            await nursery.start(dialling.serve, fail_once)
+            first = await dialling.dial(address, server.peer_id)
+            await first.send(b"fail")
+            with pytest.raises(PeerLost):
+                await first.receive()
+            second = await dialling.dial(address, server.peer_id)
+            await second.send(b"go on")
+            assert await second.receive() == b"fine"
+            nursery.cancel_scope.cancel()
+
+    run(main)
+    assert "KeyError: 'a bug'" in caplog.text
+
+
+def test_a_port_in_use_is_an_error_and_not_a_silent_twin() -> None:
+    async def main() -> None:
+        async with echo_server() as (address, _, _), trio.open_nursery() as nursery:
+            second = Libp2pTransport(Identity.generate(), address, address)
+            with pytest.raises(PortInUse, match=f"port {address.port} on 127.0.0.1 is in use"):
+                await nursery.start(second.serve, echo_back)
+            elsewhere = Libp2pTransport(Identity.generate(), Address("203.0.113.7", 0), LOOPBACK)
+            with pytest.raises(AddressError, match=r"cannot listen on 203\.0\.113\.7:0"):
+                await nursery.start(elsewhere.serve, echo_back)
+
+    run(main)
+
+
+def test_a_port_is_free_again_after_the_end() -> None:
+    async def main() -> None:
+        async with echo_server() as (address, server, dialling):
+            await dialling.dial(address, server.peer_id)
+        async with trio.open_nursery() as nursery:
+            again = Libp2pTransport(Identity.generate(), address, address)
+            assert await nursery.start(again.serve, echo_back) == address
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+# -- one port for both kinds ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def collected() -> Iterator[tuple[list[socket.socket], DataSocketHandler]]:
+    sockets: list[socket.socket] = []
+
+    def take(sock: socket.socket, peeked: bytes) -> None:
+        assert peeked == DATA_MAGIC
+        sockets.append(sock)
+
+    yield sockets, take
+    for sock in sockets:
+        sock.close()
+
+
+@pytest.mark.parametrize("pieces", [[DATA_MAGIC + b"payload"], [DATA_MAGIC[:3], DATA_MAGIC[3:], b"payload"]])
+def test_a_data_socket_is_handed_over_intact(pieces: list[bytes]) -> None:
+    async def main() -> None:
+        with collected() as (sockets, take):
+            async with echo_server(take) as (address, server, dialling):
+                connection = await dialling.dial(address, server.peer_id)
+                stream = await trio.open_tcp_stream(address.host, address.port)
+                for piece in pieces:
+                    await stream.send_all(piece)
+                    await connection.send(b"meanwhile")
+                    assert await connection.receive() == b"meanwhile"
+                await until(lambda: sockets)
+                (data,) = sockets
+                assert data.gettimeout() is None, "the socket blocks"
+                data.settimeout(2)
+                received = b""
+                while len(received) < len(DATA_MAGIC) + 7:
+                    received += await trio.to_thread.run_sync(data.recv, 100)
+                assert received == DATA_MAGIC + b"payload"
+                await trio.to_thread.run_sync(data.sendall, b"answer")
+                assert await stream.receive_some(100) == b"answer"
+                await stream.aclose()
+
+    run(main)
+
+
+def test_garbage_scanners_and_hang_ups_do_not_disturb() -> None:
+    async def main() -> None:
+        rng = random.Random(0)
+        async with echo_server() as (address, server, dialling):
+            connection = await dialling.dial(address, server.peer_id)
+            open_ones = []
+            for index in range(60):
+                stream = await trio.open_tcp_stream(address.host, address.port)
+                if index % 3 == 0:
+                    await stream.send_all(rng.randbytes(rng.randrange(1, 300)))
+                elif index % 3 == 1:
+                    await stream.send_all(b"\x13/multistream/1.0.0\n\x07/noise\n" + rng.randbytes(200))
+                open_ones.append(stream)  # every third one says nothing at all
+                if index % 2:
+                    await open_ones.pop(0).aclose()
+            magic = await trio.open_tcp_stream(address.host, address.port)
+            await magic.send_all(DATA_MAGIC)  # nobody takes data sockets here: it is closed
+            with pytest.raises(trio.BrokenResourceError):  # a reset, since it never read the magic
+                await magic.receive_some(1)
+            await connection.send(b"still here")
+            assert await connection.receive() == b"still here"
+            other = await dialling.dial(address, server.peer_id)
+            await other.send(b"and open to all")
+            assert await other.receive() == b"and open to all"
+            for stream in [*open_ones, magic]:
+                await stream.aclose()
+
+    run(main)
+
+
+def test_garbage_behind_the_handshake_does_not_disturb() -> None:
+    """A peer that speaks Noise and yamux correctly, and nonsense from there on."""
+
+    async def main() -> None:
+        rng = random.Random(0)
+        async with echo_server() as (address, server, dialling):
+            for attempt in range(24):
+                rogue: Libp2pConnection = await dialling.dial(address, server.peer_id)
+                if attempt % 3 == 0:  # a control stream with an absurd length
+                    await rogue._stream.write(b"\xff\xff\xff\xff" + rng.randbytes(50))
+                elif attempt % 3 == 1:  # yamux frames of unknown types and streams
+                    await rogue.conn.muxed_conn._write_frame(rng.randbytes(12) + rng.randbytes(40))  # type: ignore[attr-defined]
+                else:  # a second control stream, and one of another protocol
+                    extra = await rogue.conn.new_stream()
+                    await extra.write(b"\x13/multistream/1.0.0\n\x13/p2pserve/ctl/1\n")
+                    other = await rogue.conn.new_stream()
+                    await other.write(b"\x13/multistream/1.0.0\n\x10/ipfs/id/1.0.0\n")
+                await trio.sleep(0.01)
+            good = await dialling.dial(address, server.peer_id)
+            await good.send(b"still here")
+            assert await good.receive() == b"still here"
+
+    run(main)
+
+
+def test_libp2p_keeps_quiet(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with echo_server() as (address, server, dialling):
+            await dialling.dial(address, server.peer_id)
+            with pytest.raises(Unreachable):
+                await dialling.dial(Address("127.0.0.1", 1), server.peer_id)
+            scan = await trio.open_tcp_stream(address.host, address.port)
+            await scan.send_all(b"GET / HTTP/1.0\r\n\r\n")
+            await scan.aclose()
+
+    before = list(logging.getLogger().handlers)
+    with caplog.at_level(logging.INFO):
+        run(main)
+    assert logging.getLogger().handlers == before
+    assert [record for record in caplog.records if not record.name.startswith("p2pserve")] == []
+    assert capfd.readouterr() == ("", "")
+
+
+# -- the network ------------------------------------------------------------------------------------------------------
+
+
+def test_three_join_talk_and_elect() -> None:
+    async def main() -> None:
+        async with build(None) as one, build(one) as two, build(one) as three:
+            everybody = (one, two, three)
+            for network in everybody:
+                network.publish("load", network.peer_id.encode())
+            await until(lambda: all(len(network.entries("load")) == 3 for network in everybody))
+            await until(lambda: all(network.coordinator is not None for network in everybody))
+            assert len({network.coordinator for network in everybody}) == 1
+            assert await two.request(three.peer_id, "echo", Echo("hello"), Echo, 2) == Echo("hello")
+            heard: list[tuple[PeerId, Role, str]] = []
+            three.on_notice("tell", Echo, lambda peer, role, body: heard.append((peer, role, body.text)))
+            two.notify(three.peer_id, "tell", Echo("psst"))
+            await until(lambda: heard)
+            assert heard == [(two.peer_id, Role.WORKER, "psst")]
+            await until(lambda: all(m.rtt_s is not None for m in one.members() if m.peer_id != one.peer_id))
+            for network in everybody:
+                network.check_integrity()
+            await three.leave()
+            await until(lambda: len(one.entries("load")) == 2)
+            assert {m.state for m in one.members() if m.peer_id == three.peer_id} == {MemberState.LEFT}
+
+    run(main)
+
+
+def test_hundreds_of_timeouts_leave_the_connection_healthy() -> None:
+    async def main() -> None:
+        async with build(None) as one, build(one) as two:
+
+            async def hang(peer: PeerId, role: Role, body: Echo) -> None:
+                await trio.sleep(0.3)
+
+            one.handle("hang", Echo, hang)
+
+            async def give_up() -> None:
+                for _ in range(20):
+                    with pytest.raises(RequestTimeout):
+                        await two.request(one.peer_id, "hang", Echo("x" * 1000), Echo, 0.01)
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(10):
+                    nursery.start_soon(give_up)
+            assert await two.request(one.peer_id, "echo", Echo("fine"), Echo, 2) == Echo("fine")
+
+    run(main)
+
+
+def test_a_wrong_token_is_refused_by_the_other_side() -> None:
+    async def main() -> None:
+        async with build(None) as one:
+            here = Bootstrap(one.address.host, one.address.port, one.peer_id)
+            other_key = NetworkKey.generate()
+            stranger = build(here, token=other_key.issue((here,), Role.WORKER, time.time() + 60))
+            stranger.network_key_public = other_key.public
+            stranger.__post_init__()  # one that believes in its own network
+            with pytest.raises(Refused, match="belongs to another network"):
+                async with stranger:
+                    pass
+            assert one.statistics().strangers_refused == 1
+            assert one.statistics().members == 1
+
+    run(main)
+
+
+def test_nobody_answers_at_the_bootstrap() -> None:
+    async def main() -> None:
+        nobody = Bootstrap("127.0.0.1", 1, Identity.generate().peer_id)
+        with pytest.raises(Unreachable, match=r"at 127\.0\.0\.1:1: .*connection refused; check"):
+            async with build(nobody):
+                pass
+
+    run(main)
+
+
+NODE = """
+import random, sys, time, trio
+from p2pserve.bootstrap import *
+from p2pserve.bootstrap import Libp2pTransport, Network
+key, here, token = sys.argv[1], Address("127.0.0.1", 0), sys.argv[2]
+async def main():
+    identity = Identity.generate()
+    network = Network(transport=Libp2pTransport(identity, here, here), identity=identity, token=token,
+        network_key_public=bytes.fromhex(key), role=Role.WORKER, announce=here,
+        bootstraps=JoinToken.parse(token).bootstraps, rng=random.Random())
+    async with network:
+        network.publish("load", b"x")
+        print(identity.peer_id, flush=True)
+        await trio.sleep_forever()
+trio.run(main)
+"""
+
+
+@contextmanager
+def node_process(bootstrap: Network) -> Iterator[subprocess.Popen[str]]:
+    here = Bootstrap(bootstrap.address.host, bootstrap.address.port, bootstrap.peer_id)
+    token = KEY.issue((here,), Role.WORKER, time.time() + 60)
+    arguments = [sys.executable, "-c", NODE, KEY.public.hex(), token]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.0)])
+def test_the_death_of_a_process_is_noticed(how: signal.Signals, within: float) -> None:
+    async def main() -> None:
+        async with build(None) as one, build(one) as two:
+            with node_process(one) as process:
+                await until(lambda: len(one.entries("load")) == len(two.entries("load")) == 1, within=20)
+                await until(lambda: len(one.connected()) == len(two.connected()) == 2)
+                (victim,) = one.entries("load")
+                lost: list[PeerId] = []
+                two.on_peer_lost(lost.append)
+                process.send_signal(how)
+                took = await until(lambda: not one.entries("load") and not two.entries("load"), within=within)
+                assert lost == [victim]
+                assert took < within
+
+    run(main)

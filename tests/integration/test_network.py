@@ -1,0 +1,245 @@
+"""The main job, end to end: real nodes, engines and sockets. An answer must not depend on how it came about."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from p2pserve.bootstrap import RemoteError
+from p2pserve.coordinator import Phase
+from p2pserve.node.bundled.evaluate import held_out_sources
+from p2pserve.node.text import TextModel
+
+pytestmark = pytest.mark.timeout(180)
+
+TOKENS = 24
+LENGTHS = (1, 7, 64, 129, 300, 400)  # below, at and beyond vLLM's block of 128, and several chunks of 128
+
+
+def prompts(text: TextModel, lengths: tuple[int, ...] = LENGTHS) -> list[str]:
+    """Held-out Python, cut to about these numbers of tokens."""
+    ids = text.encode(held_out_sources()["heapq"])
+    decoder = text._tokenizer
+    return [decoder.decode(list(ids[40 : 40 + n])) for n in lengths]
+
+
+def greedy(model: Path, prompt: tuple[int, ...], count: int) -> list[int]:
+    """What `transformers` answers in float32, step by step."""
+    from transformers import AutoModelForCausalLM
+
+    llm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids, cache = torch.tensor([prompt]), None
+    answer: list[int] = []
+    with torch.no_grad():
+        while len(answer) < count:
+            out = llm(ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            token = int(out.logits[0, -1].argmax())
+            answer.append(token)
+            if token == llm.config.eos_token_id:
+                break
+            ids = torch.tensor([[token]])
+    return answer
+
+
+def test_answers_equal_those_of_transformers(cluster: Any, random_model: Path, tmp_path: Path) -> None:
+    """Several prompts of 1 to 400 tokens at once over a prefill and a decode engine; codec raw."""
+    text = TextModel(random_model)
+    asked = prompts(text)
+
+    async def main() -> list[Any]:
+        answers: list[Any] = [None] * len(asked)
+        async with cluster(tmp_path, random_model, 2) as network:
+            plan = (await network.wait_plan(2)).plan
+            assert {replica.phase for replica in plan.replicas} == {Phase.PREFILL, Phase.DECODE}
+
+            async def ask(i: int) -> None:
+                gateway = network.nodes[i % 2].peer
+                answers[i] = await network.client.generate(gateway, asked[i], max_tokens=TOKENS)
+
+            async with trio.open_nursery() as nursery:
+                for i in range(len(asked)):
+                    nursery.start_soon(ask, i)
+        return answers
+
+    answers = trio.run(main)
+    for prompt, answer in zip(asked, answers, strict=True):
+        ids = text.encode(prompt)
+        assert answer.prompt_tokens == len(ids)
+        assert answer.tokens == greedy(random_model, ids, TOKENS), f"prompt of {len(ids)} tokens"
+        figures = answer.figures
+        assert figures.attempts == 1
+        assert figures.recovered == ()
+        assert figures.prefill_node != figures.decode_node
+        # 4 layers, K and V, 2 heads of 64 channels in float32
+        assert figures.transfer.raw_bytes == len(ids) * 4 * 2 * 2 * 64 * 4
+        assert figures.transfer.raw_bytes < figures.transfer.wire_bytes < figures.transfer.raw_bytes + 20_000
+        assert 0 <= figures.transfer.hidden_fraction <= 1
+
+
+def test_one_box_serves_alone_and_kv4_saves_bytes(cluster: Any, random_model: Path, tmp_path: Path) -> None:
+    """One node is a mixed replica; a second one splits the work, and kv4 moves a fraction of the bytes."""
+    text = TextModel(random_model)
+    prompt = prompts(text, (300,))[0]
+    expected = greedy(random_model, text.encode(prompt), TOKENS)
+
+    async def main() -> None:
+        async with cluster(tmp_path / "one", random_model, 1) as network:
+            plan = (await network.wait_plan(1)).plan
+            assert [replica.phase for replica in plan.replicas] == [Phase.MIXED]
+            answer = await network.client.generate(network.nodes[0].peer, prompt, max_tokens=TOKENS)
+            assert answer.tokens == expected
+            assert answer.figures.prefill_node is None
+            assert answer.figures.transfer is None
+        async with cluster(tmp_path / "two", random_model, 2, codec="kv4") as network:
+            await network.wait_plan(2)
+            answer = await network.client.generate(network.nodes[0].peer, prompt, max_tokens=TOKENS)
+            assert len(answer.tokens) == TOKENS
+            elements = answer.figures.transfer.raw_bytes / 4
+            assert answer.figures.transfer.wire_bytes * 8 / elements < 5.0
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    trio.run(main)
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_a_killed_engine_changes_no_token(cluster: Any, random_model: Path, tmp_path: Path, victim: str) -> None:
+    """kill -9 of either engine process in the middle of a request: same greedy tokens, none lost or repeated."""
+    text = TextModel(random_model)
+    prompt = prompts(text, (200,))[0]
+    wanted = 200
+    expected = greedy(random_model, text.encode(prompt), wanted)
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 2) as network:
+            plan = (await network.wait_plan(2)).plan
+            peer = next(r.head for r in plan.replicas if r.phase.value == victim)
+            pid = await network.engine_pid(peer)
+            killed = False
+
+            async def kill(count: int) -> None:
+                nonlocal killed
+                if not killed and count >= 3:
+                    os.kill(pid, signal.SIGKILL)
+                    killed = True
+
+            gateway = next(node.peer for node in network.nodes if node.peer != peer)
+            if victim == "prefill":
+                # The prompt's KV must still be on its way: the kill comes before the request.
+                os.kill(pid, signal.SIGKILL)
+                killed = True
+            answer = await network.client.generate(
+                gateway, prompt, max_tokens=wanted, deadline_s=60, on_tokens=kill if victim == "decode" else None
+            )
+            assert killed
+            assert answer.error == ""
+            assert answer.tokens == expected
+            if victim == "decode":
+                assert answer.figures.attempts >= 2
+                assert any("SIGKILL" in line for line in answer.figures.recovered)
+            # The engine comes back, and with it the plan of two replicas.
+            await network.wait_plan(2)
+            again = await network.client.generate(gateway, prompt, max_tokens=8)
+            assert again.tokens == expected[:8]
+
+    trio.run(main)
+
+
+def test_no_engine_left_is_a_clear_error_in_time(cluster: Any, random_model: Path, tmp_path: Path) -> None:
+    """With the only node leaving, a request ends in an error before its deadline."""
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 2) as network:
+            status = await network.wait_plan(2)
+            for stop in network.stops[1:]:
+                stop.set()
+            pid = await network.engine_pid(network.nodes[0].peer)
+            os.kill(pid, signal.SIGSTOP)  # an engine that hangs is worse than one that dies
+            try:
+                answer = await network.client.generate(network.nodes[0].peer, "def f(", max_tokens=4, deadline_s=6)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert answer.finish == "error"
+            assert answer.error.startswith(("deadline:", "no engine is left"))
+            assert status.coordinator is not None
+
+    trio.run(main)
+
+
+def test_stop_strings_limits_and_bad_requests(cluster: Any, random_model: Path, tmp_path: Path) -> None:
+    """What a gateway refuses, it refuses in one line that names the field; what it accepts, it honours."""
+    text = TextModel(random_model)
+    prompt = prompts(text, (64,))[0]
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 1) as network:
+            await network.wait_plan(1)
+            gateway, client = network.nodes[0].peer, network.client
+            whole = await client.generate(gateway, prompt, max_tokens=40)
+            assert whole.finish == "length"
+            stop = whole.text[len(whole.text) // 2 :][:3]
+            cut = await client.generate(gateway, prompt, max_tokens=40, stop=(stop,))
+            assert cut.finish == "stop"
+            assert cut.text == whole.text[: whole.text.index(stop)]
+            seeded = [await client.generate(gateway, prompt, max_tokens=20, temperature=1.0, seed=5) for _ in (1, 2)]
+            assert seeded[0].tokens == seeded[1].tokens
+            bad: list[tuple[dict[str, Any], str]] = [
+                ({"max_tokens": -1}, "max_tokens"),
+                ({"max_tokens": 10_000}, "max_tokens"),
+                ({"temperature": float("nan")}, "temperature"),
+                ({"top_p": 0.0}, "top_p"),
+                ({"seed": -1}, "seed"),
+                ({"service": "another"}, "service"),
+            ]
+            for settings, field in bad:
+                with pytest.raises(RemoteError) as refusal:
+                    await client.generate(gateway, prompt, **settings)
+                assert refusal.value.message.startswith(f"{field}:")
+            for asked, field in (("", "prompt"), ("x = 1\n" * 2000, "prompt")):
+                with pytest.raises(RemoteError) as refusal:
+                    await client.generate(gateway, asked)
+                assert refusal.value.message.startswith(f"{field}:")
+
+    trio.run(main)
+
+
+def test_leaving_drains_and_the_network_goes_on(cluster: Any, random_model: Path, tmp_path: Path) -> None:
+    """A node that leaves finishes what it decodes; the plan then does without it."""
+    text = TextModel(random_model)
+    prompt = prompts(text, (64,))[0]
+    wanted = 60
+    expected = greedy(random_model, text.encode(prompt), wanted)
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 2) as network:
+            plan = (await network.wait_plan(2)).plan
+            decode = next(r.head for r in plan.replicas if r.phase is Phase.DECODE)
+            index = next(i for i, node in enumerate(network.nodes) if node.peer == decode)
+            left = False
+
+            async def leave(count: int) -> None:
+                nonlocal left
+                if count >= 2:
+                    network.stops[index].set()
+                    left = True
+
+            gateway = network.nodes[1 - index].peer
+            answer = await network.client.generate(gateway, prompt, max_tokens=wanted, on_tokens=leave)
+            assert left
+            assert answer.tokens == expected
+            with trio.fail_after(20):
+                while True:
+                    status = await network.client.status(gateway)
+                    if status.plan is not None and [r.phase for r in status.plan.replicas] == [Phase.MIXED]:
+                        break
+                    await trio.sleep(0.05)
+            assert (await network.client.generate(gateway, prompt, max_tokens=8)).tokens == expected[:8]
+
+    trio.run(main)

@@ -1,0 +1,80 @@
+"""Addresses: what people type, and what a rented box should announce."""
+
+import pytest
+
+from p2pserve.bootstrap import Address, AddressError, announced_address, parse_address
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("203.0.113.7:4001", Address("203.0.113.7", 4001)),
+        (" box.example.org:1 ", Address("box.example.org", 1)),
+        ("[2001:db8::7]:65535", Address("2001:db8::7", 65535)),
+        ("0.0.0.0:0", Address("0.0.0.0", 0)),
+    ],
+)
+def test_a_good_address(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "has no port"),
+        ("203.0.113.7", "has no port"),
+        ("203.0.113.7:", "has the port ''"),
+        ("203.0.113.7:http", "has the port 'http'"),
+        ("203.0.113.7:-1", "has the port '-1'"),
+        ("203.0.113.7:65536", "has the port '65536'"),
+        ("203.0.113.7:000000001", "has the port"),
+        ("203.0.113.7:\u0664", "has the port"),
+        (":4001", "has no usable host"),
+        ("tcp://box:4001", "IPv6 address without brackets"),
+        ("bo x:4001", "has no usable host"),
+        ("box/a:4001", "has no usable host"),
+        ("2001:db8::7:4001", "IPv6 address without brackets"),
+        ("[2001:db8::7]", "is not an address"),
+        ("[2001:db8::7:4001", "is not an address"),
+        ("[box]:4001", "no IPv6 address between its brackets"),
+    ],
+)
+def test_a_bad_address(text: str, reason: str) -> None:
+    with pytest.raises(AddressError) as caught:
+        parse_address(text)
+    assert repr(text) in str(caught.value)
+    assert reason in str(caught.value)
+    assert "write host:port, such as 203.0.113.7:4001" in str(caught.value)
+
+
+VAST = {"VAST_TCP_PORT_4001": "41234", "PUBLIC_IPADDR": "198.51.100.1"}
+RUNPOD = {"RUNPOD_TCP_PORT_4001": "51234", "RUNPOD_PUBLIC_IP": "198.51.100.2"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "environ", "host", "expected"),
+    [
+        ("203.0.113.7:1", VAST | RUNPOD, "0.0.0.0", "203.0.113.7:1"),
+        (Address("203.0.113.7", 0), VAST, "0.0.0.0", "203.0.113.7:0"),
+        (None, VAST | RUNPOD, "0.0.0.0", "198.51.100.1:41234"),
+        (None, RUNPOD, "0.0.0.0", "198.51.100.2:51234"),
+        (None, RUNPOD, "127.0.0.1", "198.51.100.2:51234"),
+        (None, {"VAST_TCP_PORT_4001": "41234"}, "0.0.0.0", "10.1.2.3:4001"),
+        (None, {"VAST_TCP_PORT_4002": "41234", "PUBLIC_IPADDR": "198.51.100.1"}, "0.0.0.0", "10.1.2.3:4001"),
+        (None, {}, "::", "10.1.2.3:4001"),
+        (None, {}, "192.0.2.9", "192.0.2.9:4001"),
+    ],
+)
+def test_the_announced_address(flag: str | Address | None, environ: dict[str, str], host: str, expected: str) -> None:
+    assert str(announced_address(flag, environ, Address(host, 4001), lambda: "10.1.2.3")) == expected
+
+
+def test_a_bad_mapping_is_named() -> None:
+    with pytest.raises(AddressError, match="VAST_TCP_PORT_4001=http"):
+        announced_address(None, VAST | {"VAST_TCP_PORT_4001": "http"}, Address("0.0.0.0", 4001), lambda: "10.1.2.3")
+
+
+def test_a_bad_flag_is_named() -> None:
+    with pytest.raises(AddressError, match="'nowhere' has no port"):
+        announced_address("nowhere", {}, Address("0.0.0.0", 4001), lambda: "10.1.2.3")
