@@ -66,7 +66,7 @@ class EngineKnobs:
     """Settings of a node's engine; see `engine.protocol.EngineConfig` for what they cost."""
 
     dtype: str = "auto"
-    kv_cache_mib: int = 256
+    kv_cache_mib: int | None = None
     max_batched_tokens: int = 512
     max_model_len: int | None = None
     threads: int = 0  # 0: all cores but one

@@ -228,7 +228,11 @@ class P2PConnector(KVConnectorBase_V1, SupportsHMA):
             outgoing = self.hub.outgoing(send.transfer)
             if outgoing is not None:
                 k, v = cache.read(send.block_ids, send.first, send.last)
-                outgoing.push(LayerPiece(cache.index, send.first, k, v))
+                copied = None
+                if k.is_cuda:
+                    copied = torch.cuda.Event()
+                    copied.record()
+                outgoing.push(LayerPiece(cache.index, send.first, k, v, copied))
 
     def wait_for_save(self) -> None:
         """Nothing to wait for: the copies are ours. Say which prompts are complete."""

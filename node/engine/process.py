@@ -28,6 +28,7 @@ from .transfers import TransferHub
 _log = logging.getLogger(__name__)
 
 SUPPORTED_VLLM = "0.32."
+CPU_KV_CACHE_MIB = 256
 IDLE_WAIT_S = 0.001  # between steps while only KV transfers are awaited
 
 
@@ -274,6 +275,9 @@ def build_engine(config: protocol.EngineConfig) -> Any:
     # else is being served; float32 costs little there and makes a replayed request exact.
     dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else "auto"
     settings: dict[str, Any] = {"dtype": dtype}
+    kv_cache_mib = config.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
+    if kv_cache_mib is not None:
+        settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
     if config.max_model_len is not None:
         settings["max_model_len"] = config.max_model_len
     try:
@@ -283,7 +287,6 @@ def build_engine(config: protocol.EngineConfig) -> Any:
                 model=config.model,
                 max_num_batched_tokens=config.max_batched_tokens,
                 max_num_seqs=config.max_requests,
-                kv_cache_memory_bytes=config.kv_cache_mib << 20,
                 gpu_memory_utilization=0.01 if on_cpu else 0.92,
                 enforce_eager=on_cpu,
                 skip_tokenizer_init=True,

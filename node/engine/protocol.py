@@ -39,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str  # a local folder in Hugging Face format
     dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
     max_model_len: int | None = None  # None: the model's own
-    kv_cache_mib: int = 64
+    kv_cache_mib: int | None = None  # None: what vLLM finds free on a GPU, 256 MiB on a CPU
     max_batched_tokens: int = 512
     max_requests: int = 64
     threads: int = 1

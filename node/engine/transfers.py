@@ -35,12 +35,22 @@ Report = Callable[[TransferReport], None]
 
 @dataclass(frozen=True, slots=True)
 class LayerPiece:
-    """Canonical K and V `[tokens, heads, head_dim]` of one layer for positions from `start` on."""
+    """Canonical K and V `[tokens, heads, head_dim]` of one layer for positions from `start` on.
+
+    On a GPU the copies may still be in flight; `copied` is then the event after them.
+    """
 
     layer: int
     start: int
     k: torch.Tensor
     v: torch.Tensor
+    copied: torch.cuda.Event | None = None
+
+    def on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V in main memory; waits for the device where there is one."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.k.cpu(), self.v.cpu()
 
     @property
     def nbytes(self) -> int:
@@ -123,8 +133,9 @@ class Outgoing:
         self._finish(stream, first_at, raw, frames, reason)
 
     def _frames(self, piece: LayerPiece) -> Iterator[KVFrame]:
-        tokens, heads, head_dim = piece.k.shape
-        codec, dtype = Codec(self._ticket.codec), wire_dtype(piece.k.dtype)
+        k, v = piece.on_host()
+        tokens, heads, head_dim = k.shape
+        codec, dtype = Codec(self._ticket.codec), wire_dtype(k.dtype)
         for first in range(0, tokens, step := _tokens_per_frame(piece)):
             last = min(first + step, tokens)
             start = piece.start + first
@@ -137,7 +148,7 @@ class Outgoing:
                 codec=codec.wire,
                 dtype=dtype.wire,
                 head_dim=head_dim,
-                payload=encode(codec, piece.k[first:last], piece.v[first:last], start=start, layer=piece.layer),
+                payload=encode(codec, k[first:last], v[first:last], start=start, layer=piece.layer),
             )
 
     def _finish(self, stream: SendStream | None, first_at: float | None, raw: int, frames: int, reason: str) -> None:
