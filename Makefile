@@ -30,6 +30,7 @@ HEADERS  = $(PYTHON) -c 'import sysconfig; print("\#include <gmp.h>\n\#include \
 .DEFAULT_GOAL := setup
 .NOTPARALLEL:
 
+# trio-stubs comes with trio-typing, which libp2p imports; those stubs are years old and hide trio's own annotations.
 setup:
 	@if [ -f $(STAMP) ] && $(PY) -c '' 2>/dev/null && [ "$$($(CONTENT))" = "$$(cat $(STAMP))" ]; then exit 0; fi; \
 	set -e; \

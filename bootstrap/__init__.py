@@ -4,8 +4,9 @@ Cheap to import: what needs an event loop or libp2p is loaded when it is first a
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
-from .addresses import Address, announced_address, parse_address
+from .addresses import Address, announced_address, default_route_address, parse_address
 from .errors import (
     AddressError,
     IdentityError,
@@ -23,6 +24,12 @@ from .identity import Identity, NetworkKey
 from .keys import PeerId, parse_peer_id, verify
 from .tokens import Bootstrap, JoinToken, Role, admit, parse_bootstrap
 
+if TYPE_CHECKING:
+    from .libp2p_host import Libp2pTransport
+    from .membership import Member, MemberState
+    from .memory import MemoryNetwork
+    from .network import Network, NetworkStatistics
+
 __all__ = [
     "Address",
     "AddressError",
@@ -30,8 +37,14 @@ __all__ = [
     "Identity",
     "IdentityError",
     "JoinToken",
+    "Libp2pTransport",
+    "Member",
+    "MemberState",
+    "MemoryNetwork",
+    "Network",
     "NetworkError",
     "NetworkKey",
+    "NetworkStatistics",
     "PeerId",
     "PeerLost",
     "PortInUse",
@@ -44,6 +57,7 @@ __all__ = [
     "Unreachable",
     "admit",
     "announced_address",
+    "default_route_address",
     "parse_address",
     "parse_bootstrap",
     "parse_peer_id",

@@ -8,9 +8,9 @@ names it, since that token is signed by the network.
 from collections.abc import Collection
 
 from .control import PROTOCOL_VERSION, Hello, Welcome
+from .entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from .errors import ProtocolError, TokenError
 from .keys import PeerId
-from .membership import MEMBER_KIND, MemberRecord, is_sound, read_record
 from .tokens import Role, admit_credential
 
 __all__ = ["Admission"]
@@ -33,12 +33,11 @@ class Admission:
         role = admit_credential(record.credential, peer, self.network, now)
         if role is not record.role:
             raise TokenError(
-                f"the join token is for the role {role.value!r}, not {record.role.value!r}; use one for {record.role.value!r}"
+                f"the join token is for the role {role.value!r}, not {record.role.value!r}; "
+                f"use one for {record.role.value!r}"
             )
 
-    def judge(
-        self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float
-    ) -> MemberRecord:
+    def judge(self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float) -> MemberRecord:
         """The record of a peer that may come in; ``known`` is the one we hold already, if any.
 
         Raises TokenError or ProtocolError with the reason to tell the peer.

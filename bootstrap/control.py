@@ -15,9 +15,9 @@ from typing import Final
 import msgspec
 import trio
 
+from .entries import Entry
 from .errors import NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
 from .keys import PeerId
-from .membership import Entry
 from .transport import Connection
 
 __all__ = ["PROTOCOL_VERSION", "ControlStatistics", "ControlStream", "Hello", "Rejected", "Welcome"]
@@ -183,11 +183,6 @@ class ControlStream:
         """How often the peer misbehaved."""
         return self._offences
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request waits or is served."""
-        return not self._waiters and not self._serving
-
     async def run(self) -> None:
         """Read until the connection is lost or the peer misbehaves too often. Opens a nursery for handlers."""
         try:
@@ -218,7 +213,9 @@ class ControlStream:
         finally:
             del self._waiters[number]
         if waiter.outcome is None:
-            raise RequestTimeout(f"{self.peer} did not answer {method!r} within {timeout:g} s; try again or another peer")
+            raise RequestTimeout(
+                f"{self.peer} did not answer {method!r} within {timeout:g} s; try again or another peer"
+            )
         if isinstance(waiter.outcome, NetworkError):
             raise waiter.outcome
         return waiter.outcome

@@ -113,7 +113,8 @@ def _read_seed(path: Path) -> bytes:
         )
     if seed == bytes(KEY_BYTES):
         raise IdentityError(
-            f"key file {path} holds only zeros: it is damaged; restore it from a copy, or delete it to get a new identity"
+            f"key file {path} holds only zeros: it is damaged; restore it from a copy, "
+            "or delete it to get a new identity"
         )
     return seed
 
@@ -129,7 +130,7 @@ def _write_seed(path: Path, seed: bytes) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, path)
+        temporary.replace(path)
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)

@@ -10,10 +10,7 @@ they are admitted, and cost a second stream per connection. Each libp2p connecti
 and dies with it, so that a cancelled read or write, which kills a libp2p connection, costs nothing else.
 """
 
-import errno
 import logging
-import socket
-from collections.abc import Callable
 from typing import Final
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
@@ -24,6 +21,7 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
 from libp2p.custom_types import THandler, TProtocol
 from libp2p.io.trio import TrioTCPStream
+from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
@@ -40,19 +38,17 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from .addresses import Address
-from .errors import AddressError, PeerLost, PortInUse, ProtocolError, Unreachable
+from .errors import PeerLost, ProtocolError, Unreachable
 from .frames import FrameDecoder, FrameQueue, encode_frame
 from .identity import Identity
 from .keys import PeerId
-from .transport import CONTROL_PROTOCOL, DATA_MAGIC, DIAL_SECONDS, ConnectionHandler, TaskStatus
+from .shared_port import DataSocketHandler, SharedPort
+from .transport import CONTROL_PROTOCOL, DIAL_SECONDS, ConnectionHandler, run_handler
 
 __all__ = ["Libp2pConnection", "Libp2pTransport"]
 
 _log = logging.getLogger(__name__)
 
-_PEEK_SECONDS: Final = 10.0
-_PEEK_RETRY_SECONDS: Final = 0.02
-_UNDECIDED_LIMIT: Final = 512  # accepted sockets that have not said what they are; the next ones are closed at once
 _UPGRADE_SECONDS: Final = 5
 _FLUSH_SECONDS: Final = 1.0
 _GOODBYE_SECONDS: Final = 0.5
@@ -60,15 +56,13 @@ _READ_BYTES: Final = 64 * 1024
 _BATCH_FRAMES: Final = 64
 _BATCH_BYTES: Final = 256 * 1024
 
-DataSocketHandler = Callable[[socket.socket, bytes], None]
-
 
 class Libp2pTransport:
     """See :class:`.transport.Transport`.
 
     ``listen`` is where to bind (``None``: dial only), ``announce`` what others are told; its port 0 stands for the
-    port that was bound. ``on_data_socket(sock, peeked)`` is called in the loop's thread and must not block: it owns
-    the blocking socket, from which nothing has been read yet.
+    port that was bound. ``on_data_socket(sock, peeked)`` is called in the loop's thread and must neither block nor
+    raise: it owns the blocking socket, from which nothing has been read yet.
     """
 
     def __init__(
@@ -91,30 +85,50 @@ class Libp2pTransport:
         self._open: set[Libp2pConnection] = set()
 
     async def serve(
-        self, on_connection: ConnectionHandler, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED
+        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """See :class:`.transport.Transport`."""
         _quieten_libp2p()
         self._on_connection = on_connection
-        listener = await _open_listener(self.listen) if self.listen is not None else None
-        tcp = _SharedPortTcp(listener, self._on_data_socket)
+        port = await SharedPort.open(self.listen, self._on_data_socket) if self.listen is not None else None
+        tcp = _SharedPortTcp(port)
         self._swarm = swarm = _build_swarm(self._identity, tcp)
         swarm.set_stream_handler(self._on_stream)
+        stop = trio.Event()
         try:
-            async with background_trio_service(swarm), trio.open_nursery() as nursery:
-                self._nursery = tcp.nursery = nursery
-                if listener is not None:
-                    host, port = listener.socket.getsockname()[:2]
-                    self.bound = Address(host, port)
-                    await swarm.listen(_multiaddr(host, port))
-                    if self.announced.port == 0:
-                        self.announced = Address(self.announced.host, port)
+            async with trio.open_nursery() as outer:
+                await outer.start(self._run_swarm, swarm, tcp, port, stop)
                 task_status.started(self.announced)
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    stop.set()
         finally:
             self._nursery = self._swarm = None
-            if listener is not None:
-                listener.socket.close()
+            if port is not None:
+                port.close()
+
+    async def _run_swarm(
+        self,
+        swarm: Swarm,
+        tcp: "_SharedPortTcp",
+        port: SharedPort | None,
+        stop: trio.Event,
+        task_status: trio.TaskStatus[None],
+    ) -> None:
+        """Run the swarm until `stop`. Shielded, so that connections end before the swarm that carries them: one that
+        is cancelled along with it never closes its socket."""
+        with trio.CancelScope(shield=True):
+            async with background_trio_service(swarm), trio.open_nursery() as nursery:
+                self._nursery = tcp.nursery = nursery
+                if port is not None:
+                    self.bound = port.bound
+                    await swarm.listen(_multiaddr(port.bound))
+                    if self.announced.port == 0:
+                        self.announced = Address(self.announced.host, port.bound.port)
+                task_status.started()
+                await stop.wait()
+                nursery.cancel_scope.cancel()
 
     async def dial(self, address: Address, peer_id: PeerId) -> "Libp2pConnection":
         """See :class:`.transport.Transport`."""
@@ -140,8 +154,8 @@ class Libp2pTransport:
         conn: INetConn | None = None
         kept = False
         try:
-            with _mapped_errors("dialling"):
-                conn = await swarm.dial_addr(_multiaddr(host, address.port), ID.from_base58(peer_id))
+            with _MappedErrors("dialling"):
+                conn = await swarm.dial_addr(_multiaddr(Address(host, address.port)), ID.from_base58(peer_id))
                 stream = await conn.new_stream()
                 await MultiselectClient().select_one_of(
                     [TProtocol(CONTROL_PROTOCOL)], MultiselectCommunicator(stream), _UPGRADE_SECONDS
@@ -158,7 +172,7 @@ class Libp2pTransport:
         """An inbound stream. Nothing may escape: libp2p would take the whole host down with it."""
         conn = stream.swarm_conn  # type: ignore[attr-defined]  # of every NetStream, and of no interface
         try:
-            with _mapped_errors("accepting a stream"):
+            with _MappedErrors("accepting a stream"):
                 await self._multiselect.negotiate(MultiselectCommunicator(stream), _UPGRADE_SECONDS)
             if any(each.conn is conn for each in self._open):
                 raise PeerLost("a second control stream on one connection")
@@ -177,10 +191,7 @@ class Libp2pTransport:
         assert self._on_connection is not None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run, connection)
-            try:
-                await self._on_connection(connection)
-            except Exception:
-                _log.exception("the handler of an inbound connection from %s failed", connection.peer)
+            await run_handler(self._on_connection, connection)
             await connection.aclose()
 
     async def _run(self, connection: "Libp2pConnection") -> None:
@@ -250,7 +261,7 @@ class Libp2pConnection:
         decoder = FrameDecoder()
         try:
             while True:
-                with _mapped_errors("the peer closed the connection"):
+                with _MappedErrors("the peer closed the connection"):
                     data = await self._stream.read(_READ_BYTES)
                 if not data:
                     raise PeerLost("the peer closed the connection")
@@ -265,12 +276,12 @@ class Libp2pConnection:
         try:
             while True:
                 batch = await self._outbox.take_batch(max_frames=_BATCH_FRAMES, max_bytes=_BATCH_BYTES)
-                with _mapped_errors("the connection broke while sending"):
+                with _MappedErrors("the connection broke while sending"):
                     await self._stream.write(b"".join(batch))
         except PeerLost as error:
             self._close(str(error))
         try:
-            with _mapped_errors("closing the stream"):
+            with _MappedErrors("closing the stream"):
                 await self._stream.close()
         except PeerLost as error:
             _log.debug("%s", error)
@@ -287,35 +298,27 @@ class Libp2pConnection:
 
 
 class _SharedPortTcp(TCP):
-    """TCP whose listener is a socket we bound ourselves, so that a taken port is an error and not a silent twin."""
+    """TCP whose listener is a socket we bound ourselves."""
 
-    def __init__(self, listener: trio.SocketListener | None, on_data_socket: DataSocketHandler | None) -> None:
+    def __init__(self, port: SharedPort | None) -> None:
         super().__init__()
         self.nursery: trio.Nursery | None = None
-        self._listener = listener
-        self._on_data_socket = on_data_socket
+        self._port = port
 
     def create_listener(self, handler_function: THandler) -> IListener:  # type: ignore[override]
         """Called by the swarm once, for the one address we listen on."""
-        assert self._listener is not None and self.nursery is not None
-        return _SharedPortListener(self._listener, self.nursery, handler_function, self._on_data_socket)
+        assert self._port is not None
+        assert self.nursery is not None
+        return _SharedPortListener(self._port, self.nursery, handler_function)
 
 
 class _SharedPortListener(IListener):
-    """Accepts, peeks, and routes."""
+    """What the swarm sees of the port."""
 
-    def __init__(
-        self,
-        listener: trio.SocketListener,
-        nursery: trio.Nursery,
-        handler: THandler,
-        on_data_socket: DataSocketHandler | None,
-    ) -> None:
-        self._listener = listener
+    def __init__(self, port: SharedPort, nursery: trio.Nursery, handler: THandler) -> None:
+        self._port = port
         self._nursery = nursery
         self._handler = handler
-        self._on_data_socket = on_data_socket
-        self._undecided = 0
         self._scope = trio.CancelScope()
 
     async def listen(self, maddr: Multiaddr) -> None:
@@ -324,47 +327,16 @@ class _SharedPortListener(IListener):
 
     async def _serve(self) -> None:
         with self._scope:
-            await trio.serve_listeners(self._accepted, [self._listener], handler_nursery=self._nursery)
+            await self._port.serve(self._serve_libp2p, self._nursery)
 
     def get_addrs(self) -> tuple[Multiaddr, ...]:
         """Where we are bound."""
-        host, port = self._listener.socket.getsockname()[:2]
-        return (_multiaddr(host, port),)
+        return (_multiaddr(self._port.bound),)
 
     async def close(self) -> None:
         """Stop accepting."""
         self._scope.cancel()
-        await self._listener.aclose()
-
-    async def _accepted(self, stream: trio.SocketStream) -> None:
-        """One accepted socket, in a task of its own, so that an idle scanner delays nobody."""
-        if self._undecided >= _UNDECIDED_LIMIT:
-            await trio.aclose_forcefully(stream)
-            return
-        self._undecided += 1
-        try:
-            head = await _peek(stream.socket)
-        except OSError as error:
-            _log.debug("an accepted socket broke: %s", error)
-            head = b""
-        finally:
-            self._undecided -= 1
-        if head == DATA_MAGIC:
-            self._hand_over(stream, head)
-        elif head:
-            await self._serve_libp2p(stream)
-        await trio.aclose_forcefully(stream)
-
-    def _hand_over(self, stream: trio.SocketStream, head: bytes) -> None:
-        if self._on_data_socket is None:
-            return
-        raw = socket.fromfd(stream.socket.fileno(), stream.socket.family, stream.socket.type)  # a duplicate
-        try:
-            raw.setblocking(True)
-            self._on_data_socket(raw, head)
-        except Exception:
-            raw.close()
-            _log.exception("the handler of a data socket failed")
+        self._port.close()
 
     async def _serve_libp2p(self, stream: trio.SocketStream) -> None:
         """Run libp2p's handler. It would wait for the end of the swarm, holding one of its limited inbound slots
@@ -374,15 +346,29 @@ class _SharedPortListener(IListener):
 
             async def handle() -> None:
                 try:
-                    await self._handler(watched)
-                except Exception as error:  # garbage and hang-ups of strangers, reported here and nowhere else
-                    _log.debug("an inbound connection failed: %r", error)
+                    with _MappedErrors("an inbound connection failed"):
+                        await self._handler(watched)
+                except PeerLost as error:  # garbage and hang-ups of strangers
+                    _log.debug("%s", error)
                 finally:
                     watched.closed.set()
 
             nursery.start_soon(handle)
             await watched.closed.wait()
             nursery.cancel_scope.cancel()
+
+
+class _NoAutoConnector(AutoConnector):
+    """Who is dialled is decided above. No setting switches libp2p's own idea of it off."""
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def run_background_task(self, nursery: trio.Nursery) -> None:
+        """Do nothing."""
+
+    async def maybe_connect(self) -> None:
+        """Do nothing."""
 
 
 class _WatchedStream(TrioTCPStream):
@@ -400,7 +386,7 @@ class _WatchedStream(TrioTCPStream):
             self.closed.set()
 
 
-class _mapped_errors:
+class _MappedErrors:
     """Everything libp2p raises, as PeerLost: it uses some forty classes, a few of them undocumented."""
 
     def __init__(self, doing: str) -> None:
@@ -414,35 +400,6 @@ class _mapped_errors:
             raise PeerLost(f"{self._doing} ({type(error).__name__}: {error})") from error
 
 
-async def _peek(sock: trio.socket.SocketType) -> bytes:
-    """The first bytes, left where they are: the whole magic, or enough to see that it is something else."""
-    with trio.move_on_after(_PEEK_SECONDS):
-        while True:
-            head = await sock.recv(len(DATA_MAGIC), socket.MSG_PEEK)
-            if head == DATA_MAGIC or not DATA_MAGIC.startswith(head) or not head:
-                return head
-            await trio.sleep(_PEEK_RETRY_SECONDS)  # part of the magic is here already, so recv would not wait
-    return b""
-
-
-async def _open_listener(listen: Address) -> trio.SocketListener:
-    """Bind without SO_REUSEPORT, with which two processes on one port would both seem to succeed."""
-    family = trio.socket.AF_INET6 if ":" in listen.host else trio.socket.AF_INET
-    sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)  # only past TIME_WAIT
-        await sock.bind((listen.host, listen.port))
-        sock.listen(512)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"port {listen.port} on {listen.host} is in use; stop the process that holds it or listen on another port"
-            ) from error
-        raise AddressError(f"cannot listen on {listen}: {error}; name an address of this box, such as 0.0.0.0") from error
-    return trio.SocketListener(sock)
-
-
 async def _resolve(address: Address) -> list[str]:
     """The IP addresses of a host, in order of preference. libp2p's own resolver ignores the hosts file."""
     try:
@@ -452,8 +409,8 @@ async def _resolve(address: Address) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _multiaddr(host: str, port: int) -> Multiaddr:
-    return Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}")
+def _multiaddr(address: Address) -> Multiaddr:
+    return Multiaddr(f"/{'ip6' if ':' in address.host else 'ip4'}/{address.host}/tcp/{address.port}")
 
 
 def _explain(error: BaseException, peer_id: PeerId) -> str:
@@ -476,7 +433,7 @@ def _explain(error: BaseException, peer_id: PeerId) -> str:
 async def _close_quietly(conn: INetConn) -> None:
     with trio.move_on_after(2.0):
         try:
-            with _mapped_errors("closing a connection"):
+            with _MappedErrors("closing a connection"):
                 await conn.close()
         except PeerLost as error:
             _log.debug("%s", error)
@@ -494,7 +451,7 @@ def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:
         transports=[tcp],
         retry_config=RetryConfig(max_retries=0),  # who dials again, and when, is decided above
         connection_config=ConnectionConfig(
-            # Inbound slots are counted over the life of the swarm; min and low at 0 switch off the auto-connector.
+            # Inbound slots are counted over the life of the swarm.
             max_connections=many,
             high_watermark=many,
             min_connections=0,
@@ -514,6 +471,7 @@ def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:
         ),
     )
     assert isinstance(swarm, Swarm)
+    swarm.auto_connector = _NoAutoConnector(swarm)
     return swarm
 
 
@@ -523,6 +481,9 @@ def _quieten_libp2p() -> None:
     One of its modules logs through the helpers of the ROOT logger, which also install a handler there as a side
     effect; it gets a logger of its own instead.
     """
-    logger = logging.getLogger("libp2p")
-    logger.setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("libp2p."):
+            logging.getLogger(name).setLevel(logging.NOTSET)  # some set a level of their own
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+    logging.getLogger("multiaddr").setLevel(logging.WARNING)  # twenty lines of DEBUG for each address
     setattr(swarm_connection_module, "logging", logging.getLogger("libp2p.network.connection"))  # noqa: B010

@@ -23,10 +23,11 @@ from .control import (
     decode_greeting,
     encode_greeting,
 )
+from .entries import Entry, MemberRecord
 from .errors import NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
 from .handlers import Handlers
 from .keys import PeerId
-from .membership import MEMBER_KIND, Entry, MemberRecord, Membership
+from .membership import Membership
 from .mesh import replaces
 from .tokens import Role
 from .transport import Connection, Transport
@@ -101,6 +102,8 @@ class Links:
             return held
         if self._closed:
             raise Unreachable(f"cannot reach {peer}: this node has left the network; start it again to rejoin")
+        if self._is_banned(peer):
+            raise Refused(f"{peer} misbehaved and is not dialled for a minute; look at its log")
         event = self._connecting[peer] = trio.Event()
         try:
             return await self._dial(peer, address)
@@ -194,7 +197,9 @@ class Links:
             try:
                 if self._closed:
                     raise ProtocolError("this node is leaving the network; join through another one")
-                if self._banned.get(peer, 0.0) > trio.current_time():
+                if peer == self._membership.peer_id:
+                    raise ProtocolError("two nodes share one identity; give each node a home folder of its own")
+                if self._is_banned(peer):
                     raise ProtocolError("this peer misbehaved; try again in a minute")
                 record = self._admission.judge(greeting, peer, self._membership.record(peer), self._clock())
             except (TokenError, ProtocolError) as error:
@@ -209,14 +214,16 @@ class Links:
             return
         await self._run(self._register(connection, greeting.member, record, dialled_by_me=False))
 
+    def _is_banned(self, peer: PeerId) -> bool:
+        self._banned = {each: until for each, until in self._banned.items() if until > trio.current_time()}
+        return peer in self._banned
+
     def _greeting(self, kind: type[Hello] | type[Welcome]) -> Hello | Welcome:
         return kind(PROTOCOL_VERSION, self._admission.network, self._membership.own_entries()[0])
 
-    def _register(
-        self, connection: Connection, member: Entry, record: MemberRecord, *, dialled_by_me: bool
-    ) -> Session:
+    def _register(self, connection: Connection, member: Entry, record: MemberRecord, *, dialled_by_me: bool) -> Session:
         """File an admitted connection; of two to one peer, both ends keep the same one."""
-        assert self._nursery is not None and member.kind == MEMBER_KIND
+        assert self._nursery is not None
         peer, now = connection.peer, trio.current_time()
         session = Session(
             ControlStream(
@@ -278,9 +285,6 @@ async def _receive_greeting(connection: Connection) -> Greeting:
 
 
 async def _retire(session: Session) -> None:
-    """Close a superseded stream, once what is under way on it has ended."""
-    with trio.move_on_after(RETIRE_SECONDS):
-        await trio.sleep(RETIRE_SECONDS / 4)  # the other side may not have noticed yet and still use it
-        while not session.control.is_idle:
-            await trio.sleep(RETIRE_SECONDS / 20)
+    """Close a superseded stream after a moment: the other side may not have noticed yet, and still use it."""
+    await trio.sleep(RETIRE_SECONDS)
     await session.control.connection.aclose()

@@ -23,57 +23,29 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-import msgspec
-
 from .addresses import Address
+from .entries import (
+    MAX_COUNTER,
+    MAX_KIND_CHARS,
+    MAX_KINDS,
+    MAX_PAYLOAD,
+    MEMBER_KIND,
+    Entry,
+    MemberRecord,
+    is_sound,
+    read_record,
+    record_first,
+    sign_entry,
+)
 from .errors import TokenError
 from .identity import Identity
-from .keys import PeerId, verify
-from .tokens import Credential, Role
+from .keys import PeerId
+from .tokens import Role
 
-__all__ = [
-    "MEMBER_KIND",
-    "Digest",
-    "Entry",
-    "Member",
-    "MemberRecord",
-    "MemberState",
-    "Membership",
-    "MergeResult",
-    "Step",
-    "Timeouts",
-    "sign_entry",
-]
+__all__ = ["Digest", "Member", "MemberState", "Membership", "MergeResult", "Step", "Timeouts"]
 
-MEMBER_KIND: Final = "member"
-MAX_PAYLOAD: Final = 64 * 1024
-MAX_KINDS: Final = 16
-MAX_KIND_CHARS: Final = 64
 MAX_ORIGINS: Final = 4096
-MAX_COUNTER: Final = 2**53
-_DOMAIN: Final = b"p2pserve-entry-1\n"
 _NO_NEWS: Final = float("-inf")
-
-
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One thing one member says. Worth nothing until its signature has been checked."""
-
-    origin: str
-    kind: str
-    incarnation: int
-    version: int
-    payload: bytes
-    signature: bytes
-
-
-class MemberRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The payload of an entry of kind ``member``."""
-
-    role: Role
-    host: str
-    port: int
-    credential: Credential | None
-    left: bool = False
 
 
 Digest = dict[str, tuple[int, dict[str, int]]]  # origin -> (incarnation, kind -> version)
@@ -135,6 +107,14 @@ class Step:
 
 
 @dataclass(slots=True)
+class _Link:
+    """The open control stream to one peer."""
+
+    heard_at: float
+    pinged_at: float = _NO_NEWS
+
+
+@dataclass(slots=True)
 class _Life:
     """Everything held about one origin."""
 
@@ -146,40 +126,6 @@ class _Life:
     lost_at: float = _NO_NEWS  # vouchers older than this moment do not count
     state: MemberState = MemberState.DEAD
     gone_since: float | None = None  # since when dead, left, or hearsay that nobody vouches for
-
-
-def sign_entry(identity: Identity, kind: str, incarnation: int, version: int, payload: bytes) -> Entry:
-    """A new entry by this node."""
-    signature = identity.sign(_signed_bytes(identity.peer_id, kind, incarnation, version, payload))
-    return Entry(identity.peer_id, kind, incarnation, version, payload, signature)
-
-
-def _signed_bytes(origin: str, kind: str, incarnation: int, version: int, payload: bytes) -> bytes:
-    return _DOMAIN + msgspec.msgpack.encode((origin, kind, incarnation, version, payload))
-
-
-def is_sound(entry: Entry) -> bool:
-    """Whether an entry keeps the bounds and carries its origin's signature."""
-    return (
-        0 < len(entry.kind) <= MAX_KIND_CHARS
-        and len(entry.payload) <= MAX_PAYLOAD
-        and 0 < entry.incarnation <= MAX_COUNTER
-        and 0 < entry.version <= MAX_COUNTER
-        and verify(
-            entry.origin,
-            _signed_bytes(entry.origin, entry.kind, entry.incarnation, entry.version, entry.payload),
-            entry.signature,
-        )
-    )
-
-
-def read_record(payload: bytes) -> MemberRecord | None:
-    """The member record in a payload, if it is one."""
-    try:
-        record = msgspec.msgpack.decode(payload, type=MemberRecord)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    return record if len(record.host) <= 255 and 0 <= record.port < 65536 else None
 
 
 def _trust_everybody(peer: str, record: MemberRecord) -> None:
@@ -209,7 +155,7 @@ class Membership:
         self._own = _Life(incarnation, {}, state=MemberState.ALIVE)
         self._lives: dict[str, _Life] = {self.peer_id: self._own}
         self._buried: dict[str, tuple[int, float]] = {}  # origin -> (incarnation, until): not to be learned again
-        self._connected: dict[PeerId, float] = {}  # peer -> last ping
+        self._connected: dict[PeerId, _Link] = {}
 
     # -- what this node says ------------------------------------------------------------------------------------------
 
@@ -239,7 +185,7 @@ class Membership:
 
     def own_entries(self) -> tuple[Entry, ...]:
         """Everything this node says, its member record first."""
-        return _record_first(self._own.entries.values())
+        return record_first(self._own.entries.values())
 
     # -- gossip -------------------------------------------------------------------------------------------------------
 
@@ -264,7 +210,7 @@ class Membership:
             lacking += (entry for kind, entry in life.entries.items() if entry.version > known.get(kind, 0))
         chosen: list[Entry] = []
         size = 0
-        for entry in _record_first(lacking):
+        for entry in record_first(lacking):
             size += len(entry.payload) + 200
             if chosen and size > max_bytes:
                 break
@@ -275,7 +221,7 @@ class Membership:
         """Take entries from somebody. ``from_origin`` names a client: only its own entries count, and stay here."""
         changed: list[Entry] = []
         forged = ignored = 0
-        for entry in _record_first(entries):
+        for entry in record_first(entries):
             if from_origin is not None and entry.origin != from_origin:
                 forged += 1
             elif not self._is_news(entry):
@@ -306,12 +252,11 @@ class Membership:
     def vouchers(self, now: float) -> dict[str, float]:
         """The peers we hear ourselves, with the age of what we heard."""
         return {
-            peer: now - life.heard_at
-            for peer in self._connected
-            if (life := self._lives.get(peer)) is not None
+            peer: now - link.heard_at
+            for peer, link in self._connected.items()
+            if now - link.heard_at < self.timeouts.suspect_s
+            and (life := self._lives.get(peer)) is not None
             and life.shared
-            and life.heard_at is not None
-            and now - life.heard_at < self.timeouts.suspect_s
         }
 
     def on_vouched(self, vouchers: Mapping[str, float], now: float) -> None:
@@ -328,7 +273,7 @@ class Membership:
 
     def on_connected(self, peer: PeerId, now: float) -> None:
         """An admitted control stream to this peer is open."""
-        self._connected[peer] = _NO_NEWS
+        self._connected[peer] = _Link(heard_at=now)
         self.on_heard(peer, now)
 
     def on_disconnected(self, peer: PeerId) -> None:
@@ -337,6 +282,9 @@ class Membership:
 
     def on_heard(self, peer: PeerId, now: float) -> None:
         """Anything at all came from this peer itself."""
+        link = self._connected.get(peer)
+        if link is not None:
+            link.heard_at = max(link.heard_at, now)
         life = self._lives.get(peer)
         if life is not None and life is not self._own and (life.heard_at is None or now > life.heard_at):
             life.heard_at = now
@@ -370,14 +318,17 @@ class Membership:
                 forgotten.append(PeerId(origin))
                 changed = True
         self._buried = {origin: grave for origin, grave in self._buried.items() if grave[1] > now}
-        drop = tuple(p for p in self._connected if (life_ := self._lives.get(p)) and life_.state is MemberState.DEAD)
-        ping = tuple(p for p, at in self._connected.items() if p not in drop and now - at >= self.timeouts.ping_s)
-        self._connected.update((peer, now) for peer in ping)
+        # A link is judged by what came over it: others may vouch for a peer that we hear no more.
+        dead, due = now - self.timeouts.dead_s, now - self.timeouts.ping_s
+        drop = tuple(peer for peer, link in self._connected.items() if link.heard_at <= dead)
+        ping = tuple(peer for peer, link in self._connected.items() if link.pinged_at <= due and peer not in drop)
+        for peer in ping:
+            self._connected[peer].pinged_at = now
         return Step(drop=drop, ping=ping, forgotten=tuple(forgotten), changed=changed)
 
     def wake_at(self, now: float) -> float | None:
         """When :meth:`tick` next has something to do; ``None`` while alone."""
-        moments = [max(at + self.timeouts.ping_s, now) for at in self._connected.values()]
+        moments = [max(link.pinged_at + self.timeouts.ping_s, now) for link in self._connected.values()]
         for life in self._lives.values():
             if life.gone_since is not None:
                 moments.append(self._forget_at(life))
@@ -437,7 +388,9 @@ class Membership:
         for origin, life in self._lives.items():
             assert len(life.entries) <= MAX_KINDS, f"{origin} has {len(life.entries)} kinds"
             for kind, entry in life.entries.items():
-                assert (entry.origin, entry.kind) == (origin, kind), f"{origin}/{kind} holds {entry.origin}/{entry.kind}"
+                assert (entry.origin, entry.kind) == (origin, kind), (
+                    f"{origin}/{kind} holds {entry.origin}/{entry.kind}"
+                )
                 assert entry.incarnation == life.incarnation, f"{origin}/{kind} is of another life"
             assert life is self._own or not life.entries or life.record is not None, f"{origin} has no member record"
 
@@ -521,7 +474,3 @@ class Membership:
 
 def _is_live(life: _Life) -> bool:
     return life.state not in _GONE
-
-
-def _record_first(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    return tuple(sorted(entries, key=lambda entry: entry.kind != MEMBER_KIND))

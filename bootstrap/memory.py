@@ -5,7 +5,6 @@ segment: it may be late (latency, or a retransmission where ``loss`` strikes), i
 but it never overtakes another and never disappears from the middle of a stream.
 """
 
-import logging
 import random
 from collections import deque
 from collections.abc import Iterable
@@ -18,11 +17,10 @@ from .errors import PeerLost, PortInUse, Unreachable
 from .frames import check_frame
 from .identity import Identity
 from .keys import PeerId
-from .transport import DIAL_SECONDS, ConnectionHandler, TaskStatus
+from .transport import DIAL_SECONDS, ConnectionHandler, run_handler
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
 
-_log = logging.getLogger(__name__)
 _QUEUE_FRAMES = 1024
 _RETRANSMIT_SECONDS = 0.2
 
@@ -179,14 +177,19 @@ class MemoryConnection:
         self.owner = owner
         self.peer = peer
         self.remote = remote
-        self._other: MemoryConnection | None = None
-        self._inbox: deque[tuple[float, bytes | None]] = deque()  # (when it arrives, frame or end of stream)
-        self._changed = trio.Event()
+        self.other: MemoryConnection | None = None
+        self.inbox: deque[tuple[float, bytes | None]] = deque()  # (when it arrives, frame or end of stream)
+        self.changed = trio.Event()
         self._lost: str | None = None
 
     def join(self, other: "MemoryConnection") -> None:
         """Tie two ends together."""
-        self._other, other._other = other, self
+        self.other, other.other = other, self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this end has not noticed any end yet."""
+        return self._lost is None
 
     async def send(self, frame: bytes) -> None:
         """See :class:`.transport.Connection`."""
@@ -195,36 +198,36 @@ class MemoryConnection:
             try:
                 self.send_nowait(frame)
             except trio.WouldBlock:
-                assert self._other is not None
-                await self._other._changed.wait()
+                assert self.other is not None
+                await self.other.changed.wait()
             else:
                 return
 
     def send_nowait(self, frame: bytes) -> None:
         """See :class:`.transport.Connection`."""
         check_frame(frame)
-        if self._lost is not None or self._other is None:
+        if self._lost is not None or self.other is None:
             raise PeerLost(self._lost or "the connection is not open")
-        if len(self._other._inbox) >= _QUEUE_FRAMES:
+        if len(self.other.inbox) >= _QUEUE_FRAMES:
             raise trio.WouldBlock
         self._network.count(frame)
-        self._other._deliver(frame)
+        self.other.deliver(frame)
 
     async def receive(self) -> bytes:
         """See :class:`.transport.Connection`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
-            if self._lost is not None and not self._inbox:
+            if self._lost is not None and not self.inbox:
                 raise PeerLost(self._lost)
-            if not self._inbox:
-                await self._changed.wait()
+            if not self.inbox:
+                await self.changed.wait()
             elif self._network.is_blocked(self.owner, self.peer):
                 await self._wait_weather_or_change()
-            elif (wait := self._inbox[0][0] - trio.current_time()) > 0:
+            elif (wait := self.inbox[0][0] - trio.current_time()) > 0:
                 with trio.move_on_after(wait):
                     await self._wait_weather_or_change()
             else:
-                frame = self._inbox.popleft()[1]
+                frame = self.inbox.popleft()[1]
                 self._notify()
                 if frame is not None:
                     return frame
@@ -233,25 +236,26 @@ class MemoryConnection:
     async def aclose(self) -> None:
         """See :class:`.transport.Connection`."""
         if self._lost is None:
-            if self._other is not None:
-                self._other._deliver(None)
-            self._inbox.clear()
+            if self.other is not None:
+                self.other.deliver(None)
+            self.inbox.clear()
             self._end("the connection was closed here")
         await trio.lowlevel.checkpoint()
 
     def sever(self, because: str) -> None:
         """Break this end now."""
         if self._lost is None:
-            self._inbox.clear()
+            self.inbox.clear()
             self._end(because)
 
-    def _deliver(self, frame: bytes | None) -> None:
+    def deliver(self, frame: bytes | None) -> None:
+        """Put a frame, or the end of the stream, on its way here."""
         if self._lost is not None:
             return
         arrival = trio.current_time() + self._network.travel_seconds(self.peer, self.owner)
-        if self._inbox:
-            arrival = max(arrival, self._inbox[-1][0])
-        self._inbox.append((arrival, frame))
+        if self.inbox:
+            arrival = max(arrival, self.inbox[-1][0])
+        self.inbox.append((arrival, frame))
         self._notify()
 
     def _end(self, because: str) -> None:
@@ -260,8 +264,8 @@ class MemoryConnection:
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self.changed.set()
+        self.changed = trio.Event()
 
     async def _wait_weather_or_change(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -270,7 +274,7 @@ class MemoryConnection:
                 await wait.wait()
                 nursery.cancel_scope.cancel()
 
-            nursery.start_soon(first, self._changed)
+            nursery.start_soon(first, self.changed)
             await self._network.wait_weather()
             nursery.cancel_scope.cancel()
 
@@ -296,7 +300,7 @@ class MemoryTransport:
         return await self._network.connect(self, address, peer_id)
 
     async def serve(
-        self, on_connection: ConnectionHandler, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED
+        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """See :class:`.transport.Transport`."""
         self.announced = self._network.bind(self, self.announced)
@@ -314,7 +318,7 @@ class MemoryTransport:
 
     def adopt(self, connection: MemoryConnection) -> None:
         """Remember a connection, to close it at the end."""
-        self._open = {each for each in self._open if each._lost is None}
+        self._open = {each for each in self._open if each.is_open}
         self._open.add(connection)
 
     def accept(self, connection: MemoryConnection) -> None:
@@ -326,9 +330,7 @@ class MemoryTransport:
     async def _run(self, connection: MemoryConnection) -> None:
         assert self._on_connection is not None
         try:
-            await self._on_connection(connection)
-        except Exception:
-            _log.exception("the handler of an inbound connection from %s failed", connection.peer)
+            await run_handler(self._on_connection, connection)
         finally:
             with trio.CancelScope(shield=True):
                 await connection.aclose()

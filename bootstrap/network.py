@@ -13,11 +13,11 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import msgspec
 import trio
@@ -26,12 +26,14 @@ from .addresses import Address
 from .admission import Admission
 from .control import encode_body, encode_notice
 from .election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
+from .entries import MEMBER_KIND, Entry, MemberRecord
 from .errors import NetworkError, PeerLost, ProtocolError, Refused, RequestTimeout, TokenError, Unreachable
+from .gossip import Gossip
 from .handlers import AsyncHandler, Handlers, NoticeHandler
 from .identity import Identity
 from .keys import PeerId
-from .links import Links, Session
-from .membership import MEMBER_KIND, Digest, Entry, Member, MemberRecord, Membership, MemberState, Timeouts
+from .links import Links
+from .membership import Member, Membership, MemberState, Timeouts
 from .mesh import Dial, DialBook
 from .tokens import Bootstrap, Credential, JoinToken, Role, admit
 from .transport import Transport
@@ -45,31 +47,8 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 JOIN_SECONDS: Final = 5.0
 JOIN_RETRY_SECONDS: Final = 0.3
-GOSSIP_SECONDS: Final = 1.0
-GOSSIP_PARTNERS: Final = 2
-SYNC_SECONDS: Final = 5.0
 CLIENT_LINKS: Final = 1  # a client dials other members only when no bootstrap is left
 _SHORTEST_NAP_S: Final = 0.01
-_SYNC: Final = "p2p.sync"
-_ENTRIES: Final = "p2p.entries"
-
-
-class _Sync(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    digest: Digest
-    vouchers: dict[str, float]
-
-
-class _SyncReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    digest: Digest
-    vouchers: dict[str, float]
-    entries: tuple[Entry, ...]
-
-
-class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    entries: tuple[Entry, ...]
-
-
-_sync_replies = msgspec.msgpack.Decoder(_SyncReply)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +69,7 @@ class NetworkStatistics:
     dials_failed: int
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Network:
     """``async with network:`` joins, and stays a member until the block ends. Owns its nursery.
 
@@ -98,57 +78,52 @@ class Network:
     others, which is safe: they notice within a second.
     """
 
-    def __init__(
-        self,
-        *,
-        transport: Transport,
-        identity: Identity,
-        token: str | None,
-        network_key_public: bytes,
-        role: Role,
-        announce: Address,
-        bootstraps: tuple[Bootstrap, ...],
-        rng: random.Random,
-        clock: Callable[[], float] = time.time,
-        timeouts: Timeouts | None = None,
-        settle_s: float = SETTLE_SECONDS,
-        join_s: float = JOIN_SECONDS,
-    ) -> None:
-        self.peer_id: PeerId = identity.peer_id
-        self.role = role
-        self.address = announce
-        self._token = JoinToken.parse(token) if token is not None else None
-        self._token_text = token
-        self._network_key = network_key_public
-        self._bootstraps = tuple(each for each in bootstraps if each.peer_id != identity.peer_id)
-        self._rng = rng
-        self._clock = clock
-        self._join_s = join_s
-        named = (*bootstraps, *(self._token.bootstraps if self._token is not None else ()))
-        admission = Admission(network_key_public, [each.peer_id for each in named])
+    transport: Transport
+    identity: Identity
+    token: str | None = field(repr=False)
+    network_key_public: bytes
+    role: Role
+    announce: Address
+    bootstraps: tuple[Bootstrap, ...]
+    rng: random.Random
+    clock: Callable[[], float] = time.time  # unix seconds: for the expiry of tokens and the number of this life
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    settle_s: float = SETTLE_SECONDS  # how long the candidates must be stable before one of them claims
+    join_s: float = JOIN_SECONDS  # how long to keep asking bootstraps that do not answer
+
+    def __post_init__(self) -> None:
+        self.peer_id: PeerId = self.identity.peer_id
+        self.address = self.announce
+        self._token = JoinToken.parse(self.token) if self.token is not None else None
+        self._others = tuple(each for each in self.bootstraps if each.peer_id != self.peer_id)
+        named = (*self.bootstraps, *(self._token.bootstraps if self._token is not None else ()))
+        admission = Admission(self.network_key_public, [each.peer_id for each in named])
         self._membership = Membership(
-            identity, role, incarnation=max(1, int(clock() * 1000)), check=admission.check_record, timeouts=timeouts
+            self.identity,
+            self.role,
+            incarnation=max(1, int(self.clock() * 1000)),
+            check=admission.check_record,
+            timeouts=self.timeouts,
         )
-        self._election = Election(self.peer_id, settle_s=settle_s)
-        self._dials = DialBook(self.peer_id, rng)
+        self._election = Election(self.peer_id, settle_s=self.settle_s)
+        self._dials = DialBook(self.peer_id, self.rng)
         self._handlers = Handlers()
-        self._links = Links(transport, self._membership, admission, self._handlers, clock)
+        self._links = Links(self.transport, self._membership, admission, self._handlers, self.clock)
         self._links.on_change = self._on_link_change
+        self._gossip = Gossip(self._membership, self._links, self._handlers, self.rng, self._on_news)
         self._just_lost: set[PeerId] = set()
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._coordinator: tuple[PeerId, int] | None = None
-        self._epoch = self._revision = self._forged = self._shed = self._dials_failed = 0
+        self._epoch = self._revision = self._shed = self._dials_failed = 0
         self._changed = trio.Event()
         self._kick = trio.Event()
         self._leaving = False
         self._nursery: trio.Nursery | None = None
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery, bool | None] | None = None
-        self._handlers.add_request(_SYNC, _Sync, self._serve_sync, client=True)
-        self._handlers.add_notice(_ENTRIES, _Entries, self._take_entries, client=True)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> "Network":
+    async def __aenter__(self) -> Self:
         self._check_token()
         self._nursery_manager = trio.open_nursery()
         nursery = self._nursery = await self._nursery_manager.__aenter__()
@@ -158,11 +133,10 @@ class Network:
                 self.address = Address(self.address.host, bound.port)
             self._publish_record(left=False)
             nursery.start_soon(self._pulse)
-            nursery.start_soon(self._gossip)
+            nursery.start_soon(self._gossip.run)
             await self._join(nursery)
         except BaseException as error:
-            if await self._close(error):
-                raise RuntimeError("the network was cancelled while it joined") from error
+            await self._close(error)
             raise
         return self
 
@@ -173,7 +147,8 @@ class Network:
 
     async def _close(self, error: BaseException | None) -> bool:
         """End all tasks. An error of the block goes on as it is, not wrapped in a group with nothing else in it."""
-        assert self._nursery is not None and self._nursery_manager is not None
+        assert self._nursery is not None
+        assert self._nursery_manager is not None
         self._leaving = True
         self._nursery.cancel_scope.cancel()
         if isinstance(error, Exception) and not isinstance(error, ExceptionGroup):
@@ -186,7 +161,7 @@ class Network:
         """Tell everybody that we go, then hang up. The block may go on; nothing is sent or answered any more."""
         if not self._leaving:
             self._leaving = True
-            self._push([self._publish_record(left=True)])
+            self._gossip.push([self._publish_record(left=True)])
             await self._links.close()
             self._wake()
 
@@ -197,7 +172,7 @@ class Network:
         connected peers; the rest get it by gossip."""
         if kind in (MEMBER_KIND, CLAIM_KIND):
             raise ValueError(f"kind {kind!r} belongs to the network itself; choose another name")
-        self._push([self._membership.publish(kind, payload)])
+        self._gossip.push([self._membership.publish(kind, payload)])
 
     def entries(self, kind: str) -> dict[PeerId, bytes]:
         """What the live members say, our own word included."""
@@ -292,7 +267,7 @@ class Network:
             requests_served=self._handlers.served,
             requests_failed=self._handlers.failed,
             strangers_refused=self._links.refused,
-            entries_forged=self._forged,
+            entries_forged=self._gossip.forged,
             messages_shed=self._shed + sum(s.control.statistics().shed for s in self._links.sessions.values()),
             dials_failed=self._dials_failed,
         )
@@ -314,9 +289,9 @@ class Network:
 
     def _check_token(self) -> None:
         """Find out here what the others would tell us."""
-        if self._token_text is None:
+        if self.token is None:
             return
-        role = admit(self._token_text, self._network_key, self._clock())
+        role = admit(self.token, self.network_key_public, self.clock())
         if role is not self.role:
             raise TokenError(
                 f"the join token is for the role {role.value!r}, not {self.role.value!r}; "
@@ -330,12 +305,12 @@ class Network:
 
     async def _join(self, nursery: trio.Nursery) -> None:
         """Ask all bootstraps at once, until one lets us in, all have refused, or the time is up."""
-        if not self._bootstraps:
+        if not self._others:
             return
-        give_up_at = trio.current_time() + self._join_s
+        give_up_at = trio.current_time() + self.join_s
         while True:
-            send, receive = trio.open_memory_channel[NetworkError | None](len(self._bootstraps))
-            for bootstrap in self._bootstraps:
+            send, receive = trio.open_memory_channel[NetworkError | None](len(self._others))
+            for bootstrap in self._others:
                 nursery.start_soon(self._ask, bootstrap, send.clone())
             send.close()
             errors: list[NetworkError] = []
@@ -350,13 +325,13 @@ class Network:
                 if len(errors) == 1:
                     raise errors[0]
                 raise Unreachable(f"none of {len(errors)} bootstraps can be reached: " + " | ".join(map(str, errors)))
-            await trio.sleep(JOIN_RETRY_SECONDS * self._rng.uniform(0.8, 1.2))
+            await trio.sleep(JOIN_RETRY_SECONDS * self.rng.uniform(0.8, 1.2))
 
     async def _ask(self, bootstrap: Bootstrap, outcome: trio.MemorySendChannel[NetworkError | None]) -> None:
         with outcome:
             try:
                 session = await self._links.connect(bootstrap.peer_id, Address(bootstrap.host, bootstrap.port))
-                await self._sync(session)
+                await self._gossip.sync(session)
             except (Unreachable, Refused, TokenError) as error:
                 outcome.send_nowait(error)
             else:
@@ -413,7 +388,7 @@ class Network:
         step = self._election.decide(candidates, self._claims(), now)
         if step.claim is not None and not self._leaving:
             _log.info("claiming epoch %d", step.claim)
-            self._push([self._membership.publish(CLAIM_KIND, encode_claim(step.claim))])
+            self._gossip.push([self._membership.publish(CLAIM_KIND, encode_claim(step.claim))])
             step = self._election.decide(candidates, self._claims(), now)
         before = self._coordinator
         self._coordinator = None if step.coordinator is None else (step.coordinator, step.epoch)
@@ -428,9 +403,11 @@ class Network:
     def _dial_missing(self, now: float) -> None:
         if self._leaving or self._nursery is None:
             return
-        wanted = {each.peer_id: Address(each.host, each.port) for each in self._bootstraps}
+        wanted: dict[PeerId, Address] = {}
         if self.role is not Role.CLIENT or len(self._links.sessions) < CLIENT_LINKS:
-            wanted |= self._membership.dial_targets()
+            wanted = self._membership.dial_targets()
+        # The addresses we were given win over announced ones: they are known to work from here.
+        wanted |= {each.peer_id: Address(each.host, each.port) for each in self._others}
         for dial in self._dials.due(wanted, self._links.sessions, now):
             self._nursery.start_soon(self._redial, dial)
 
@@ -446,7 +423,7 @@ class Network:
                 self._membership.on_lost(dial.peer, now)
         else:
             self._dials.on_result(dial.peer, True, trio.current_time())
-            await self._sync(session)
+            await self._gossip.sync(session)
         self._just_lost.discard(dial.peer)
         self._wake()
 
@@ -454,7 +431,7 @@ class Network:
         now = trio.current_time()
         if opened:
             self._just_lost.discard(peer)
-            self._push_to(peer, self._membership.own_entries())
+            self._gossip.push_to(peer, self._membership.own_entries())
         else:
             self._just_lost.add(peer)
             self._dials.on_disconnected(peer, now)
@@ -463,82 +440,15 @@ class Network:
         self._touch()
         self._wake()
 
-    # -- gossip -----------------------------------------------------------------------------------------------------
-
-    async def _gossip(self) -> None:
-        while True:
-            await trio.sleep(GOSSIP_SECONDS * self._rng.uniform(0.9, 1.1))
-            partners = [s for s in self._links.sessions.values() if s.role is not Role.CLIENT]
-            async with trio.open_nursery() as nursery:
-                for session in self._rng.sample(partners, min(GOSSIP_PARTNERS, len(partners))):
-                    nursery.start_soon(self._sync, session)
-
-    async def _sync(self, session: Session) -> None:
-        """Swap digests and what either side lacks. A failure is the next round's business."""
-        now = trio.current_time()
-        ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
-        try:
-            raw = await session.control.request(_SYNC, ask, SYNC_SECONDS)
-            reply = _sync_replies.decode(raw)
-        except msgspec.MsgspecError as error:
-            session.control.blame()
-            _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
-            return
-        except NetworkError as error:
-            _log.debug("gossip with %s failed: %s", session.peer, error)
-            return
-        self._merge(session, reply.entries)
-        self._membership.on_vouched(reply.vouchers, trio.current_time())
-        self._push_to(session.peer, self._membership.delta_for(reply.digest))
-        self._wake()
-
-    async def _serve_sync(self, peer: PeerId, role: Role, ask: _Sync) -> _SyncReply:
-        now = trio.current_time()
-        if role is not Role.CLIENT:
-            self._membership.on_vouched(ask.vouchers, now)
-        delta = self._membership.delta_for(ask.digest)
-        return _SyncReply(self._membership.digest(), self._membership.vouchers(now), tuple(delta))
-
-    def _take_entries(self, peer: PeerId, role: Role, notice: _Entries) -> None:
-        session = self._links.sessions.get(peer)
-        if session is not None:
-            self._merge(session, notice.entries)
-
-    def _merge(self, session: Session, entries: Iterable[Entry]) -> None:
-        private = session.peer if session.role is Role.CLIENT else None
-        result = self._membership.merge(entries, trio.current_time(), from_origin=private)
-        if result.forged:
-            self._forged += result.forged
-            session.control.blame(result.forged)
-            _log.warning("%s sent %d forged entries", session.peer, result.forged)
-        own = [entry for entry in result.changed if entry.origin == self.peer_id]
-        if own:
-            self._push(own)
-        if result.changed:
-            self._touch()
-            self._wake()
-
-    def _push(self, entries: list[Entry]) -> None:
-        """Urgent: to everybody now, instead of within seconds."""
-        self._links.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(tuple(entries)))))
-        self._touch()
-        self._wake()
-
-    def _push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
-        if self.role is Role.CLIENT:  # others take from a client only what is its own
-            entries = [entry for entry in entries if entry.origin == self.peer_id]
-        batch = tuple(entries)
-        session = self._links.sessions.get(peer)
-        if batch and session is not None:
-            try:
-                session.control.send_nowait(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
-            except PeerLost as error:
-                _log.debug("not pushed: %s", error)
-
     async def _request_locally(self, method: str, body: bytes, timeout: float) -> bytes:
         with trio.move_on_after(timeout):
             return await self._handlers.serve(self.peer_id, self.role, method, body)
         raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
+
+    def _on_news(self, changed: bool) -> None:
+        if changed:
+            self._touch()
+        self._wake()
 
     def _touch(self) -> None:
         self._revision += 1

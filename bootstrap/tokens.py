@@ -23,7 +23,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from .errors import AddressError, TokenError
 from .keys import KEY_BYTES, SIGNATURE_BYTES, PeerId, parse_peer_id, private_key, public_key_of, verify_raw
 
-__all__ = ["Bootstrap", "Credential", "JoinToken", "Role", "admit", "admit_credential", "issue_token", "parse_bootstrap"]
+__all__ = [
+    "Bootstrap",
+    "Credential",
+    "JoinToken",
+    "Role",
+    "admit",
+    "admit_credential",
+    "issue_token",
+    "parse_bootstrap",
+]
 
 _VERSION: Final = 1
 _PREFIX: Final = "p2p"
@@ -104,9 +113,7 @@ class JoinToken:
         signature = raw[-SIGNATURE_BYTES:]
         _check_signature(certificate, body.certificate, signature)
         if len(body.secret) != KEY_BYTES or _public_of(body.secret) != certificate.holder:
-            raise TokenError(
-                "the join token is forged: its secret does not fit; ask the network's owner for a new one"
-            )
+            raise TokenError("the join token is forged: its secret does not fit; ask the network's owner for a new one")
         return cls(
             network=certificate.network,
             bootstraps=_bootstraps_of(certificate),
@@ -209,9 +216,7 @@ def _check_bootstrap(host: str, port: int, peer_id: str) -> None:
 
 def _check_signature(certificate: _Certificate, raw: bytes, signature: bytes) -> None:
     if not verify_raw(certificate.network, _CERTIFICATE_DOMAIN + raw, signature):
-        raise TokenError(
-            "the join token is forged: its signature does not fit; ask the network's owner for a new one"
-        )
+        raise TokenError("the join token is forged: its signature does not fit; ask the network's owner for a new one")
 
 
 def _check_network(named: bytes, ours: bytes) -> None:
@@ -248,5 +253,7 @@ def parse_bootstrap(text: str) -> Bootstrap:
     place, slash, peer = text.rpartition("/")
     host, colon, port = place.rpartition(":")
     if not slash or not colon or not port.isdigit():
-        raise AddressError(f"{text!r} is not a bootstrap; write host:port/peer-id, such as 203.0.113.7:4001/12D3KooW...")
+        raise AddressError(
+            f"{text!r} is not a bootstrap; write host:port/peer-id, such as 203.0.113.7:4001/12D3KooW..."
+        )
     return Bootstrap(host.strip("[]"), int(port), parse_peer_id(peer))

@@ -3,6 +3,7 @@
 Two implementations keep the same contract: :mod:`.libp2p_host` over TCP, and :mod:`.memory` for tests and simulation.
 """
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
@@ -11,7 +12,17 @@ import trio
 from .addresses import Address
 from .keys import PeerId
 
-__all__ = ["CONTROL_PROTOCOL", "DATA_MAGIC", "DIAL_SECONDS", "Connection", "ConnectionHandler", "TaskStatus", "Transport"]
+__all__ = [
+    "CONTROL_PROTOCOL",
+    "DATA_MAGIC",
+    "DIAL_SECONDS",
+    "Connection",
+    "ConnectionHandler",
+    "Transport",
+    "run_handler",
+]
+
+_log = logging.getLogger(__name__)
 
 CONTROL_PROTOCOL: Final = "/p2pserve/ctl/1"
 DATA_MAGIC: Final = b"p2pKV/1\n"  # the first eight bytes of every bulk-data socket
@@ -53,14 +64,6 @@ class Connection(Protocol):
         ...
 
 
-class TaskStatus(Protocol):
-    """What :meth:`trio.Nursery.start` hands to a task that serves."""
-
-    def started(self, value: Address = ...) -> None:
-        """Serving has begun."""
-        ...
-
-
 ConnectionHandler = Callable[[Connection], Awaitable[None]]
 
 
@@ -81,7 +84,7 @@ class Transport(Protocol):
         ...
 
     async def serve(
-        self, on_connection: ConnectionHandler, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED
+        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Accept connections until cancelled; ``task_status`` gets the address to announce, its port never 0.
 
@@ -90,3 +93,12 @@ class Transport(Protocol):
         Raises PortInUse or AddressError before it has started. When it ends, all its connections are closed.
         """
         ...
+
+
+async def run_handler(on_connection: ConnectionHandler, connection: Connection) -> None:
+    """Let a connection's handler run to its end. Its own failure is reported here and costs only this connection:
+    a stranger must never be able to stop the others from being served."""
+    try:
+        await on_connection(connection)
+    except Exception:
+        _log.exception("the handler of an inbound connection from %s failed", connection.peer)

@@ -27,7 +27,6 @@ from ..bootstrap import (
     JoinToken,
     NetworkKey,
     PeerId,
-    PeerLost,
     Refused,
     Role,
     TokenError,
@@ -211,19 +210,13 @@ class Node:
             return
         info = self._model.info
 
-        def notify(peer: PeerId, method: str, message: messages.Message) -> None:
-            try:
-                network.notify(peer, method, message)
-            except PeerLost:
-                return  # its loss is reported to gateway and worker separately
-
         async def wait_changed() -> None:
             await network.wait_changed(network.revision)
 
-        worker = Worker(service=info.service, announce=address, notify=notify)
+        worker = Worker(service=info.service, announce=address, notify=network.notify)
         gateway = Gateway(
             view=self._view,
-            connections=Connections(network.request, notify, wait_changed),
+            connections=Connections(network.request, network.notify, wait_changed),
             model=info,
             text=self._text,
             codec=self._settings.codec,

@@ -15,7 +15,7 @@ from typing import final
 
 import trio
 
-from ..bootstrap import NetworkError, PeerId, RemoteError, Role
+from ..bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ..coordinator import NoRoute, Route, route
 from . import messages
 from .model import ModelInfo
@@ -63,7 +63,10 @@ class _Progress:
 
 @final
 class Connections:
-    """How a gateway reaches peers: `request` awaits an answer, `notify` does not; both serve this node too."""
+    """How a gateway reaches peers: `request` awaits an answer, `notify` does not; both serve this node too.
+
+    `notify` raises PeerLost for a peer that is gone or does not read.
+    """
 
     def __init__(
         self,
@@ -384,10 +387,16 @@ class Gateway:
         )
 
     def _notify(self, client: PeerId, chunk: messages.Chunk) -> None:
-        self._tell(client, "chunk", chunk)
+        scope = self._scopes.get((client, chunk.request))
+        if not self._tell(client, "chunk", chunk) and scope is not None:
+            scope.cancel()  # a client that is gone, or does not read, must not get an answer with a gap
 
-    def _tell(self, peer: PeerId, method: str, message: messages.Message) -> None:
-        self._connections.notify(peer, method, message)
+    def _tell(self, peer: PeerId, method: str, message: messages.Message) -> bool:
+        try:
+            self._connections.notify(peer, method, message)
+        except PeerLost:
+            return False
+        return True
 
 
 def _short(peer: PeerId) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from ..bootstrap import Address, PeerId, RemoteError, Role
+from ..bootstrap import Address, PeerId, PeerLost, RemoteError, Role
 from ..kvtransport.tickets import issue
 from . import messages
 from .engine import protocol
@@ -32,7 +32,7 @@ class _Job:
 class Worker:
     """The engine's side of requests. All methods are synchronous and called from the agent's event loop.
 
-    `notify(gateway, method, message)` sends to a gateway; one that is gone is not an error.
+    `notify(gateway, method, message)` sends to a gateway; it raises PeerLost for one that is gone or does not read.
     """
 
     def __init__(self, *, service: str, announce: Address, notify: Notify) -> None:
@@ -69,9 +69,9 @@ class Worker:
         prefills, self._prefills = self._prefills, {}
         failed = f"the engine process {how}"
         for job in decodes.values():
-            self._notify(job.gateway, "tokens", messages.Tokens(request=job.request, failed=failed))
+            self._tell(job.gateway, "tokens", messages.Tokens(request=job.request, failed=failed))
         for job in prefills.values():
-            self._notify(job.gateway, "prefill.ended", messages.PrefillEnded(request=job.request, failed=failed))
+            self._tell(job.gateway, "prefill.ended", messages.PrefillEnded(request=job.request, failed=failed))
 
     def gateway_lost(self, gateway: PeerId) -> None:
         """Nobody waits for these requests any more."""
@@ -167,7 +167,7 @@ class Worker:
         if output.finish is not None:
             del self._decodes[request]
         failed = "the engine gave the request up" if output.finish == "error" else ""
-        self._notify(
+        told = self._tell(
             job.gateway,
             "tokens",
             messages.Tokens(
@@ -178,6 +178,8 @@ class Worker:
                 failed=failed,
             ),
         )
+        if not told:
+            self._cancel(request)  # an answer with a gap would be worse than none
 
     def _on_transfer(self, report: protocol.TransferReport) -> None:
         for request, job in self._prefills.items():
@@ -197,7 +199,14 @@ class Worker:
         job = self._prefills.pop(request, None)
         if job is not None:
             ended = messages.PrefillEnded(request=request, failed=failed, figures=figures)
-            self._notify(job.gateway, "prefill.ended", ended)
+            self._tell(job.gateway, "prefill.ended", ended)
+
+    def _tell(self, gateway: PeerId, method: str, message: messages.Message) -> bool:
+        try:
+            self._notify(gateway, method, message)
+        except PeerLost:
+            return False
+        return True
 
     def _engine_for(self, service: str) -> EngineLink:
         if service != self._service:
