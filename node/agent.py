@@ -108,11 +108,13 @@ async def run_node(
     Raises NodeError, ModelError, EngineError or NetworkError, each with one line for the user; since several
     tasks run, they may come inside exception groups.
     """
+    # What the user may have mistyped is looked at before anything is made or taken.
+    invitation = await _invitation(settings) if settings.bootstrap is not None else None
+    model = await trio.to_thread.run_sync(open_model, settings.model) if settings.model is not None else None
+    text = await trio.to_thread.run_sync(TextModel, model.folder) if model is not None else None
     with locked(settings.home):
-        model = await trio.to_thread.run_sync(open_model, settings.model) if settings.model is not None else None
-        text = await trio.to_thread.run_sync(TextModel, model.folder) if model is not None else None
-        node = Node(settings, model, text, say)
-        await node.run(stop, task_status)
+        membership = invitation if invitation is not None else _new_network(settings.home)
+        await Node(settings, membership, model, text, say).run(stop, task_status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +128,39 @@ class _Membership:
     key: NetworkKey | None
 
 
+async def _invitation(settings: NodeSettings) -> _Membership:
+    """Membership by a join token. Raises AddressError, TokenError, Unreachable or Refused."""
+    assert settings.bootstrap is not None
+    text, bootstraps = await join_token(settings.bootstrap, settings.token)
+    token = JoinToken.parse(text)
+    if token.role is Role.CLIENT:
+        raise TokenError("this is a client's token; a node joins with the worker line that the bootstrap printed")
+    return _Membership(
+        network=token.network, token=text, role=token.role, bootstraps=bootstraps or token.bootstraps, key=None
+    )
+
+
+def _new_network(home: Path) -> _Membership:
+    """Membership of the network whose key lies in `home`, made on first use. Raises IdentityError."""
+    key = NetworkKey.load_or_create(home)
+    token = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S)
+    return _Membership(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), key=key)
+
+
 @final
 class Node:
     """One node. Constructed by `run_node`; opens no nursery before `run`."""
 
-    def __init__(self, settings: NodeSettings, model: Model | None, text: TextModel | None, say: Say) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        membership: _Membership,
+        model: Model | None,
+        text: TextModel | None,
+        say: Say,
+    ) -> None:
         self._settings = settings
+        self._membership = membership
         self._model = model
         self._text = text
         self._say = say
@@ -154,7 +183,7 @@ class Node:
         settings = self._settings
         identity = Identity.load_or_create(settings.home)
         announce = announced_address(settings.announce, os.environ, settings.listen, default_route_address)
-        membership = await self._membership()
+        membership = self._membership
         transport = Libp2pTransport(identity, settings.listen, announce, self._on_data_socket)
         network = Network(
             transport=transport,
@@ -181,24 +210,6 @@ class Node:
                 await self._drain(network)
                 await network.leave()
             nursery.cancel_scope.cancel()
-
-    async def _membership(self) -> _Membership:
-        settings = self._settings
-        if settings.bootstrap is None:
-            key = NetworkKey.load_or_create(settings.home)
-            own = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S)
-            return _Membership(network=key.public, token=own, role=Role.ADMIN, bootstraps=(), key=key)
-        text, bootstraps = await join_token(settings.bootstrap, settings.token)
-        token = JoinToken.parse(text)
-        if token.role is Role.CLIENT:
-            raise TokenError("this is a client's token; a node joins with the worker line that the bootstrap printed")
-        return _Membership(
-            network=token.network,
-            token=text,
-            role=token.role,
-            bootstraps=bootstraps or token.bootstraps,
-            key=None,
-        )
 
     # ---- serving ------------------------------------------------------------------------------------------
 
