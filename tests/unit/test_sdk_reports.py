@@ -91,8 +91,6 @@ def test_rows_of_nodes_that_say_little() -> None:
     coordinator = node_row(node(BOOT, "admin", rtt=None), status())
     assert coordinator[0] == "..boot01*"
     assert coordinator[5] == "here"
-    client = node_row(node(FIRST, "client", rtt=None), status())
-    assert client[4:6] == ("-", "-")
     leaving = advert(draining=True, model=None, engine=None, stats=None)
     assert node_row(node(FIRST, advert=leaving), status(plan=SPLIT))[3] == "draining"
     broken = advert(engine=EngineAdvert(state="failed", detail="no memory"))
@@ -101,14 +99,18 @@ def test_rows_of_nodes_that_say_little() -> None:
 
 def test_the_page_shows_plan_pairings_and_reasons() -> None:
     page = io.StringIO()
-    shown = status(node(BOOT, "admin"), node(FIRST, advert=advert()), plan=SPLIT)
+    clients = (node("one client", "client"), node("another", "client", "suspect"))
+    shown = status(node(BOOT, "admin"), node(FIRST, advert=advert()), *clients, plan=SPLIT)
     print_status(shown, Console(file=page, width=200))
     text = page.getvalue()
     for part in (f"coordinator*: {BOOT} (epoch 3)", "plan 3.1 for m-1, KV as kv4", "why: a reason"):
         assert part in text
     assert "100% of requests prefill on ..first1, decode on ..second" in text
-    assert plan_lines(status(coordinator=None)) == ["coordinator: none is elected", "plan: none yet"]
-    assert "  100% of requests on ..first1" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))[2]
+    assert "clients of the answering node: 1\n" in text
+    assert "..client" not in text
+    lines = plan_lines(status(coordinator=None))
+    assert (lines[0], lines[-1]) == ("coordinator: none is elected", "plan: none yet")
+    assert "  100% of requests on ..first1" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
 
 
 def test_the_watcher_says_each_thing_once() -> None:

@@ -1,0 +1,54 @@
+"""What people use: the client SDK, the command line and its demo.
+
+`Client` blocks and may be shared between threads; `AsyncClient` runs under trio and under asyncio. Names are
+loaded when first used, so that the command line can print its help without loading the network.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .client import AsyncClient, AsyncStream, Client, Stream
+    from .errors import (
+        ClientClosed,
+        ClientError,
+        ConnectionFailed,
+        DeadlineExceeded,
+        InvalidAddress,
+        InvalidRequest,
+        RequestFailed,
+    )
+    from .requests import Generation, Piece
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "ClientClosed",
+    "ClientError",
+    "ConnectionFailed",
+    "DeadlineExceeded",
+    "Generation",
+    "InvalidAddress",
+    "InvalidRequest",
+    "Piece",
+    "RequestFailed",
+    "Stream",
+]
+
+_CLIENT = ("AsyncClient", "AsyncStream", "Client", "Stream")
+_REQUESTS = ("Generation", "Piece")
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = ".client" if name in _CLIENT else ".requests" if name in _REQUESTS else ".errors"
+    value: object = getattr(import_module(home, __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, whether loaded yet or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,159 @@
+"""The one thread of a client that talks to the network. It runs trio, whatever the consumer runs.
+
+A *job* is a coroutine in that thread which answers through a mailbox. Jobs may be submitted before the network
+has been reached; they start once it has, or end with the reason why it has not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar, final
+
+import trio
+
+from .errors import ClientClosed, ClientError, first_of
+from .mailbox import EndOfMail, Mailbox
+
+__all__ = ["Background", "Job"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+JOIN_S = 5.0  # leaving the network takes about a second; a thread that hangs must not hang its program
+
+
+@final
+class Job(Generic[S, T]):
+    """Work in the network's thread, seen by its consumer."""
+
+    def __init__(self, background: Background[S], work: Callable[[S, Mailbox[T]], Awaitable[None]]) -> None:
+        self.mailbox: Mailbox[T] = Mailbox()
+        self._background = background
+        self._work = work
+        self._scope = trio.CancelScope()
+
+    def cancel(self) -> None:
+        """End the work. May be called from any thread, at any time, and again."""
+        self._background.call_soon(self._scope.cancel)
+        self.mailbox.close()
+
+    async def run(self, session: S) -> None:
+        """In the network's thread: do the work. An error that is no ClientError ends that thread too."""
+        try:
+            with self._scope:
+                await self._work(session, self.mailbox)
+        except ClientError as error:
+            self.mailbox.close(error)
+        except BaseException as error:
+            cancelled = first_of(error, (trio.Cancelled,)) is not None
+            self.mailbox.close(ClientClosed("the client was closed before the answer came") if cancelled else error)
+            raise
+        else:
+            self.mailbox.close()
+
+
+@final
+class Background(Generic[S]):
+    """A thread with a session in it. `connect` makes the session; ClientError says why it cannot."""
+
+    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[S]]) -> None:
+        self._connect = connect
+        self._closed: Mailbox[None] = Mailbox()
+        self._started = threading.Event()
+        self._waiting: list[Job[S, Any]] = []
+        self._session: S | None = None
+        self._nursery: trio.Nursery | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._stopping = False
+        self._over: ClientError | None = None
+        self._scope = trio.CancelScope()
+        self._thread = threading.Thread(target=self._run, name="p2pserve-client", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    def __repr__(self) -> str:
+        state = "over" if self._over is not None else "connected" if self._session is not None else "connecting"
+        return f"<Background {state}>"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session has ended, or could not be made."""
+        return self._over is not None
+
+    def submit(self, work: Callable[[S, Mailbox[T]], Awaitable[None]]) -> Job[S, T]:
+        """Start a job."""
+        job = Job(self, work)
+        if not self.call_soon(lambda: self._start(job)):
+            job.mailbox.close(self._over or ClientClosed("the client is closed"))
+        return job
+
+    def call_soon(self, function: Callable[[], object]) -> bool:
+        """Call a function in the thread; False when it has ended."""
+        assert self._token is not None
+        try:
+            self._token.run_sync_soon(function)
+        except trio.RunFinishedError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Cancel all jobs, leave the network and end the thread; blocks about a second."""
+        self.call_soon(self._stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+
+    async def aclose(self) -> None:
+        """The same from a task."""
+        self.call_soon(self._stop)
+        limit = threading.Timer(JOIN_S, self._closed.close)
+        limit.daemon = True
+        limit.start()
+        try:
+            await self._closed.take_async()
+        except EndOfMail:
+            self._thread.join(0.5)
+        finally:
+            limit.cancel()
+
+    # ---- in the thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        finally:
+            self._started.set()
+            self._closed.close()
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._started.set()
+        over: ClientError = ClientClosed("the client's network thread has failed")
+        try:
+            with self._scope:
+                async with self._connect() as session, trio.open_nursery() as nursery:
+                    self._session, self._nursery = session, nursery
+                    for job in self._waiting:
+                        nursery.start_soon(job.run, session)
+                    self._waiting.clear()
+                    await trio.sleep_forever()
+            over = ClientClosed("the client is closed")
+        except ClientError as error:
+            over = error
+        finally:
+            self._over = over
+            for job in self._waiting:
+                job.mailbox.close(over)
+
+    def _start(self, job: Job[S, Any]) -> None:
+        if self._over is not None or self._stopping:
+            job.mailbox.close(self._over or ClientClosed("the client is closed"))
+        elif self._nursery is None or self._session is None:
+            self._waiting.append(job)
+        else:
+            self._nursery.start_soon(job.run, self._session)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._scope.cancel()

@@ -1,0 +1,342 @@
+"""The command line. Only the parser lives here, so that `--help` is instant; commands are loaded when one runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from .. import __version__
+
+__all__ = ["main"]
+
+DESCRIPTION = "A peer-to-peer network that serves large language models from GPU boxes rented in different places."
+EPILOG = """\
+examples:
+  p2pserve demo                                     a whole network on this machine, in a minute
+  p2pserve bootstrap --listen 0.0.0.0:4001          start a network; prints the lines to join it with
+  p2pserve join --bootstrap p2p_worker_... --model Qwen/Qwen3-0.6B
+  p2pserve generate --bootstrap p2p_client_... "def fibonacci(n):"
+  p2pserve status --bootstrap p2p_client_... --format json
+  p2pserve leave                                    drain and stop the node of this box
+
+environment: P2PSERVE_HOME, P2PSERVE_BOOTSTRAP and P2PSERVE_TOKEN stand for the options of that name.
+exit codes: 0 done; 1 it failed at run time (unreachable, refused, port in use, engine died);
+2 wrong input (option, address, token, prompt, model); 130 interrupted."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where to look, and exit with 2."""
+        line = " ".join(message.split())
+        self.exit(2, f"p2pserve: error: {line} (see `{self.prog} --help`)\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    debug = False
+    try:
+        arguments = build_parser().parse_args(argv)
+        debug = arguments.debug
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as ended:  # argparse, after --help, --version and errors
+        return ended.code if isinstance(ended.code, int) else 0
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
+        if debug:
+            raise
+        explained = _explain(error)
+        if explained is None:
+            raise
+        return explained
+
+
+def _explain(error: BaseException) -> int | None:
+    """Say in one line what went wrong, wherever it is in a group of errors; None for a bug of ours."""
+    from .errors import first_of
+
+    if first_of(error, (KeyboardInterrupt,)) is not None:
+        return 130
+    if first_of(error, (BrokenPipeError,)) is not None:
+        # Whoever read our output has had enough. The interpreter would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    from .failures import explain  # takes half a second, and only failures need it
+
+    found = explain(error)
+    if found is None:
+        return None
+    code, line = found
+    print(f"p2pserve: error: {line}", file=sys.stderr)
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "demo":
+        from .demo import run_demo  # a second's worth of imports
+
+        return run_demo(arguments)
+    from .commands import COMMANDS, set_up_logging  # the same
+
+    set_up_logging(arguments)
+    return COMMANDS[arguments.command](arguments)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = _Parser(
+        prog="p2pserve",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"p2pserve {__version__}")
+    parser.set_defaults(debug=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_bootstrap(commands)
+    _add_join(commands)
+    _add_leave(commands)
+    _add_generate(commands)
+    _add_status(commands)
+    _add_demo(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # noqa: SLF001 (argparse names the type nowhere else)
+
+
+def _command(
+    commands: Commands[_Parser], name: str, what: str, example: str, formats: tuple[str, str] | None
+) -> _Parser:
+    parser: _Parser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[:1].upper()}{what[1:]}.",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if formats is not None:
+        parser.add_argument("--format", choices=formats, default=formats[0], help=f"default: {formats[0]}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and the log")
+    return parser
+
+
+def _add_bootstrap(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "bootstrap",
+        "start a new network and be the place where others join it",
+        "p2pserve bootstrap --listen 0.0.0.0:4001 --announce 203.0.113.7:40123",
+        ("text", "json"),
+    )
+    _add_node(parser, port=4001, folder="bootstrap")
+    parser.add_argument("--model", help="serve a model here as well (default: none)")
+
+
+def _add_join(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "join",
+        "join a network with this box and serve a model",
+        "p2pserve join --bootstrap p2p_worker_... --model ~/models/llama --port 4002",
+        ("text", "json"),
+    )
+    _add_network(parser, "p2p_worker_...")
+    _add_node(parser, port=4002, folder="node")
+    parser.add_argument(
+        "--model",
+        default="bundled",
+        help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
+    )
+    parser.add_argument("--engine-channel", type=_count, help=argparse.SUPPRESS)
+
+
+def _add_leave(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands, "leave", "let a node of this box finish its requests and stop", "p2pserve leave", None
+    )
+    parser.add_argument(
+        "node", nargs="?", choices=("node", "bootstrap"), default="node", help="which (default: node)"
+    )
+    _add_home(parser, "the node's own folder is inside it")
+    parser.add_argument(
+        "--timeout-s", type=_seconds, default=60.0, metavar="S", help="give up after this long (default: 60)"
+    )
+
+
+def _add_generate(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "generate",
+        "continue a prompt or a conversation; the text goes to stdout as it comes, figures to stderr",
+        'p2pserve generate --max-tokens 40 "def fibonacci(n):"',
+        ("text", "json"),
+    )
+    parser.add_argument("prompt", nargs="?", help="the text to continue; `-` reads it from stdin (UTF-8)")
+    parser.add_argument(
+        "--messages",
+        type=Path,
+        metavar="FILE",
+        help='a conversation instead: JSON, a list of {"role": ..., "content": ...}; `-` is stdin',
+    )
+    _add_network(parser, "p2p_client_...")
+    add = parser.add_argument
+    add("--max-tokens", type=int, metavar="N", help="at most this many new tokens (default: what fits, up to 256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) takes the likeliest token")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from this share of likely tokens (default: 1)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from so many likely tokens (default: 0, all)")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add("--deadline-s", type=float, default=300.0, metavar="S", help="for the whole answer (default: 300)")
+    add("--service", metavar="NAME", help="which of several models of the network")
+    add("--timeout-s", type=_seconds, default=10.0, metavar="S", help="to reach the network (default: 10)")
+
+
+def _add_status(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "status",
+        "show nodes, coordinator and plan of a network",
+        "p2pserve status --format json",
+        ("table", "json"),
+    )
+    _add_network(parser, "p2p_client_...")
+    parser.add_argument(
+        "--timeout-s", type=_seconds, default=10.0, metavar="S", help="to reach the network (default: 10)"
+    )
+
+
+def _add_demo(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "demo",
+        "run a whole network on this machine, for real, and compare it with a single engine",
+        "p2pserve demo --nodes 4 --codec kv4 --format json",
+        ("table", "json"),
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="instead of Python code from the standard library")
+    _add_codec(parser)
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=64, metavar="N", help="for each answer (default: 64)"
+    )
+    parser.add_argument(
+        "--model", default="bundled", help="a folder, a Hugging Face id, or `bundled` (default)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=_seconds, default=120.0, metavar="S", help="give up after this long (default: 120)"
+    )
+
+
+def _add_home(parser: argparse.ArgumentParser, what: str) -> None:
+    home = os.environ.get("P2PSERVE_HOME") or "~/.p2pserve"
+    parser.add_argument(
+        "--home", type=Path, default=Path(home), help=f"{what} (default: ~/.p2pserve, or P2PSERVE_HOME)"
+    )
+
+
+def _add_network(parser: argparse.ArgumentParser, token: str) -> None:
+    parser.add_argument(
+        "--bootstrap",
+        default=os.environ.get("P2PSERVE_BOOTSTRAP"),
+        metavar="WHERE",
+        help=f"the join token ({token}), or host:port with --token (default: P2PSERVE_BOOTSTRAP)",
+    )
+    parser.add_argument(
+        "--token",
+        default=os.environ.get("P2PSERVE_TOKEN"),
+        help="the join token, when --bootstrap is host:port (default: P2PSERVE_TOKEN)",
+    )
+
+
+def _add_codec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--codec",
+        choices=("raw", "kv4"),
+        default="kv4",
+        help="how KV travels: kv4 in 4 bits and a little (default), raw bit by bit as it is",
+    )
+
+
+def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> None:
+    _add_home(parser, f"keys, lock and logs go to `{folder}` in this folder")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--listen",
+        default=f"0.0.0.0:{port}",
+        metavar="HOST:PORT",
+        help=f"the one TCP port of this node; port 0 picks a free one (default: 0.0.0.0:{port})",
+    )
+    where.add_argument("--port", type=_count, metavar="PORT", help="short for --listen 0.0.0.0:PORT")
+    parser.add_argument(
+        "--announce",
+        metavar="HOST:PORT",
+        help="where others reach it when ports are mapped (default: what Vast or RunPod set, else the interface)",
+    )
+    _add_codec(parser)
+    parser.add_argument(
+        "--drain-s",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="on Ctrl-C or SIGTERM let requests finish for so long; a second one leaves at once (default: 30)",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto (default): the model's own on a GPU, float32 without one",
+    )
+    engine.add_argument(
+        "--kv-cache-mib", type=_positive, default=256, metavar="MIB", help="KV cache (default: 256)"
+    )
+    engine.add_argument(
+        "--max-batched-tokens",
+        type=_positive,
+        default=512,
+        metavar="N",
+        help="tokens per step: more is faster prefill and slower decode beside it (default: 512)",
+    )
+    engine.add_argument(
+        "--max-model-len", type=_positive, metavar="N", help="prompt and answer together (default: the model's)"
+    )
+    engine.add_argument(
+        "--threads", type=_count, default=0, metavar="N", help="of a CPU engine (default: all cores but one)"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+# argparse names the function in its message when it raises ValueError.
+_positive.__name__ = _count.__name__ = "whole number"
+_seconds.__name__ = "number of seconds"
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""The client SDK.
+
+    with Client("p2p_client_...") as client:
+        print(client.generate("def fibonacci(n):", max_tokens=40).text)
+        with client.generate("import ", stream=True) as stream:
+            for piece in stream:
+                print(piece.text, end="", flush=True)
+
+Both clients keep one background thread that talks to the network, and differ only in how a consumer waits for
+it. The connection is made when it is first needed, or by entering the client.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, final, overload
+
+import trio
+
+from ..node.messages import Generate, Status
+from .background import Background, Job
+from .errors import ClientClosed, InvalidRequest, RequestFailed
+from .mailbox import EndOfMail, Mailbox
+from .requests import GenerateOptions, Generation, Piece, build_request
+from .session import Session, check_target, open_session
+
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Generation", "Piece", "Stream"]
+
+Messages = list[dict[str, str]]
+Letter = Piece | Generation
+T = TypeVar("T")
+Work = Callable[[Session, Mailbox[T]], Awaitable[None]]
+
+
+async def _serve_generate(body: Generate, session: Session, mailbox: Mailbox[Letter]) -> None:
+    mailbox.put(await session.generate(body, mailbox.put))
+
+
+async def _serve_status(session: Session, mailbox: Mailbox[Status]) -> None:
+    mailbox.put(await session.status())
+
+
+async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
+    mailbox.put(None)
+
+
+@final
+class _Connection:
+    """The network thread of a client: started when first needed, and again after an attempt that failed."""
+
+    def __init__(self, bootstrap: str, token: str | None, timeout_s: float) -> None:
+        check_target(bootstrap, token)
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise InvalidRequest(f"timeout_s: {timeout_s} is not a number of seconds above 0")
+        self.connect = partial(open_session, bootstrap, token, timeout_s)
+        self._lock = threading.Lock()
+        self._background: Background[Session] | None = None
+        self._closed = False
+
+    def background(self) -> Background[Session]:
+        """The running thread. Raises ClientClosed."""
+        with self._lock:
+            if self._closed:
+                raise ClientClosed("the client is closed")
+            if self._background is not None and self._background.is_over:
+                self._background.close()  # its thread is about to end
+                self._background = None
+            if self._background is None:
+                self._background = Background(self.connect)
+            return self._background
+
+    def end(self) -> Background[Session] | None:
+        """Allow no new thread; the caller closes the one that is returned."""
+        with self._lock:
+            self._closed = True
+            background, self._background = self._background, None
+        return background
+
+    def close(self) -> None:
+        """End the thread."""
+        background = self.end()
+        if background is not None:
+            background.close()
+
+    def __repr__(self) -> str:
+        return "closed" if self._closed else repr(self._background or "not connected")
+
+
+@final
+class Stream:
+    """An answer as it is written: iterate over its pieces, then read `result`.
+
+    Closing it, also by leaving a `with` block, cancels the request on the network unless it has ended.
+    """
+
+    def __init__(self, job: Job[Session, Letter]) -> None:
+        self._job = job
+        self._result: Generation | None = None
+        self._abandon = weakref.finalize(self, job.cancel)
+
+    @property
+    def result(self) -> Generation:
+        """The complete answer. Raises RequestFailed while there is none."""
+        return _result(self._result)
+
+    def close(self) -> None:
+        """Stop here."""
+        self._abandon()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        if self._result is not None:
+            raise StopIteration
+        try:
+            letter = self._job.mailbox.take()
+        except EndOfMail:
+            raise StopIteration from None
+        except BaseException:  # also KeyboardInterrupt: nobody will read on
+            self.close()
+            raise
+        if isinstance(letter, Piece):
+            return letter
+        self._result = letter
+        self.close()
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@final
+class AsyncStream:
+    """An answer as it is written, for `async for`; see `Stream`. Under asyncio and under trio."""
+
+    def __init__(self, job: Job[Session, Letter]) -> None:
+        self._job = job
+        self._result: Generation | None = None
+        self._abandon = weakref.finalize(self, job.cancel)
+
+    @property
+    def result(self) -> Generation:
+        """The complete answer. Raises RequestFailed while there is none."""
+        return _result(self._result)
+
+    async def aclose(self) -> None:
+        """Stop here."""
+        self._abandon()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._result is not None:
+            raise StopAsyncIteration
+        try:
+            letter = await self._job.mailbox.take_async()
+        except EndOfMail:
+            raise StopAsyncIteration from None
+        except BaseException:  # also a cancellation: nobody will read on
+            self._abandon()
+            raise
+        if isinstance(letter, Piece):
+            return letter
+        self._result = letter
+        self._abandon()
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._abandon()
+
+
+@final
+class Client:
+    """A client that blocks. May be used from several threads at once.
+
+    Args:
+        bootstrap: a join token (`p2p_client_...`), or `host:port` of any node together with `token`.
+        token: the join token when `bootstrap` is an address.
+        timeout_s: how long to try to reach the network, and to look for a node that serves.
+
+    Raises:
+        InvalidAddress: the address or the token is malformed.
+    """
+
+    def __init__(self, bootstrap: str, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+        self._connection = _Connection(bootstrap, token, timeout_s)
+        self._finalizer = weakref.finalize(self, self._connection.close)
+
+    def __repr__(self) -> str:
+        return f"<Client {self._connection!r}>"
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        stream: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        stream: Literal[True],
+        **options: Unpack[GenerateOptions],
+    ) -> Stream: ...
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        stream: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation | Stream:
+        """Continue a `prompt`, or answer `messages` (`{"role": ..., "content": ...}`).
+
+        See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent, ConnectionFailed,
+        RequestFailed or DeadlineExceeded; with `stream=True` the stream raises the latter three.
+        """
+        body = build_request(prompt, messages, options)
+        answer = Stream(self._connection.background().submit(partial(_serve_generate, body)))
+        if stream:
+            return answer
+        with answer:
+            for _ in answer:
+                pass
+            return answer.result
+
+    def status(self) -> Status:
+        """The network as the nearest node sees it. Raises ConnectionFailed."""
+        return self._call(_serve_status)
+
+    def connect(self) -> None:
+        """Reach the network now instead of with the first request. Raises ConnectionFailed, InvalidAddress."""
+        self._call(_serve_ready)
+
+    def close(self) -> None:
+        """Cancel what is running and leave. Waits about a second; calling it again is safe."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        try:
+            self.connect()
+        except BaseException:  # there will be no __exit__
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, work: Work[T]) -> T:
+        job = self._connection.background().submit(work)
+        try:
+            return job.mailbox.take()
+        finally:
+            job.cancel()
+
+
+@final
+class AsyncClient:
+    """A client for trio and asyncio. See `Client` for the arguments."""
+
+    def __init__(self, bootstrap: str, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+        self._connection = _Connection(bootstrap, token, timeout_s)
+        self._finalizer = weakref.finalize(self, self._connection.close)
+
+    def __repr__(self) -> str:
+        return f"<AsyncClient {self._connection!r}>"
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        stream: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Coroutine[Any, Any, Generation]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        stream: Literal[True],
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream: ...
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        stream: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Coroutine[Any, Any, Generation] | AsyncStream:
+        """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with `async for`."""
+        body = build_request(prompt, messages, options)
+        if not stream:
+            return self._generate(body)
+        return AsyncStream(self._connection.background().submit(partial(_serve_generate, body)))
+
+    async def _generate(self, body: Generate) -> Generation:
+        answer = AsyncStream(self._connection.background().submit(partial(_serve_generate, body)))
+        async with answer:
+            async for _ in answer:
+                pass
+            return answer.result
+
+    async def status(self) -> Status:
+        """The network as the nearest node sees it. Raises ConnectionFailed."""
+        return await self._call(_serve_status)
+
+    async def connect(self) -> None:
+        """Reach the network now instead of with the first request. Raises ConnectionFailed, InvalidAddress."""
+        await self._call(_serve_ready)
+
+    async def aclose(self) -> None:
+        """Cancel what is running and leave. Waits about a second; calling it again is safe."""
+        background = self._connection.end()
+        if background is None:
+            return
+        # Leaving must not be cut short by the cancellation that ends the block.
+        if trio.lowlevel.in_trio_run():
+            with trio.CancelScope(shield=True):
+                await background.aclose()
+        else:
+            await background.aclose()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.connect()
+        except BaseException:  # there will be no __aexit__
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _call(self, work: Work[T]) -> T:
+        job = self._connection.background().submit(work)
+        try:
+            return await job.mailbox.take_async()
+        finally:
+            job.cancel()
+
+
+def _result(result: Generation | None) -> Generation:
+    if result is None:
+        raise RequestFailed("result: the answer is not complete; iterate over the stream to its end first")
+    return result

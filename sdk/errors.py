@@ -1,0 +1,71 @@
+"""What can go wrong for a client. `str(error)` is one line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+__all__ = [
+    "ClientClosed",
+    "ClientError",
+    "ConnectionFailed",
+    "DeadlineExceeded",
+    "DemoFailed",
+    "InvalidAddress",
+    "InvalidRequest",
+    "RequestFailed",
+    "UsageError",
+    "first_of",
+]
+
+E = TypeVar("E", bound=BaseException)
+
+
+class ClientError(Exception):
+    """Base of all errors of the client."""
+
+
+class InvalidAddress(ClientError):
+    """The bootstrap address or the join token is malformed, or is not for this network."""
+
+
+class InvalidRequest(ClientError):
+    """A parameter of a request is wrong; the text names it."""
+
+
+class ConnectionFailed(ClientError):
+    """The network cannot be reached, or does not let us in."""
+
+
+class RequestFailed(ClientError):
+    """The network accepted a request and could not answer it."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """The answer was not complete in time."""
+
+
+class ClientClosed(ClientError):
+    """The client has been closed."""
+
+
+def first_of(error: BaseException, kinds: tuple[type[E], ...]) -> E | None:
+    """The first error of these kinds in `error`, which may be an exception group of any depth.
+
+    Tasks that run side by side report their errors in groups; a person wants the one line that explains them.
+    """
+    if isinstance(error, kinds):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            found = first_of(inner, kinds)
+            if found is not None:
+                return found
+    return None
+
+
+class UsageError(Exception):
+    """A command was given something it cannot work with. The text is one line for the user."""
+
+
+class DemoFailed(Exception):
+    """The demo did not get to its end. The text is one line for the user."""

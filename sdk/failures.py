@@ -1,0 +1,27 @@
+"""From an exception to the line and the exit code that a command ends with."""
+
+from __future__ import annotations
+
+from ..bootstrap.errors import AddressError, NetworkError, TokenError
+from ..node.engine_link import EngineError
+from ..node.home import NodeError
+from ..node.model import ModelError
+from ..node.text import PromptError
+from .errors import ClientError, DemoFailed, InvalidAddress, InvalidRequest, UsageError, first_of
+
+__all__ = ["EXIT_FAILED", "EXIT_USAGE", "explain"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+_USAGE = (AddressError, TokenError, ModelError, PromptError, InvalidAddress, InvalidRequest, UsageError)
+_FAILED = (NetworkError, NodeError, EngineError, ClientError, DemoFailed)
+
+
+def explain(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and one line for an error that users are meant to see, at any depth; None for a bug of ours."""
+    found: BaseException | None = first_of(error, (*_USAGE, *_FAILED))
+    if found is None:
+        return None
+    line = " ".join(str(found).split()) or type(found).__name__
+    return (EXIT_USAGE if isinstance(found, _USAGE) else EXIT_FAILED), line

@@ -1,0 +1,151 @@
+"""A client's request and its answer as plain values: parameters in, pieces out, and what a replay repeats. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypedDict, final
+
+import msgspec
+
+from ..bootstrap import PeerId
+from ..node.messages import Advert, Chunk, Generate, RequestFigures
+from ..node.request import check
+from ..node.text import PromptError
+from .errors import InvalidRequest
+
+__all__ = ["Candidate", "Diverged", "GenerateOptions", "Generation", "Piece", "Replay", "build_request", "gateways"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Parameters of a request. All may be left out.
+
+    max_tokens: at most this many new tokens; as many as fit, up to 256, when not given.
+    temperature: 0 (default) always takes the likeliest token; higher is more varied.
+    top_p, top_k: sample only from the likeliest tokens; 1 and 0 switch them off.
+    seed: the same seed gives the same answer, wherever it is computed.
+    stop: end before this text, or the first of these.
+    deadline_s: give up when the answer is not complete after this many seconds (default 300).
+    service: which of several models of the network; the name that `status` shows.
+    """
+
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop: str | list[str] | None
+    deadline_s: float
+    service: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of an answer, and the tokens that arrived with it (a token need not complete a character)."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A complete answer. `finish`: stop, or length when `max_tokens` ended it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    figures: RequestFigures | None
+
+
+def build_request(
+    prompt: str | None, messages: list[dict[str, str]] | None, options: Mapping[str, object]
+) -> Generate:
+    """A checked request. Raises InvalidRequest naming the parameter."""
+    fields: dict[str, object] = {**options, "prompt": prompt, "messages": messages, "request": new_request_id()}
+    if "request" in options:
+        raise InvalidRequest("request: unknown parameter")
+    stop = options.get("stop")
+    fields["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    try:
+        body = msgspec.convert(fields, Generate)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(_explain(str(error))) from error
+    try:
+        check(body)
+    except PromptError as error:
+        raise InvalidRequest(str(error)) from error
+    return body
+
+
+def new_request_id() -> str:
+    """An id that no other request has."""
+    return secrets.token_hex(12)
+
+
+def _explain(text: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.max_tokens`" with the parameter in front."""
+    what, at, where = text.partition(" - at `$")
+    name = where.rstrip("`").removeprefix(".") if at else ""
+    what = what.replace("Object contains unknown field", "unknown parameter")
+    return f"{name}: {what[:1].lower()}{what[1:]}" if name else what
+
+
+class Diverged(Exception):
+    """A second attempt at a request answers otherwise than the first began."""
+
+
+@final
+class Replay:
+    """An answer over several attempts: each piece is handed on once, whatever is sent again."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self._at_token = 0
+        self._at_text = 0
+
+    def restart(self) -> None:
+        """A new attempt begins, and says everything from the start."""
+        self._at_token = self._at_text = 0
+
+    def take(self, chunk: Chunk) -> Piece | None:
+        """What is new in a chunk of the current attempt. Raises Diverged."""
+        again = min(len(chunk.tokens), len(self.tokens) - self._at_token)
+        if list(chunk.tokens[:again]) != self.tokens[self._at_token : self._at_token + again]:
+            raise Diverged
+        said = min(len(chunk.text), len(self.text) - self._at_text)
+        if chunk.text[:said] != self.text[self._at_text : self._at_text + said]:
+            raise Diverged
+        piece = Piece(chunk.text[said:], chunk.tokens[again:])
+        self._at_token += len(chunk.tokens)
+        self._at_text += len(chunk.text)
+        self.tokens += piece.tokens
+        self.text += piece.text
+        return piece if piece.text or piece.tokens else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A living node as a client sees it."""
+
+    peer: PeerId
+    advert: Advert | None
+    rtt_s: float | None
+
+
+def gateways(candidates: Iterable[Candidate], service: str | None) -> list[PeerId]:
+    """Who may take a request, best first: engine ready before any other with a model, then the nearest."""
+    ranked = []
+    for candidate in candidates:
+        advert = candidate.advert
+        if advert is None or advert.model is None or advert.draining:
+            continue
+        if service is not None and service not in (advert.model.service, advert.model.name):
+            continue
+        state = advert.engine.state if advert.engine is not None else ""
+        if state == "failed":
+            continue
+        rtt = candidate.rtt_s if candidate.rtt_s is not None else float("inf")
+        ranked.append((state != "ready", rtt, candidate.peer))
+    return [peer for _, _, peer in sorted(ranked)]

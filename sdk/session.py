@@ -1,0 +1,328 @@
+"""A client in the network, in trio: finds gateways, carries requests to them, and goes on when one is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import final
+
+import msgspec
+import trio
+
+from ..bootstrap import (
+    Address,
+    AddressError,
+    Identity,
+    JoinToken,
+    NetworkError,
+    PeerId,
+    RemoteError,
+    Role,
+    TokenError,
+    parse_address,
+)
+from ..bootstrap.membership import MemberState
+from ..bootstrap.network import Network
+from ..node.messages import ADVERT, Chunk, Generate, Generating, Status, StatusQuery, StopRequest
+from ..node.view import decode_adverts
+from .errors import (
+    ClientError,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InvalidAddress,
+    InvalidRequest,
+    RequestFailed,
+    first_of,
+)
+from .requests import Candidate, Diverged, Generation, Piece, Replay, gateways, new_request_id
+
+__all__ = ["Session", "check_target", "open_session"]
+
+ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a very long prompt takes seconds
+STATUS_TIMEOUT_S = 5.0
+DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
+LEAVE_S = 2.0
+RACERS = 3  # a client knows how far its bootstrap is; of the rest it tries so many at once
+ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another node may do better
+
+
+def check_target(bootstrap: str, token: str | None) -> None:
+    """Check what can be checked of a bootstrap address and a token without asking anybody. Raises InvalidAddress."""
+    try:
+        if bootstrap.startswith("p2p_"):
+            JoinToken.parse(bootstrap)
+            return
+        address = parse_address(bootstrap)
+        if address.port == 0:
+            raise AddressError(f"{bootstrap!r} has port 0; write the port that the bootstrap printed")
+        if token is not None:
+            JoinToken.parse(token)
+    except (AddressError, TokenError) as error:
+        raise InvalidAddress(f"bootstrap: {error}") from error
+
+
+@asynccontextmanager
+async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> AsyncIterator[Session]:
+    """Join as a client for the length of the body. Raises ConnectionFailed or InvalidAddress."""
+    # Neither is needed before there is a network to join: 0.5 s and 90 MB.
+    from ..bootstrap.libp2p_host import Libp2pTransport
+    from ..node.agent import join_token
+
+    identity = Identity.generate()
+    nowhere = Address("0.0.0.0", 0)  # clients are not dialled
+    try:
+        text, bootstraps = await join_token(bootstrap, token)
+        parsed = JoinToken.parse(text)
+        network = Network(
+            transport=Libp2pTransport(identity, None, nowhere),
+            identity=identity,
+            token=text,
+            network_key_public=parsed.network,
+            role=parsed.role,
+            announce=nowhere,
+            bootstraps=bootstraps or parsed.bootstraps,
+            rng=random.Random(),  # chooses gossip partners, makes no secrets
+            join_s=timeout_s,
+        )
+        if parsed.role is not Role.CLIENT:
+            raise TokenError(
+                f"this is a {parsed.role.value}'s token; use the client line that `p2pserve bootstrap` printed"
+            )
+    except NetworkError as error:
+        raise connection_error(error) from error
+    async with enter(network, timeout_s) as session:
+        yield session
+
+
+@asynccontextmanager
+async def enter(network: Network, timeout_s: float) -> AsyncIterator[Session]:
+    """A session in a network that has not been entered yet; says goodbye at the end. Raises ConnectionFailed."""
+    session = Session(network, timeout_s)
+    try:
+        async with network:
+            try:
+                yield session
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(LEAVE_S):
+                    await network.leave()
+    except (NetworkError, ExceptionGroup) as error:
+        found = first_of(error, (NetworkError,))
+        if found is None:
+            raise
+        raise connection_error(found) from error
+
+
+def connection_error(error: NetworkError) -> ClientError:
+    """What a client is told about a failure to join."""
+    if isinstance(error, AddressError | TokenError):
+        return InvalidAddress(str(error))
+    return ConnectionFailed(str(error))
+
+
+class _GatewayLost(Exception):
+    """This gateway cannot answer, another one may. The text says why."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Inbox:
+    """Where the chunks of one attempt go; None is the loss of its gateway."""
+
+    gateway: PeerId
+    send: trio.MemorySendChannel[Chunk | None]
+
+
+@final
+class Session:
+    """Requests of one client. All methods run in the network's thread.
+
+    Args:
+        network: not entered yet, since its handlers are registered here.
+        timeout_s: how long to look for a node that serves.
+    """
+
+    def __init__(self, network: Network, timeout_s: float) -> None:
+        self._network = network
+        self._timeout_s = timeout_s
+        self._inboxes: dict[str, _Inbox] = {}
+        self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
+        network.on_notice("chunk", Chunk, self._on_chunk)
+        network.on_peer_lost(self._on_peer_lost)
+
+    def __repr__(self) -> str:
+        return f"<Session requests={len(self._inboxes)} connected={len(self._network.connected())}>"
+
+    async def status(self) -> Status:
+        """The network as the nearest node sees it. Raises ConnectionFailed."""
+        give_up = trio.current_time() + self._timeout_s
+        reason = "no node of the network answers"
+        while trio.current_time() < give_up:
+            revision = self._network.revision
+            for candidate in sorted(self._candidates(), key=_nearness):
+                try:
+                    return await self._network.request(
+                        candidate.peer, "status", StatusQuery(), Status, timeout=STATUS_TIMEOUT_S
+                    )
+                except NetworkError as error:
+                    reason = str(error)
+            with trio.move_on_at(min(give_up, trio.current_time() + 1.0)):
+                await self._network.wait_changed(revision)
+        raise ConnectionFailed(reason)
+
+    async def generate(self, body: Generate, deliver: Callable[[Piece], None]) -> Generation:
+        """Run a request to its end. Raises InvalidRequest, RequestFailed or DeadlineExceeded.
+
+        A gateway that is lost before it has said anything is replaced. After that only a greedy answer can be
+        asked for again: it comes out the same, and `deliver` is not called twice for any part of it.
+        """
+        replay = Replay()
+        lost: dict[PeerId, str] = {}
+        deadline = trio.current_time() + body.deadline_s
+        with trio.move_on_at(deadline + DEADLINE_GRACE_S):
+            while True:
+                gateway = await self._find_gateway(body.service, lost)
+                left = max(0.05, deadline - trio.current_time())
+                attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left)
+                try:
+                    return await self._attempt(gateway, attempt, replay, deliver)
+                except Diverged:
+                    raise RequestFailed(
+                        f"gateway {_short(gateway)} answers otherwise than the lost one began; ask again"
+                        f" ({_reasons(lost)})"
+                    ) from None
+                except _GatewayLost as error:
+                    lost[gateway] = str(error)
+                    if replay.tokens and body.temperature > 0:
+                        raise RequestFailed(
+                            f"gateway {_short(gateway)} was lost after {len(replay.tokens)} tokens: {error}; a"
+                            " sampled answer cannot be continued elsewhere, ask again"
+                        ) from error
+        raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
+
+    async def _attempt(
+        self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[Piece], None]
+    ) -> Generation:
+        send, receive = trio.open_memory_channel[Chunk | None](float("inf"))
+        self._inboxes[body.request] = _Inbox(gateway, send)
+        replay.restart()
+        running = True
+        try:
+            await self._open(gateway, body)
+            async for chunk in receive:
+                if chunk is None:
+                    running = False
+                    raise _GatewayLost("the connection to it broke")
+                piece = replay.take(chunk)
+                if piece is not None:
+                    deliver(piece)
+                if chunk.finish is not None:
+                    running = False
+                    return _finished(chunk, replay)
+        finally:
+            del self._inboxes[body.request]
+            if running:
+                self._stop(gateway, body.request)
+        raise AssertionError("an open channel does not end")
+
+    async def _open(self, gateway: PeerId, body: Generate) -> None:
+        try:
+            await self._network.request(gateway, "generate", body, Generating, timeout=ACCEPT_TIMEOUT_S)
+        except RemoteError as error:
+            if error.code in ELSEWHERE:
+                raise _GatewayLost(error.message) from error
+            if error.code == "invalid":
+                raise InvalidRequest(error.message) from error
+            raise RequestFailed(f"gateway {_short(gateway)} refuses: {error.message}") from error
+        except NetworkError as error:
+            raise _GatewayLost(str(error)) from error
+
+    def _stop(self, gateway: PeerId, request: str) -> None:
+        try:
+            self._network.notify(gateway, "generate.stop", StopRequest(request=request))
+        except NetworkError:
+            return  # it has lost us as well, and with us the reason for the request
+
+    async def _find_gateway(self, service: str | None, lost: dict[PeerId, str]) -> PeerId:
+        """The best gateway that has not failed this request; waits for the first one to appear."""
+        give_up = trio.current_time() + self._timeout_s
+        while True:
+            revision = self._network.revision
+            ranked = gateways(self._candidates(), service)
+            usable = [peer for peer in ranked if peer not in lost]
+            if usable:
+                await self._race(usable)
+                ranked = gateways(self._candidates(), service)
+                return next((peer for peer in ranked if peer in usable), usable[0])
+            if lost:
+                raise RequestFailed(f"no gateway is left: {_reasons(lost)}")
+            if trio.current_time() >= give_up:
+                nodes = len(self._candidates())
+                model = f"the model {service}" if service is not None else "a model"
+                raise RequestFailed(
+                    f"no node of this network serves {model} ({nodes} alive); start one with `p2pserve join`"
+                )
+            with trio.move_on_at(give_up):
+                await self._network.wait_changed(revision)
+
+    async def _race(self, usable: list[PeerId]) -> None:
+        """Find out which gateway is near, unless one has been measured already: the first to answer ends it."""
+        known = {candidate.peer for candidate in self._candidates() if candidate.rtt_s is not None}
+        if len(usable) < 2 or not known.isdisjoint(usable):
+            return
+        async with trio.open_nursery() as nursery:
+
+            async def ask(peer: PeerId) -> None:
+                began = trio.current_time()
+                try:
+                    await self._network.request(peer, "status", StatusQuery(), Status, timeout=STATUS_TIMEOUT_S)
+                except NetworkError:
+                    return  # whoever comes first is asked; if nobody does, the request itself finds out why
+                self._measured[peer] = trio.current_time() - began
+                nursery.cancel_scope.cancel()
+
+            for peer in random.sample(usable, min(RACERS, len(usable))):
+                nursery.start_soon(ask, peer)
+
+    def _candidates(self) -> list[Candidate]:
+        adverts, _ = decode_adverts(self._network.entries(ADVERT))
+        return [
+            Candidate(
+                peer=member.peer_id,
+                advert=adverts.get(member.peer_id),
+                rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
+            )
+            for member in self._network.members()
+            if member.state is MemberState.ALIVE and member.role is not Role.CLIENT
+        ]
+
+    def _on_chunk(self, peer: PeerId, role: Role, chunk: Chunk) -> None:
+        inbox = self._inboxes.get(chunk.request)
+        if inbox is not None and inbox.gateway == peer:
+            inbox.send.send_nowait(chunk)
+
+    def _on_peer_lost(self, peer: PeerId) -> None:
+        for inbox in self._inboxes.values():
+            if inbox.gateway == peer:
+                inbox.send.send_nowait(None)
+
+
+def _finished(chunk: Chunk, replay: Replay) -> Generation:
+    if chunk.finish == "error":
+        if chunk.error.startswith("deadline"):
+            raise DeadlineExceeded(chunk.error)
+        raise RequestFailed(chunk.error or "the network gave the request up without a reason")
+    return Generation(replay.text, tuple(replay.tokens), chunk.finish or "", chunk.figures)
+
+
+def _nearness(candidate: Candidate) -> tuple[float, str]:
+    return (candidate.rtt_s if candidate.rtt_s is not None else float("inf"), candidate.peer)
+
+
+def _reasons(lost: dict[PeerId, str]) -> str:
+    return "; ".join(f"{_short(peer)}: {reason}" for peer, reason in lost.items())
+
+
+def _short(peer: PeerId) -> str:
+    return f"..{peer[-6:]}"
