@@ -94,12 +94,14 @@ class Libp2pTransport:
         tcp = _SharedPortTcp(port)
         self._swarm = swarm = _build_swarm(self._identity, tcp)
         swarm.set_stream_handler(self._on_stream)
-        stop = trio.Event()
+        ready, stop = trio.Event(), trio.Event()
         try:
             async with trio.open_nursery() as outer:
-                await outer.start(self._run_swarm, swarm, tcp, port, stop)
-                task_status.started(self.announced)
                 try:
+                    # Not `outer.start`: cancelled meanwhile, it would wait for the shielded task before `stop` is set.
+                    outer.start_soon(self._run_swarm, swarm, tcp, port, ready, stop)
+                    await ready.wait()
+                    task_status.started(self.announced)
                     await trio.sleep_forever()
                 finally:
                     stop.set()
@@ -113,8 +115,8 @@ class Libp2pTransport:
         swarm: Swarm,
         tcp: "_SharedPortTcp",
         port: SharedPort | None,
+        ready: trio.Event,
         stop: trio.Event,
-        task_status: trio.TaskStatus[None],
     ) -> None:
         """Run the swarm until `stop`. Shielded, so that connections end before the swarm that carries them: one that
         is cancelled along with it never closes its socket."""
@@ -126,7 +128,7 @@ class Libp2pTransport:
                     await swarm.listen(_multiaddr(port.bound))
                     if self.announced.port == 0:
                         self.announced = Address(self.announced.host, port.bound.port)
-                task_status.started()
+                ready.set()
                 await stop.wait()
                 nursery.cancel_scope.cancel()
 

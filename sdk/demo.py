@@ -354,7 +354,7 @@ def show_report(report: DemoReport, console: Console) -> None:
     """The figures for people."""
     console.print()
     for node in report.nodes:
-        console.print(f"{node.peer}  {node.role:7}  {node.engine} on {node.device} in {node.dtype}")
+        console.print(f"{node.peer_id}  {node.role:7}  {node.engine} on {node.device} in {node.dtype}")
     console.print(f"coordinator: {report.coordinator}")
     for reason in report.plan["why"]:
         console.print(f"plan: {reason}")

@@ -21,7 +21,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A node with an engine. `role` is its phase in the plan."""
 
-    peer: str
+    peer_id: str
     role: str
     address: str
     engine: str
@@ -105,7 +105,7 @@ def node_reports(status: Status, peers: frozenset[str]) -> tuple[NodeReport, ...
         phase = status.plan.phase_of(node.peer)
         found.append(
             NodeReport(
-                peer=node.peer,
+                peer_id=node.peer,
                 role=phase.value if phase is not None else "",
                 address=node.address,
                 engine=engine.engine,

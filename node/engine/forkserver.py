@@ -29,6 +29,7 @@ from .logfile import redirect_output
 
 _log = logging.getLogger(__name__)
 
+LAST_EXITS_S = 3.0
 REAP_INTERVAL_S = 0.1  # how late an exit may be reported; the engine's own socket tells of it at once
 
 
@@ -76,6 +77,17 @@ class ForkServer:
             for key, _ in self._selector.select(REAP_INTERVAL_S):
                 self._receive(key.fileobj)  # type: ignore[arg-type]
             self._reap()
+        self._bury()
+
+    def _bury(self) -> None:
+        """The agents are gone, so the engines end too: see them off, or they stay as zombies of nobody."""
+        give_up = time.monotonic() + LAST_EXITS_S
+        while self._children and time.monotonic() < give_up:
+            self._reap()
+            time.sleep(REAP_INTERVAL_S / 10)
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def _tell_all(self, event: protocol.Message) -> None:
         for channel in tuple(self._channels):

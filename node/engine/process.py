@@ -7,13 +7,16 @@ message socket, or dies, the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import signal
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 SUPPORTED_VLLM = "0.32."
 CPU_KV_CACHE_MIB = 256
+MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 IDLE_WAIT_S = 0.001  # between steps while only KV transfers are awaited
 
 
@@ -47,8 +51,10 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     threading.Thread(target=_read, args=(messages, inbox), name="agent-reader", daemon=True).start()
     started = time.monotonic()
     try:
-        runner = EngineRunner(config, outbox)
+        with own_temporary_folder():
+            runner = EngineRunner(config, outbox)
     except StartError as error:
+        _log.exception("the engine does not start")
         outbox.send(protocol.StartFailed(reason=str(error)))
         outbox.flush()
         return 1
@@ -57,6 +63,18 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     runner.loop(inbox)
     outbox.flush()
     return 0
+
+
+@contextlib.contextmanager
+def own_temporary_folder() -> Iterator[None]:
+    """Where vLLM puts the rendezvous file that it needs while it starts, and does not remove."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="p2pserve-engine-", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
 
 class Outbox:
@@ -139,6 +157,7 @@ class EngineRunner:
         self._geometry = geometry
         self._live: dict[str, _Live] = {}
         self._eos = eos_tokens(self._engine.model_config)
+        self._reported: protocol.EngineStats | None = None
 
     def ready(self, load_s: float) -> protocol.Ready:
         """Describe the engine, with the speed of its device measured now."""
@@ -175,9 +194,8 @@ class EngineRunner:
                 self._handle(message)
             outputs = self._engine.step()
             late = self._expire()
-            if outputs or late:
-                self._publish(outputs, late)
-            elif not self._scheduler.running:
+            self._publish(outputs, late)
+            if not outputs and not late and not self._scheduler.running:
                 time.sleep(IDLE_WAIT_S)
 
     def _busy(self) -> bool:
@@ -186,8 +204,12 @@ class EngineRunner:
 
     def _handle(self, message: protocol.ToEngine) -> None:
         match message:
-            case protocol.Submit():
-                self._submit(message)
+            case protocol.Submit(request=request):
+                try:
+                    self._submit(message)
+                except ValueError as error:  # a request that vLLM refuses costs itself, not the others
+                    _log.warning("refused request %s: %s", request, error)
+                    self._give_up(message)
             case protocol.Cancel(request=request):
                 if self._live.pop(request, None) is not None:
                     self._engine.abort_request([request])
@@ -226,6 +248,15 @@ class EngineRunner:
             ),
         )
 
+    def _give_up(self, submit: protocol.Submit) -> None:
+        self._live.pop(submit.request, None)
+        for ticket in (submit.send, submit.receive):
+            if ticket is not None:
+                self.hub.abort(ticket.transfer, "the request was refused")
+                self.hub.close_incoming(ticket.transfer)
+        refused = protocol.NewTokens(submit.request, (), "error")
+        self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
+
     def _expire(self) -> list[protocol.NewTokens]:
         now = time.monotonic()
         late = [request for request, live in self._live.items() if now > live.deadline]
@@ -249,8 +280,10 @@ class EngineRunner:
                     output.request_id, tuple(completion.token_ids), finish, output.num_cached_tokens or 0
                 )
             )
-        if news:
-            self._outbox.send(protocol.Step(outputs=tuple(news), stats=self._stats()))
+        stats = self._stats()
+        if news or stats != self._reported:  # also when requests have gone without a word: routes follow the load
+            self._reported = stats
+            self._outbox.send(protocol.Step(outputs=tuple(news), stats=stats))
 
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self._scheduler.get_request_counts()
@@ -300,10 +333,13 @@ def build_engine(config: protocol.EngineConfig) -> Any:
                 ),
             )
         )
-    except (ValueError, RuntimeError, OSError, AssertionError, TypeError, KeyError) as error:
+    except Exception as error:
         # vLLM's configuration errors come wrapped in pages of context; the first line says what is wrong.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise StartError(f"vLLM cannot load {config.model}: {' '.join(lines[:3]) or type(error).__name__}") from error
+        text = " ".join(lines[:3]) or type(error).__name__
+        if len(text) > MAX_REASON:
+            text = f"{text[:MAX_REASON]}..."
+        raise StartError(f"vLLM cannot load {config.model}: {text}") from error
 
 
 def eos_tokens(model_config: Any) -> tuple[int, ...]:

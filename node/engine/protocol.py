@@ -11,13 +11,15 @@ This module imports neither torch nor vLLM: the agent loads it.
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from ...kvtransport.tickets import Ticket
 
 MAX_MESSAGE: Final = 64 << 20
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Figure = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -128,10 +130,10 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of the scheduler after a step."""
 
-    running: int
-    waiting: int
-    kv_usage: float
-    kv_free_tokens: int
+    running: Count
+    waiting: Count
+    kv_usage: Figure
+    kv_free_tokens: Count
 
 
 class Step(Message, frozen=True, kw_only=True, tag="step"):

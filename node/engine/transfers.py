@@ -32,6 +32,8 @@ from .protocol import TransferReport
 
 Report = Callable[[TransferReport], None]
 
+MAX_EARLY = 64  # connections that may wait for the engine thread to hear of their request
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPiece:
@@ -125,7 +127,7 @@ class Outgoing:
             else:
                 reason = piece if isinstance(piece, str) else "given up"
                 stream.abort(reason)
-        except (TransferError, OSError, ValueError) as error:
+        except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
             reason = str(error) or type(error).__name__
         finally:
             if stream is not None:
@@ -234,7 +236,7 @@ class Incoming:
         with self._room:
             if self._failure is None:
                 self._failure = reason
-            self._inbox, self._held = [], 0
+            # What has been decoded stays in the inbox: `arrived_tokens` counts it, so it must still be taken.
             self._room.notify_all()
             stream = self._stream
         if stream is not None:
@@ -245,6 +247,8 @@ class Incoming:
             for frame in stream:
                 self._deliver(frame)
             with self._room:
+                if not self._assembly.done:
+                    raise ValueError(f"the transfer ended after {self._assembly.complete_tokens()} complete positions")
                 self._complete = True
                 self._room.wait_for(lambda: self._applied or self._failure, self._remaining())
                 applied, failure = self._applied, self._failure
@@ -253,6 +257,7 @@ class Incoming:
             else:
                 stream.abort(failure or "the engine did not take the KV before the deadline")
         except (TransferError, OSError, ValueError) as error:
+            stream.abort(str(error))
             with self._room:
                 if self._failure is None and not self._applied:
                     self._failure = str(error) or type(error).__name__
@@ -303,6 +308,7 @@ class TransferHub:
         self._lock = threading.Lock()
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, Incoming] = {}
+        self._early: dict[bytes, socket.socket] = {}
 
     def __repr__(self) -> str:
         return f"<TransferHub sending={len(self._outgoing)} receiving={len(self._incoming)}>"
@@ -314,16 +320,35 @@ class TransferHub:
 
     def expect(self, ticket: Ticket, tokens: int) -> None:
         """Open the receiving end for the first `tokens` positions of a prompt."""
+        incoming = Incoming(ticket, tokens, self._geometry, self._limit)
         with self._lock:
-            self._incoming[ticket.transfer] = Incoming(ticket, tokens, self._geometry, self._limit)
+            self._incoming[ticket.transfer] = incoming
+            early = self._early.pop(ticket.transfer, None)
+        if early is not None:
+            incoming.attach(early)
 
     def attach(self, transfer: bytes, connection: socket.socket) -> None:
-        """Hand over an accepted socket; one that nobody expects is closed."""
-        incoming = self.incoming(transfer)
-        if incoming is None:
-            connection.close()
-        else:
+        """Hand over an accepted socket.
+
+        It may come before its request, which waits while the engine thread is busy with a step: then it is kept.
+        The agent lets only transfers of its requests through, so few wait here; beyond a bound the oldest goes.
+        """
+        unwanted: socket.socket | None = None
+        with self._lock:
+            incoming = self._incoming.get(transfer)
+            if incoming is None:
+                unwanted = self._keep(transfer, connection)
+        if incoming is not None:
             incoming.attach(connection)
+        elif unwanted is not None:
+            unwanted.close()
+
+    def _keep(self, transfer: bytes, connection: socket.socket) -> socket.socket | None:
+        """Put an early connection by; return the one there is no place for."""
+        if transfer in self._early:
+            return connection
+        self._early[transfer] = connection
+        return self._early.pop(next(iter(self._early))) if len(self._early) > MAX_EARLY else None
 
     def outgoing(self, transfer: bytes) -> Outgoing | None:
         """The sending end, while it is open."""

@@ -64,7 +64,7 @@ def test_two_nodes_answer_as_a_single_engine_does(model: str, tmp_path: Path) ->
     assert report["problems"] == []
     assert report["ok"] is True
     assert sorted(node["role"] for node in report["nodes"]) == ["decode", "prefill"]
-    assert all(node["peer"] and node["engine"].startswith("vllm") for node in report["nodes"])
+    assert all(node["peer_id"] and node["engine"].startswith("vllm") for node in report["nodes"])
     assert report["coordinator"] == report["bootstrap"]
     assert report["plan"]["codec"] == "raw"
     assert len(report["requests"]) == 3
@@ -73,7 +73,7 @@ def test_two_nodes_answer_as_a_single_engine_does(model: str, tmp_path: Path) ->
         assert request["identical_to_single_engine"]
         assert request["tokens_agreeing"] == request["completion_tokens"] > 0
         assert request["kv_bytes_wire"] >= request["kv_bytes_raw"] > 0
-        assert {request["prefill_node"], request["decode_node"]} == {node["peer"] for node in report["nodes"]}
+        assert {request["prefill_node"], request["decode_node"]} == {node["peer_id"] for node in report["nodes"]}
     assert max(request["prompt_tokens"] for request in report["requests"]) > 100
     if model == "bundled":
         assert 0.5 < report["model_bits_per_byte"] < 4
