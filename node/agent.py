@@ -37,7 +37,7 @@ from ..bootstrap import (
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.membership import MemberState
 from ..bootstrap.network import Network
-from ..kvtransport import TransferError, read_hello
+from ..kvtransport import HELLO_BYTES, TransferError, read_hello
 from . import hardware, messages
 from .coordination import Coordinator
 from .engine import protocol
@@ -46,15 +46,17 @@ from .home import NodeError, leave_node, locked
 from .model import Model, open_model
 from .supervisor import Supervisor
 from .text import TextModel
-from .view import NetworkView, decode_adverts
+from .view import NetworkView
 from .worker import Worker
 
 __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
 
 TOKEN_LIFETIME_S = 365 * 86400.0
 ADVERT_INTERVAL_S = 1.0
+WATCH_INTERVAL_S = 0.05
 HELLO_TIMEOUT_S = 5.0
-MAX_PENDING_HELLOS = 32
+HELLO_POLL_S = 0.02
+MAX_PENDING_HELLOS = 256
 RTT_NEWS = 0.25  # a round trip is worth telling again when it has moved by this fraction
 
 Say = Callable[[str], None]
@@ -169,7 +171,7 @@ class Node:
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._draining = False
-        self._hello_limiter = trio.CapacityLimiter(MAX_PENDING_HELLOS)
+        self._pending_hellos = 0
         self._worker: Worker | None = None
         self._gateway: Gateway | None = None
         self._nursery: trio.Nursery | None = None
@@ -230,7 +232,6 @@ class Node:
             connections=Connections(network.request, network.notify, wait_changed),
             model=info,
             text=self._text,
-            codec=self._settings.codec,
             nursery=nursery,
         )
         self._worker, self._gateway = worker, gateway
@@ -309,24 +310,26 @@ class Node:
     # ---- the data port --------------------------------------------------------------------------------------
 
     def _on_data_socket(self, connection: socket.socket, peeked: bytes) -> None:
-        """A KV connection has arrived at the port: read its hello elsewhere, this is the event loop."""
-        if self._nursery is None or self._worker is None:
+        """A KV connection has arrived at the port, and its hello may take a while: this is the event loop."""
+        if self._nursery is None or self._worker is None or self._pending_hellos >= MAX_PENDING_HELLOS:
             connection.close()
             return
+        self._pending_hellos += 1
         self._nursery.start_soon(self._hand_over, connection, self._worker)
 
     async def _hand_over(self, connection: socket.socket, worker: Worker) -> None:
+        transfer = b""
         try:
-            transfer = await trio.to_thread.run_sync(
-                read_hello, connection, HELLO_TIMEOUT_S, limiter=self._hello_limiter
-            )
+            with trio.move_on_after(HELLO_TIMEOUT_S):
+                transfer = await wait_hello(connection)
         except (TransferError, OSError):
-            connection.close()  # whoever it was did not speak the protocol; a real sender reports the failure
-            return
-        except BaseException:
-            connection.close()
-            raise
-        worker.attach(transfer, connection)
+            transfer = b""  # whoever it was did not speak the protocol; a real sender reports the failure
+        finally:
+            self._pending_hellos -= 1
+            if not transfer:
+                connection.close()
+        if transfer:
+            worker.attach(transfer, connection)
 
     # ---- telling and listening --------------------------------------------------------------------------------
 
@@ -337,7 +340,7 @@ class Node:
             advert = self._advert(network, published)
             if advert != published:
                 published = advert
-                network.publish(messages.ADVERT, msgspec.msgpack.encode(advert))
+                self._publish(network, messages.ADVERT, msgspec.msgpack.encode(advert))
             with trio.move_on_after(ADVERT_INTERVAL_S):
                 await self._news.wait()
             if self._news.is_set():
@@ -347,6 +350,8 @@ class Node:
         known = before.rtt_s if before is not None else {}
         rtts: dict[str, float] = {}
         for member in network.members():
+            if member.role is Role.CLIENT:
+                continue
             rtt, old = member.rtt_s, known.get(member.peer_id)
             if rtt is not None:
                 rtts[member.peer_id] = rtt if old is None or abs(rtt - old) > RTT_NEWS * old else old
@@ -368,7 +373,7 @@ class Node:
         revision = -1
         while True:
             revision = await network.wait_changed(revision)
-            self._view.adverts, _ = decode_adverts(network.entries(messages.ADVERT))
+            self._view.update(network.entries(messages.ADVERT))
             self._note_members(network)
             leader = network.coordinator
             if leader != self._leader:
@@ -384,9 +389,16 @@ class Node:
             if plan is not None and leader is not None:
                 payload = msgspec.msgpack.encode(plan)
                 self._view.consider_plan(leader[0], leader[1], payload)  # our own word counts without its echo
-                network.publish(messages.PLAN, payload)
+                self._publish(network, messages.PLAN, payload)
                 self._say_plan(network.peer_id)
-            await trio.lowlevel.checkpoint()
+            # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
+            await trio.sleep(WATCH_INTERVAL_S)
+
+    def _publish(self, network: Network, kind: str, payload: bytes) -> None:
+        try:
+            network.publish(kind, payload)
+        except ValueError as error:  # too large to be gossiped: worth a word, not a node
+            self._say(f"the {kind} was not published: {error}")
 
     def _note_members(self, network: Network) -> None:
         alive = {
@@ -420,6 +432,22 @@ class Node:
         with trio.move_on_after(self._settings.drain_s):
             while not all(part.idle for part in parts):  # noqa: ASYNC110 (two rooms' worth of state, seconds at most)
                 await trio.sleep(0.05)
+
+
+async def wait_hello(connection: socket.socket) -> bytes:
+    """The transfer id of a KV connection's hello, without a thread: strangers may connect and say nothing.
+
+    Raises TransferError for what is no hello, OSError when the connection fails.
+    """
+    connection.setblocking(False)
+    while True:
+        await trio.lowlevel.wait_readable(connection)
+        seen = len(connection.recv(HELLO_BYTES, socket.MSG_PEEK))
+        if seen in (0, HELLO_BYTES):
+            break
+        await trio.sleep(HELLO_POLL_S)  # readable, but not all of it yet: the kernel has no word for that
+    connection.setblocking(True)
+    return read_hello(connection, HELLO_TIMEOUT_S)
 
 
 def _tokens(membership: _Membership, address: Address, identity: Identity) -> dict[str, str]:

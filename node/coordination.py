@@ -17,6 +17,7 @@ class Coordinator:
         self._own = own
         self._codec = codec
         self._numbered: tuple[int, int] = (-1, 0)  # (epoch, last version used in it)
+        self._seen: object = None  # what was planned from last: the same need not be planned again
 
     def decide(self, view: NetworkView, leader: tuple[PeerId, int] | None) -> Plan | None:
         """A plan to publish now, or None when there is nothing to say."""
@@ -29,12 +30,17 @@ class Coordinator:
         previous = view.plan if view.plan is not None and view.plan.service == service else None
         if previous is not None and previous.epoch > epoch:
             return None  # an election has overtaken us; the next change of the view will say so
+        boxes, links = view.boxes(service), view.links()
+        seen = (epoch, previous, boxes, links)
+        if seen == self._seen:
+            return None
+        self._seen = seen
         version = self._numbered[1] + 1 if self._numbered[0] == epoch else 1
         if previous is not None and previous.epoch == epoch:
             version = max(version, previous.version + 1)
         plan = make_plan(
-            view.boxes(service),
-            view.links(),
+            boxes,
+            links,
             service=service,
             epoch=epoch,
             version=version,

@@ -164,6 +164,7 @@ async def start_fork_server_process(channels: list[socket.socket], *, log: Path 
         stdout=subprocess.DEVNULL,
         pass_fds=[channel.fileno() for channel in channels],
         env=environment,
+        start_new_session=True,  # Ctrl-C in the terminal is for the agent, which hangs up when it is done
     )
 
 
@@ -190,6 +191,7 @@ class EngineLink:
         on_message: Callable[[protocol.FromEngine], None],
     ) -> None:
         self._messages = messages
+        sockets.setblocking(False)  # the event loop waits for no engine
         self._sockets = sockets
         self._on_message = on_message
         self._outbox_send, self._outbox = trio.open_memory_channel[protocol.Message](float("inf"))
@@ -216,8 +218,14 @@ class EngineLink:
         self._outbox_send.send_nowait(message)
 
     def attach(self, transfer: bytes, connection: socket.socket) -> None:
-        """Give the engine an accepted socket whose hello named `transfer`; the caller closes its copy."""
-        socket.send_fds(self._sockets, [transfer], [connection.fileno()])
+        """Give the engine an accepted socket whose hello named `transfer`; the caller closes its copy.
+
+        Raises EngineLost when the engine does not take it.
+        """
+        try:
+            socket.send_fds(self._sockets, [transfer], [connection.fileno()])
+        except OSError as error:
+            raise EngineLost(f"the engine process takes no connections: {error.strerror}") from error
 
     async def wait_started(self, log: Path | None) -> None:
         """Wait for the model. Raises EngineStartError."""
@@ -288,8 +296,12 @@ class EngineLink:
                 return
             if not data:
                 return
-            for body in unframer.feed(data):
-                self._dispatch(body)
+            try:
+                for body in unframer.feed(data):
+                    self._dispatch(body)
+            except protocol.EngineProtocolError as error:
+                self._failure = f"the engine process sent what is no message: {error}"
+                return
 
     def _dispatch(self, body: bytes) -> None:
         try:

@@ -7,6 +7,7 @@ When the engine that prefills is lost, the decode engine is told to compute the 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -23,11 +24,17 @@ from .request import LiveRequest, check, tokenize
 from .text import PromptError, TextModel
 from .view import NetworkView
 
+_log = logging.getLogger(__name__)
+
 OPEN_TIMEOUT_S = 10.0
 NO_ENGINE_GRACE_S = 5.0  # how long a request waits for an engine when none is even starting
 FIGURES_GRACE_S = 0.5  # how long an answer waits for the transfer's report, which travels another way
 
 Event = messages.Tokens | messages.PrefillEnded | str  # a str is the id of a peer that was lost
+
+
+class _Refused(Exception):
+    """An engine says that it can never serve this request: another one would say the same."""
 
 
 @final
@@ -38,6 +45,7 @@ class _Attempt:
     id: str
     decode: PeerId
     prefill: PeerId | None
+    codec: str
     send: trio.MemorySendChannel[Event]
     events: trio.MemoryReceiveChannel[Event]
     prefill_open: bool = False
@@ -54,6 +62,7 @@ class _Progress:
     first_token: float | None = None
     last_token: float | None = None
     attempts: int = 0
+    codec: str = "raw"
     cached_tokens: int = 0
     route: tuple[PeerId | None, PeerId] | None = None
     recovered: list[str] = field(default_factory=list)
@@ -95,18 +104,17 @@ class Gateway:
         connections: Connections,
         model: ModelInfo,
         text: TextModel,
-        codec: str,
         nursery: trio.Nursery,
     ) -> None:
         self._view = view
         self._connections = connections
         self._model = model
         self._text = text
-        self._codec = codec
         self._nursery = nursery
         self._attempts: dict[str, _Attempt] = {}
         self._scopes: dict[tuple[PeerId, str], trio.CancelScope] = {}
         self._in_flight: Counter[PeerId] = Counter()
+        self._tokenizing = trio.CapacityLimiter(2)
         self._draining = False
 
     def __repr__(self) -> str:
@@ -129,15 +137,23 @@ class Gateway:
             raise RemoteError("invalid", f"service: {body.service} is not served here; {self._model.service} is")
         if (client, body.request) in self._scopes:
             raise RemoteError("invalid", f"request: the id {body.request} is in use")
-        try:
-            check(body)
-            prompt, max_tokens = tokenize(body, self._text, self._max_model_len())
-        except PromptError as error:
-            raise RemoteError("invalid", str(error)) from error
-        live = LiveRequest(body, prompt, max_tokens, self._text.decoder())
         now = trio.current_time()
         progress = _Progress(client, now, now + body.deadline_s)
+        # From here on the client may stop the request, also while its prompt is still being tokenised.
         scope = self._scopes[client, body.request] = trio.CancelScope(deadline=progress.deadline)
+        try:
+            check(body)
+            longest = self._max_model_len()
+            # Seconds for megabytes of text: not on the event loop, and only a few at a time.
+            prompt, max_tokens = await trio.to_thread.run_sync(
+                tokenize, body, self._text, longest, limiter=self._tokenizing
+            )
+        except BaseException as error:
+            del self._scopes[client, body.request]
+            if isinstance(error, PromptError):
+                raise RemoteError("invalid", str(error)) from error
+            raise
+        live = LiveRequest(body, prompt, max_tokens, self._text.decoder())
         self._nursery.start_soon(self._serve, live, progress, scope, name=f"request {body.request}")
         return messages.Generating(service=self._model.service, prompt_tokens=len(prompt))
 
@@ -185,8 +201,12 @@ class Gateway:
             with scope:
                 while live.finish is None:
                     await self._attempt(live, progress)
-        except NoRoute as no_route:
-            error = str(no_route)
+        except (NoRoute, _Refused) as ended:
+            error = str(ended)
+        except Exception as bug:
+            # One request's trouble must not end the node. The client hears of it, and the log has the traceback.
+            _log.exception("request %s", live.id)
+            error = f"internal error: {type(bug).__name__}"
         finally:
             del self._scopes[progress.client, live.id]
         if live.finish is None and not error:
@@ -210,7 +230,9 @@ class Gateway:
         chosen = await self._choose(live, progress)
         progress.attempts += 1
         send, receive = trio.open_memory_channel[Event](float("inf"))
-        attempt = _Attempt(secrets.token_hex(12), *chosen, send, receive)
+        plan = self._view.plan
+        progress.codec = plan.codec if plan is not None else progress.codec
+        attempt = _Attempt(secrets.token_hex(12), *chosen, progress.codec, send, receive)
         self._attempts[attempt.id] = attempt
         progress.route = (attempt.prefill, attempt.decode)
         peers = [attempt.decode, *([attempt.prefill] if attempt.prefill else [])]
@@ -250,8 +272,7 @@ class Gateway:
         unusable = {
             peer
             for peer in map(PeerId, plan.peers)
-            if not view.serving(peer, plan.service)
-            or (peer in progress.failed and progress.failed[peer] >= view.starts(peer))
+            if not view.serving(peer, plan.service) or progress.failed.get(peer) == view.starts(peer)
         }
         tokens = len(live.prompt) + len(live.tokens)
         loads = view.loads(self._in_flight)
@@ -276,7 +297,7 @@ class Gateway:
                     sampling=sampling,
                     deadline_s=deadline_s,
                     receive_tokens=len(prompt) if attempt.prefill is not None else 0,
-                    codec=self._codec,
+                    codec=attempt.codec,
                 ),
                 messages.DecodeOpened,
                 timeout=OPEN_TIMEOUT_S,
@@ -287,6 +308,7 @@ class Gateway:
         assert isinstance(opened, messages.DecodeOpened)
         if attempt.prefill is None or opened.ticket is None:
             return True
+        attempt.prefill_open = True  # from now on it may be at work, whether or not its answer gets here
         try:
             await self._connections.request(
                 attempt.prefill,
@@ -301,8 +323,8 @@ class Gateway:
                 messages.Opened,
                 timeout=OPEN_TIMEOUT_S,
             )
-            attempt.prefill_open = True
         except NetworkError as error:
+            self._tell(attempt.prefill, "request.stop", messages.StopRequest(request=attempt.id))
             self._without_kv(attempt, progress, str(error))
         return True
 
@@ -312,6 +334,8 @@ class Gateway:
             match event:
                 case messages.PrefillEnded():
                     self._on_prefill(event, attempt, progress)
+                case messages.Tokens(refused=refused) if refused:
+                    raise _Refused(f"the engine refuses the request: {refused}")
                 case messages.Tokens(failed=failed) if failed:
                     self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {failed}")
                     return False
@@ -324,7 +348,8 @@ class Gateway:
                     self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)} was lost")
                     return False
                 case str():
-                    self._without_kv(attempt, progress, "it was lost")
+                    if attempt.prefill_open:  # else its part was over
+                        self._without_kv(attempt, progress, "it was lost")
         return False
 
     def _on_tokens(self, event: messages.Tokens, live: LiveRequest, progress: _Progress) -> None:
@@ -335,11 +360,15 @@ class Gateway:
             if progress.first_token is None:
                 progress.first_token = progress.last_token
                 progress.cached_tokens = event.cached_tokens
+        before = len(live.tokens)
         text = live.on_tokens(event.tokens, event.finish)
-        if event.tokens or text:
-            self._notify(progress.client, messages.Chunk(request=live.id, text=text, tokens=event.tokens))
+        tokens = tuple(live.tokens[before:])
+        if tokens or text:
+            self._notify(progress.client, messages.Chunk(request=live.id, text=text, tokens=tokens))
 
     def _on_prefill(self, event: messages.PrefillEnded, attempt: _Attempt, progress: _Progress) -> None:
+        if not attempt.prefill_open:
+            return  # it was given up before it said so
         attempt.prefill_open = False
         if event.failed:
             self._without_kv(attempt, progress, event.failed)
@@ -379,7 +408,7 @@ class Gateway:
             e2e_s=last - progress.arrived,
             prefill_node=prefill,
             decode_node=decode,
-            codec=self._codec,
+            codec=progress.codec,
             attempts=progress.attempts,
             recovered=tuple(progress.recovered),
             cached_tokens=progress.cached_tokens,

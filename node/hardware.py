@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import platform
+from typing import Annotated
 
 import msgspec
 import psutil
+
+Memory = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as NVML names it."""
 
     name: str
-    memory_gib: float
+    memory_gib: Memory
     uuid: str
 
 
@@ -25,7 +28,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """A box as it is advertised. `cores` and `memory_gib` are what this process may use."""
 
     cores: int
-    memory_gib: float
+    memory_gib: Memory
     processor: str
     gpus: tuple[Gpu, ...] = ()
 

@@ -30,6 +30,8 @@ def locked(home: Path) -> Iterator[None]:
             raise NodeError(
                 f"home {home}: a node is running there already; stop it with `p2pserve leave`, or give --home"
             ) from None
+        except OSError as error:
+            raise NodeError(f"home {home}: cannot be locked: {error.strerror}; give another folder") from error
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -42,16 +44,18 @@ def locked(home: Path) -> Iterator[None]:
 
 
 def running_pid(home: Path) -> int | None:
-    """The pid of the node that holds `home`, or None."""
+    """The pid of the node that holds `home`, or None. Raises NodeError for a folder that cannot be read."""
     try:
         with _lock_file(home).open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 text = file.read(32).decode("ascii", "replace").strip()
-                return int(text) if text.isdigit() else None
-    except FileNotFoundError:
+                return (int(text) or None) if text.isdigit() else None  # 0 would be everyone of this group
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise NodeError(f"home {home}: cannot be read: {error.strerror}; give its folder with --home") from error
     return None
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ..coordinator import Plan
 from ..kvtransport.tickets import Ticket
-from .engine.protocol import EngineStats, Sampling
+from .engine.protocol import Count, EngineStats, Figure, Sampling
 from .hardware import Hardware
 from .model import ModelInfo
 
@@ -23,6 +23,9 @@ PLAN: Final = "plan"
 MAX_PROMPT_BYTES: Final = 3 << 20  # below the control stream's frame bound
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,11 +40,11 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     engine: str = ""
     device: str = ""
     dtype: str = ""
-    tflops: float = 0.0
-    memory_gbps: float = 0.0
-    kv_tokens: int = 0
-    max_model_len: int = 0
-    starts: int = 0
+    tflops: Figure = 0.0
+    memory_gbps: Figure = 0.0
+    kv_tokens: Count = 0
+    max_model_len: Count = 0
+    starts: Count = 0
     pid: int = 0  # of the engine process, on its own box
 
 
@@ -55,7 +58,7 @@ class Advert(Message, frozen=True, kw_only=True):
     model: ModelInfo | None = None
     engine: EngineAdvert | None = None
     stats: EngineStats | None = None
-    rtt_s: dict[str, float] = {}
+    rtt_s: dict[Name, Figure] = {}
 
 
 class DecodeOpen(Message, frozen=True, kw_only=True):
@@ -63,10 +66,10 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
 
     request: RequestId
     service: str
-    prompt: tuple[int, ...]
+    prompt: Prompt
     sampling: Sampling
     deadline_s: Deadline
-    receive_tokens: int
+    receive_tokens: Count
     codec: str
 
 
@@ -81,7 +84,7 @@ class PrefillOpen(Message, frozen=True, kw_only=True):
 
     request: RequestId
     service: str
-    prompt: tuple[int, ...]
+    prompt: Prompt
     deadline_s: Deadline
     ticket: Ticket
 
@@ -110,13 +113,14 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True):
-    """New tokens of a request. `failed` says that this node cannot go on with it; another one may."""
+    """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can."""
 
     request: RequestId
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[Token, ...] = ()
     finish: str | None = None
     cached_tokens: int = 0
     failed: str = ""
+    refused: str = ""
 
 
 class StopRequest(Message, frozen=True, kw_only=True):

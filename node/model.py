@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import msgspec
 
@@ -19,9 +19,9 @@ class ModelError(Exception):
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the network needs to know of a model; `service` names it, the same on every box."""
 
-    service: str
+    service: Annotated[str, msgspec.Meta(min_length=1)]
     name: str
-    layers: int
+    layers: Annotated[int, msgspec.Meta(ge=1)]
     hidden: int
     kv_heads: int
     head_dim: int
@@ -35,7 +35,7 @@ class Model:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
-        self.config = _read_json(folder / "config.json", name)
+        self.config = read_json(folder / "config.json", name)
         _check_architecture(self.config, name)
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"model {name}: no tokenizer.json in {folder}; convert the tokenizer to the fast format")
@@ -51,10 +51,13 @@ def open_model(name: str) -> Model:
     """
     if name == "bundled":
         return Model(name, BUNDLED)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # ~ of nobody
+        raise ModelError(f"model {name}: no such folder: {error}") from error
+    if name and path.is_dir():
         return Model(path.resolve().name, path.resolve())
-    if path.exists():
+    if name and path.exists():
         raise ModelError(f"model {name}: this is a file; give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(f"model {name}: no such folder (and not a Hugging Face id of the form owner/name)")
@@ -79,14 +82,18 @@ def _download(name: str) -> Path:
         raise ModelError(
             f"model {name}: not in the local cache and the hub cannot be reached; give a folder instead"
         ) from error
+    except Exception as error:  # the library lets those of its HTTP client pass, and has changed that client
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"model {name}: it cannot be fetched from the hub: {text}; give a folder instead") from error
 
 
-def _read_json(path: Path, name: str) -> dict[str, Any]:
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """A JSON object from a model's folder. Raises ModelError."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ModelError(f"model {name}: no {path.name} in {path.parent}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model {name}: {path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"model {name}: {path} is not a JSON object")
@@ -94,7 +101,8 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _check_architecture(config: dict[str, Any], name: str) -> None:
-    architectures = config.get("architectures") or []
+    named = config.get("architectures")
+    architectures = named if isinstance(named, list) else []
     if not any(str(a).endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
         shown = ", ".join(map(str, architectures)) or "none named"
         raise ModelError(f"model {name}: not a causal language model (architectures: {shown})")
@@ -114,8 +122,10 @@ def _info(name: str, config: dict[str, Any], folder: Path) -> ModelInfo:
             vocabulary=int(config["vocab_size"]),
             max_model_len=int(config.get("max_position_embeddings") or 2048),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"model {name}: config.json lacks or garbles {error}") from error
+    except OSError as error:
+        raise ModelError(f"model {name}: {error.filename} cannot be read: {error.strerror}") from error
 
 
 def _fingerprint(folder: Path) -> str:

@@ -11,6 +11,7 @@ from .text import PromptError, StopFinder, TextDecoder, TextModel
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16
+MAX_TEMPERATURE = 2.0  # vLLM's own bound
 MAX_SEED = (1 << 63) - 1
 
 
@@ -22,22 +23,33 @@ def check(body: Generate) -> None:
         raise PromptError("prompt: it is empty; give at least one character")
     if body.messages is not None and not any(message.content for message in body.messages):
         raise PromptError("messages: they are empty; give at least one with content")
-    size = len(body.prompt or "") + sum(len(message.content) for message in body.messages or ())
+    field = _field(body)
+    size = _bytes(field, body.prompt or "")
+    size += sum(_bytes(field, text) for message in body.messages or () for text in (message.role, message.content))
     if size > MAX_PROMPT_BYTES:
-        raise PromptError(f"prompt: {size} characters; at most {MAX_PROMPT_BYTES} can be sent")
-    try:
-        for text in (body.prompt or "", *(m.content for m in body.messages or ()), *body.stop):
-            text.encode()
-    except UnicodeEncodeError:
-        raise PromptError("prompt: it is not valid Unicode text (lone surrogate); send UTF-8") from None
+        raise PromptError(f"{field}: {size} bytes of text; at most {MAX_PROMPT_BYTES} can be sent")
     _check_sampling(body)
+    for stop in body.stop:
+        _bytes("stop", stop)
+
+
+def _field(body: Generate) -> str:
+    """What the client calls its prompt."""
+    return "prompt" if body.messages is None else "messages"
+
+
+def _bytes(field: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise PromptError(f"{field}: this is not valid Unicode text (lone surrogate); send UTF-8") from None
 
 
 def _check_sampling(body: Generate) -> None:
     if body.max_tokens is not None and body.max_tokens < 1:
         raise PromptError(f"max_tokens: {body.max_tokens} is less than 1")
-    if not math.isfinite(body.temperature) or body.temperature < 0:
-        raise PromptError(f"temperature: {body.temperature} is not a number of 0 or more (0 is greedy)")
+    if not 0 <= body.temperature <= MAX_TEMPERATURE:
+        raise PromptError(f"temperature: {body.temperature} is not a number from 0 (greedy) to {MAX_TEMPERATURE:g}")
     if not 0 < body.top_p <= 1:
         raise PromptError(f"top_p: {body.top_p} is not above 0 and at most 1 (1 switches it off)")
     if body.top_k < 0:
@@ -58,10 +70,10 @@ def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple
         prompt = text.encode(body.prompt or "")
     room = max_model_len - len(prompt)
     if not prompt:
-        raise PromptError("prompt: it has no tokens")
+        raise PromptError(f"{_field(body)}: there are no tokens in this")
     if room < 1:
         raise PromptError(
-            f"prompt: {len(prompt)} tokens are too long; this model holds {max_model_len}, the answer included"
+            f"{_field(body)}: {len(prompt)} tokens are too long; this model holds {max_model_len}, the answer included"
         )
     if body.max_tokens is None:
         return prompt, min(DEFAULT_MAX_TOKENS, room)
@@ -107,9 +119,13 @@ class LiveRequest:
         return (*self.prompt, *self.tokens), sampling
 
     def on_tokens(self, tokens: tuple[int, ...], finish: str | None) -> str:
-        """Take new tokens and return the text they complete; sets `finish` when the answer is over."""
+        """Take new tokens and return the text they complete; sets `finish` when the answer is over.
+
+        What goes beyond the limit is not taken, nor what comes after the end.
+        """
         if self.finish is not None:
             return ""
+        tokens = tokens[: self._max_tokens - len(self.tokens)]
         self.tokens += tokens
         shown = self._stops.push(self._decoder.push(tokens))
         if not self._stops.found and finish is None and len(self.tokens) >= self._max_tokens:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, final
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from .model import ModelError, read_json
 
 
 class PromptError(Exception):
@@ -17,18 +18,25 @@ class PromptError(Exception):
 
 @final
 class TextModel:
-    """Tokenizer and chat template of a model folder."""
+    """Tokenizer and chat template of a model folder. Raises ModelError when one of them cannot be read."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more precise
+            raise ModelError(f"model {folder.name}: tokenizer.json cannot be read: {error}") from error
+        # Settings of its training: a prompt is served whole, or refused.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         settings_file = folder / "tokenizer_config.json"
-        self._settings: dict[str, Any] = json.loads(settings_file.read_text("utf-8")) if settings_file.is_file() else {}
-        template = self._settings.get("chat_template")
-        template_file = folder / "chat_template.jinja"
-        if template is None and template_file.is_file():
-            template = template_file.read_text("utf-8")
-        self._template = _compile(template) if isinstance(template, str) else None
-        self._special = set(self._tokenizer.get_added_tokens_decoder())
+        self._settings: dict[str, Any] = read_json(settings_file, folder.name) if settings_file.is_file() else {}
+        try:
+            template = _template_text(self._settings.get("chat_template"), folder / "chat_template.jinja")
+            self._template = _compile(template) if template is not None else None
+        except (OSError, ValueError, jinja2.TemplateError) as error:
+            raise ModelError(f"model {folder.name}: the chat template cannot be read: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, description in added.items() if description.special}
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Token ids of a plain prompt, with the beginning-of-text token where the model wants one."""
@@ -41,11 +49,14 @@ class TextModel:
         try:
             text = self._template.render(
                 messages=messages,
+                tools=None,
+                documents=None,
                 add_generation_prompt=True,
                 **{key: _token_text(self._settings.get(key)) for key in ("bos_token", "eos_token")},
             )
-        except jinja2.TemplateError as error:
-            raise PromptError(f"messages: the model's chat template refuses them: {error}") from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise PromptError(f"messages: the model's chat template refuses them: {reason}") from error
         # The template writes special tokens itself.
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -54,8 +65,20 @@ class TextModel:
         return TextDecoder(self._tokenizer, self._special)
 
 
+def _template_text(setting: object, file: Path) -> str | None:
+    """The template among a tokenizer's settings (one, or several by name), else the one in a file of its own."""
+    if isinstance(setting, list):
+        named = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
+        setting = named.get("default")
+    if isinstance(setting, str):
+        return setting
+    return file.read_text("utf-8") if file.is_file() else None
+
+
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -105,7 +128,11 @@ class TextDecoder:
 
 @final
 class StopFinder:
-    """Cuts an answer at the first stop string, also one that is spread over several pieces."""
+    """Cuts an answer at the stop string that is complete first, also one that is spread over several pieces.
+
+    Of several that end at the same character the longest counts. So the cut does not depend on how the text
+    came in pieces, which differs between engines.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
@@ -117,10 +144,10 @@ class StopFinder:
         if not self._stops or self.found:
             return "" if self.found else text
         self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        places = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
             self.found = True
-            shown, self._held = self._held[: min(places)], ""
+            shown, self._held = self._held[: min(places)[1]], ""
             return shown
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         shown = self._held[: len(self._held) - keep]

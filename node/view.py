@@ -12,6 +12,11 @@ from ..bootstrap import PeerId
 from ..coordinator import BoxView, LinkView, Load, Plan
 from .messages import Advert
 
+MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
+
+# msgspec reports bad UTF-8 and deep nesting with these, which are no errors of its own.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 _adverts = msgspec.msgpack.Decoder(Advert)
 _plans = msgspec.msgpack.Decoder(Plan)
 
@@ -23,7 +28,7 @@ def decode_adverts(entries: Mapping[PeerId, bytes]) -> tuple[dict[PeerId, Advert
     for peer, payload in entries.items():
         try:
             adverts[peer] = _adverts.decode(payload)
-        except msgspec.MsgspecError:
+        except DECODE_ERRORS:
             refused.append(peer)
     return adverts, tuple(refused)
 
@@ -32,7 +37,7 @@ def decode_plan(payload: bytes) -> Plan | None:
     """A plan, or None for bytes that are none."""
     try:
         return _plans.decode(payload)
-    except (msgspec.MsgspecError, ValueError):
+    except (*DECODE_ERRORS, ValueError):
         return None
 
 
@@ -43,6 +48,15 @@ class NetworkView:
 
     adverts: dict[PeerId, Advert] = field(default_factory=dict)
     plan: Plan | None = None
+    _payloads: dict[PeerId, bytes] = field(default_factory=dict)
+
+    def update(self, entries: Mapping[PeerId, bytes]) -> None:
+        """Take in the adverts of the live members; only what has changed is decoded."""
+        news = {peer: payload for peer, payload in entries.items() if self._payloads.get(peer) != payload}
+        decoded, _ = decode_adverts(news)
+        kept = {peer: advert for peer, advert in self.adverts.items() if peer in entries and peer not in news}
+        self.adverts = kept | decoded
+        self._payloads = dict(entries)
 
     def consider_plan(self, author: PeerId, epoch: int, payload: bytes) -> bool:
         """Follow a plan if its author won the epoch it names and it is newer. Returns whether it was taken.
@@ -91,7 +105,9 @@ class NetworkView:
         found = []
         for peer, advert in self.adverts.items():
             engine, model = advert.engine, advert.model
-            if engine is None or model is None or model.service != service or engine.tflops <= 0:
+            if engine is None or model is None or model.service != service:
+                continue
+            if min(engine.tflops, engine.memory_gbps) < MIN_FIGURE:
                 continue
             found.append(
                 BoxView(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import final
 
 from ..bootstrap import Address, PeerId, PeerLost, RemoteError, Role
-from ..kvtransport.tickets import issue
+from ..kvtransport.errors import TicketError
+from ..kvtransport.tickets import Ticket, issue
 from . import messages
 from .engine import protocol
 from .engine_link import EngineLink, EngineLost
@@ -75,22 +76,16 @@ class Worker:
 
     def gateway_lost(self, gateway: PeerId) -> None:
         """Nobody waits for these requests any more."""
-        for jobs in (self._decodes, self._prefills):
-            for request in [request for request, job in jobs.items() if job.gateway == gateway]:
-                self._cancel(request)
+        for request in [request for request, job in self._decodes.items() if job.gateway == gateway]:
+            self._cancel_decode(request)
+        for request in [request for request, job in self._prefills.items() if job.gateway == gateway]:
+            self._cancel_prefill(request)
 
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
         """Queue a request; with `receive_tokens`, first make a ticket for its KV."""
         engine = self._engine_for(body.service)
-        ticket = None
-        if body.receive_tokens:
-            ticket = issue(
-                self._announce.host,
-                self._announce.port,
-                body.codec,
-                min(body.deadline_s / 2, MAX_TRANSFER_S),
-                secrets.token_bytes,
-            )
+        _refuse_known(body.request, self._decodes)
+        ticket = self._ticket(body) if body.receive_tokens else None
         self._submit(
             engine,
             protocol.Submit(
@@ -109,6 +104,7 @@ class Worker:
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
         """Compute a prompt's KV and push it under the ticket."""
         engine = self._engine_for(body.service)
+        _refuse_known(body.request, self._prefills)
         self._submit(
             engine,
             protocol.Submit(
@@ -124,10 +120,11 @@ class Worker:
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
         """Forget a request of this gateway's."""
-        for jobs in (self._decodes, self._prefills):
-            job = jobs.get(body.request)
-            if job is not None and job.gateway == gateway:
-                self._cancel(body.request)
+        decode, prefill = self._decodes.get(body.request), self._prefills.get(body.request)
+        if decode is not None and decode.gateway == gateway:
+            self._cancel_decode(body.request)
+        if prefill is not None and prefill.gateway == gateway:
+            self._cancel_prefill(body.request)
 
     def stop_transfer(self, gateway: PeerId, role: Role, body: messages.StopTransfer) -> None:
         """No KV will come for this request: its engine computes the prompt."""
@@ -140,7 +137,10 @@ class Worker:
         with connection:
             known = any(job.transfer == transfer for job in self._decodes.values())
             if known and self._engine is not None and self._engine.running:
-                self._engine.attach(transfer, connection)
+                try:
+                    self._engine.attach(transfer, connection)
+                except EngineLost:
+                    pass  # the sender sees its connection end and reports the transfer as failed
 
     def on_engine_message(self, message: protocol.FromEngine) -> None:
         """Pass on what the engine says."""
@@ -158,7 +158,7 @@ class Worker:
         kind, _, request = output.request.partition(":")
         if kind == "prefill":
             # The KV is still on its way; the transfer's own report ends the job, unless it never started.
-            if output.finish in ("deadline", "error"):
+            if output.finish in ("deadline", "error", "refused"):
                 self._end_prefill(request, f"prefill ended with {output.finish}", None)
             return
         job = self._decodes.get(request)
@@ -167,19 +167,21 @@ class Worker:
         if output.finish is not None:
             del self._decodes[request]
         failed = "the engine gave the request up" if output.finish == "error" else ""
+        refused = (output.reason or "no reason given") if output.finish == "refused" else ""
         told = self._tell(
             job.gateway,
             "tokens",
             messages.Tokens(
                 request=request,
                 tokens=output.tokens,
-                finish=None if failed else output.finish,
+                finish=None if failed or refused else output.finish,
                 cached_tokens=output.cached_tokens,
                 failed=failed,
+                refused=refused,
             ),
         )
         if not told:
-            self._cancel(request)  # an answer with a gap would be worse than none
+            self._cancel_decode(request)  # an answer with a gap would be worse than none
 
     def _on_transfer(self, report: protocol.TransferReport) -> None:
         for request, job in self._prefills.items():
@@ -193,6 +195,8 @@ class Worker:
                     hidden_fraction=report.hidden_fraction,
                 )
                 self._end_prefill(request, "" if report.delivered else report.reason or "not delivered", figures)
+                if not report.delivered:
+                    self._send(protocol.Cancel(request=_prefill_id(request)))  # nobody will read the rest of it
                 return
 
     def _end_prefill(self, request: str, failed: str, figures: messages.TransferFigures | None) -> None:
@@ -223,15 +227,34 @@ class Worker:
         except EngineLost as error:
             raise RemoteError("no-engine", str(error)) from error
 
-    def _cancel(self, request: str) -> None:
+    def _ticket(self, body: messages.DecodeOpen) -> Ticket:
+        host, port = self._announce.host, self._announce.port
+        deadline_s = min(body.deadline_s / 2, MAX_TRANSFER_S)
+        try:
+            return issue(host, port, body.codec, deadline_s, secrets.token_bytes)
+        except TicketError as error:
+            raise RemoteError("invalid", str(error)) from error
+
+    def _cancel_decode(self, request: str) -> None:
         if self._decodes.pop(request, None) is not None:
             self._send(protocol.Cancel(request=_decode_id(request)))
-        if self._prefills.pop(request, None) is not None:
+
+    def _cancel_prefill(self, request: str) -> None:
+        prefill = self._prefills.pop(request, None)
+        if prefill is not None:
             self._send(protocol.Cancel(request=_prefill_id(request)))
+            if prefill.transfer is not None:  # the prompt may be done while its KV is still being sent
+                self._send(protocol.AbortTransfer(transfer=prefill.transfer, reason="the request was cancelled"))
 
     def _send(self, message: protocol.Message) -> None:
         if self._engine is not None and self._engine.running:
             self._engine.send(message)
+
+
+def _refuse_known(request: str, jobs: dict[str, _Job]) -> None:
+    """An id names one request: another gateway's must not take over its tokens."""
+    if request in jobs:
+        raise RemoteError("invalid", f"request: the id {request} is in use")
 
 
 def _decode_id(request: str) -> str:

@@ -157,12 +157,8 @@ def _add_join(commands: Commands[_Parser]) -> None:
 
 
 def _add_leave(commands: Commands[_Parser]) -> None:
-    parser = _command(
-        commands, "leave", "let a node of this box finish its requests and stop", "p2pserve leave", None
-    )
-    parser.add_argument(
-        "node", nargs="?", choices=("node", "bootstrap"), default="node", help="which (default: node)"
-    )
+    parser = _command(commands, "leave", "let a node of this box finish its requests and stop", "p2pserve leave", None)
+    parser.add_argument("node", nargs="?", choices=("node", "bootstrap"), default="node", help="which (default: node)")
     _add_home(parser, "the node's own folder is inside it")
     parser.add_argument(
         "--timeout-s", type=_seconds, default=60.0, metavar="S", help="give up after this long (default: 60)"
@@ -219,17 +215,11 @@ def _add_demo(commands: Commands[_Parser]) -> None:
         "p2pserve demo --nodes 4 --codec kv4 --format json",
         ("table", "json"),
     )
-    parser.add_argument(
-        "--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)"
-    )
+    parser.add_argument("--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)")
     parser.add_argument("--prompt", metavar="TEXT", help="instead of Python code from the standard library")
     _add_codec(parser)
-    parser.add_argument(
-        "--max-tokens", type=_positive, default=64, metavar="N", help="for each answer (default: 64)"
-    )
-    parser.add_argument(
-        "--model", default="bundled", help="a folder, a Hugging Face id, or `bundled` (default)"
-    )
+    parser.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="for each answer (default: 64)")
+    parser.add_argument("--model", default="bundled", help="a folder, a Hugging Face id, or `bundled` (default)")
     parser.add_argument(
         "--timeout-s", type=_seconds, default=120.0, metavar="S", help="give up after this long (default: 120)"
     )
@@ -296,7 +286,7 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         help="auto (default): the model's own on a GPU, float32 without one",
     )
     engine.add_argument(
-        "--kv-cache-mib", type=_positive, default=256, metavar="MIB", help="KV cache (default: 256)"
+        "--kv-cache-mib", type=_positive, metavar="MIB", help="KV cache (default: 256 on a CPU, what is free on a GPU)"
     )
     engine.add_argument(
         "--max-batched-tokens",

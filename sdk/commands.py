@@ -222,7 +222,7 @@ def _read_input(arguments: Namespace) -> tuple[str | None, list[dict[str, str]] 
     except ValueError as error:
         raise UsageError(f"messages: {arguments.messages} is not JSON: {error}") from error
     if not isinstance(messages, list):
-        raise UsageError(f"messages: {arguments.messages} holds no list; write [{{\"role\": ..., \"content\": ...}}]")
+        raise UsageError(f'messages: {arguments.messages} holds no list; write [{{"role": ..., "content": ...}}]')
     return None, messages
 
 

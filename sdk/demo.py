@@ -121,9 +121,7 @@ def _code_prompts(text: TextModel, room: int) -> tuple[str, str]:
     raise PromptError("max_tokens: they leave no room for a prompt; give fewer")
 
 
-def _ask(
-    name: str, what: str | list[dict[str, str]], settings: DemoSettings, model: Model, text: TextModel
-) -> Asked:
+def _ask(name: str, what: str | list[dict[str, str]], settings: DemoSettings, model: Model, text: TextModel) -> Asked:
     prompt, messages = (what, None) if isinstance(what, str) else (None, what)
     body: Generate = build_request(prompt, messages, {"max_tokens": settings.max_tokens})
     tokens, _ = tokenize(body, text, model.info.max_model_len)

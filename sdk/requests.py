@@ -58,9 +58,7 @@ class Generation:
     figures: RequestFigures | None
 
 
-def build_request(
-    prompt: str | None, messages: list[dict[str, str]] | None, options: Mapping[str, object]
-) -> Generate:
+def build_request(prompt: str | None, messages: list[dict[str, str]] | None, options: Mapping[str, object]) -> Generate:
     """A checked request. Raises InvalidRequest naming the parameter."""
     fields: dict[str, object] = {**options, "prompt": prompt, "messages": messages, "request": new_request_id()}
     if "request" in options:

@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -93,7 +92,7 @@ class StepWork(KVConnectorMetadata):
     cancelled: list[bytes] = field(default_factory=list)
 
 
-class P2PConnector(KVConnectorBase_V1, SupportsHMA):
+class P2PConnector(KVConnectorBase_V1):
     """Push connector over p2pserve's own encrypted streams."""
 
     # vLLM constructs connectors by name, so the hub can only be found through the class. One engine lives in a
@@ -103,6 +102,11 @@ class P2PConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            # This connector does not claim hybrid caches, so vLLM joins sliding windows and full attention in one
+            # group; what it cannot join (state-space layers) has no KV that could be handed over.
+            raise ValueError(f"this model keeps {groups} kinds of cache; only plain attention can be handed over")
         self._context = vllm_config.compilation_config.static_forward_context
         # Scheduler's side
         self._sends: dict[str, _Send] = {}
@@ -198,12 +202,6 @@ class P2PConnector(KVConnectorBase_V1, SupportsHMA):
         if receive is not None:
             self._cancelled.append(receive.transfer)
         return False, None
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same for models with several groups of KV caches."""
-        return self.request_finished(request, block_ids[0])
 
     # ---- worker's side ----------------------------------------------------------------------------------
 

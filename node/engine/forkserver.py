@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -137,6 +138,9 @@ class ForkServer:
             from .process import run_engine
 
             status = run_engine(request.config, messages, sockets)
+        except BaseException:
+            traceback.print_exc()  # nobody else would: the process ends below
+            raise
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -157,6 +157,7 @@ class EngineRunner:
         self._geometry = geometry
         self._live: dict[str, _Live] = {}
         self._eos = eos_tokens(self._engine.model_config)
+        self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reported: protocol.EngineStats | None = None
 
     def ready(self, load_s: float) -> protocol.Ready:
@@ -175,7 +176,7 @@ class EngineRunner:
             layers=self._geometry.layers,
             kv_heads=self._geometry.heads,
             head_dim=self._geometry.head_dim,
-            vocabulary=model.get_vocab_size(),
+            vocabulary=self._vocabulary,
             max_model_len=model.max_model_len,
             kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
             eos_tokens=self._eos,
@@ -207,9 +208,11 @@ class EngineRunner:
             case protocol.Submit(request=request):
                 try:
                     self._submit(message)
-                except ValueError as error:  # a request that vLLM refuses costs itself, not the others
+                except Exception as error:
+                    # Whatever vLLM has against a request, it says so before the scheduler has it (its own errors are
+                    # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
-                    self._give_up(message)
+                    self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
             case protocol.Cancel(request=request):
                 if self._live.pop(request, None) is not None:
                     self._engine.abort_request([request])
@@ -222,6 +225,9 @@ class EngineRunner:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        worst = max(submit.prompt)
+        if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
+            raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
         params: dict[str, Any] | None = None
         if submit.send is not None:
             params = send_params(submit.send.transfer)
@@ -248,13 +254,13 @@ class EngineRunner:
             ),
         )
 
-    def _give_up(self, submit: protocol.Submit) -> None:
+    def _give_up(self, submit: protocol.Submit, reason: str) -> None:
         self._live.pop(submit.request, None)
         for ticket in (submit.send, submit.receive):
             if ticket is not None:
                 self.hub.abort(ticket.transfer, "the request was refused")
                 self.hub.close_incoming(ticket.transfer)
-        refused = protocol.NewTokens(submit.request, (), "error")
+        refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
         self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
 
     def _expire(self) -> list[protocol.NewTokens]:

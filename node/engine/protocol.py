@@ -119,12 +119,13 @@ class StartFailed(Message, frozen=True, kw_only=True, tag="start-failed"):
 
 
 class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one step added to a request. `finish`: stop, length, deadline or error; None while it runs."""
+    """What one step added to a request. `finish`: stop, length, deadline, error or refused; None while it runs."""
 
     request: str
     tokens: tuple[int, ...]
     finish: str | None = None
     cached_tokens: int = 0  # prompt positions whose KV was not computed here
+    reason: str = ""  # why it was refused
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

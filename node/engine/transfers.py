@@ -33,6 +33,7 @@ from .protocol import TransferReport
 Report = Callable[[TransferReport], None]
 
 MAX_EARLY = 64  # connections that may wait for the engine thread to hear of their request
+MAX_REMEMBERED = 1024  # transfers that are over, whose connections may still come
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +310,7 @@ class TransferHub:
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, Incoming] = {}
         self._early: dict[bytes, socket.socket] = {}
+        self._over: dict[bytes, None] = {}  # in order of their end
 
     def __repr__(self) -> str:
         return f"<TransferHub sending={len(self._outgoing)} receiving={len(self._incoming)}>"
@@ -345,7 +347,7 @@ class TransferHub:
 
     def _keep(self, transfer: bytes, connection: socket.socket) -> socket.socket | None:
         """Put an early connection by; return the one there is no place for."""
-        if transfer in self._early:
+        if transfer in self._early or transfer in self._over:
             return connection
         self._early[transfer] = connection
         return self._early.pop(next(iter(self._early))) if len(self._early) > MAX_EARLY else None
@@ -364,6 +366,12 @@ class TransferHub:
         """Forget a receiving end whose KV has been applied or is no longer wanted."""
         with self._lock:
             self._incoming.pop(transfer, None)
+            early = self._early.pop(transfer, None)
+            self._over[transfer] = None
+            if len(self._over) > MAX_REMEMBERED:
+                del self._over[next(iter(self._over))]
+        if early is not None:
+            early.close()
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """End a transfer in either direction."""

@@ -31,9 +31,7 @@ from p2pserve.sdk.requests import Generation
 from p2pserve.sdk.status_view import COLUMNS, node_row, plan_lines, print_status
 
 BOOT, FIRST, SECOND = "12D3boot01", "12D3first1", "12D3second"
-MODEL = ModelInfo(
-    service="m-1", name="m", layers=2, hidden=8, kv_heads=1, head_dim=4, vocabulary=9, max_model_len=99
-)
+MODEL = ModelInfo(service="m-1", name="m", layers=2, hidden=8, kv_heads=1, head_dim=4, vocabulary=9, max_model_len=99)
 
 
 def advert(state: str = "ready", **changes: Any) -> Advert:

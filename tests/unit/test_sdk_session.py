@@ -50,9 +50,7 @@ from p2pserve.sdk.session import Session, enter
 
 NOW = 1_700_000_000.0
 WORDS = ("one ", "two ", "three ", "four ")
-MODEL = ModelInfo(
-    service="m-1", name="m", layers=1, hidden=1, kv_heads=1, head_dim=1, vocabulary=9, max_model_len=99
-)
+MODEL = ModelInfo(service="m-1", name="m", layers=1, hidden=1, kv_heads=1, head_dim=1, vocabulary=9, max_model_len=99)
 ADVERTISED = Advert(
     hardware=Hardware(cores=1, memory_gib=1.0, processor="x"),
     draining=False,
@@ -474,9 +472,7 @@ def test_a_client_answers_whole_and_in_pieces_and_leaves_no_thread() -> None:
 def test_a_client_may_be_used_from_many_threads() -> None:
     answers: list[Generation] = []
     with Site(whole).client() as client:
-        threads = [
-            threading.Thread(target=lambda: answers.append(client.generate("a prompt"))) for _ in range(8)
-        ]
+        threads = [threading.Thread(target=lambda: answers.append(client.generate("a prompt"))) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:

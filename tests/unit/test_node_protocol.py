@@ -1,0 +1,172 @@
+"""The protocol between agent and engine: frames, bounds, and that every message survives the trip unchanged."""
+
+import itertools
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pserve.kvtransport.testing import ticket_for_tests
+from p2pserve.node.engine import protocol
+from p2pserve.node.engine.protocol import EngineProtocolError, Message, Unframer
+
+SAMPLING = protocol.Sampling(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=11, ignore_eos=True)
+STATS = protocol.EngineStats(running=1, waiting=2, kv_usage=0.25, kv_free_tokens=4096)
+TO_ENGINE: list[Message] = [
+    protocol.Submit(request="a", prompt=(1, 2, 3), sampling=SAMPLING, deadline_s=1.5, send=ticket_for_tests()),
+    protocol.Submit(
+        request="b", prompt=(0,), sampling=SAMPLING, deadline_s=9, receive=ticket_for_tests(), receive_tokens=1
+    ),
+    protocol.Cancel(request="a"),
+    protocol.AbortTransfer(transfer=b"t" * 16, reason="no route"),
+    protocol.Stop(),
+]
+FROM_ENGINE: list[Message] = [
+    protocol.Ready(
+        pid=1,
+        engine="vllm 0.32.0",
+        device="cpu",
+        dtype="float32",
+        layers=4,
+        kv_heads=2,
+        head_dim=64,
+        vocabulary=4096,
+        max_model_len=512,
+        kv_tokens=8192,
+        eos_tokens=(0, 2),
+        load_s=0.5,
+        tflops=0.1,
+        memory_gbps=9.5,
+    ),
+    protocol.StartFailed(reason="no such folder"),
+    protocol.Step(
+        outputs=(protocol.NewTokens("a", (5, 6), None, 128), protocol.NewTokens("b", (), "deadline")), stats=STATS
+    ),
+    protocol.TransferReport(
+        transfer=b"t" * 16,
+        delivered=False,
+        reason="cut",
+        frames=3,
+        raw_bytes=1000,
+        wire_bytes=400,
+        span_s=0.2,
+        visible_s=0.1,
+        hidden_fraction=0.5,
+    ),
+]
+PACKETS: list[Message] = [
+    protocol.Spawn(engine=3, config=protocol.EngineConfig(model="/models/a", kv_cache_mib=64, log_file="engine.log")),
+    protocol.Preloaded(pid=9, version="0.32.0", seconds=4.5),
+    protocol.PreloadFailed(reason="no module"),
+    protocol.EngineExited(engine=3, status=-9),
+]
+DECODERS: dict[str, msgspec.msgpack.Decoder[protocol.ToEngine] | msgspec.msgpack.Decoder[protocol.FromEngine]] = {
+    "to": protocol.to_engine,
+    "from": protocol.from_engine,
+}
+
+
+def test_every_message_of_the_protocol_is_in_these_lists() -> None:
+    listed = {type(message) for message in (*TO_ENGINE, *FROM_ENGINE, *PACKETS)}
+    assert listed == set(Message.__subclasses__())
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def test_messages_to_an_engine_arrive_unchanged(message: Message) -> None:
+    (body,) = Unframer().feed(protocol.frame(message))
+    assert protocol.to_engine.decode(body) == message
+    with pytest.raises(msgspec.ValidationError):
+        protocol.from_engine.decode(body)
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
+def test_messages_of_an_engine_arrive_unchanged(message: Message) -> None:
+    (body,) = Unframer().feed(protocol.frame(message))
+    assert protocol.from_engine.decode(body) == message
+    with pytest.raises(msgspec.ValidationError):
+        protocol.to_engine.decode(body)
+
+
+@pytest.mark.parametrize("message", PACKETS, ids=lambda message: type(message).__name__)
+def test_packets_of_the_fork_server_arrive_unchanged(message: Message) -> None:
+    decoder = protocol.spawn if isinstance(message, protocol.Spawn) else protocol.fork_server_event
+    assert decoder.decode(protocol.pack(message)) == message
+
+
+@pytest.mark.parametrize("message", [*TO_ENGINE, *FROM_ENGINE], ids=lambda message: type(message).__name__)
+def test_an_unknown_field_is_refused(message: Message) -> None:
+    fields = msgspec.msgpack.decode(protocol.pack(message))
+    body = msgspec.msgpack.encode({**fields, "extra": 1})
+    for decoder in DECODERS.values():
+        with pytest.raises(msgspec.ValidationError):
+            decoder.decode(body)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(body=st.binary(max_size=40))
+def test_garbage_is_refused_or_is_a_message(name: str, body: bytes) -> None:
+    """Nothing but msgspec's own error comes out of a decoder."""
+    try:
+        found = DECODERS[name].decode(body)
+    except msgspec.MsgspecError:
+        return
+    assert isinstance(found, Message)
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "bad"),
+    [
+        (FROM_ENGINE[2], "stats", [-1, 0, 0.0, 0]),
+        (FROM_ENGINE[2], "stats", [0, 0, float("nan"), 0]),
+        (FROM_ENGINE[2], "stats", [0, 0, 0.0, -5]),
+        (FROM_ENGINE[0], "layers", "four"),
+        (TO_ENGINE[0], "prompt", "abc"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_refused(message: Message, field: str, bad: object) -> None:
+    fields = msgspec.msgpack.decode(protocol.pack(message))
+    if field == "stats":
+        bad = dict(zip(("running", "waiting", "kv_usage", "kv_free_tokens"), bad, strict=True))  # type: ignore[call-overload]
+    for decoder in DECODERS.values():
+        with pytest.raises(msgspec.ValidationError):
+            decoder.decode(msgspec.msgpack.encode({**fields, field: bad}))
+
+
+def test_frames_may_be_split_at_every_byte() -> None:
+    stream = b"".join(map(protocol.frame, TO_ENGINE))
+    bodies = [protocol.pack(message) for message in TO_ENGINE]
+    for cut in range(len(stream) + 1):
+        unframer = Unframer()
+        assert unframer.feed(stream[:cut]) + unframer.feed(stream[cut:]) == bodies
+    unframer = Unframer()
+    assert [body for byte in stream for body in unframer.feed(bytes([byte]))] == bodies
+
+
+@given(bodies=st.lists(st.binary(max_size=30), max_size=6), cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_frames_survive_any_cutting(bodies: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(struct.pack("<I", len(body)) + body for body in bodies)
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    unframer = Unframer()
+    pieces = [stream[a:b] for a, b in itertools.pairwise(edges)]
+    assert [body for piece in pieces for body in unframer.feed(piece)] == bodies
+
+
+@pytest.mark.parametrize("size", [protocol.MAX_MESSAGE + 1, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_an_absurd_length_is_an_error_before_its_bytes_come(size: int) -> None:
+    unframer = Unframer()
+    assert unframer.feed(struct.pack("<I", size)[:3]) == []
+    with pytest.raises(EngineProtocolError, match=str(size)):
+        unframer.feed(struct.pack("<I", size)[3:])
+
+
+def test_a_length_at_the_bound_waits_for_its_bytes() -> None:
+    assert Unframer().feed(struct.pack("<I", protocol.MAX_MESSAGE)) == []
+
+
+def test_a_message_above_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_MESSAGE", 100)
+    protocol.frame(protocol.StartFailed(reason="x" * 50))
+    with pytest.raises(EngineProtocolError, match="exceeds the bound of 100"):
+        protocol.frame(protocol.StartFailed(reason="x" * 100))
