@@ -49,6 +49,26 @@ __all__ = ["DemoSettings", "run_demo"]
 MAX_NODES: Final = 16
 POLL_S: Final = 0.3
 CODE_CHARACTERS: Final = 1500
+READ_LINES: Final = '''
+
+
+def read_lines(path):
+    """Return the lines of a file."""
+    '''
+STACK: Final = '''
+
+
+class Stack:
+    """A last-in, first-out stack."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        '''
 MEASURE_UNTIL_S: Final = 50.0  # bits per byte are measured live if they are there by then
 MEASUREMENT: Final = "p2pserve.node.bundled.evaluate"
 CHAT = [{"role": "user", "content": "Return the n-th Fibonacci number."}]
@@ -114,7 +134,7 @@ def _code_prompts(text: TextModel, room: int) -> tuple[str, str]:
     source = Path(heapq.__file__).read_text("utf-8")
     size = CODE_CHARACTERS
     while size > 16:
-        prompts = f"{source[:size]}\n\ndef ", f"{source[size : 2 * size]}\n\ndef "
+        prompts = source[:size] + READ_LINES, source[size : 2 * size] + STACK
         if max(len(text.encode(prompt)) for prompt in prompts) <= room:
             return prompts
         size //= 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from p2pserve.node.model import BUNDLED, ModelError
 from p2pserve.node.text import PromptError, StopFinder, TextDecoder, TextModel
@@ -57,6 +58,15 @@ def test_any_tokens_give_the_text_of_decoding_them_at_once(tokens: list[int], si
     """Also tokens that are no valid UTF-8 together, which a model with random weights writes."""
     whole = TEXT._tokenizer.decode(tokens, skip_special_tokens=False)
     assert shown(TEXT.decoder(), cut(tuple(tokens), sizes)) == whole
+
+
+@given(words=st.lists(st.sampled_from("abc"), min_size=1, max_size=30), sizes=st.lists(st.integers(0, 4), max_size=20))
+def test_a_tokenizer_that_writes_the_first_word_otherwise(words: list[str], sizes: list[int]) -> None:
+    """Llama's and Gemma's take the space off the first word only: a piece is no first word."""
+    tokenizer = Tokenizer(models.WordLevel({f"\u2581{word}": i for i, word in enumerate("abc")}, unk_token="\u2581a"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokens = tuple("abc".index(word) for word in words)
+    assert shown(TextDecoder(tokenizer, set()), cut(tokens, sizes)) == " ".join(words)
 
 
 def test_half_a_character_is_held_back() -> None:
