@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .addresses import Address, announced_address, default_route_address, parse_address
 from .errors import (
+    DECODE_ERRORS,
     AddressError,
     IdentityError,
     NetworkError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .network import Network, NetworkStatistics
 
 __all__ = [
+    "DECODE_ERRORS",
     "Address",
     "AddressError",
     "Bootstrap",

@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from .entries import Entry
-from .errors import NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
+from .errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
 from .keys import PeerId
 from .transport import Connection
 
@@ -125,7 +125,7 @@ def decode_greeting(frame: bytes) -> Greeting:
     """Read a greeting, or :class:`ProtocolError`."""
     try:
         return _greetings.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"the peer's greeting is malformed ({error}); run the same p2pserve release") from error
 
 
@@ -172,6 +172,7 @@ class ControlStream:
         self._next_id = 0
         self._serving = self._sent = self._received = self._malformed = self._offences = self._shed = 0
         self._lost: str | None = None
+        self._reading = trio.CancelScope()
 
     @property
     def rtt_s(self) -> float | None:
@@ -186,18 +187,31 @@ class ControlStream:
     async def run(self) -> None:
         """Read until the connection is lost or the peer misbehaves too often. Opens a nursery for handlers."""
         try:
-            async with trio.open_nursery() as nursery:
-                while self._offences < MAX_OFFENCES:
-                    frame = await self.connection.receive()
-                    self._received += 1
-                    self.heard_at = trio.current_time()
-                    self._dispatch(frame, nursery)
-                self._lose(f"{self.peer} sent {self._offences} malformed or forged messages and was disconnected")
-                nursery.cancel_scope.cancel()
+            with self._reading:
+                await self._read()
         except* PeerLost as group:
             self._lose(f"the connection to {self.peer} was lost: {_first(group)}")
         finally:
             self._lose(f"the connection to {self.peer} was closed")
+
+    async def _read(self) -> None:
+        async with trio.open_nursery() as nursery:
+            while self._lost is None and self._offences < MAX_OFFENCES:
+                frame = await self.connection.receive()
+                self._received += 1
+                self.heard_at = trio.current_time()
+                begun = self._dispatch(frame, nursery)
+                if begun is not None:
+                    await begun.wait()
+            if self._lost is None:
+                self._lose(f"{self.peer} sent {self._offences} malformed or forged messages and was disconnected")
+            nursery.cancel_scope.cancel()
+
+    def abandon(self, because: str) -> None:
+        """Be lost from this moment: nothing more is sent or handled, who waits for an answer hears it at once, and
+        :meth:`run` returns. Whoever runs it closes the connection."""
+        self._lose(because)
+        self._reading.cancel()
 
     async def request(self, method: str, body: bytes, timeout: float) -> bytes:
         """The encoded answer. Raises RemoteError, RequestTimeout or PeerLost."""
@@ -257,17 +271,18 @@ class ControlStream:
     def __repr__(self) -> str:
         return f"ControlStream({self.peer}, {self._lost or 'open'}, waiting={len(self._waiters)})"
 
-    def _dispatch(self, frame: bytes, nursery: trio.Nursery) -> None:
+    def _dispatch(self, frame: bytes, nursery: trio.Nursery) -> trio.Event | None:
+        """Handle one frame; what to wait for, if anything, before the next one may be handled."""
         try:
             message = _messages.decode(frame)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             self._malformed += 1
             self._offences += 1
             _log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), self.peer, error)
-            return
+            return None
         match message:
             case Request():
-                self._accept_request(message, nursery)
+                return self._accept_request(message, nursery)
             case Reply(id=number, body=body):
                 if (waiter := self._waiters.get(number)) is not None:
                     waiter.settle(bytes(body))
@@ -286,17 +301,24 @@ class ControlStream:
                 sent_at = self._pings.pop(nonce, None)
                 if sent_at is not None:
                     self.rtts = [*self.rtts[-7:], self.heard_at - sent_at]
+        return None
 
-    def _accept_request(self, request: Request, nursery: trio.Nursery) -> None:
+    def _accept_request(self, request: Request, nursery: trio.Nursery) -> trio.Event | None:
+        """Serve it in a task of its own. Its handler must have run to its first wait before what the peer sent next
+        is handled: a notice may be about what the request has begun."""
         if self._serving >= MAX_CONCURRENT_REQUESTS:
             self._answer(Failure(request.id, "busy", "too many requests at once; try again later"))
         elif len(request.method) > _MAX_METHOD_CHARS:
             self._offences += 1
         else:
             self._serving += 1
-            nursery.start_soon(self._serve_request, request)
+            begun = trio.Event()
+            nursery.start_soon(self._serve_request, request, begun)
+            return begun
+        return None
 
-    async def _serve_request(self, request: Request) -> None:
+    async def _serve_request(self, request: Request, begun: trio.Event) -> None:
+        begun.set()  # who waits for it runs only after this task, which now goes on to its first wait
         answer: Reply | Failure
         try:
             body = await self._serve(request.method, request.body)

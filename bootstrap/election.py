@@ -2,7 +2,8 @@
 
 A *claim* is a signed entry that names an epoch. The claimer of the highest epoch ever seen leads while it is alive
 and has not left; of two that claim the same epoch, the lower peer id leads. When there is no such leader, the lowest
-peer id among the candidates claims the next epoch, once the set of candidates has been stable for a moment.
+peer id among the candidates claims the next epoch, once the set of candidates has been stable for a moment. Claims
+that jump too far do not count (:func:`plausible`).
 
 The rule gives a coordinator to each side of a partition and one again after it heals. A rule that needs a majority
 has the same seam: :class:`View` in, :class:`Step` out.
@@ -14,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from .errors import DECODE_ERRORS
 from .keys import PeerId
 
 __all__ = ["CLAIM_KIND", "SETTLE_SECONDS", "Election", "Step", "View", "decide", "decode_claim", "encode_claim"]
@@ -21,6 +23,7 @@ __all__ = ["CLAIM_KIND", "SETTLE_SECONDS", "Election", "Step", "View", "decide",
 CLAIM_KIND: Final = "claim"
 SETTLE_SECONDS: Final = 1.0
 MAX_EPOCH: Final = 2**53
+MAX_JUMP: Final = 1_000_000  # epochs grow by one; who claims one far above all others would end elections for good
 
 
 class _Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -36,7 +39,7 @@ def decode_claim(payload: bytes) -> int:
     """The epoch of a claim entry; 0, which never leads, when it is malformed."""
     try:
         epoch = msgspec.msgpack.decode(payload, type=_Claim).epoch
-    except msgspec.MsgspecError:
+    except DECODE_ERRORS:
         return 0
     return epoch if 0 < epoch <= MAX_EPOCH else 0
 
@@ -72,21 +75,41 @@ def decide(view: View, now: float, *, settle_s: float = SETTLE_SECONDS) -> Step:
     return Step(epoch=highest)
 
 
+def plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, int]:
+    """The claims that may count: walking up from ``seen``, none that is more than a jump above those below it.
+
+    With nothing seen yet the lowest claim is the ground, unless it leaves no room for later ones: a network that is
+    old, or was jumped before, has only high ones to show.
+    """
+    ground, found = seen, {}
+    for peer, epoch in sorted(claims.items(), key=lambda claim: claim[1]):
+        if ground == 0 and epoch <= MAX_EPOCH // 2:
+            ground = epoch
+        if epoch <= ground + MAX_JUMP:
+            ground = max(ground, epoch)
+            found[peer] = epoch
+    return found
+
+
 class Election:
-    """The rule with the little memory it needs: since when the candidates are the same."""
+    """The rule with the little memory it needs: since when the candidates are the same, and the highest epoch."""
 
     def __init__(self, me: PeerId, *, settle_s: float = SETTLE_SECONDS) -> None:
         self._me = me
         self._settle_s = settle_s
         self._candidates: frozenset[PeerId] = frozenset()
         self._stable_since = 0.0
+        self._seen = 0
         self._step = Step()
 
     def decide(self, candidates: frozenset[PeerId], claims: Mapping[PeerId, int], now: float) -> Step:
         """Look at the network now."""
         if candidates != self._candidates:
             self._candidates, self._stable_since = candidates, now
-        view = View(me=self._me, candidates=candidates, claims=claims, stable_since=self._stable_since)
+        counting = plausible(claims, self._seen)
+        if now - self._stable_since >= self._settle_s:  # not before: who joins may hear the wildest claim first
+            self._seen = max(counting.values(), default=self._seen)
+        view = View(me=self._me, candidates=candidates, claims=counting, stable_since=self._stable_since)
         self._step = decide(view, now, settle_s=self._settle_s)
         return self._step
 

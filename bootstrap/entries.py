@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from .errors import DECODE_ERRORS
 from .identity import Identity
 from .keys import verify
 from .tokens import Credential, Role
@@ -69,7 +70,7 @@ def read_record(payload: bytes) -> MemberRecord | None:
     """The member record in a payload, if it is one."""
     try:
         record = msgspec.msgpack.decode(payload, type=MemberRecord)
-    except (msgspec.MsgspecError, RecursionError):
+    except DECODE_ERRORS:
         return None
     return record if len(record.host) <= 255 and 0 <= record.port < 65536 else None
 

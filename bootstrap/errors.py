@@ -1,10 +1,15 @@
 """Every error this room raises on purpose.
 
 ``str(error)`` is always one clear line that names what is wrong and how to fix it, so that a command line can print
-it as it is.
+it as it is. :data:`DECODE_ERRORS` is what is raised by others, about what somebody sent.
 """
 
+from typing import Final
+
+import msgspec
+
 __all__ = [
+    "DECODE_ERRORS",
     "AddressError",
     "IdentityError",
     "NetworkError",
@@ -17,6 +22,10 @@ __all__ = [
     "TokenError",
     "Unreachable",
 ]
+
+# All that decoding a stranger's bytes may raise. Only the first is msgspec's own: text that is no UTF-8 and nesting
+# without end (in a field that is skipped, too) come as Python's, and would otherwise pass for a bug of this node.
+DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class NetworkError(Exception):

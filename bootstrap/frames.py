@@ -14,9 +14,10 @@ import trio
 
 from .errors import PeerLost, ProtocolError
 
-__all__ = ["MAX_FRAME", "FrameDecoder", "FrameQueue", "encode_frame"]
+__all__ = ["MAX_FRAME", "MAX_STRANGER_FRAME", "FrameDecoder", "FrameQueue", "encode_frame"]
 
 MAX_FRAME: Final = 4 * 1024 * 1024
+MAX_STRANGER_FRAME: Final = 128 * 1024  # from whom was not let in yet: a greeting, with a member record inside
 _LENGTH = struct.Struct("!I")
 
 
@@ -35,12 +36,13 @@ def check_frame(payload: bytes) -> None:
 
 
 class FrameDecoder:
-    """Bytes in, whole frames out. Pure; keeps at most one unfinished frame."""
+    """Bytes in, whole frames out. Pure; keeps at most one unfinished frame. ``max_frame`` may change at any time."""
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_buffer", "max_frame")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self.max_frame = MAX_FRAME
 
     def feed(self, data: bytes) -> list[bytes]:
         """The frames completed by ``data``; :class:`ProtocolError` as soon as a length is out of bounds."""
@@ -50,8 +52,10 @@ class FrameDecoder:
         start = 0
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > MAX_FRAME:
-                raise ProtocolError(f"a peer announced a control message of {length} bytes; the limit is {MAX_FRAME}")
+            if length > self.max_frame:
+                raise ProtocolError(
+                    f"a peer announced a control message of {length} bytes; the limit is {self.max_frame}"
+                )
             end = start + _LENGTH.size + length
             if len(buffer) < end:
                 break
@@ -121,6 +125,11 @@ class FrameQueue:
     async def take(self) -> bytes:
         """One frame; :class:`PeerLost` once closed and empty."""
         return (await self.take_batch(max_frames=1, max_bytes=0))[0]
+
+    def resize(self, max_frames: int) -> None:
+        """Change the bound in frames; what is inside stays."""
+        self._max_frames = max_frames
+        self._notify()
 
     def close(self, because: str) -> None:
         """No more frames go in; those inside can still be taken. The first reason stays."""

@@ -12,8 +12,8 @@ import msgspec
 import trio
 
 from .control import encode_body, encode_notice
-from .entries import Entry
-from .errors import NetworkError, PeerLost
+from .entries import MEMBER_KIND, Entry
+from .errors import DECODE_ERRORS, NetworkError, PeerLost
 from .handlers import Handlers
 from .keys import PeerId
 from .links import Links, Session
@@ -53,7 +53,7 @@ class Gossip:
     """Keeps one membership in step with those of the linked peers. ``on_news(changed)`` is called after news
     that changed an entry, and with False after news that only shows who is alive.
 
-    A client learns from everybody, tells only its own entries, and nobody passes those on.
+    A client learns from everybody, tells only its own member record, and nobody passes that on.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Gossip:
         ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
         try:
             reply = _sync_replies.decode(await session.control.request(_SYNC, ask, SYNC_SECONDS))
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             session.control.blame()
             _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
             return
@@ -101,14 +101,14 @@ class Gossip:
 
     def push(self, entries: Iterable[Entry]) -> None:
         """Urgent: to everybody now, instead of within seconds."""
-        self._links.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(tuple(entries)))))
+        batch = self._tellable(entries)
+        if batch:
+            self._links.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
         self._on_news(True)
 
     def push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
         """The same to one peer."""
-        if self._membership.role is Role.CLIENT:  # others take from a client only what is its own
-            entries = [entry for entry in entries if entry.origin == self._membership.peer_id]
-        batch = tuple(entries)
+        batch = self._tellable(entries)
         session = self._links.sessions.get(peer)
         if batch and session is not None:
             try:
@@ -118,6 +118,13 @@ class Gossip:
 
     def __repr__(self) -> str:
         return f"Gossip({self._membership!r}, forged={self.forged})"
+
+    def _tellable(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+        """Others take from a client only its own record, and blame it for anything else."""
+        if self._membership.role is not Role.CLIENT:
+            return tuple(entries)
+        me = self._membership.peer_id
+        return tuple(entry for entry in entries if entry.origin == me and entry.kind == MEMBER_KIND)
 
     async def _serve_sync(self, peer: PeerId, role: Role, ask: _Sync) -> _SyncReply:
         now = trio.current_time()

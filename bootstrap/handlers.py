@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .control import encode_body
-from .errors import ProtocolError, RemoteError
+from .errors import DECODE_ERRORS, ProtocolError, RemoteError
 from .keys import PeerId
 from .tokens import Role
 
@@ -102,5 +102,5 @@ def _check_role(method: _Method, role: Role, name: str) -> None:
 def _decode(method: _Method, name: str, body: bytes | msgspec.Raw) -> Any:
     try:
         return method.decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"the body of {name!r} is malformed: {error}; run the same p2pserve release") from error

@@ -11,6 +11,7 @@ and dies with it, so that a cancelled read or write, which kills a libp2p connec
 """
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
@@ -39,9 +40,10 @@ from multiaddr import Multiaddr
 
 from .addresses import Address
 from .errors import PeerLost, ProtocolError, Unreachable
-from .frames import FrameDecoder, FrameQueue, encode_frame
+from .frames import MAX_FRAME, MAX_STRANGER_FRAME, FrameDecoder, FrameQueue, encode_frame
 from .identity import Identity
 from .keys import PeerId
+from .reasons import MappedErrors, close_quietly, explain, resolve
 from .shared_port import DataSocketHandler, SharedPort
 from .transport import CONTROL_PROTOCOL, DIAL_SECONDS, ConnectionHandler, run_handler
 
@@ -53,6 +55,9 @@ _UPGRADE_SECONDS: Final = 5
 _FLUSH_SECONDS: Final = 1.0
 _GOODBYE_SECONDS: Final = 0.5
 _READ_BYTES: Final = 64 * 1024
+_INBOX_FRAMES: Final = 256
+_STRANGER_INBOX_FRAMES: Final = 4
+_MAX_STRANGERS: Final = 64  # inbound connections that were not let in yet; the next ones are closed at once
 _BATCH_FRAMES: Final = 64
 _BATCH_BYTES: Final = 256 * 1024
 
@@ -83,6 +88,7 @@ class Libp2pTransport:
         self._swarm: Swarm | None = None
         self._multiselect = Multiselect({TProtocol(CONTROL_PROTOCOL): None})
         self._open: set[Libp2pConnection] = set()
+        self._strangers: set[_WatchedStream] = set()
 
     async def serve(
         self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
@@ -91,7 +97,7 @@ class Libp2pTransport:
         _quieten_libp2p()
         self._on_connection = on_connection
         port = await SharedPort.open(self.listen, self._on_data_socket) if self.listen is not None else None
-        tcp = _SharedPortTcp(port)
+        tcp = _SharedPortTcp(port, self._strangers)
         self._swarm = swarm = _build_swarm(self._identity, tcp)
         swarm.set_stream_handler(self._on_stream)
         ready, stop = trio.Event(), trio.Event()
@@ -139,14 +145,14 @@ class Libp2pTransport:
         deadline = trio.current_time() + DIAL_SECONDS
         problem = f"no answer within {DIAL_SECONDS:.0f} s; check the address and the firewall"
         with trio.move_on_at(deadline):
-            targets = await _resolve(address)
+            targets = await resolve(address)
             for index, host in enumerate(targets):
                 share = (deadline - trio.current_time()) / (len(targets) - index)
                 with trio.move_on_after(share):
                     try:
                         return await self._dial_one(host, address, peer_id)
                     except PeerLost as error:
-                        problem = _explain(error, peer_id)
+                        problem = explain(error, peer_id)
         raise Unreachable(f"cannot reach {peer_id} at {address}: {problem}")
 
     async def _dial_one(self, host: str, address: Address, peer_id: PeerId) -> "Libp2pConnection":
@@ -156,7 +162,7 @@ class Libp2pTransport:
         conn: INetConn | None = None
         kept = False
         try:
-            with _MappedErrors("dialling"):
+            with MappedErrors("dialling"):
                 conn = await swarm.dial_addr(_multiaddr(Address(host, address.port)), ID.from_base58(peer_id))
                 stream = await conn.new_stream()
                 await MultiselectClient().select_one_of(
@@ -168,23 +174,26 @@ class Libp2pTransport:
             return connection
         finally:
             if conn is not None and not kept:
-                nursery.start_soon(_close_quietly, conn)
+                nursery.start_soon(close_quietly, conn.close)
 
     async def _on_stream(self, stream: INetStream) -> None:
         """An inbound stream. Nothing may escape: libp2p would take the whole host down with it."""
         conn = stream.swarm_conn  # type: ignore[attr-defined]  # of every NetStream, and of no interface
         try:
-            with _MappedErrors("accepting a stream"):
+            with MappedErrors("accepting a stream"):
                 await self._multiselect.negotiate(MultiselectCommunicator(stream), _UPGRADE_SECONDS)
+                watched = _watched_below(stream)
             if any(each.conn is conn for each in self._open):
                 raise PeerLost("a second control stream on one connection")
         except PeerLost as error:
             _log.debug("an inbound stream was dropped: %s", error)
-            await _close_quietly(conn)
+            await close_quietly(conn.close)
             return
         remote = stream.get_remote_address()
         peer = PeerId(str(stream.muxed_conn.peer_id))
         connection = Libp2pConnection(peer, None if remote is None else Address(*remote), conn, stream)
+        connection.restrict(lambda: self._strangers.discard(watched))
+        watched.speaks.set()
         if self._nursery is not None:
             self._nursery.start_soon(self._run_inbound, connection)
             await connection.finished.wait()
@@ -216,7 +225,9 @@ class Libp2pConnection:
         self.conn = conn
         self.finished = trio.Event()
         self._stream = stream
-        self._inbox = FrameQueue(max_frames=256)
+        self._decoder = FrameDecoder()
+        self._inbox = FrameQueue(max_frames=_INBOX_FRAMES)
+        self._on_admitted: Callable[[], None] | None = None
         self._outbox = FrameQueue()
         self._closing = trio.Event()
         self._written = trio.Event()
@@ -233,6 +244,20 @@ class Libp2pConnection:
     async def receive(self) -> bytes:
         """See :class:`.transport.Connection`."""
         return await self._inbox.take()
+
+    def restrict(self, on_admitted: Callable[[], None]) -> None:
+        """Take little from the other side, which may be anybody, until :meth:`admit`."""
+        self._decoder.max_frame = MAX_STRANGER_FRAME
+        self._inbox.resize(_STRANGER_INBOX_FRAMES)
+        self._on_admitted = on_admitted
+
+    def admit(self) -> None:
+        """See :class:`.transport.Connection`."""
+        if self._on_admitted is not None:
+            self._decoder.max_frame = MAX_FRAME
+            self._inbox.resize(_INBOX_FRAMES)
+            self._on_admitted()
+            self._on_admitted = None
 
     async def aclose(self) -> None:
         """See :class:`.transport.Connection`."""
@@ -256,18 +281,17 @@ class Libp2pConnection:
         finally:
             self._close("the transport was closed")
             with trio.CancelScope(shield=True):
-                await _close_quietly(self.conn)
+                await close_quietly(self.conn.close)
             self.finished.set()
 
     async def _read_loop(self) -> None:
-        decoder = FrameDecoder()
         try:
             while True:
-                with _MappedErrors("the peer closed the connection"):
+                with MappedErrors("the peer closed the connection"):
                     data = await self._stream.read(_READ_BYTES)
                 if not data:
                     raise PeerLost("the peer closed the connection")
-                for frame in decoder.feed(data):
+                for frame in self._decoder.feed(data):
                     await self._inbox.put(frame)
         except (PeerLost, ProtocolError) as error:
             self._close(str(error))
@@ -278,12 +302,12 @@ class Libp2pConnection:
         try:
             while True:
                 batch = await self._outbox.take_batch(max_frames=_BATCH_FRAMES, max_bytes=_BATCH_BYTES)
-                with _MappedErrors("the connection broke while sending"):
+                with MappedErrors("the connection broke while sending"):
                     await self._stream.write(b"".join(batch))
         except PeerLost as error:
             self._close(str(error))
         try:
-            with _MappedErrors("closing the stream"):
+            with MappedErrors("closing the stream"):
                 await self._stream.close()
         except PeerLost as error:
             _log.debug("%s", error)
@@ -302,23 +326,27 @@ class Libp2pConnection:
 class _SharedPortTcp(TCP):
     """TCP whose listener is a socket we bound ourselves."""
 
-    def __init__(self, port: SharedPort | None) -> None:
+    def __init__(self, port: SharedPort | None, strangers: "set[_WatchedStream]") -> None:
         super().__init__()
         self.nursery: trio.Nursery | None = None
         self._port = port
+        self._strangers = strangers
 
     def create_listener(self, handler_function: THandler) -> IListener:  # type: ignore[override]
         """Called by the swarm once, for the one address we listen on."""
         assert self._port is not None
         assert self.nursery is not None
-        return _SharedPortListener(self._port, self.nursery, handler_function)
+        return _SharedPortListener(self._port, self.nursery, handler_function, self._strangers)
 
 
 class _SharedPortListener(IListener):
     """What the swarm sees of the port."""
 
-    def __init__(self, port: SharedPort, nursery: trio.Nursery, handler: THandler) -> None:
+    def __init__(
+        self, port: SharedPort, nursery: trio.Nursery, handler: THandler, strangers: "set[_WatchedStream]"
+    ) -> None:
         self._port = port
+        self._strangers = strangers
         self._nursery = nursery
         self._handler = handler
         self._scope = trio.CancelScope()
@@ -342,22 +370,32 @@ class _SharedPortListener(IListener):
 
     async def _serve_libp2p(self, stream: trio.SocketStream) -> None:
         """Run libp2p's handler. It would wait for the end of the swarm, holding one of its limited inbound slots
-        for every connection there ever was; so it is released when the socket closes."""
+        for every connection there ever was; so it is released when the socket closes, or when nobody has opened a
+        control stream in time."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            _log.debug("a stranger was turned away: %d others are not let in yet", len(self._strangers))
+            return
         watched = _WatchedStream(stream)
-        async with trio.open_nursery() as nursery:
+        self._strangers.add(watched)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._handle, watched)
+                with trio.move_on_after(_UPGRADE_SECONDS):
+                    await watched.speaks.wait()
+                if watched.speaks.is_set():
+                    await watched.closed.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._strangers.discard(watched)
 
-            async def handle() -> None:
-                try:
-                    with _MappedErrors("an inbound connection failed"):
-                        await self._handler(watched)
-                except PeerLost as error:  # garbage and hang-ups of strangers
-                    _log.debug("%s", error)
-                finally:
-                    watched.closed.set()
-
-            nursery.start_soon(handle)
-            await watched.closed.wait()
-            nursery.cancel_scope.cancel()
+    async def _handle(self, watched: "_WatchedStream") -> None:
+        try:
+            with MappedErrors("an inbound connection failed"):
+                await self._handler(watched)
+        except PeerLost as error:  # garbage and hang-ups of strangers
+            _log.debug("%s", error)
+        finally:
+            watched.end()
 
 
 class _NoAutoConnector(AutoConnector):
@@ -374,71 +412,36 @@ class _NoAutoConnector(AutoConnector):
 
 
 class _WatchedStream(TrioTCPStream):
-    """A TCP stream that tells when libp2p has closed it."""
+    """A TCP stream that tells when its control stream is open (or never will be), and when libp2p has closed it."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
+        self.speaks = trio.Event()
         self.closed = trio.Event()
+
+    def end(self) -> None:
+        """Tell."""
+        self.closed.set()
+        self.speaks.set()
 
     async def close(self) -> None:
         """Close and tell."""
         try:
             await super().close()
         finally:
-            self.closed.set()
+            self.end()
 
 
-class _MappedErrors:
-    """Everything libp2p raises, as PeerLost: it uses some forty classes, a few of them undocumented."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            raise PeerLost(f"{self._doing} ({type(error).__name__}: {error})") from error
-
-
-async def _resolve(address: Address) -> list[str]:
-    """The IP addresses of a host, in order of preference. libp2p's own resolver ignores the hosts file."""
-    try:
-        found = await trio.socket.getaddrinfo(address.host, address.port, type=trio.socket.SOCK_STREAM)
-    except OSError as error:
-        raise Unreachable(f"cannot resolve host {address.host!r}: {error}; check the spelling") from error
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+def _watched_below(stream: INetStream) -> _WatchedStream:
+    """The socket under a stream: Yamux, the secure session, Noise, the raw connection, and there it is."""
+    found = stream.muxed_conn.secured_conn.conn.conn.stream  # type: ignore[attr-defined]  # of no interface
+    if not isinstance(found, _WatchedStream):
+        raise TypeError(f"an inbound stream runs over {found!r}")
+    return found
 
 
 def _multiaddr(address: Address) -> Multiaddr:
     return Multiaddr(f"/{'ip6' if ':' in address.host else 'ip4'}/{address.host}/tcp/{address.port}")
-
-
-def _explain(error: BaseException, peer_id: PeerId) -> str:
-    """The innermost reason, in words a person can act on."""
-    reasons: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        reasons.append(str(cause) or type(cause).__name__)
-        if isinstance(cause, OSError) and cause.strerror:
-            return f"{cause.strerror.lower()}; check the address, and that the node there is running"
-        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__
-    text = " ".join(reasons)
-    if "mismatch" in text or "does not correspond" in text:
-        return f"another peer answers there; check that the node still has the identity {peer_id}"
-    if "refused" in text:
-        return "connection refused; check the address, and that the node there is running"
-    return "something other than a p2pserve node answers there; check the address"
-
-
-async def _close_quietly(conn: INetConn) -> None:
-    with trio.move_on_after(2.0):
-        try:
-            with _MappedErrors("closing a connection"):
-                await conn.close()
-        except PeerLost as error:
-            _log.debug("%s", error)
 
 
 def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:

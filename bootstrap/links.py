@@ -28,9 +28,9 @@ from .errors import NetworkError, PeerLost, ProtocolError, Refused, TokenError, 
 from .handlers import Handlers
 from .keys import PeerId
 from .membership import Membership
-from .mesh import replaces
+from .mesh import YOUNG_S, replaces
 from .tokens import Role
-from .transport import Connection, Transport
+from .transport import Connection, Transport, run_handler
 
 __all__ = ["Links", "Session"]
 
@@ -137,9 +137,8 @@ class Links:
     def drop(self, peer: PeerId) -> None:
         """Hang up on a peer that is silent for too long."""
         session = self.sessions.get(peer)
-        if session is not None and self._nursery is not None:
-            self._forget(session)
-            self._nursery.start_soon(session.control.connection.aclose)
+        if session is not None:
+            self._hang_up(session, f"{peer} was silent for too long")
 
     async def close(self) -> None:
         """Flush and close all streams; no new ones after that."""
@@ -160,7 +159,8 @@ class Links:
         try:
             welcome, record = await self._greet(connection, address)
             session = self._register(connection, welcome.member, record, dialled_by_me=True)
-            self._nursery.start_soon(self._run, session)
+            # In our own nursery, and as safe as what the transport runs for those who dial us.
+            self._nursery.start_soon(run_handler, lambda _: self._run(session), connection)
             return session
         finally:
             if session is None:
@@ -207,6 +207,7 @@ class Links:
                 _log.info("refused %s: %s", peer, error)
                 await connection.send(encode_greeting(Rejected(str(error))))
                 return
+            connection.admit()  # before it hears of it, and begins to send
             await connection.send(encode_greeting(self._greeting(Welcome)))
         except (PeerLost, ProtocolError) as error:
             self.refused += 1
@@ -237,20 +238,25 @@ class Links:
             now,
         )
         held = self.sessions.get(peer)
-        if held is not None and not replaces(
-            me=self._membership.peer_id,
-            peer=peer,
-            new_dialled_by_me=dialled_by_me,
-            new_incarnation=member.incarnation,
-            held_dialled_by_me=held.dialled_by_me,
-            held_incarnation=held.incarnation,
-            held_age_s=now - held.since,
-        ):
-            self._nursery.start_soon(_retire, session)
-            return session
-        self.sessions[peer] = session
         if held is not None:
-            self._nursery.start_soon(_retire, held)
+            me, age = self._membership.peer_id, now - held.since
+            if not replaces(
+                me=me,
+                peer=peer,
+                new_dialled_by_me=dialled_by_me,
+                new_incarnation=member.incarnation,
+                held_dialled_by_me=held.dialled_by_me,
+                held_incarnation=held.incarnation,
+                held_age_s=age,
+            ):
+                self._nursery.start_soon(_retire, session)
+                return session
+            crossed = age <= YOUNG_S and held.dialled_by_me is not dialled_by_me
+            if crossed and held.incarnation == member.incarnation:
+                self._nursery.start_soon(_retire, held)
+            else:  # the peer lost the old one, and with it what was on its way: here, too, it must be seen as lost
+                self._hang_up(held, f"{peer} has lost this connection and opened another one")
+        self.sessions[peer] = session
         self._membership.admit(member, now, private=record.role is Role.CLIENT)
         self._membership.on_connected(peer, now)
         self.on_change(peer, True)
@@ -266,6 +272,13 @@ class Links:
             self._forget(session)
             with trio.CancelScope(shield=True):
                 await session.control.connection.aclose()
+
+    def _hang_up(self, session: Session, because: str) -> None:
+        """A session is over as of now, for both sides."""
+        assert self._nursery is not None
+        session.control.abandon(because)
+        self._forget(session)
+        self._nursery.start_soon(session.control.connection.aclose)
 
     def _forget(self, session: Session) -> None:
         if self.sessions.get(session.peer) is session:

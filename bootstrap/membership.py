@@ -218,7 +218,7 @@ class Membership:
         return chosen
 
     def merge(self, entries: Iterable[Entry], now: float, *, from_origin: PeerId | None = None) -> MergeResult:
-        """Take entries from somebody. ``from_origin`` names a client: only its own entries count, and stay here."""
+        """Take entries from somebody. ``from_origin`` names a client: only its own record counts, and stays here."""
         changed: list[Entry] = []
         forged = ignored = 0
         for entry in record_first(entries):
@@ -263,7 +263,7 @@ class Membership:
         """A peer hears these; so they live, even if we cannot reach them."""
         for peer, age in vouchers.items():
             life = self._lives.get(peer)
-            heard_at = now - max(age, 0.0)
+            heard_at = now - age if age > 0.0 else now  # nan, too, must not get into the table
             if life is None or life is self._own or heard_at <= life.lost_at:
                 continue
             if life.heard_at is None or heard_at > life.heard_at:
@@ -430,13 +430,17 @@ class Membership:
         if entry.kind != MEMBER_KIND:
             if life is None or new_life:
                 return None  # its member record has not come yet
+            if _is_client(life.record):  # by hearsay it may be an honest peer's, to whom the origin is another thing
+                return False if private else None
             if entry.kind not in life.entries and len(life.entries) >= MAX_KINDS:
                 return None
             life.entries[entry.kind] = entry
             return True
         record = read_record(entry.payload)
-        if record is None or (not private and record.role is Role.CLIENT):
+        if record is None or private is not _is_client(record):
             return False
+        if life is not None and not new_life and _is_client(life.record) is not private:
+            return None  # one life is either a client or a box: what is told to nobody must not slip out as another
         try:
             self._check(entry.origin, record)
         except TokenError:
@@ -470,6 +474,10 @@ class Membership:
         del self._lives[origin]
         if life.shared and len(self._buried) < MAX_ORIGINS:
             self._buried[origin] = (life.incarnation, now + self.timeouts.forget_s)
+
+
+def _is_client(record: MemberRecord | None) -> bool:
+    return record is not None and record.role is Role.CLIENT
 
 
 def _is_live(life: _Life) -> bool:

@@ -14,7 +14,7 @@ import trio
 
 from .addresses import Address
 from .errors import PeerLost, PortInUse, Unreachable
-from .frames import check_frame
+from .frames import MAX_STRANGER_FRAME, check_frame
 from .identity import Identity
 from .keys import PeerId
 from .transport import DIAL_SECONDS, ConnectionHandler, run_handler
@@ -153,6 +153,7 @@ class MemoryNetwork:
                 raise Unreachable(f"another peer answers at {address}: {listener.peer_id} instead of {peer_id}")
             near = MemoryConnection(self, dialler.peer_id, peer_id, address)
             far = MemoryConnection(self, peer_id, dialler.peer_id, dialler.announced)
+            near.admit()
             near.join(far)
             self._connections |= {near, far}
             dialler.adopt(near)
@@ -181,6 +182,7 @@ class MemoryConnection:
         self.inbox: deque[tuple[float, bytes | None]] = deque()  # (when it arrives, frame or end of stream)
         self.changed = trio.Event()
         self._lost: str | None = None
+        self._is_stranger = True
 
     def join(self, other: "MemoryConnection") -> None:
         """Tie two ends together."""
@@ -229,9 +231,16 @@ class MemoryConnection:
             else:
                 frame = self.inbox.popleft()[1]
                 self._notify()
-                if frame is not None:
+                if frame is not None and self._is_stranger and len(frame) > MAX_STRANGER_FRAME:
+                    await self.aclose()
+                elif frame is not None:
                     return frame
-                self._end("the peer closed the connection")
+                else:
+                    self._end("the peer closed the connection")
+
+    def admit(self) -> None:
+        """See :class:`.transport.Connection`."""
+        self._is_stranger = False
 
     async def aclose(self) -> None:
         """See :class:`.transport.Connection`."""

@@ -27,7 +27,16 @@ from .admission import Admission
 from .control import encode_body, encode_notice
 from .election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
 from .entries import MEMBER_KIND, Entry, MemberRecord
-from .errors import NetworkError, PeerLost, ProtocolError, Refused, RequestTimeout, TokenError, Unreachable
+from .errors import (
+    DECODE_ERRORS,
+    NetworkError,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    RequestTimeout,
+    TokenError,
+    Unreachable,
+)
 from .gossip import Gossip
 from .handlers import AsyncHandler, Handlers, NoticeHandler
 from .identity import Identity
@@ -169,7 +178,7 @@ class Network:
 
     def publish(self, kind: str, payload: bytes) -> None:
         """Say something to all members: at most 64 KiB, the newest of each kind counts. Pushed at once to all
-        connected peers; the rest get it by gossip."""
+        connected peers; the rest get it by gossip. What a client says stays with it."""
         if kind in (MEMBER_KIND, CLAIM_KIND):
             raise ValueError(f"kind {kind!r} belongs to the network itself; choose another name")
         self._gossip.push([self._membership.publish(kind, payload)])
@@ -220,14 +229,15 @@ class Network:
             answer = await session.control.request(method, encoded, max(deadline - trio.current_time(), 0.0))
         try:
             return msgspec.msgpack.decode(answer, type=reply)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(
                 f"the answer of {peer} to {method!r} is malformed: {error}; run the same p2pserve release"
             ) from error
 
     def notify(self, peer: PeerId, method: str, body: msgspec.Struct) -> None:
         """Tell a peer something, without an answer. Raises PeerLost when it is not connected, or so slow that the
-        bounded queue to it is full."""
+        bounded queue to it is full; it is then disconnected, so that neither side goes on with a gap in what it
+        heard. The callbacks of :meth:`on_peer_lost` follow, not within this call."""
         if peer == self.peer_id:
             self._handlers.notify(peer, self.role, method, encode_body(body))
             return
@@ -236,7 +246,8 @@ class Network:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
         if not session.control.send_nowait(encode_notice(method, encode_body(body))):
             self._shed += 1
-            raise PeerLost(f"{peer} does not read its messages; choose another peer")
+            session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")
+            raise PeerLost(f"{peer} does not read its messages and was disconnected; choose another peer")
 
     def handle(self, method: str, body_type: type[B], handler: AsyncHandler[B], *, client: bool = False) -> None:
         """Answer a method with ``await handler(peer, role, body)``; ``client=True`` lets clients call it."""
@@ -433,8 +444,12 @@ class Network:
             self._just_lost.discard(peer)
             self._gossip.push_to(peer, self._membership.own_entries())
         else:
-            self._just_lost.add(peer)
-            self._dials.on_disconnected(peer, now)
+            record = self._membership.record(peer)
+            if record is not None and record.role is Role.CLIENT:
+                self._membership.on_lost(peer, now)  # nobody can dial it: it is gone until it comes back itself
+            else:
+                self._just_lost.add(peer)
+                self._dials.on_disconnected(peer, now)
             for callback in self._lost_callbacks:
                 callback(peer)
         self._touch()

@@ -10,7 +10,6 @@ join as a worker with it.
 """
 
 import base64
-import binascii
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Final
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from .errors import AddressError, TokenError
+from .errors import DECODE_ERRORS, AddressError, TokenError
 from .keys import KEY_BYTES, SIGNATURE_BYTES, PeerId, parse_peer_id, private_key, public_key_of, verify_raw
 
 __all__ = [
@@ -103,7 +102,7 @@ class JoinToken:
             raw = base64.b64decode(data + "=" * (-len(data) % 4), altchars=b"-_", validate=True)
             body = msgspec.msgpack.decode(raw[:-SIGNATURE_BYTES], type=_Body)
             certificate = _read_certificate(body.certificate)
-        except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, *DECODE_ERRORS) as error:
             raise _malformed("a part is missing or mistyped") from error
         if certificate.role.value != role_text:
             raise TokenError(
@@ -166,7 +165,7 @@ def admit_credential(credential: Credential, peer_id: str, network: bytes, now: 
     """The role a peer's credential gives it; ``now=None`` skips the expiry, which bounds joining and not staying."""
     try:
         certificate = _read_certificate(credential.certificate)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, *DECODE_ERRORS) as error:
         raise _malformed("a part is missing or mistyped") from error
     _check_network(certificate.network, network)
     _check_signature(certificate, credential.certificate, credential.signature)

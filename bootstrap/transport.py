@@ -59,6 +59,11 @@ class Connection(Protocol):
         receiver at a time, and it must keep receiving: a peer that is not read for five seconds is cut off."""
         ...
 
+    def admit(self) -> None:
+        """Whoever dialled us was let in. Until then its frames may have 128 KiB, and few of them are kept; and the
+        transport may turn others away. Nothing happens on a connection that was dialled here."""
+        ...
+
     async def aclose(self) -> None:
         """Send what is queued (for a bounded moment), then close. Safe to call again, from anywhere."""
         ...
@@ -97,8 +102,8 @@ class Transport(Protocol):
 
 async def run_handler(on_connection: ConnectionHandler, connection: Connection) -> None:
     """Let a connection's handler run to its end. Its own failure is reported here and costs only this connection:
-    a stranger must never be able to stop the others from being served."""
+    whoever is at its other end must never be able to stop the others from being served."""
     try:
         await on_connection(connection)
     except Exception:
-        _log.exception("the handler of an inbound connection from %s failed", connection.peer)
+        _log.exception("the handler of a connection to %s failed", connection.peer)

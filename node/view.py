@@ -8,14 +8,12 @@ from typing import final
 
 import msgspec
 
-from ..bootstrap import PeerId
+from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, LinkView, Load, Plan
 from .messages import Advert
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
 
-# msgspec reports bad UTF-8 and deep nesting with these, which are no errors of its own.
-DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _adverts = msgspec.msgpack.Decoder(Advert)
 _plans = msgspec.msgpack.Decoder(Plan)

@@ -29,6 +29,9 @@ from p2pserve.bootstrap import (
     RequestTimeout,
     Role,
     Unreachable,
+    libp2p_host,
+    links,
+    mesh,
 )
 from p2pserve.bootstrap.libp2p_host import Libp2pConnection, Libp2pTransport
 from p2pserve.bootstrap.membership import Timeouts
@@ -62,6 +65,7 @@ async def until(condition: Callable[[], object], *, within: float = 5.0) -> floa
 
 
 async def echo_back(connection: Connection) -> None:
+    connection.admit()
     while True:
         try:
             await connection.send(await connection.receive())
@@ -381,6 +385,105 @@ def test_garbage_behind_the_handshake_does_not_disturb() -> None:
     run(main)
 
 
+# -- strangers --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def waiting_room() -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2pTransport, list[Connection]]]:
+    """A transport that takes connections and admits nobody by itself, and one that dials."""
+    room: list[Connection] = []
+
+    async def wait(connection: Connection) -> None:
+        room.append(connection)
+        await trio.sleep_forever()
+
+    listening = Libp2pTransport(Identity.generate(), LOOPBACK, LOOPBACK)
+    dialling = Libp2pTransport(Identity.generate(), None, LOOPBACK)
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(listening.serve, wait)
+        await nursery.start(dialling.serve, wait)
+        yield address, listening, dialling, room
+        nursery.cancel_scope.cancel()
+
+
+def test_who_opens_no_control_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libp2p_host, "_UPGRADE_SECONDS", 1)
+
+    async def main() -> None:
+        from libp2p.peer.id import ID
+        from multiaddr import Multiaddr
+
+        async with waiting_room() as (address, listening, dialling, _):
+            good = await dialling.dial(address, listening.peer_id)
+            assert dialling._swarm is not None
+            swarm = listening._swarm
+            assert swarm is not None
+            place = Multiaddr(f"/ip4/{address.host}/tcp/{address.port}")
+            idle = await dialling._swarm.dial_addr(place, ID.from_base58(listening.peer_id))
+            silent = await trio.open_tcp_stream(address.host, address.port)
+            await silent.send_all(b"x")
+            await until(lambda: len(listening._strangers) == 3)
+            took = await until(lambda: len(listening._strangers) == 1)
+            assert 0.5 < took < 2.0
+            await until(lambda: idle.is_closed)
+            await until(lambda: len(swarm.get_connections()) == 1)
+            with trio.fail_after(1):
+                while await silent.receive_some(1000):  # its half of a handshake, and then the end
+                    pass
+            await silent.aclose()
+            await idle.close()
+            await good.send(b"still here")
+
+    run(main)
+
+
+def test_little_is_taken_before_admission_and_all_after_it() -> None:
+    async def main() -> None:
+        async with waiting_room() as (address, listening, dialling, room):
+            for size, kept in ((128 * 1024, True), (128 * 1024 + 1, False)):
+                near = await dialling.dial(address, listening.peer_id)
+                await near.send(bytes(size))
+                await until(lambda: room)
+                far = room.pop()
+                if kept:
+                    assert len(await far.receive()) == size
+                else:
+                    with pytest.raises(PeerLost, match="the limit is 131072"):
+                        await far.receive()
+            near = await dialling.dial(address, listening.peer_id)
+            for _ in range(100):
+                await near.send(bytes(100_000))
+            await until(lambda: room)
+            far = room.pop()
+            assert isinstance(far, Libp2pConnection)
+            await until(lambda: len(far._inbox) == 4)
+            await trio.sleep(0.2)
+            assert len(far._inbox) == 4, "the rest waits at its sender"
+            far.admit()
+            await near.send(bytes(1_000_000))
+            assert [len(await far.receive()) for _ in range(101)] == [100_000] * 100 + [1_000_000]
+
+    run(main)
+
+
+def test_only_so_many_strangers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libp2p_host, "_MAX_STRANGERS", 3)
+
+    async def main() -> None:
+        async with waiting_room() as (address, listening, dialling, room):
+            held = [await dialling.dial(address, listening.peer_id) for _ in range(3)]
+            with pytest.raises(Unreachable):
+                await dialling.dial(address, listening.peer_id)
+            await until(lambda: len(room) == 3)
+            room[0].admit()
+            held.append(await dialling.dial(address, listening.peer_id))
+            await held[1].aclose()  # who goes makes room, too
+            await until(lambda: len(listening._strangers) < 3)
+            await dialling.dial(address, listening.peer_id)
+
+    run(main)
+
+
 def test_libp2p_keeps_quiet(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with echo_server() as (address, server, dialling):
@@ -445,6 +548,42 @@ def test_hundreds_of_timeouts_leave_the_connection_healthy() -> None:
                 for _ in range(10):
                     nursery.start_soon(give_up)
             assert await two.request(one.peer_id, "echo", Echo("fine"), Echo, 2) == Echo("fine")
+
+    run(main)
+
+
+def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (links, mesh):
+        monkeypatch.setattr(module, "YOUNG_S", 0.3)
+
+    async def main() -> None:
+        async with build(None) as one, build(one) as two:
+            heard: list[int] = []
+            lost: list[PeerId] = []
+            two.on_notice("tell", Echo, lambda peer, role, body: heard.append(len(body.text)))
+            one.on_peer_lost(lost.append)
+            two.on_peer_lost(lost.append)
+            await until(lambda: one.connected() and two.connected())
+            await trio.sleep(0.5)
+
+            async def stuck() -> bytes:
+                await trio.sleep_forever()
+                raise AssertionError
+
+            monkeypatch.setattr(two._links.sessions[one.peer_id].control.connection, "receive", stuck)
+
+            def tell(count: int) -> None:
+                for _ in range(count):
+                    one.notify(two.peer_id, "tell", Echo("x" * 60_000))
+
+            with pytest.raises(PeerLost, match="does not read its messages"):
+                tell(5000)
+            await until(lambda: sorted(lost) == sorted([one.peer_id, two.peer_id]), within=10)
+            heard.clear()
+            await until(lambda: one.connected() and two.connected(), within=10)
+            await trio.sleep(0.2)
+            one.notify(two.peer_id, "tell", Echo("again"))
+            await until(lambda: heard == [5])
 
     run(main)
 

@@ -14,6 +14,7 @@ import trio
 from p2pserve.bootstrap import RemoteError
 from p2pserve.coordinator import Phase
 from p2pserve.node.bundled.evaluate import held_out_sources
+from p2pserve.node.model import BUNDLED
 from p2pserve.node.text import TextModel
 
 pytestmark = pytest.mark.timeout(180)
@@ -81,6 +82,31 @@ def test_answers_equal_those_of_transformers(cluster: Any, random_model: Path, t
         assert figures.transfer.raw_bytes == len(ids) * 4 * 2 * 2 * 64 * 4
         assert figures.transfer.raw_bytes < figures.transfer.wire_bytes < figures.transfer.raw_bytes + 20_000
         assert 0 <= figures.transfer.hidden_fraction <= 1
+
+
+def test_long_prompts_on_the_bundled_model(cluster: Any, tmp_path: Path) -> None:
+    """Held-out Python of 1 to 1500 tokens, several at once, over four boxes: token for token as `transformers`."""
+    text = TextModel(BUNDLED)
+    ids = text.encode(held_out_sources()["argparse"])
+    asked = [text._tokenizer.decode(list(ids[50 : 50 + n])) for n in (1, 130, 700, 1100, 1500)]
+
+    async def main() -> list[Any]:
+        answers: list[Any] = [None] * len(asked)
+        async with cluster(tmp_path, "bundled", 4) as network:
+            await network.wait_plan(4)
+
+            async def ask(i: int) -> None:
+                gateway = network.nodes[i % 4].peer
+                answers[i] = await network.client.generate(gateway, asked[i], max_tokens=32)
+
+            async with trio.open_nursery() as nursery:
+                for i in range(len(asked)):
+                    nursery.start_soon(ask, i)
+        return answers
+
+    for prompt, answer in zip(asked, trio.run(main), strict=True):
+        ids = text.encode(prompt)
+        assert answer.tokens == greedy(BUNDLED, ids, 32), f"prompt of {len(ids)} tokens"
 
 
 def test_one_box_serves_alone_and_kv4_saves_bytes(cluster: Any, random_model: Path, tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ from p2pserve.bootstrap import (
     TokenError,
     Unreachable,
 )
-from p2pserve.bootstrap.control import Hello, Rejected, decode_greeting, encode_greeting
+from p2pserve.bootstrap.control import Hello, Rejected, decode_greeting, encode_greeting, encode_notice
+from p2pserve.bootstrap.election import CLAIM_KIND, encode_claim
 from p2pserve.bootstrap.entries import MEMBER_KIND, MemberRecord, sign_entry
 from p2pserve.bootstrap.errors import ProtocolError
+from p2pserve.bootstrap.memory import MemoryConnection
 from p2pserve.bootstrap.transport import Connection
 
 KEY = NetworkKey(b"n" * 32)
@@ -454,6 +456,31 @@ def test_strangers_are_refused_with_the_reason() -> None:
     simulate(main)
 
 
+def test_a_stranger_may_send_little() -> None:
+    async def main() -> None:
+        async with world() as w:
+            node = await w.start(0)
+            with pytest.raises(PeerLost):
+                await knock(w, PEOPLE[8], bytes(200_000))
+            assert node.statistics().strangers_refused == 1
+
+    simulate(main)
+
+
+def test_who_was_let_in_may_say_all_it_has_at_once() -> None:
+    async def main() -> None:
+        async with world() as w:
+            await w.start(0)
+            newcomer = w.build(1)
+            for index in range(10):
+                newcomer.publish(f"kind{index}", bytes(60_000))
+            async with newcomer:
+                await elapse(0.2)
+                assert len(w.nodes[0].entries("kind9")[newcomer.peer_id]) == 60_000
+
+    simulate(main)
+
+
 def test_a_dialler_hears_why_it_was_refused() -> None:
     async def main() -> None:
         async with world() as w:
@@ -618,9 +645,208 @@ def test_a_client_may_only_do_what_clients_may() -> None:
             # Those that it did not call know nothing of it, and it can call any of them.
             assert PEOPLE[5].peer_id not in {member.peer_id for member in w.nodes[2].members()}
             assert await client.request(PEOPLE[2].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from client")
-            w.kill(5)
+            assert all(node.statistics().entries_forged == 0 for node in w.nodes.values())
+            assert w.nodes[0].entries("name").keys() == {PEOPLE[index].peer_id for index in range(3)}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("how", ["leave", "close", "die"])
+def test_a_client_that_goes_is_gone_at_once(how: str) -> None:
+    async def main() -> None:
+        async with world() as w:
+            await w.start(0)
+            client = await w.start(5, role=Role.CLIENT)
+            await elapse(5)
+            assert PEOPLE[5].peer_id in {member.peer_id for member in w.nodes[0].members()}
+            if how == "leave":
+                await client.leave()
+            elif how == "close":
+                w.scopes[5].cancel()
+            else:
+                w.kill(5)
+            await elapse(0.5)
+            assert [member.peer_id for member in w.nodes[0].members()] == [PEOPLE[0].peer_id]
+            assert w.nodes[0].statistics().members == 1
+
+    simulate(main)
+
+
+def test_a_client_that_only_lost_its_connection_comes_back() -> None:
+    async def main() -> None:
+        async with world() as w:
+            await w.start(0)
+            client = await w.start(5, role=Role.CLIENT)
             await elapse(10)
-            assert PEOPLE[5].peer_id not in {member.peer_id for member in w.nodes[0].members()}
+            w.air.drop_connections(PEOPLE[0].peer_id, PEOPLE[5].peer_id)
+            await elapse(2)
+            states = {member.peer_id: member.state for member in w.nodes[0].members()}
+            assert states[PEOPLE[5].peer_id] is MemberState.ALIVE
+            assert await client.request(PEOPLE[0].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from client")
+            w.nodes[0].check_integrity()
+
+    simulate(main)
+
+
+def test_a_client_that_claims_leads_nobody_and_is_thrown_out() -> None:
+    async def main() -> None:
+        async with world() as w:
+            for index in range(2):
+                await w.start(index)
+            client = await w.start(5, role=Role.CLIENT)
+            await elapse(5)
+            before = w.nodes[0].coordinator
+            session = client._links.sessions[PEOPLE[0].peer_id]
+            for epoch in range(50, 70):
+                claim = client._membership.publish(CLAIM_KIND, encode_claim(epoch))
+                body = msgspec.msgpack.encode([[claim]])
+                session.control.connection.send_nowait(encode_notice("p2p.entries", body))
+            await elapse(5)
+            assert w.nodes[0].coordinator == w.nodes[1].coordinator == before
+            assert w.nodes[0].statistics().entries_forged >= 16
+            assert PEOPLE[5].peer_id not in w.nodes[0].connected()
+
+    simulate(main)
+
+
+def test_garbage_in_an_answer_to_gossip_costs_only_that_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with world() as w:
+            for index in range(2):
+                await w.start(index)
+            await elapse(1)
+
+            async def nonsense(method: str, body: msgspec.Raw) -> bytes:
+                return b"\x93\x81\xa1\xff\x92\x01\x80\x80\x90"  # a digest whose origin is no UTF-8
+
+            w.nodes[0]._links.sessions[PEOPLE[1].peer_id].control._serve = nonsense
+            await elapse(5)
+            assert "answered a digest with nonsense" in caplog.text
+            assert await w.nodes[0].request(PEOPLE[1].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from worker")
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("dialler", [0, 1])
+def test_a_bug_in_a_session_costs_only_that_session(dialler: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever dialled: node 1 dialled node 0, its bootstrap."""
+
+    async def main() -> None:
+        async with world() as w:
+            for index in range(2):
+                await w.start(index)
+            await elapse(6)
+            victim, other = w.nodes[dialler], w.nodes[1 - dialler]
+            lost: list[PeerId] = []
+            victim.on_peer_lost(lost.append)
+
+            def fail(method: str, body: msgspec.Raw) -> None:
+                raise KeyError("a bug")
+
+            victim._links.sessions[other.peer_id].control._notice = fail
+            other.publish("load", b"1")
+            await elapse(5)
+            assert lost == [other.peer_id]
+            assert victim.entries("load") == {other.peer_id: b"1"}, "connected again, and gossip brought it"
+            w.check_full_mesh()
+            assert "KeyError: 'a bug'" in caplog.text
+
+    simulate(main)
+
+
+def test_a_connection_that_only_one_side_lost_is_seen_as_lost_by_both() -> None:
+    async def main() -> None:
+        async with world() as w:
+            one, other = await w.start(0), await w.start(1)
+            await elapse(20)
+            events: list[str] = []
+            other.on_notice("tell", Echo, lambda peer, role, body: events.append(body.text))
+            one.on_peer_lost(lambda peer: events.append("lost at one"))
+            other.on_peer_lost(lambda peer: events.append("lost at other"))
+
+            async def hang(peer: PeerId, role: Role, body: Echo) -> None:
+                await trio.sleep_forever()
+
+            async def ask() -> None:
+                with pytest.raises(PeerLost, match="has lost this connection"):
+                    await one.request(other.peer_id, "hang", Echo("a"), Echo, 100.0)
+                events.append("request failed")
+
+            other.handle("hang", Echo, hang)
+            w.nursery.start_soon(ask)
+            await elapse(1)
+            connection = other._links.sessions[one.peer_id].control.connection
+            assert isinstance(connection, MemoryConnection)
+            connection.sever("only this side noticed")
+            one.notify(other.peer_id, "tell", Echo("into the old stream"))
+            await elapse(0.5)
+            one.notify(other.peer_id, "tell", Echo("into the new one"))
+            await elapse(3)
+            assert events == ["lost at other", "lost at one", "request failed", "into the new one"]
+            w.check_full_mesh()
+
+    simulate(main)
+
+
+def test_a_peer_that_does_not_read_gets_no_stream_with_a_gap() -> None:
+    async def main() -> None:
+        async with world() as w:
+            one, other = await w.start(0), await w.start(1)
+            await elapse(6)
+            heard: list[int] = []
+            lost: list[PeerId] = []
+            within = True
+            other.on_notice("tell", Echo, lambda peer, role, body: heard.append(int(body.text)))
+            other.on_peer_lost(lost.append)
+            one.on_peer_lost(lambda peer: lost.append(peer) if not within else pytest.fail("called within notify"))
+            w.air.block(one.peer_id, other.peer_id)
+            told: list[int] = []
+
+            def tell(count: int) -> None:
+                for number in range(count):
+                    one.notify(other.peer_id, "tell", Echo(str(number)))
+                    told.append(number)
+
+            with pytest.raises(PeerLost, match="does not read its messages"):
+                tell(5000)
+            with pytest.raises(PeerLost):
+                one.notify(other.peer_id, "tell", Echo("9999"))
+            within = False
+            await elapse(0.1)
+            assert lost == [other.peer_id]
+            w.air.heal()
+            await elapse(5)
+            assert sorted(lost) == sorted([one.peer_id, other.peer_id])
+            assert heard == told, "all before the gap, nothing after it"
+            one.notify(other.peer_id, "tell", Echo("7"))
+            await elapse(0.1)
+            assert heard[len(told) :] == [7]
+            w.check_full_mesh()
+
+    simulate(main)
+
+
+def test_a_notice_does_not_overtake_the_request_before_it() -> None:
+    async def main() -> None:
+        async with world() as w:
+            one, other = await w.start(0), await w.start(1)
+            heard: list[str] = []
+
+            async def begin(peer: PeerId, role: Role, body: Echo) -> Echo:
+                heard.append(f"begin {body.text}")
+                await elapse(1)
+                return body
+
+            other.handle("begin", Echo, begin)
+            other.on_notice("cancel", Echo, lambda peer, role, body: heard.append(f"cancel {body.text}"))
+            async with trio.open_nursery() as nursery:
+                for index in range(30):
+                    nursery.start_soon(one.request, other.peer_id, "begin", Echo(str(index)), Echo, 5.0)
+                    await trio.lowlevel.checkpoint()
+                    await trio.lowlevel.checkpoint()
+                    one.notify(other.peer_id, "cancel", Echo(str(index)))
+            for index in range(30):
+                assert heard.index(f"begin {index}") < heard.index(f"cancel {index}")
 
     simulate(main)
 

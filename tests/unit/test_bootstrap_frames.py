@@ -28,6 +28,25 @@ def test_an_absurd_length_is_refused_at_once() -> None:
         encode_frame(bytes(MAX_FRAME + 1))
 
 
+def test_the_bounds_can_be_raised() -> None:
+    decoder = FrameDecoder()
+    decoder.max_frame = 3
+    assert decoder.feed(encode_frame(b"abc")) == [b"abc"]
+    with pytest.raises(ProtocolError, match="4 bytes; the limit is 3"):
+        decoder.feed(encode_frame(b"abcd")[:4])
+
+    async def main() -> None:
+        queue = FrameQueue(max_frames=1)
+        queue.put_nowait(b"a")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(queue.put, b"b")
+            await trio.testing.wait_all_tasks_blocked()
+            queue.resize(2)
+        assert len(queue) == 2
+
+    trio.run(main)
+
+
 def test_the_queue_is_bounded_in_frames_and_bytes() -> None:
     few = FrameQueue(max_frames=2)
     few.put_nowait(b"a")

@@ -212,6 +212,15 @@ def test_hearsay_is_no_member_until_somebody_vouches() -> None:
     assert membership.vouchers(5.0) == {}, "we vouch only for whom we hear ourselves"
 
 
+def test_an_age_that_is_no_number_does_not_keep_anybody_alive() -> None:
+    membership = table()
+    membership.merge([said(ANN, MEMBER_KIND, 1, record())], 0.0)
+    membership.on_vouched({ANN.peer_id: float("nan")}, 5.0)
+    membership.tick(5.0)
+    membership.tick(13.0)
+    assert state(membership) is MemberState.DEAD
+
+
 def test_a_leave_is_signed_and_final_for_that_life() -> None:
     membership = met(said(ANN, "load", 2, b"x"), now=0.0)
     membership.merge([said(ANN, MEMBER_KIND, 3, record(left=True))], 1.0)
@@ -258,6 +267,31 @@ def test_a_client_is_known_only_here() -> None:
     assert membership.dial_targets() == {}
     membership.on_disconnected(ANN.peer_id)
     assert membership.tick(8.0).forgotten == (ANN.peer_id,)
+
+
+@pytest.mark.parametrize("kind", ["claim", "advert", "load"])
+def test_a_client_says_nothing_but_its_record(kind: str) -> None:
+    membership = table()
+    own = said(ANN, MEMBER_KIND, 1, record(Role.CLIENT))
+    assert membership.merge([own], 0.0, from_origin=ANN.peer_id).changed
+    word = said(ANN, kind, 2, b"\x91\x07")
+    assert membership.merge([word], 0.0, from_origin=ANN.peer_id) == MergeResult(forged=1)
+    assert membership.merge([word], 0.0) == MergeResult(ignored=1), "who passes it on may have met Ann as a worker"
+    membership.on_heard(ANN.peer_id, 0.0)
+    membership.tick(0.0)
+    assert membership.entries(kind) == membership.highest(kind) == {}
+
+
+def test_one_life_is_a_client_or_a_box_and_never_both() -> None:
+    client, box = said(ANN, MEMBER_KIND, 5, record(Role.CLIENT)), said(ANN, MEMBER_KIND, 6, record())
+    was_client = table()
+    was_client.merge([client], 0.0, from_origin=ANN.peer_id)
+    assert was_client.merge([box], 0.0, from_origin=ANN.peer_id) == MergeResult(forged=1)
+    assert was_client.merge([box, said(ANN, "claim", 7, b"")], 0.0) == MergeResult(ignored=2)
+    was_box = met(said(ANN, "claim", 2, b"x"))
+    assert was_box.merge([client], 0.0, from_origin=ANN.peer_id) == MergeResult(ignored=1)
+    assert was_box.dial_targets(), "still a box"
+    assert was_client.merge([said(ANN, MEMBER_KIND, 1, record(), life=2)], 0.0).changed, "the next life may be another"
 
 
 def test_a_large_delta_comes_in_parts_that_make_progress() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from p2pserve.bootstrap import Bootstrap, Identity, JoinToken, NetworkKey, PeerId, Role, TokenError, admit
 from p2pserve.bootstrap.errors import AddressError
-from p2pserve.bootstrap.tokens import admit_credential, parse_bootstrap
+from p2pserve.bootstrap.tokens import Credential, admit_credential, parse_bootstrap
 
 KEY, OTHER_KEY = NetworkKey(b"k" * 32), NetworkKey(b"o" * 32)
 PEER, THIEF = Identity(b"p" * 32), Identity(b"t" * 32)
@@ -64,6 +64,16 @@ def test_a_bad_token_is_told_why(text: str, now: float, reason: str) -> None:
         admit(text, KEY.public, now)
     assert "\n" not in str(caught.value)
     assert ";" in str(caught.value), "the fix comes after the reason"
+
+
+@pytest.mark.parametrize("rest", [b"\x91\xa1\xff", b"\x92\xc4\x01a" + b"\x91" * 4000, b"\x91" * 4000])
+def test_nonsense_in_a_credential_is_malformed(rest: bytes) -> None:
+    certificate = b"\x96\x01\xc4\x01a\xa1\xff" + rest  # its role is no UTF-8
+    for nonsense in (rest, certificate):
+        with pytest.raises(TokenError, match="malformed"):
+            admit_credential(Credential(nonsense, b"", b""), PEER.peer_id, KEY.public, 0.0)
+        with pytest.raises(TokenError, match="malformed"):
+            admit("p2p_worker_" + base64.urlsafe_b64encode(nonsense + bytes(64)).decode().rstrip("="), b"", 0.0)
 
 
 def test_no_single_bit_can_be_changed() -> None:

@@ -1,0 +1,64 @@
+"""What went wrong below the network, in words that a person can act on."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from .addresses import Address
+from .errors import PeerLost, Unreachable
+from .keys import PeerId
+
+__all__ = ["MappedErrors", "close_quietly", "explain", "resolve"]
+
+_log = logging.getLogger(__name__)
+
+
+class MappedErrors:
+    """Everything libp2p raises, as PeerLost: it uses some forty classes, a few of them undocumented."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            raise PeerLost(f"{self._doing} ({type(error).__name__}: {error})") from error
+
+
+async def close_quietly(close: Callable[[], Awaitable[None]]) -> None:
+    """Close something of libp2p's, for a bounded moment."""
+    with trio.move_on_after(2.0):
+        try:
+            with MappedErrors("closing a connection"):
+                await close()
+        except PeerLost as error:
+            _log.debug("%s", error)
+
+
+async def resolve(address: Address) -> list[str]:
+    """The IP addresses of a host, in order of preference. libp2p's own resolver ignores the hosts file."""
+    try:
+        found = await trio.socket.getaddrinfo(address.host, address.port, type=trio.socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreachable(f"cannot resolve host {address.host!r}: {error}; check the spelling") from error
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def explain(error: BaseException, peer_id: PeerId) -> str:
+    """The innermost reason, in words a person can act on."""
+    reasons: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        reasons.append(str(cause) or type(cause).__name__)
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.strerror.lower()}; check the address, and that the node there is running"
+        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__
+    text = " ".join(reasons)
+    if "mismatch" in text or "does not correspond" in text:
+        return f"another peer answers there; check that the node still has the identity {peer_id}"
+    if "refused" in text:
+        return "connection refused; check the address, and that the node there is running"
+    return "something other than a p2pserve node answers there; check the address"
