@@ -22,10 +22,6 @@ CONTENT  = { pwd; cat pyproject.toml requirements/lock.txt requirements/torch.tx
 # Unless TORCH_INDEX was given: a CPU build that pip finds without it is as good, and may be nearer.
 KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch==' requirements/torch.txt)+cpu" 2>/dev/null ||)
 
-# Three distributions come as source only; they are built with the pinned setuptools, never with a newer one
-# fetched for the occasion. One of them, fastecdsa, is C.
-HEADERS  = $(PYTHON) -c 'import sysconfig; print("\#include <gmp.h>\n\#include \"%s/Python.h\"" % sysconfig.get_path("include"))'
-
 .PHONY: setup demo test lint format clean
 .DEFAULT_GOAL := setup
 .NOTPARALLEL:
@@ -38,8 +34,6 @@ setup:
 		echo "setup: '$(PYTHON)' is not a Python 3.11 or newer; say which one is: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }; \
 	command -v "$${CC:-cc}" >/dev/null 2>&1 || { \
 		echo "setup: no C compiler '$${CC:-cc}'; install one (Debian, Ubuntu: apt-get install build-essential) or name it: make setup CC=gcc" >&2; exit 1; }; \
-	$(HEADERS) 2>/dev/null | "$${CC:-cc}" -E -x c - >/dev/null 2>&1 || { \
-		echo "setup: gmp.h or Python.h is missing, which fastecdsa (a part of libp2p) is compiled with; install them (Debian, Ubuntu: apt-get install libgmp-dev python3-dev)" >&2; exit 1; }; \
 	rm -f $(STAMP); \
 	if ! $(PY) -m pip --version >/dev/null 2>&1; then \
 		echo "setup: making .venv"; \
@@ -49,9 +43,11 @@ setup:
 	echo "setup: torch (about 200 MB)"; \
 	$(KNOWN_TORCH) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -r requirements/torch.txt; \
 	echo "setup: $$(grep -c '^[A-Za-z].*==' requirements/lock.txt) pinned packages (some minutes the first time)"; \
+	: 'Two distributions come as source only; the pinned setuptools builds them, not one fetched for the occasion.'; \
 	awk '/^[A-Za-z]/ { on = /^setuptools==/ } on' requirements/lock.txt > .venv/build-tools.txt; \
 	$(PIP) --require-hashes -r .venv/build-tools.txt; \
 	$(PIP) --require-hashes --use-pep517 --no-build-isolation -r requirements/lock.txt; \
+	rm -rf .venv/lib/python3*/site-packages/trio-stubs; \
 	echo "setup: p2pserve itself"; \
 	$(PIP) --no-build-isolation -e .; \
 	$(PY) -c 'import torch' || { \

@@ -14,6 +14,9 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from . import ecdsa  # noqa: F401  # must come before libp2p: fills in a package it imports and we do without
+
+# isort: split
 import libp2p.network.connection.swarm_connection as swarm_connection_module
 import trio
 from libp2p import new_swarm
