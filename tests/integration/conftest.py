@@ -25,7 +25,7 @@ from p2pserve.node.agent import EngineKnobs, NodeSettings, Started, run_node
 from p2pserve.node.engine_link import fork_server_command
 
 LOOPBACK = Address("127.0.0.1", 0)
-CHANNELS = 32
+CHANNELS = 128  # one for each node that any test starts
 KNOBS = EngineKnobs(kv_cache_mib=64, threads=1)
 
 
