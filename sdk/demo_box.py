@@ -113,11 +113,11 @@ class Box:
             )
         return await self._greeting(child)
 
-    async def start_measurement(self, module: str) -> trio.Process:
+    async def start_measurement(self, module: str, *options: str) -> trio.Process:
         """Run a module of ours at the lowest priority; it prints its result, and may fail."""
         environment = {**_environment(), "OMP_NUM_THREADS": "1"}
         log = self.home / "measurement.log"
-        child = await self._start("the measurement", [sys.executable, "-m", module], environment, log, ())
+        child = await self._start("the measurement", [sys.executable, "-m", module, *options], environment, log, ())
         child.expected_to_end = True
         try:
             psutil.Process(child.process.pid).nice(19)
