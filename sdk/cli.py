@@ -289,7 +289,8 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         "--kv-cache-mib", type=_positive, metavar="MIB", help="KV cache (default: 256 on a CPU, what is free on a GPU)"
     )
     engine.add_argument(
-        "--max-batched-tokens",
+        "--max-num-batched-tokens",
+        dest="max_batched_tokens",
         type=_positive,
         default=512,
         metavar="N",
