@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +135,6 @@ def _accept(sockets: socket.socket, hub: TransferHub) -> None:
             hub.attach(transfer, socket.socket(fileno=descriptor))
 
 
-@dataclass(slots=True)
-class _Live:
-    deadline: float
-    tokens: int = 0
-
-
 class EngineRunner:
     """A vLLM engine and the loop around it. Everything but the constructor runs on one thread."""
 
@@ -155,7 +148,7 @@ class EngineRunner:
         self.hub = TransferHub(geometry, config.transfer_buffer_mib << 20, outbox.send)
         P2PConnector.hub = self.hub
         self._geometry = geometry
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, float] = {}  # request -> its deadline, on this process's clock
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reported: protocol.EngineStats | None = None
@@ -236,7 +229,7 @@ class EngineRunner:
             params = receive_params(submit.receive.transfer, submit.receive_tokens)
             self.hub.expect(submit.receive, submit.receive_tokens)
         sampling = submit.sampling
-        self._live[submit.request] = _Live(time.monotonic() + submit.deadline_s)
+        self._live[submit.request] = time.monotonic() + submit.deadline_s
         self._engine.add_request(
             submit.request,
             {"prompt_token_ids": list(submit.prompt)},
@@ -265,7 +258,7 @@ class EngineRunner:
 
     def _expire(self) -> list[protocol.NewTokens]:
         now = time.monotonic()
-        late = [request for request, live in self._live.items() if now > live.deadline]
+        late = [request for request, deadline in self._live.items() if now > deadline]
         for request in late:
             del self._live[request]
         if late:
