@@ -355,12 +355,9 @@ class Node:
             rtt, old = member.rtt_s, known.get(member.peer_id)
             if rtt is not None:
                 rtts[member.peer_id] = rtt if old is None or abs(rtt - old) > RTT_NEWS * old else old
-        address = network.address
         return messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            data_host=address.host,
-            data_port=address.port,
             model=self._model.info if self._model is not None else None,
             engine=self._engine,
             stats=self._worker.stats if self._worker is not None else None,

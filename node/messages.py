@@ -53,8 +53,6 @@ class Advert(Message, frozen=True, kw_only=True):
 
     hardware: Hardware
     draining: bool
-    data_host: str
-    data_port: int
     model: ModelInfo | None = None
     engine: EngineAdvert | None = None
     stats: EngineStats | None = None

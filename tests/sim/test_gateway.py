@@ -120,8 +120,6 @@ class World:
         self.view.adverts[peer] = messages.Advert(
             hardware=Hardware(cores=1, memory_gib=1.0, processor="x"),
             draining=draining,
-            data_host="127.0.0.1",
-            data_port=1,
             model=MODEL,
             engine=messages.EngineAdvert(state=state, tflops=1.0, memory_gbps=1.0, kv_tokens=10_000, starts=starts),
         )
@@ -815,9 +813,7 @@ def test_an_engine_with_less_room_sets_the_limit() -> None:
             advert = world.view.adverts[D]
             assert advert.engine is not None
             small = messages.EngineAdvert(state="ready", max_model_len=50, tflops=1.0, memory_gbps=1.0, starts=1)
-            world.view.adverts[D] = messages.Advert(
-                hardware=advert.hardware, draining=False, data_host="h", data_port=1, model=MODEL, engine=small
-            )
+            world.view.adverts[D] = messages.Advert(hardware=advert.hardware, draining=False, model=MODEL, engine=small)
             error = await refusal(world, max_tokens=60)
             assert "this model holds 50" in error.message
 

@@ -31,8 +31,6 @@ def advert(
     return Advert(
         hardware=Hardware(cores=4, memory_gib=8.0, processor="x"),
         draining=draining,
-        data_host="127.0.0.1",
-        data_port=1,
         model=_model(service) if service is not None else None,
         engine=EngineAdvert(state=state, **figures) if state is not None else None,
         stats=stats,

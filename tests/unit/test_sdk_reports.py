@@ -38,8 +38,6 @@ def advert(state: str = "ready", **changes: Any) -> Advert:
     made = Advert(
         hardware=Hardware(cores=8, memory_gib=31.2, processor="x", gpus=(Gpu(name="A40", memory_gib=45, uuid="u"),)),
         draining=False,
-        data_host="h",
-        data_port=1,
         model=MODEL,
         engine=EngineAdvert(state=state, engine="vllm 0.32.0", device="cuda", dtype="float32"),
         stats=EngineStats(1, 2, 0.25, 300),

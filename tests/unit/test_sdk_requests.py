@@ -98,8 +98,6 @@ def candidate(
     advert = Advert(
         hardware=Hardware(cores=1, memory_gib=1.0, processor="x"),
         draining=draining,
-        data_host="h",
-        data_port=1,
         model=model if state is not None else None,
         engine=EngineAdvert(state=state) if state is not None else None,
     )

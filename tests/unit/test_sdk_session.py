@@ -54,8 +54,6 @@ MODEL = ModelInfo(service="m-1", name="m", layers=1, hidden=1, kv_heads=1, head_
 ADVERTISED = Advert(
     hardware=Hardware(cores=1, memory_gib=1.0, processor="x"),
     draining=False,
-    data_host="h",
-    data_port=1,
     model=MODEL,
     engine=EngineAdvert(state="ready"),
 )
