@@ -1,278 +1,172 @@
-"""The 4-bit codec, step by step; `codec` specifies the format that these steps produce."""
+"""The 4-bit codec over whole payloads; `codec` specifies the format, `kv4_reference` is it in plain torch."""
 
 from __future__ import annotations
 
 import math
-import struct
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
-from .errors import NonFiniteError, PayloadError
-from .format import FORMAT_VERSION, KEY_GROUP_TOKENS, KV4_HEADER_BYTES, Kv4Layout, WireDtype, value_groups
+from . import kv4_native
+from . import kv4_reference as reference
+from .accelerate import ready
+from .blocks import clamped, has_triton, read_header, require_finite, sixteen_bit, within, write_header
+from .format import FORMAT_VERSION, KEY_SPAN_TOKENS, Kv4Layout
+from .kv4_reference import LARGEST, Keys, Sections, Values
 
-__all__ = ["decode", "encode", "expand_scales", "hadamard", "round_scales"]
-
-# version, 16-bit dtype, key_top, value_top, reserved
-_HEADER = struct.Struct("<BBhhH")
-assert _HEADER.size == KV4_HEADER_BYTES
-
-LARGEST = 2.0**120
-"""Bound on |x|: up to here neither a range (2 |x|) nor a rotation (sqrt(head_dim) |x|) nor a rounded-up
-step leaves fp32.
-"""
-
-LARGEST_DECODED = 2.0**122
-"""What decoding such values can give at most, with room for half a step. Infinity and NaN lie beyond."""
-
-# The smallest `top` keeps the smallest scale, 31 binades below, a normal fp32 number: devices differ on
-# subnormal ones.
-_TOP_RANGE = (-95, 126)
-_BINADES = 31
-_CODE_MAX = 15
-
-
-class _Sections(NamedTuple):
-    """The parts of one payload, in order, as bytes."""
-
-    header: torch.Tensor
-    exempt_keys: torch.Tensor
-    exempt_values: torch.Tensor
-    key_zeros: torch.Tensor
-    value_zeros: torch.Tensor
-    key_scales: torch.Tensor
-    value_scales: torch.Tensor
-    key_codes: torch.Tensor
-    value_codes: torch.Tensor
-
-    @classmethod
-    def of(cls, data: torch.Tensor, layout: Kv4Layout) -> _Sections:
-        return cls(*torch.split_with_sizes(data, layout.section_bytes))
+__all__ = ["LARGEST", "decode", "encode"]
 
 
 def encode(k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memoryview:
+    """The payload of one block. Raises `NonFiniteError` for the first value that is not finite or too large."""
     layout = Kv4Layout(start, *k.shape)
-    sixteen = torch.float16 if k.dtype == torch.float16 else torch.bfloat16
+    sixteen = sixteen_bit(k.dtype)
     k16, v16 = k.to(sixteen), v.to(sixteen)
-    for name, given in (("K", k16), ("V", v16)):
-        _check_values(given, name, layout, layer)
-    out = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=k.device)
-    sections = _Sections.of(out, layout)
+    out = torch.empty(layout.total_bytes, dtype=torch.uint8, device=k.device)
+    sections = Sections.of(out, layout, sixteen)
     exempt = layout.exempt
-    sections.exempt_keys.copy_(_bytes_of(k16[:exempt]))
-    sections.exempt_values.copy_(_bytes_of(v16[:exempt]))
-    key_top = value_top = _TOP_RANGE[0]
-    if layout.coded:
-        key_top = _code_keys(k16[exempt:], layout, sections)
-        value_top = _code_values(v16[exempt:], sections)
+    sections.exempt_keys.copy_(k16[:exempt])
+    sections.exempt_values.copy_(v16[:exempt])
+    sound = _within(sections.exempt_keys) and _within(sections.exempt_values)
+    if sound and layout.coded:
+        sound = _quantise(k16[exempt:], v16[exempt:], sections, layout)
+    if not sound:
+        require_finite(k16, "K", start, "kv4", layer, LARGEST)
+        require_finite(v16, "V", start, "kv4", layer, LARGEST)
     payload = out.cpu().numpy().data
-    number = WireDtype.FP16.wire if sixteen == torch.float16 else WireDtype.BF16.wire
-    _HEADER.pack_into(payload, 0, FORMAT_VERSION, number, key_top, value_top, 0)
+    write_header(payload, FORMAT_VERSION, sixteen)
     return payload
 
 
 def decode(
     data: torch.Tensor, layout: Kv4Layout, *, dtype: torch.dtype, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`data` is a whole payload as bytes, its length already checked against the layout."""
-    sixteen = torch.float16 if dtype == torch.float16 else torch.bfloat16
-    sections = _Sections.of(data, layout)
-    key_top, value_top = _read_header(sections.header, sixteen, layer)
-    exempt, shape = layout.exempt, (layout.heads, layout.head_dim)
-    k = torch.empty(layout.tokens, *shape, dtype=dtype)
-    v = torch.empty_like(k)
-    _store(sections.exempt_keys.view(sixteen).view(exempt, *shape), k[:exempt], "K", layer)
-    _store(sections.exempt_values.view(sixteen).view(exempt, *shape), v[:exempt], "V", layer)
-    if layout.coded:
-        _store(_decode_keys(sections, layout, sixteen, key_top), k[exempt:], "K", layer)
-        _store(_decode_values(sections, layout, sixteen, value_top), v[exempt:], "V", layer)
-    return k, v
+    """`data` is a whole payload as bytes, its length already checked against the layout; the result is beside it."""
+    sixteen = sixteen_bit(dtype)
+    sections = Sections.of(data, layout, sixteen)
+    read_header(bytes(sections.header.tolist()), "kv4", FORMAT_VERSION, sixteen, layer)
+    shape = (layout.tokens, layout.heads, layout.head_dim)
+    k, v = (torch.empty(shape, dtype=sixteen, device=data.device) for _ in range(2))
+    fast = data.device.type == "cpu" and layout.coded and ready(4 * math.prod(shape))
+    if not (fast and _decode_natively(sections, layout, k[layout.exempt :], v[layout.exempt :])):
+        reference.require_sound(sections, layout, layer)
+        _decode_plainly(sections, layout, k[layout.exempt :], v[layout.exempt :])
+    k[: layout.exempt], v[: layout.exempt] = sections.exempt_keys, sections.exempt_values
+    return k.to(dtype), v.to(dtype)
 
 
-def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the last axis by blocks of its largest power-of-two factor. Orthonormal, its own inverse.
+def _quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout) -> bool:
+    """Fill the sections by the fastest way there is. False: there are values not finite or too large."""
+    if has_triton(k.device):
+        from . import triton_kv4
 
-    Butterflies rather than a matrix product: the order of the additions is part of the format, and only
-    this way is it fixed.
-    """
-    width = x.shape[-1]
-    block = width & -width
-    # Scaled before the additions, so that nothing on the way is larger than the result can be. With the
-    # rotated axis in front every butterfly adds long contiguous rows.
-    rows = torch.mul(x.reshape(-1, block).t(), 1.0 / math.sqrt(block), out=_floats(x, block))
-    spare = torch.empty_like(rows)
-    distance = 1
-    while distance < block:
-        pairs = rows.view(block // (2 * distance), 2, -1)
-        sums = spare.view(pairs.shape)
-        torch.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
-        torch.sub(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
-        rows, spare = spare, rows
-        distance *= 2
-    return rows.t().reshape(x.shape)
-
-
-def round_scales(wanted: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """8-bit codes of the smallest representable scales >= `wanted`, and the tensor's top exponent. 0 stays
-    0.
-    """
-    fraction, exponent = torch.frexp(wanted)
-    mantissa = torch.ceil((fraction * 2 - 1) * 8).to(torch.int32)
-    exponent = exponent - 1 + mantissa // 8
-    mantissa = mantissa % 8
-    used = wanted > 0
-    lowest = _TOP_RANGE[0]
-    top = max(lowest, int(torch.where(used, exponent, lowest).max()))
-    codes = (exponent - (top - _BINADES)) * 8 + mantissa
-    # Whatever lies below the grid takes its smallest step: too wide for that group, and still nothing
-    # beside the largest.
-    codes = torch.where(used, codes.clamp(1, 255), 0)
-    return codes.to(torch.uint8), top
+        return bool(triton_kv4.quantise(k, v, into, layout))
+    native = k.device.type == "cpu" and ready(2 * (k.numel() + v.numel()))
+    channels = k.reshape(layout.coded, -1)
+    for spans in reference.key_pieces(layout):
+        piece = reference.piece_of_keys(channels, layout, *spans)
+        rows = reference.key_rows(layout, *spans)
+        here = _key_rows_of(into, rows)
+        whole = all(part.shape[0] == count for part, count in zip(here, _key_counts(*spans), strict=True))
+        found = kv4_native.quantise_keys(piece, here if whole else None) if native else None
+        keys, sound = found or (reference.quantise_keys(piece), _within(piece))
+        if not sound:
+            return False
+        if keys is not here:
+            for section, part, (_, of) in zip(here, keys, rows, strict=True):
+                section.copy_(part[of])
+    vectors, stored = v.reshape(-1, layout.head_dim), _values_of(into)
+    coded = kv4_native.quantise_values(vectors, stored) if native else None
+    values, sound = coded or (reference.quantise_values(vectors), _within(vectors))
+    if values is not stored:
+        for section, part in zip(stored, values, strict=True):
+            section.copy_(part)
+    return sound
 
 
-def expand_scales(codes: torch.Tensor, top: int) -> torch.Tensor:
-    """The fp32 scales of 8-bit codes, exactly; 0 for code 0."""
-    steps = torch.arange(256, dtype=torch.int32, device=codes.device)
-    table = torch.ldexp(1 + (steps % 8).to(torch.float32) / 8, steps // 8 + (top - _BINADES))
-    table[0] = 0
-    return table[codes.to(torch.int64)]
+def _within(x: torch.Tensor) -> bool:
+    """Whether all values are within the bounds, NaN being outside."""
+    return bool(within(x, LARGEST).all())
 
 
-def _code_keys(k: torch.Tensor, layout: Kv4Layout, into: _Sections) -> int:
-    groups = _by_position(k.to(torch.float32), layout)
-    zeros, highest = groups.aminmax(dim=1)
-    scales, top = round_scales((highest - zeros) / _CODE_MAX)
-    codes = _round_codes(groups, zeros.unsqueeze(1), expand_scales(scales, top).unsqueeze(1))
-    coded = codes.view(-1, *k.shape[1:])[layout.lead : layout.lead + layout.coded]
-    into.key_zeros.copy_(_bytes_of(zeros.to(k.dtype)))
-    into.key_scales.copy_(scales.view(-1))
-    into.key_codes.copy_(_pack(coded))
-    return top
+def _values_of(sections: Sections) -> Values:
+    return Values(sections.value_units, sections.value_zeros, sections.value_steps, sections.value_codes)
 
 
-def _decode_keys(sections: _Sections, layout: Kv4Layout, sixteen: torch.dtype, top: int) -> torch.Tensor:
-    shape = (layout.key_groups, layout.heads, layout.head_dim)
-    zeros = sections.key_zeros.view(sixteen).view(shape).to(torch.float32)
-    scales = expand_scales(sections.key_scales.view(shape), top)
-    codes = _unpack(sections.key_codes, (layout.coded, *shape[1:]))
-    group = torch.arange(layout.lead, layout.lead + layout.coded) // KEY_GROUP_TOKENS
-    return codes.to(torch.float32).mul_(scales[group]).add_(zeros[group])
+def _decode_natively(sections: Sections, layout: Kv4Layout, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Fill the coded tokens of K and V. False: there is no such library yet, or something is wrong with the payload."""
+    if not (_within(sections.exempt_keys) and _within(sections.exempt_values)):
+        return False
+    channels = k.view(layout.coded, -1)
+    for spans, piece in _pieces(sections, layout):
+        here = _tokens_of(channels, layout, *spans)
+        whole = here.shape[0] == (spans[1] - spans[0]) * KEY_SPAN_TOKENS
+        found = kv4_native.dequantise_keys(piece, here if whole else None)
+        if found is None or not found[1]:
+            return False
+        if not whole:
+            here.copy_(_of_block(found[0], layout, *spans))
+    values = kv4_native.dequantise_values(_values_of(sections), v.view(-1, layout.head_dim))
+    return values is not None and values
 
 
-def _by_position(k: torch.Tensor, layout: Kv4Layout) -> torch.Tensor:
-    """`[groups, 64, heads, head_dim]`, cut at multiples of 64 positions; repeated edge rows fill the ends.
-
-    A repeated row changes neither the minimum nor the maximum of its group.
-    """
-    tail = layout.key_groups * KEY_GROUP_TOKENS - layout.lead - layout.coded
-    if layout.lead or tail:
-        k = torch.cat((k[:1].expand(layout.lead, -1, -1), k, k[-1:].expand(tail, -1, -1)))
-    return k.view(layout.key_groups, KEY_GROUP_TOKENS, layout.heads, layout.head_dim)
-
-
-def _code_values(v: torch.Tensor, into: _Sections) -> int:
-    tokens, heads, head_dim = v.shape
-    rotated = hadamard(v).view(tokens, heads, value_groups(head_dim), -1)
-    lowest, highest = rotated.aminmax(dim=-1)
-    zeros = _bf16_at_most(lowest)
-    constant = (v == v[..., :1]).all(dim=-1, keepdim=True)
-    wanted = (highest - zeros.to(torch.float32)) / _CODE_MAX
-    scales, top = round_scales(wanted.masked_fill_(constant, 0))
-    # 0 is taken: it says "constant before the rotation".
-    scales = scales.clamp_(min=1).masked_fill_(constant, 0)
-    steps = expand_scales(scales, top)
-    codes = _round_codes(rotated, zeros.to(torch.float32).unsqueeze(-1), steps.unsqueeze(-1))
-    zero_bits = torch.where(constant, v[..., :1].view(torch.int16), zeros.view(torch.int16))
-    into.value_zeros.copy_(_bytes_of(zero_bits))
-    into.value_scales.copy_(scales.view(-1))
-    into.value_codes.copy_(_pack(codes.masked_fill_(constant.unsqueeze(-1), 0)))
-    return top
-
-
-def _decode_values(sections: _Sections, layout: Kv4Layout, sixteen: torch.dtype, top: int) -> torch.Tensor:
-    shape = (layout.coded, layout.heads, layout.head_dim)
-    groups = (*shape[:2], value_groups(layout.head_dim), 1)
-    zero_bits = sections.value_zeros.view(torch.int16).view(groups)
-    scale_codes = sections.value_scales.view(groups)
-    constant = scale_codes == 0
-    # What stands under a constant group is not bf16; 0 keeps it out of the rotation of its head.
-    zeros = torch.where(constant, 0.0, zero_bits.view(torch.bfloat16).to(torch.float32))
-    rotated = _unpack(sections.value_codes, shape).view(*groups[:3], -1).to(torch.float32)
-    values = hadamard(rotated.mul_(expand_scales(scale_codes, top)).add_(zeros).view(shape))
-    if bool(constant.any()):
-        plain = zero_bits.view(sixteen).to(torch.float32)
-        values = torch.where(constant, plain, values.view(rotated.shape)).view(shape)
-    return values
-
-
-def _store(values: torch.Tensor, into: torch.Tensor, name: str, layer: int) -> None:
-    """Round to the 16-bit dtype and widen to the caller's. No encoder makes a value beyond the bound."""
-    if not values.numel():
+def _decode_plainly(sections: Sections, layout: Kv4Layout, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fill the coded tokens of K and V."""
+    if not layout.coded:
         return
-    lowest, highest = (float(bound) for bound in values.aminmax())
-    if not (lowest >= -LARGEST_DECODED and highest <= LARGEST_DECODED):
-        raise PayloadError(f"layer {layer}: {name} decodes to {lowest}..{highest}; the payload is corrupt")
-    if into.dtype == torch.float16:
-        # The largest value of a group may come back half a step larger, which fp16 could not hold.
-        limit = torch.finfo(torch.float16).max
-        values = values.clamp(-limit, limit)
-    into.copy_(values.to(torch.bfloat16) if into.dtype == torch.float32 else values)
+    if has_triton(k.device):
+        from . import triton_kv4
 
-
-def _round_codes(x: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    # A constant group has scale 0 and x == zero, so any divisor gives code 0.
-    steps = (x - zero).div_(torch.where(scale > 0, scale, 1.0))
-    return steps.round_().clamp_(0, _CODE_MAX).to(torch.uint8)
-
-
-def _bf16_at_most(x: torch.Tensor) -> torch.Tensor:
-    """Round towards minus infinity: the nearest bf16, or its lower neighbour where that lies above x."""
-    near = x.to(torch.bfloat16)
-    below = torch.nextafter(near, torch.full_like(near, -math.inf))
-    return torch.where(near.to(torch.float32) > x, below, near)
-
-
-def _pack(codes: torch.Tensor) -> torch.Tensor:
-    flat = codes.reshape(-1)
-    if flat.numel() % 2 or flat.storage_offset() % 2:  # the view below needs pairs, and even memory
-        flat = torch.cat((flat, flat.new_zeros(flat.numel() % 2)))
-    pairs = flat.view(torch.int16)  # the even code in the low byte, the odd one in the high byte
-    return (pairs | (pairs >> 4)).to(torch.uint8)
-
-
-def _unpack(packed: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
-    pairs = packed.to(torch.int16)
-    flat = ((pairs | (pairs << 4)) & 0x0F0F).view(torch.uint8)
-    return flat[: math.prod(shape)].view(shape)
-
-
-def _floats(like: torch.Tensor, block: int) -> torch.Tensor:
-    return torch.empty(block, like.numel() // block, dtype=torch.float32, device=like.device)
-
-
-def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
-
-
-def _check_values(x: torch.Tensor, name: str, layout: Kv4Layout, layer: int) -> None:
-    lowest, highest = (float(bound) for bound in x.aminmax())
-    if lowest >= -LARGEST and highest <= LARGEST:  # false for NaN too, which aminmax passes on
+        triton_kv4.dequantise(sections, k, v, layout)
         return
-    token, head, channel = (int(i) for i in (~(x.abs() <= LARGEST)).nonzero()[0])
-    where = f"position {layout.start + token}, head {head}, channel {channel}"
-    value = float(x[token, head, channel])
-    raise NonFiniteError(f"layer {layer}: {name} is {value} at {where}; kv4 needs finite values of at most 2**120")
+    channels = k.view(layout.coded, -1)
+    for spans, piece in _pieces(sections, layout):
+        decoded = clamped(reference.dequantise_keys(piece), k.dtype)
+        _tokens_of(channels, layout, *spans).copy_(_of_block(decoded, layout, *spans))
+    v.copy_(clamped(reference.dequantise_values(_values_of(sections), layout.head_dim), v.dtype).view(v.shape))
 
 
-def _read_header(header: torch.Tensor, sixteen: torch.dtype, layer: int) -> tuple[int, int]:
-    version, number, key_top, value_top, reserved = _HEADER.unpack(header.numpy().data)
-    expected = WireDtype.FP16.wire if sixteen == torch.float16 else WireDtype.BF16.wire
-    if version != FORMAT_VERSION:
-        raise PayloadError(f"layer {layer}: kv4 version {version}; this build reads version {FORMAT_VERSION}")
-    if number != expected:
-        text = f"kv4 payload of dtype {number}, expected {expected} (0 bf16, 1 fp16)"
-        raise PayloadError(f"layer {layer}: {text}")
-    if reserved or not all(_TOP_RANGE[0] <= top <= _TOP_RANGE[1] for top in (key_top, value_top)):
-        text = f"exponents {key_top} and {value_top}, reserved {reserved}"
-        raise PayloadError(f"layer {layer}: the kv4 header is corrupt ({text})")
-    return int(key_top), int(value_top)
+def _key_rows_of(sections: Sections, rows: tuple[tuple[slice, slice], ...]) -> Keys:
+    """Where some spans of K are stored."""
+    stored = (sections.key_bases, sections.key_units, sections.key_zeros, sections.key_steps, sections.key_codes)
+    return Keys(*(section[to] for section, (to, _) in zip(stored, rows, strict=True)))
+
+
+def _key_counts(first: int, last: int) -> tuple[int, ...]:
+    """Rows that whole spans take in the sections of K."""
+    return tuple((last - first) * each for each in reference.ROWS_PER_SPAN)
+
+
+def _pieces(sections: Sections, layout: Kv4Layout) -> Iterator[tuple[tuple[int, int], Keys]]:
+    """Runs of whole spans, and what is stored of K for them."""
+    for spans in reference.key_pieces(layout):
+        rows = reference.key_rows(layout, *spans)
+        parts = zip(_key_rows_of(sections, rows), rows, _key_counts(*spans), strict=True)
+        yield spans, Keys(*(_placed(part, of, count) for part, (_, of), count in parts))
+
+
+def _block_range(layout: Kv4Layout, first: int, last: int) -> tuple[int, int]:
+    """The tokens of some whole spans that are coded in this block, counted from the first span of the block."""
+    begin, end = (span * KEY_SPAN_TOKENS for span in (first, last))
+    return max(begin, layout.lead), min(end, layout.lead + layout.coded)
+
+
+def _tokens_of(channels: torch.Tensor, layout: Kv4Layout, first: int, last: int) -> torch.Tensor:
+    """Those tokens in the block `[coded, n]`."""
+    begin, end = _block_range(layout, first, last)
+    return channels[begin - layout.lead : end - layout.lead]
+
+
+def _of_block(decoded: torch.Tensor, layout: Kv4Layout, first: int, last: int) -> torch.Tensor:
+    """Those tokens among those of the whole spans."""
+    begin, end = _block_range(layout, first, last)
+    return decoded[begin - first * KEY_SPAN_TOKENS : end - first * KEY_SPAN_TOKENS]
+
+
+def _placed(part: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
+    """The rows where a whole piece would have them, in a tensor of `count` rows."""
+    if part.shape[0] == count:
+        return part
+    whole = part.new_zeros(count, *part.shape[1:])
+    whole[rows] = part
+    return whole

@@ -54,8 +54,13 @@ CASES = (
     Case("raw_bf16", "raw", torch.bfloat16, 0, 5, 2, 16),
     Case("kv4_bf16_from_0", "kv4", torch.bfloat16, 0, 70, 2, 16),
     Case("kv4_fp16_from_100", "kv4", torch.float16, 100, 33, 1, 80),
-    Case("kv4_fp32_two_groups", "kv4", torch.float32, 62, 6, 1, 256),
-    Case("kv4_odd", "kv4", torch.bfloat16, 2, 5, 1, 3),
+    Case("kv4_fp32_two_spans", "kv4", torch.float32, 252, 9, 1, 256),
+    Case("kv4_three_groups", "kv4", torch.bfloat16, 250, 40, 1, 96),
+    Case("kv4_odd", "kv4", torch.bfloat16, 2, 7, 1, 3),
+    Case("fp8_bf16_from_100", "fp8", torch.bfloat16, 100, 70, 2, 16),
+    Case("fp8_fp16_from_0", "fp8", torch.float16, 0, 33, 1, 80),
+    Case("kivi4_bf16_from_5", "kivi4", torch.bfloat16, 5, 70, 2, 16),
+    Case("kivi4_fp16_from_32", "kivi4", torch.float16, 32, 33, 1, 80),
 )
 
 

@@ -1,0 +1,165 @@
+"""How fast the codecs are: `python -m p2pserve.kernels.bench`.
+
+For each codec, number of CPU threads and direction: GB/s of 16-bit input (K and V together, with all checks and the
+payload in memory of its own), beside a plain copy of the same tensors, measured in turns with it. Medians. `path`
+says whether compiled code or the plain reference ran. With a GPU, the same there, payload left on the device's host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from . import accelerate, kv4_native
+from .codec import Codec, decode, encode
+
+__all__ = ["Row", "main", "measure"]
+
+HEADS, HEAD_DIM = 8, 128
+DEFAULT_TOKENS = 512
+START = 512  # past the exempt tokens, at a multiple of every codec's groups: one block out of a longer prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. Rates in 1e9 bytes per second of 16-bit K and V."""
+
+    op: str
+    codec: str
+    device: str
+    threads: int
+    path: str
+    tokens: int
+    gbps_16bit: float
+    memcpy_gbps: float
+
+
+def measure(codec: Codec, device: torch.device, threads: int, tokens: int, repeats: int) -> list[Row]:
+    """Quantise and dequantise one block of `tokens` x 8 x 128 values again and again."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    copies = torch.empty_like(k), torch.empty_like(v)
+    payload = encode(codec, k, v, start=START, layer=0)
+    stored = torch.frombuffer(payload, dtype=torch.uint8).to(device)
+
+    def copy() -> None:
+        for source, into in zip((k, v), copies, strict=True):
+            into.copy_(source)
+
+    def quantise() -> None:
+        encode(codec, k, v, start=START, layer=0)
+
+    def dequantise() -> None:
+        decode(
+            codec,
+            stored,
+            tokens=tokens,
+            heads=HEADS,
+            head_dim=HEAD_DIM,
+            dtype=torch.bfloat16,
+            start=START,
+            layer=0,
+        )
+
+    nbytes = 2 * (k.numel() + v.numel())
+    path = _path(codec, device)
+    rows = []
+    for op, action in (("quantise", quantise), ("dequantise", dequantise)):
+        seconds, copy_seconds = _in_turns(action, copy, repeats, device)
+        rates = (round(nbytes / spent / 1e9, 3) for spent in (seconds, copy_seconds))
+        rows.append(Row(op, codec.value, device.type, threads, path, tokens, *rates))
+    return rows
+
+
+def _path(codec: Codec, device: torch.device) -> str:
+    if device.type != "cpu":
+        return "triton"
+    if codec is Codec.RAW:
+        return "copy"
+    if codec is Codec.KV4:
+        return "c++" if kv4_native.available() else "eager"
+    return "compiled" if accelerate.mode() is accelerate.Mode.COMPILED and not accelerate.failure() else "eager"
+
+
+def _in_turns(
+    action: Callable[[], None], copy: Callable[[], None], repeats: int, device: torch.device
+) -> tuple[float, float]:
+    """Median seconds of both, one after the other, so that what else the machine does hits both."""
+    spent: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats + 3):
+        for times, run in zip(spent, (action, copy), strict=True):
+            began = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if turn >= 3:  # the first ones compile and warm up
+                times.append(time.perf_counter() - began)
+    return statistics.median(spent[0]), statistics.median(spent[1])
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = f"{'op':<11}{'codec':<7}{'device':<7}{'threads':>7}  {'path':<9}{'tokens':>7}{'GB/s':>9}{'memcpy':>9}"
+    lines = [
+        f"{row.op:<11}{row.codec:<7}{row.device:<7}{row.threads:>7}  {row.path:<9}{row.tokens:>7}"
+        f"{row.gbps_16bit:>9.2f}{row.memcpy_gbps:>9.2f}"
+        for row in rows
+    ]
+    shape = f"blocks of tokens x {HEADS} heads x {HEAD_DIM}, bf16, K and V; GB/s of 16-bit values; measured"
+    return "\n".join([shape, head, *lines])
+
+
+def _codecs(text: str) -> list[Codec]:
+    try:
+        return [Codec(name) for name in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names a codec that is unknown; known are {', '.join(Codec)}"
+        ) from None
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="p2pserve.kernels.bench", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--codecs", type=_codecs, default=list(Codec), help="comma-separated (default: all)")
+    parser.add_argument("--tokens", type=_count, default=DEFAULT_TOKENS, help="tokens per block (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=_counts, default=[1, 2], help="comma-separated numbers of CPU threads (default: 1,2)"
+    )
+    parser.add_argument("--repeats", type=_count, default=40, help="measurements per figure (default: %(default)s)")
+    parser.add_argument("--mode", choices=("eager", "compiled"), default="compiled", help="code for the CPU")
+    options = parser.parse_args(arguments)
+    accelerate.set_mode(options.mode)
+    rows = []
+    codecs = options.codecs
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for codec in codecs:
+            rows += measure(codec, torch.device("cpu"), threads, options.tokens, options.repeats)
+    if torch.cuda.is_available():
+        for codec in codecs:
+            # A GPU is not busy with one block.
+            rows += measure(codec, torch.device("cuda"), torch.get_num_threads(), 64 * options.tokens, options.repeats)
+    text = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) if options.format == "json" else _table(rows)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

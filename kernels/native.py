@@ -1,0 +1,141 @@
+"""C++ kernels, built where they run for the processor that runs them, and loaded with `ctypes`, which frees the GIL.
+
+The bytes are those of the plain reference, so when and whether this works changes nothing but speed. Building takes
+about two seconds and happens once per machine: the library is kept under the hash of its source, its compiler and the
+processor's features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .accelerate import Mode, mode, submit
+
+__all__ = ["Library", "address", "threads"]
+
+_log = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "P2PSERVE_KERNEL_CACHE"
+_SOURCES = Path(__file__).resolve().parent / "csrc"
+_FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"),
+    # Which operations are rounded, and in which order, is the format.
+    *("-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"),
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
+)
+_BUILD_S = 120.0
+_WORTH_THREADS = 1 << 22
+
+
+class Library:
+    """One C++ source, built when it is first wanted. `functions` take and return whatever the caller passes."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._asked = False
+        self._loaded: ctypes.CDLL | None = None
+
+    def __repr__(self) -> str:
+        return f"<Library {self._source} {'loaded' if self._loaded else 'not loaded'}>"
+
+    def get(self) -> ctypes.CDLL | None:
+        """The library. None while it is being built (in mode `auto`), in mode `eager`, or where it cannot be built."""
+        chosen = mode()
+        if chosen is Mode.EAGER:
+            return None
+        if self._loaded is None:
+            with self._lock:
+                done = None if self._asked else submit(self._build)
+                self._asked = True
+            if done is not None and chosen is Mode.COMPILED:
+                done.wait()
+        return self._loaded
+
+    def _build(self) -> None:
+        try:
+            self._loaded = ctypes.CDLL(str(_built(_SOURCES / self._source)))
+        except (OSError, subprocess.SubprocessError) as error:
+            text = getattr(error, "stderr", None) or str(error)
+            reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+            _log.warning("%s: KV codecs stay with plain torch: %s", self._source, reason)
+
+
+def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    """Where a contiguous tensor's memory begins."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def threads(elements: int) -> int:
+    """How many threads a kernel may use for so much: as many as torch's own operations, if it is worth starting them.
+
+    For less it is not: torch's idle threads spin for a while on the cores that new ones would need.
+    """
+    return torch.get_num_threads() if elements >= _WORTH_THREADS else 1
+
+
+def _built(source: Path) -> Path:
+    """The built library. Raises OSError or SubprocessError when there is no compiler or it fails."""
+    compiler = _compiler()
+    key = hashlib.sha256(source.read_bytes())
+    for part in (*_FLAGS, compiler, _version(compiler), _processor()):
+        key.update(part.encode() + b"\0")
+    library = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
+    if not library.exists():
+        handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
+        os.close(handle)
+        try:
+            command = [compiler, *_FLAGS, "-o", name, str(source)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
+            Path(name).replace(library)  # whole or not at all, whoever else builds it at the same time
+        finally:
+            Path(name).unlink(missing_ok=True)
+    return library
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise FileNotFoundError("no C++ compiler was found (CXX, g++, c++, clang++)")
+
+
+@cache
+def _version(compiler: str) -> str:
+    run = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=_BUILD_S)
+    return run.stdout
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = ("flags", "Features", "model name")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(named)}))
+
+
+def _folder() -> Path:
+    """A folder of this user alone: what lies in it is run."""
+    named = os.environ.get(CACHE_VARIABLE)
+    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"p2pserve-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} can be written by others; name a folder of your own in {CACHE_VARIABLE}")
+    return folder

@@ -1,0 +1,125 @@
+"""`kivi4` for GPUs. Same bytes as `kivi4`, which says what they mean.
+
+One kernel serves K and V. It sees columns: a column is one group, its elements `inner` apart in memory. K's
+columns stand side by side (`inner` = heads * head_dim); V's lie one behind the other (`inner` = 1, which Triton
+compiles as a constant). Either way neighbouring threads touch neighbouring addresses, and the input is read once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .kivi4_layout import KIVI4_GROUP
+from .kivi4_reference import Sections
+from .triton_bits import clamped, finite, nearby, rounded
+
+__all__ = ["dequantise", "quantise"]
+
+COLUMNS = 64
+"""Columns per program: 32 x 64 values of 2 bytes, read in rows of 128 bytes."""
+
+_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
+"""One warp: no reduction then needs shared memory or a barrier, and 16 wide loads per thread are under way at once."""
+
+
+def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections) -> None:
+    """As `kivi4.quantise`, for any values: the scale of a group with one that is not finite becomes NaN."""
+    for x, zeros, packed, width in _parts(k, v, into):
+        columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
+        grid = (triton.cdiv(columns, COLUMNS),)
+        _quantise[grid](x.contiguous(), zeros, packed, columns, inner, width, COLUMNS, **_LAUNCH)
+
+
+def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor) -> None:
+    """As `kivi4.dequantise`; `k` and `v` must be contiguous."""
+    for x, zeros, packed, width in _parts(k, v, sections):
+        columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
+        grid = (triton.cdiv(columns, COLUMNS),)
+        _dequantise[grid](x, zeros, packed, columns, inner, width, COLUMNS, **_LAUNCH)
+
+
+def _parts(
+    k: torch.Tensor, v: torch.Tensor, sections: Sections
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], ...]:
+    """Values, zeros (the scales stand right behind them), codes and width of the groups of K and of V."""
+    width = v.shape[-1] // sections.value_zeros.shape[-1]
+    return (
+        (k, sections.key_zeros, sections.key_codes, KIVI4_GROUP),
+        (v, sections.value_zeros, sections.value_codes, width),
+    )
+
+
+@triton.jit  # type: ignore[misc]
+def _quantise(
+    x: tl.tensor,
+    zeros: tl.tensor,
+    packed: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    half: tl.constexpr = (width + 1) // 2
+    column = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    valid = column < columns
+    group, lane = column // inner, column % inner
+    row = tl.arange(0, triton.next_power_of_2(half))
+    here = (row < half)[:, None] & valid[None, :]
+    there = (row < width - half)[:, None] & valid[None, :]
+    first = x + (group * (width * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    low = tl.load(first, mask=here, other=0.0).to(tl.float32)
+    high = tl.load(first + half * inner, mask=there, other=0.0).to(tl.float32)
+    least = tl.minimum(_least(low, here), _least(high, there))
+    most = -tl.minimum(_least(-low, here), _least(-high, there))
+    sixteen: tl.constexpr = x.dtype.element_ty
+    scale = rounded(tl.math.div_rn(most - least, 15.0), sixteen)
+    scale = tl.where(scale >= 7.888609052210118e-31, scale, 0.0)
+    inverse = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
+    codes = _codes(low, least, inverse) | (tl.where(there, _codes(high, least, inverse), 0) << 4)
+    sound = (tl.min(finite(low).to(tl.int32), 0) & tl.min(finite(high).to(tl.int32), 0)) == 1
+    scale = tl.where(sound, scale, float("nan"))
+    tl.store(zeros + column, least.to(sixteen), mask=valid)
+    tl.store(zeros + columns + column, scale.to(sixteen), mask=valid)
+    into = packed + (group * (half * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    tl.store(into, codes.to(tl.uint8), mask=here)
+
+
+@triton.jit  # type: ignore[misc]
+def _dequantise(
+    x: tl.tensor,
+    zeros: tl.tensor,
+    packed: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    half: tl.constexpr = (width + 1) // 2
+    column = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    valid = column < columns
+    group, lane = column // inner, column % inner
+    row = tl.arange(0, triton.next_power_of_2(half))
+    here = (row < half)[:, None] & valid[None, :]
+    there = (row < width - half)[:, None] & valid[None, :]
+    source = packed + (group * (half * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    codes = tl.load(source, mask=here, other=0).to(tl.int32)
+    zero = tl.load(zeros + column, mask=valid, other=0.0).to(tl.float32)[None, :]
+    scale = tl.load(zeros + columns + column, mask=valid, other=0.0).to(tl.float32)[None, :]
+    sixteen: tl.constexpr = x.dtype.element_ty
+    low = clamped((codes & 15).to(tl.float32) * scale + zero, sixteen)
+    high = clamped((codes >> 4).to(tl.float32) * scale + zero, sixteen)
+    first = x + (group * (width * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    tl.store(first, low.to(sixteen), mask=here)
+    tl.store(first + half * inner, high.to(sixteen), mask=there)
+
+
+@triton.jit  # type: ignore[misc]
+def _least(x: tl.tensor, valid: tl.tensor) -> tl.tensor:
+    return tl.min(tl.where(valid, x, float("inf")), 0)
+
+
+@triton.jit  # type: ignore[misc]
+def _codes(x: tl.tensor, zero: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    return nearby(tl.minimum((x - zero[None, :]) * inverse[None, :], 15.0)).to(tl.int32)

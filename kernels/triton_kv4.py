@@ -1,0 +1,365 @@
+"""`kv4` for GPUs. Same bytes as `kv4_reference`; `codec` says what they mean.
+
+K: one program per span of 256 tokens and 64 channels. It reads the span twice, once for its base and unit and
+once to code it, the second time from the caches. V: the Hadamard rotation is a product of fp16 matrices of whole
+numbers on the tensor cores, exact in fp32; a program keeps the matrix while it works through its vectors.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .format import Kv4Layout, value_groups
+from .kv4_reference import Sections, hadamard
+from .triton_bits import clamped, nearby, power, rounded
+
+__all__ = ["dequantise", "quantise"]
+
+CHANNELS = 64
+VECTORS = 32
+_LAUNCH = {"enable_fp_fusion": False}
+"""V also without pipelining: it would keep three copies of the matrix in shared memory."""
+
+
+def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout) -> torch.Tensor:
+    """Code `[coded, heads, head_dim]` 16-bit values. Returns, on their device, whether all were finite and in range.
+
+    Where they were not, the sections are void.
+    """
+    unsound = torch.zeros(1, dtype=torch.int32, device=k.device)
+    keys = (into.key_bases, into.key_units, into.key_zeros, into.key_steps, into.key_codes, unsound)
+    rows = _key_shape(layout)
+    grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
+    _quantise_keys[grid](k.contiguous(), keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
+    values = (into.value_units, into.value_zeros, into.value_steps, into.value_codes, unsound)
+    matrix, vectors, programs, tiles = _value_plan(layout, k.device)
+    shape = _value_shape(layout.head_dim)
+    _quantise_values[programs](v.contiguous(), values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
+    return unsound[0] == 0
+
+
+def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout) -> None:
+    """Write the `[coded, heads, head_dim]` 16-bit values of sound sections; `k` and `v` must be contiguous."""
+    keys = (sections.key_bases, sections.key_units, sections.key_zeros, sections.key_steps, sections.key_codes)
+    rows = _key_shape(layout)
+    grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
+    _dequantise_keys[grid](k, keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
+    values = (sections.value_units, sections.value_zeros, sections.value_steps, sections.value_codes)
+    matrix, vectors, programs, tiles = _value_plan(layout, k.device)
+    shape = _value_shape(layout.head_dim)
+    _dequantise_values[programs](v, values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
+
+
+def _key_shape(layout: Kv4Layout) -> tuple[int, ...]:
+    """Coded tokens, lead, channels, and the first and last rows of zeros, steps and codes that are stored."""
+    rows = (layout.group_rows, layout.step_rows, layout.code_rows)
+    ends = (end for run in rows for end in (run.start, run.stop))
+    return (layout.coded, layout.lead, layout.heads * layout.head_dim, *ends)
+
+
+def _value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
+    """head_dim, groups, half a group, both padded to powers of two, channels rotated together as a power of two.
+
+    Rotated channels are rows (group, half, channel of the half), each padded, so that tensor shapes are powers of two.
+    """
+    groups = value_groups(head_dim)
+    half = (head_dim // groups + 1) // 2
+    padded = (int(triton.next_power_of_2(groups)), max(8, int(triton.next_power_of_2(half))))
+    together = (head_dim & -head_dim).bit_length() - 1
+    return tuple(tl.constexpr(number) for number in (head_dim, groups, half, *padded, together))
+
+
+def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[torch.Tensor, int, tuple[int], int]:
+    """Rotation matrix, vectors, grid, and tiles of vectors per program: more than one once that fills a GPU."""
+    vectors = layout.coded * layout.heads
+    tiles = 8 if vectors >= 65536 else 1
+    return _matrix(layout.head_dim, device), vectors, (triton.cdiv(vectors, VECTORS * tiles),), tiles
+
+
+@cache
+def _matrix(head_dim: int, device: torch.device) -> torch.Tensor:
+    """The Hadamard matrix in fp16, its rows padded as `_value_shape` says and its columns to a power of two."""
+    _, groups, half, padded_groups, padded_half, _ = (number.value for number in _value_shape(head_dim))
+    width = head_dim // groups
+    matrix = torch.zeros(padded_groups, 2, padded_half, max(16, int(triton.next_power_of_2(head_dim))))
+    whole = hadamard(head_dim).view(groups, width, head_dim)
+    matrix[:groups, 0, :half, :head_dim] = whole[:, :half]
+    matrix[:groups, 1, : width - half, :head_dim] = whole[:, half:]
+    return matrix.flatten(0, 2).to(torch.float16).to(device)
+
+
+@triton.jit  # type: ignore[misc]
+def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.constexpr) -> None:
+    bases, units, zeros, steps, codes, unsound = into
+    coded, lead, width, group_first, group_stop, step_first, step_stop, code_first, code_stop = shape
+    span = tl.program_id(0)
+    channel = tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < width
+    begin = span * 256 - lead
+    low = tl.full((block,), float("inf"), tl.float32)
+    high = -low
+    largest = tl.zeros((block,), tl.int32)
+    for group in range(8):
+        first, second = _tokens(x, begin + group * 32, coded, width, channel, inside)
+        low = tl.minimum(low, tl.minimum(tl.min(first, 0), tl.min(second, 0)))
+        high = tl.maximum(high, tl.maximum(tl.max(first, 0), tl.max(second, 0)))
+        largest = tl.maximum(largest, tl.maximum(_largest(first), _largest(second)))
+    low += 0.0  # never -0
+    tl.store(unsound + tl.zeros_like(largest), tl.full((block,), 1, tl.int32), mask=largest > 0x4E800000)
+    unit_code = _unit_code(high - low, -8)
+    unit = _unit(unit_code)
+    at = span.to(tl.int64) * width + channel
+    tl.store(bases + at, low.to(x.dtype.element_ty), mask=inside)
+    tl.store(units + at, unit_code.to(tl.uint8), mask=inside)
+    row = tl.arange(0, 16)
+    for pair in range(4):
+        nibbles = tl.zeros((block,), tl.int32)
+        for odd in tl.static_range(2):
+            group = pair * 2 + odd
+            first, second = _tokens(x, begin + group * 32, coded, width, channel, inside)
+            lowest = tl.minimum(tl.min(first, 0), tl.min(second, 0))
+            highest = tl.maximum(tl.max(first, 0), tl.max(second, 0))
+            step, one, two = _candidates(lowest, highest, low, unit, 0.0, 255.0)
+            factor = tl.math.div_rn(1.0, step * unit)
+            fine, first_origin = (factor * 32.0)[None, :], (one * unit + low)[None, :]
+            one_off, two_off = _off(first, first_origin, fine), _off(second, first_origin, fine)
+            apart = nearby((two - one) * tl.math.div_rn(32.0, step))[None, :]
+            worse = tl.sum(one_off * one_off, 0) + tl.sum(two_off * two_off, 0)
+            better = tl.sum(_shifted(one_off, apart), 0) + tl.sum(_shifted(two_off, apart), 0)
+            zero = tl.where(better < worse, two, one)
+            origin = (zero * unit + low)[None, :]
+            packed = _code(first, origin, factor[None, :]) | (_code(second, origin, factor[None, :]) << 4)
+            nibbles |= (step.to(tl.int32) - 1) << (4 * odd)
+            line = span * 8 + group
+            kept = inside & _between(channel, line, group_first, group_stop)
+            tl.store(zeros + (line - group_first).to(tl.int64) * width + channel, zero.to(tl.uint8), mask=kept)
+            lines = line * 16 + row
+            here = ((lines >= code_first) & (lines < code_stop))[:, None] & inside[None, :]
+            there = (lines - code_first).to(tl.int64)[:, None] * width + channel[None, :]
+            tl.store(codes + there, packed.to(tl.uint8), mask=here)
+        line = span * 4 + pair
+        kept = inside & _between(channel, line, step_first, step_stop)
+        tl.store(steps + (line - step_first).to(tl.int64) * width + channel, nibbles.to(tl.uint8), mask=kept)
+
+
+@triton.jit  # type: ignore[misc]
+def _dequantise_keys(x: tl.tensor, stored: tl.tensor, shape: tl.tensor, block: tl.constexpr) -> None:
+    bases, units, zeros, steps, codes = stored
+    coded, lead, width, group_first, group_stop, step_first, _, code_first, code_stop = shape
+    span = tl.program_id(0)
+    channel = tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < width
+    at = span.to(tl.int64) * width + channel
+    base = tl.load(bases + at, mask=inside, other=0.0).to(tl.float32)
+    unit = _unit(tl.load(units + at, mask=inside, other=0).to(tl.int32))
+    row = tl.arange(0, 16)
+    sixteen: tl.constexpr = x.dtype.element_ty
+    for group in range(8):
+        line = span * 8 + group
+        kept = inside & _between(channel, line, group_first, group_stop)
+        zero = tl.load(zeros + (line - group_first).to(tl.int64) * width + channel, mask=kept, other=0)
+        pair = (span * 4 + group // 2 - step_first).to(tl.int64)
+        nibbles = tl.load(steps + pair * width + channel, mask=kept, other=0).to(tl.int32)
+        step = ((nibbles >> (4 * (group % 2))) & 15) + 1
+        origin = (zero.to(tl.float32) * unit + base)[None, :]
+        factor = (step.to(tl.float32) * unit)[None, :]
+        lines = line * 16 + row
+        here = ((lines >= code_first) & (lines < code_stop))[:, None] & inside[None, :]
+        there = (lines - code_first).to(tl.int64)[:, None] * width + channel[None, :]
+        packed = tl.load(codes + there, mask=here, other=0).to(tl.int32)
+        for half in tl.static_range(2):
+            token = span * 256 - lead + group * 32 + half * 16 + row
+            to = ((token >= 0) & (token < coded))[:, None] & inside[None, :]
+            values = clamped(((packed >> (4 * half)) & 15).to(tl.float32) * factor + origin, sixteen)
+            tl.store(x + token.to(tl.int64)[:, None] * width + channel[None, :], values.to(sixteen), mask=to)
+
+
+@triton.jit  # type: ignore[misc]
+def _quantise_values(
+    x: tl.tensor, into: tl.tensor, matrix: tl.tensor, vectors: tl.tensor, shape: tl.constexpr, tiles: tl.constexpr
+) -> None:
+    units, zeros, steps, codes, unsound = into
+    width: tl.constexpr = shape[0]
+    groups: tl.constexpr = shape[1]
+    half: tl.constexpr = shape[2]
+    many: tl.constexpr = shape[3]
+    high: tl.constexpr = shape[4]
+    block: tl.constexpr = 32
+    size: tl.constexpr = 16 if width < 16 else triton.next_power_of_2(width)
+    part: tl.constexpr = min(size, 128)
+    group = tl.arange(0, many)
+    side = tl.arange(0, 2)[None, :, None, None]
+    lane = tl.arange(0, high)
+    real = (group < groups)[:, None, None, None] & (lane < half)[None, None, :, None]
+    real = real & (side * half + lane[None, None, :, None] < width // groups)
+    line = tl.arange(0, many * 2 * high)
+    for tile in range(tiles):
+        column = (tl.program_id(0).to(tl.int64) * tiles + tile) * block + tl.arange(0, block)
+        valid = column < vectors
+        reach = tl.zeros((block,), tl.int32)
+        for start in tl.static_range(0, size, part):
+            reach = tl.maximum(reach, _largest(_vectors(x, column, valid, start, width, part)))
+        tl.store(unsound + tl.zeros_like(reach), tl.full((block,), 1, tl.int32), mask=reach > 0x4E800000)
+        exponent = tl.minimum(tl.maximum(reach >> 23, 64), 157)
+        y = tl.zeros((many * 2 * high, block), tl.float32)
+        for start in tl.static_range(0, size, part):
+            column_of = start + tl.arange(0, part)
+            signs = tl.load(matrix + line[:, None] * size + column_of[None, :])
+            whole = nearby(_vectors(x, column, valid, start, width, part) * power(134 - exponent)[None, :])
+            y = tl.dot(signs, whole.to(tl.float16), y)
+        y = rounded(y, tl.bfloat16)
+        shift = exponent - 134 - shape[5]
+        unit_code = _unit_code(tl.max(tl.abs(y), 0), shift - 7)
+        unit = (_unit(unit_code) * power(-shift))[None, :]
+        y = tl.reshape(y, (many, 2, high, block))
+        lowest = tl.min(tl.min(tl.where(real, y, float("inf")), 2), 1)
+        highest = tl.max(tl.max(tl.where(real, y, float("-inf")), 2), 1)
+        there = (group < groups)[:, None]
+        lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
+        step, one, two = _candidates(lowest, highest, 0.0, unit, -128.0, 127.0)
+        factor = tl.math.div_rn(1.0, step * unit)
+        off = _off(y, (one * unit)[:, None, None, :], (factor * 32.0)[:, None, None, :])
+        apart = nearby((two - one) * tl.math.div_rn(32.0, step))[:, None, None, :]
+        worse = tl.sum(tl.sum(tl.where(real, off * off, 0.0), 2), 1)
+        better = tl.sum(tl.sum(tl.where(real, _shifted(off, apart), 0.0), 2), 1)
+        zero = tl.where(better < worse, two, one)
+        code = tl.where(real, _code(y, (zero * unit)[:, None, None, :], factor[:, None, None, :]), 0)
+        packed = tl.sum(code << (4 * side), 1)
+        nibbles = tl.where(there, step.to(tl.int32) - 1, 0)
+        if many > 1:
+            nibbles = tl.reshape(nibbles, (many // 2, 2, block)) << (4 * tl.arange(0, 2)[None, :, None])
+            nibbles = tl.sum(nibbles, 1)
+        pair = tl.arange(0, (many + 1) // 2)
+        at = column[None, :]
+        tl.store(units + column, unit_code.to(tl.uint8), mask=valid)
+        tl.store(zeros + group[:, None] * vectors + at, (zero + 128.0).to(tl.uint8), mask=there & valid[None, :])
+        mask = (pair < (groups + 1) // 2)[:, None] & valid[None, :]
+        tl.store(steps + pair[:, None] * vectors + at, nibbles.to(tl.uint8), mask=mask)
+        to = (group[:, None] * half + lane[None, :])[:, :, None] * vectors + column[None, None, :]
+        mask = (there & (lane < half)[None, :])[:, :, None] & valid[None, None, :]
+        tl.store(codes + to, packed.to(tl.uint8), mask=mask)
+
+
+@triton.jit  # type: ignore[misc]
+def _dequantise_values(
+    x: tl.tensor, stored: tl.tensor, matrix: tl.tensor, vectors: tl.tensor, shape: tl.constexpr, tiles: tl.constexpr
+) -> None:
+    units, zeros, steps, codes = stored
+    width: tl.constexpr = shape[0]
+    groups: tl.constexpr = shape[1]
+    half: tl.constexpr = shape[2]
+    high: tl.constexpr = shape[4]
+    block: tl.constexpr = 32
+    size: tl.constexpr = 16 if width < 16 else triton.next_power_of_2(width)
+    part: tl.constexpr = min(size, 128)
+    line = tl.arange(0, shape[3] * 2 * high)
+    group, side, lane = line // (2 * high), (line // high) % 2, line % high
+    real = (group < groups) & (lane < half) & (side * half + lane < width // groups)
+    sixteen: tl.constexpr = x.dtype.element_ty
+    for tile in range(tiles):
+        column = (tl.program_id(0).to(tl.int64) * tiles + tile) * block + tl.arange(0, block)
+        valid = column < vectors
+        here, at = real[:, None] & valid[None, :], column[None, :]
+        packed = tl.load(codes + (group * half + lane)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
+        zero = tl.load(zeros + group[:, None] * vectors + at, mask=here, other=128).to(tl.int32) - 128
+        step = tl.load(steps + (group // 2)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
+        step = ((step >> (4 * (group % 2))[:, None]) & 15) + 1
+        whole = zero + step * ((packed >> (4 * side)[:, None]) & 15)
+        whole = tl.where(here, whole, 0).to(tl.float32).to(tl.float16)
+        unit = _unit(tl.load(units + column, mask=valid, other=0).to(tl.int32))[None, :]
+        for start in tl.static_range(0, size, part):
+            channel = start + tl.arange(0, part)
+            signs = tl.load(matrix + line[None, :] * size + channel[:, None])
+            y = clamped(rounded(tl.dot(signs, whole), tl.bfloat16) * unit, sixteen)
+            mask = (channel < width)[:, None] & valid[None, :]
+            tl.store(x + at * width + channel[:, None], y.to(sixteen), mask=mask)
+
+
+@triton.jit  # type: ignore[misc]
+def _tokens(
+    x: tl.tensor, begin: tl.tensor, coded: tl.tensor, width: tl.tensor, channel: tl.tensor, inside: tl.tensor
+) -> tl.tensor:
+    """The two halves `[16, channels]` of a group of tokens; the nearest coded one stands for each missing one."""
+    row = tl.arange(0, 16)
+    first = tl.minimum(tl.maximum(begin + row, 0), coded - 1).to(tl.int64)
+    second = tl.minimum(tl.maximum(begin + 16 + row, 0), coded - 1).to(tl.int64)
+    one = tl.load(x + first[:, None] * width + channel[None, :], mask=inside[None, :], other=0.0)
+    two = tl.load(x + second[:, None] * width + channel[None, :], mask=inside[None, :], other=0.0)
+    return one.to(tl.float32), two.to(tl.float32)
+
+
+@triton.jit  # type: ignore[misc]
+def _between(like: tl.tensor, row: tl.tensor, first: tl.tensor, stop: tl.tensor) -> tl.tensor:
+    rows = row + tl.zeros_like(like)
+    return (rows >= first) & (rows < stop)
+
+
+@triton.jit  # type: ignore[misc]
+def _vectors(
+    x: tl.tensor,
+    column: tl.tensor,
+    valid: tl.tensor,
+    start: tl.constexpr,
+    width: tl.constexpr,
+    part: tl.constexpr,
+) -> tl.tensor:
+    """Channels from `start` on of some vectors, as `[part, vectors]`."""
+    channel = start + tl.arange(0, part)
+    mask = (channel < width)[:, None] & valid[None, :]
+    return tl.load(x + column[None, :] * width + channel[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[misc]
+def _largest(x: tl.tensor) -> tl.tensor:
+    """The bits of the largest |x| over the first axis; NaN counts as larger than all else."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+
+
+@triton.jit  # type: ignore[misc]
+def _unit_code(reach: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    code = ((reach.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 21) + 4 * shift - 348
+    return tl.minimum(tl.maximum(code, 0), 255)
+
+
+@triton.jit  # type: ignore[misc]
+def _unit(code: tl.tensor) -> tl.tensor:
+    return ((code + 348) << 21).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[misc]
+def _candidates(
+    lowest: tl.tensor, highest: tl.tensor, base: tl.tensor, unit: tl.tensor, least: tl.tensor, most: tl.tensor
+) -> tl.tensor:
+    """Steps and the two candidates for the zeros of groups between `lowest` and `highest`."""
+    per_unit = tl.math.div_rn(1.0, unit)
+    step = nearby((highest - lowest) * per_unit * 0.06666667014360428)
+    step = tl.minimum(tl.maximum(step, 1.0), 16.0)
+    both = nearby(((lowest - base) + (highest - base)) * per_unit * 32.0) * 0.015625
+    centred = both - step * 7.5
+    one = tl.minimum(tl.maximum(nearby(centred - step * 0.1875), least), most)
+    two = tl.minimum(tl.maximum(nearby(centred + step * 0.1875), least), most)
+    return step, one, two
+
+
+@triton.jit  # type: ignore[misc]
+def _off(x: tl.tensor, origin: tl.tensor, fine: tl.tensor) -> tl.tensor:
+    """How far values lie off the nearest step of a grid, in 1/32 step: whole numbers."""
+    found = nearby((x - origin) * fine)
+    return found - nearby(found * 0.03125) * 32.0
+
+
+@triton.jit  # type: ignore[misc]
+def _shifted(off: tl.tensor, apart: tl.tensor) -> tl.tensor:
+    """The squares of what `_off` would be for a grid that lies `apart` 32nds of a step higher."""
+    shifted = off - apart
+    shifted = tl.where(shifted < -16.0, shifted + 32.0, shifted)
+    return shifted * shifted
+
+
+@triton.jit  # type: ignore[misc]
+def _code(x: tl.tensor, origin: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    return tl.minimum(tl.maximum(nearby((x - origin) * factor), 0.0), 15.0).to(tl.int32)
