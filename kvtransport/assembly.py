@@ -11,7 +11,7 @@ import itertools
 from bisect import bisect_left
 
 from .errors import ProtocolError
-from .messages import KVFrame
+from .frames import KVFrame
 
 __all__ = ["Assembly"]
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 __all__ = [
     "ConnectionClosed",
+    "FiguresError",
     "ProtocolError",
+    "RelayRefused",
     "TicketError",
     "TransferAborted",
     "TransferError",
@@ -45,3 +47,16 @@ class ConnectionClosed(TransferError):
 
 class TicketError(TransferError, ValueError):
     """A ticket that cannot be meant: wrong key size, impossible address, unknown codec, no time."""
+
+
+class FiguresError(ValueError):
+    """A figure about a link, a box or a layout of shards that cannot be meant; the text names the field."""
+
+
+class RelayRefused(TransferError):
+    """A relay does not forward, or no longer: `code` is a `permits.Refusal`."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"the relay refuses: {reason}")
+        self.code = code
+        self.reason = reason
