@@ -1,0 +1,30 @@
+"""An emulated wide-area network on one machine: real sockets between boxes with caps, round trips, loss and outages.
+
+`Scenario` says what the network is; `EmulatedWan` makes it, with network namespaces and TUN devices where the user is
+root, else with a proxy on loopback, and says which and what it cannot show. `python -m p2pserve.sims.wan` runs
+one by hand and calibrates it; docs/wan.md explains.
+"""
+
+from .control import WanStatistics
+from .emulated import EmulatedWan, Kind, unavailable
+from .errors import WanError, WanUnavailable
+from .scenario import Box, LinkClass, Outage, Pair, Scenario, ScenarioError, link_classes
+from .switch import BoxStatistics, LineStatistics
+
+__all__ = [
+    "Box",
+    "BoxStatistics",
+    "EmulatedWan",
+    "Kind",
+    "LineStatistics",
+    "LinkClass",
+    "Outage",
+    "Pair",
+    "Scenario",
+    "ScenarioError",
+    "WanError",
+    "WanStatistics",
+    "WanUnavailable",
+    "link_classes",
+    "unavailable",
+]

@@ -1,0 +1,281 @@
+"""What a wide-area network is made of: boxes with caps, and pairs with a round trip. Plain frozen values.
+
+    Scenario(
+        boxes={"paris": Box(up_gbps=1, down_gbps=1), "nyc": Box(up_gbps=2, down_gbps=2)},
+        pairs={("paris", "nyc"): Pair(rtt_ms=90, loss=1e-4, jitter_ms=2)},
+    )
+
+A box's caps are shared by everything that it sends or receives, whoever is at the other end. A pair counts for
+both directions, unless the reverse pair is given as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from math import isfinite
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+__all__ = ["Box", "LinkClass", "Outage", "Pair", "Scenario", "ScenarioError", "link_classes"]
+
+LINKS = Path(__file__).parent.parent / "data" / "wan_links.csv"
+CLASS = "class:"
+MAX_BOXES = 250
+MAX_GBPS = 400.0
+MAX_RTT_MS = 60_000.0
+# The smallest packet that IPv4 must carry, and the largest that a TUN device takes.
+MIN_MTU, MAX_MTU = 576, 65_000
+# Queues are one bandwidth-delay product long, the routers' old rule of thumb, but never shorter than these.
+MIN_QUEUE_S = 0.02
+MIN_QUEUE_BYTES = 131_072.0
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+
+
+class ScenarioError(ValueError):
+    """A scenario says something that cannot be: names the field and what it may be."""
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A box's access link in Gb/s of IP packets, shared by all its flows."""
+
+    up_gbps: float = 1.0
+    down_gbps: float = 1.0
+
+    def __post_init__(self) -> None:
+        _within("up_gbps", self.up_gbps, 1e-5, MAX_GBPS)
+        _within("down_gbps", self.down_gbps, 1e-5, MAX_GBPS)
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The way between two boxes.
+
+    `rtt_ms`: half of it each way. `loss`: the part of packets that vanishes, independently of each other.
+    `jitter_ms`: how far a round trip may lie from `rtt_ms`; packets stay in order. `gbps`: what the way itself
+    carries, each direction, if that is less than the boxes' caps; None for no limit of its own.
+    """
+
+    rtt_ms: float = 1.0
+    loss: float = 0.0
+    jitter_ms: float = 0.0
+    gbps: float | None = None
+
+    def __post_init__(self) -> None:
+        _within("rtt_ms", self.rtt_ms, 0.0, MAX_RTT_MS)
+        _within("loss", self.loss, 0.0, 1.0)
+        _within("jitter_ms", self.jitter_ms, 0.0, self.rtt_ms, "no more than rtt_ms")
+        if self.gbps is not None:
+            _within("gbps", self.gbps, 1e-5, MAX_GBPS)
+
+
+class Outage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nothing passes between `a` and `b`, from `start_s` after the network is up, for `seconds`."""
+
+    a: str
+    b: str
+    start_s: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _within("start_s", self.start_s, 0.0, 1e9)
+        _within("seconds", self.seconds, 0.0, 1e9)
+
+
+class LinkClass(msgspec.Struct, frozen=True, kw_only=True):
+    """A typical link, from the table: `rtt_ms`, Gb/s of one stream and of many, and where that is from."""
+
+    name: str
+    rtt_ms: float
+    one_stream_gbps: float
+    multi_stream_gbps: float
+    source: str
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole network. Raises `ScenarioError` if a pair is missing or names no box.
+
+    `default`: the pair of two boxes for which `pairs` has none. `mtu`: bytes of a packet. `seed`: of
+    loss and jitter. `congestion`: what TCP in the boxes uses where the kernel allows it.
+    """
+
+    boxes: Mapping[str, Box]
+    pairs: Mapping[tuple[str, str], Pair] = {}
+    default: Pair | None = None
+    outages: tuple[Outage, ...] = ()
+    mtu: int = 1500
+    seed: int = 0
+    congestion: str = "cubic"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.boxes) <= MAX_BOXES:
+            raise ScenarioError(f"boxes: {len(self.boxes)} of them, where 1 to {MAX_BOXES} are possible")
+        for name in self.boxes:
+            if not _NAME.fullmatch(name):
+                raise ScenarioError(f"boxes: {name!r} is no name: 1 to 32 of a-z, 0-9, _ and -")
+        for a, b in self.pairs:
+            self._check_ends("pairs", a, b)
+        for outage in self.outages:
+            self._check_ends("outages", outage.a, outage.b)
+        _within("mtu", self.mtu, MIN_MTU, MAX_MTU)
+        if not re.fullmatch(r"[a-z0-9_]{1,15}", self.congestion):
+            raise ScenarioError(f"congestion: {self.congestion!r} is no name of a TCP congestion control")
+        for a, b in permutations(self.boxes, 2):
+            self.pair(a, b)
+
+    def _check_ends(self, field: str, a: str, b: str) -> None:
+        for name in (a, b):
+            if name not in self.boxes:
+                raise ScenarioError(f"{field}: there is no box {name!r}; boxes: {', '.join(self.boxes)}")
+        if a == b:
+            raise ScenarioError(f"{field}: {a!r} twice: a pair joins two boxes")
+
+    def pair(self, a: str, b: str) -> Pair:
+        """What lies between `a` and `b`, in that direction."""
+        found = self.pairs.get((a, b)) or self.pairs.get((b, a)) or self.default
+        if found is None:
+            raise ScenarioError(f"pairs: none for {a} and {b}: add it, or a `default`")
+        return found
+
+    def directions(self) -> Iterator[tuple[str, str, Pair]]:
+        """Every ordered pair of boxes, with what lies between."""
+        for a, b in permutations(self.boxes, 2):
+            yield a, b, self.pair(a, b)
+
+    @property
+    def fastest_gbps(self) -> float:
+        """The most that any pair can carry."""
+        rates = [
+            min(self.boxes[a].up_gbps, self.boxes[b].down_gbps, pair.gbps or MAX_GBPS)
+            for a, b, pair in self.directions()
+        ]
+        return max(rates, default=0.0)
+
+    @staticmethod
+    def queue_bytes(gbps: float, rtt_ms: float) -> float:
+        """How much may wait at a cap: `max(gbps x max(rtt, 20 ms), 128 KiB)`; more is dropped at the tail."""
+        return max(gbps * 1e9 / 8 * max(rtt_ms / 1e3, MIN_QUEUE_S), MIN_QUEUE_BYTES)
+
+    @classmethod
+    def from_classes(
+        cls, links: Mapping[tuple[str, str], str], *, default: str | None = None, seed: int = 0
+    ) -> Scenario:
+        """A network of typical links: `{("paris", "nyc"): "transatlantic"}`, names as in `link_classes()`.
+
+        A row's many-stream rate becomes the pair's own cap; a box's caps are the highest of its links, so that a
+        fast link does not make a slow one faster. The one-stream rate is not set: it has to come out of TCP's
+        window at this rtt.
+        """
+        table = link_classes()
+        rows = {ends: _row(table, name) for ends, name in links.items()}
+        caps: dict[str, float] = {}
+        for (a, b), row in rows.items():
+            for name in (a, b):
+                caps[name] = max(caps.get(name, 0.0), row.multi_stream_gbps)
+        rest = None if default is None else _row(table, default)
+        return cls(
+            boxes={name: Box(up_gbps=cap, down_gbps=cap) for name, cap in caps.items()},
+            pairs={ends: Pair(rtt_ms=row.rtt_ms, gbps=row.multi_stream_gbps) for ends, row in rows.items()},
+            default=None if rest is None else Pair(rtt_ms=rest.rtt_ms, gbps=rest.multi_stream_gbps),
+            seed=seed,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Scenario:
+        """Read what `to_json` writes; raises `ScenarioError` that names the field."""
+        try:
+            read = msgspec.json.decode(text, type=_File)
+            pairs = {(row.a, row.b): row.pair() for row in read.pairs}
+        except msgspec.MsgspecError as error:
+            raise ScenarioError(f"the scenario is not right: {error}") from error
+        if len(pairs) != len(read.pairs):
+            raise ScenarioError("pairs: one is given twice")
+        return cls(
+            boxes=read.boxes,
+            pairs=pairs,
+            default=read.default,
+            outages=read.outages,
+            mtu=read.mtu,
+            seed=read.seed,
+            congestion=read.congestion,
+        )
+
+    def to_json(self) -> str:
+        """The scenario as a JSON document, pairs as a list of objects with the ends `a` and `b`."""
+        rows = tuple(
+            _PairRow(a=a, b=b, **{name: getattr(pair, name) for name in Pair.__struct_fields__})
+            for (a, b), pair in self.pairs.items()
+        )
+        file = _File(
+            boxes=dict(self.boxes),
+            pairs=rows,
+            default=self.default,
+            outages=self.outages,
+            mtu=self.mtu,
+            seed=self.seed,
+            congestion=self.congestion,
+        )
+        return msgspec.json.encode(file).decode()
+
+
+class _PairRow(Pair, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    a: str
+    b: str
+
+    def pair(self) -> Pair:
+        return Pair(rtt_ms=self.rtt_ms, loss=self.loss, jitter_ms=self.jitter_ms, gbps=self.gbps)
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    boxes: dict[str, Box]
+    pairs: tuple[_PairRow, ...] = ()
+    default: Pair | None = None
+    outages: tuple[Outage, ...] = ()
+    mtu: int = 1500
+    seed: int = 0
+    congestion: str = "cubic"
+
+
+Value = TypeVar("Value", Box, Pair)
+
+
+def changed(value: Value, changes: Mapping[str, float | None]) -> Value:
+    """The value with some fields replaced, checked as a new one is; raises `ScenarioError`."""
+    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    for name in changes:
+        if name not in fields:
+            raise ScenarioError(f"{type(value).__name__} has no field {name!r}; fields: {', '.join(fields)}")
+    return type(value)(**{**fields, **changes})
+
+
+def link_classes() -> dict[str, LinkClass]:
+    """The `class:*` rows of the table of links, by name; a row between two classes is `one:other`."""
+    with LINKS.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["a"].startswith(CLASS)]
+    found = {}
+    for row in rows:
+        a, b = row["a"].removeprefix(CLASS), row["b"].removeprefix(CLASS)
+        name = a if a == b else f"{a}:{b}"
+        found[name] = LinkClass(
+            name=name,
+            rtt_ms=float(row["rtt_ms"]),
+            one_stream_gbps=float(row["single_stream_gbps"]),
+            multi_stream_gbps=float(row["multi_stream_gbps"]),
+            source=row["source"],
+        )
+    return found
+
+
+def _row(table: Mapping[str, LinkClass], name: str) -> LinkClass:
+    if name not in table:
+        raise ScenarioError(f"there is no class of links {name!r}; classes: {', '.join(table)}")
+    return table[name]
+
+
+def _within(field: str, value: float, low: float, high: float, what: str = "") -> None:
+    if not (isfinite(value) and low <= value <= high):
+        raise ScenarioError(f"{field}: {value!r} is not {what or 'possible'}: {low:g} to {high:g}")
