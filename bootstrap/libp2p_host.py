@@ -2,7 +2,7 @@
 
 One TCP port serves two kinds of guests. The first eight bytes, peeked at and never consumed, tell them apart::
 
-    accept -> peek -> "p2pKV/1\\n"  -> on_data_socket(sock, peeked)      bulk data, our own wire format
+    accept -> peek -> "p2p....."    -> on_data_socket(sock, peeked)      bulk data, our own wire formats
                    -> anything else -> Noise -> yamux -> /p2pserve/ctl/1   the control stream
 
 Only the swarm of libp2p is used, without its host: identify, identify-push and ping would run for strangers before

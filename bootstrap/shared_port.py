@@ -13,7 +13,7 @@ import trio
 
 from .addresses import Address
 from .errors import AddressError, PortInUse
-from .transport import DATA_MAGIC
+from .transport import DATA_HEAD_BYTES, DATA_PREFIX
 
 __all__ = ["DataSocketHandler", "SharedPort"]
 
@@ -71,7 +71,7 @@ class SharedPort:
             return
         finally:
             self._undecided -= 1
-        if head == DATA_MAGIC:
+        if len(head) == DATA_HEAD_BYTES and head.startswith(DATA_PREFIX):
             self._hand_over(stream, head)
         elif head:
             await on_other(stream)
@@ -89,13 +89,14 @@ class SharedPort:
 
 
 async def _peek(sock: trio.socket.SocketType) -> bytes:
-    """The first bytes, left where they are: the whole magic, or enough to see that it is something else."""
+    """The first bytes, left where they are: the whole head of a data socket, or enough to see that it is none."""
     with trio.move_on_after(_PEEK_SECONDS):
         while True:
-            head = await sock.recv(len(DATA_MAGIC), socket.MSG_PEEK)
-            if head == DATA_MAGIC or not DATA_MAGIC.startswith(head) or not head:
+            head = await sock.recv(DATA_HEAD_BYTES, socket.MSG_PEEK)
+            compared = min(len(head), len(DATA_PREFIX))
+            if len(head) in (0, DATA_HEAD_BYTES) or head[:compared] != DATA_PREFIX[:compared]:
                 return head
-            await trio.sleep(_PEEK_RETRY_SECONDS)  # part of the magic is here already, so recv would not wait
+            await trio.sleep(_PEEK_RETRY_SECONDS)  # part of the head is here already, so recv would not wait
     return b""
 
 

@@ -14,7 +14,8 @@ from .keys import PeerId
 
 __all__ = [
     "CONTROL_PROTOCOL",
-    "DATA_MAGIC",
+    "DATA_HEAD_BYTES",
+    "DATA_PREFIX",
     "DIAL_SECONDS",
     "Connection",
     "ConnectionHandler",
@@ -25,7 +26,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 CONTROL_PROTOCOL: Final = "/p2pserve/ctl/1"
-DATA_MAGIC: Final = b"p2pKV/1\n"  # the first eight bytes of every bulk-data socket
+DATA_PREFIX: Final = b"p2p"  # how every bulk-data socket begins; what follows says of which kind it is
+DATA_HEAD_BYTES: Final = 8  # prefix, kind and version, such as b"p2pKV/2\n"
 DIAL_SECONDS: Final = 5.0
 
 

@@ -21,29 +21,27 @@ import trio
 
 from ..bootstrap import (
     Address,
-    AddressError,
-    Bootstrap,
     Identity,
-    JoinToken,
-    NetworkKey,
     PeerId,
-    Refused,
     Role,
-    TokenError,
-    Unreachable,
     announced_address,
-    parse_address,
 )
 from ..bootstrap.addresses import default_route_address
-from ..bootstrap.membership import MemberState
+from ..bootstrap.membership import Member, MemberState
 from ..bootstrap.network import Network
-from ..kvtransport import HELLO_BYTES, TransferError, read_hello
+from ..kvtransport.dialling import Path as KvPath
+from ..kvtransport.probe import Activity
+from ..kvtransport.relay import Relay
 from . import hardware, messages
 from .coordination import Coordinator
+from .data_port import DataPort, RelayDesk
 from .engine import protocol
 from .gateway import Connections, Gateway
 from .home import NodeError, leave_node, locked
+from .joining import Invitation, accept, new_network, tokens
+from .kv_ways import KvWays, WaySettings
 from .model import Model, open_model
+from .prober import Neighbour, Prober
 from .supervisor import Supervisor
 from .text import TextModel
 from .view import NetworkView
@@ -51,12 +49,9 @@ from .worker import Worker
 
 __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
 
-TOKEN_LIFETIME_S = 365 * 86400.0
 ADVERT_INTERVAL_S = 1.0
 WATCH_INTERVAL_S = 0.05
-HELLO_TIMEOUT_S = 5.0
-HELLO_POLL_S = 0.02
-MAX_PENDING_HELLOS = 256
+LINKS_INTERVAL_S = 2.0
 RTT_NEWS = 0.25  # a round trip is worth telling again when it has moved by this fraction
 
 Say = Callable[[str], None]
@@ -84,6 +79,7 @@ class NodeSettings:
     token: str | None = None
     model: str | None = None
     codec: str = "kv4"
+    ways: WaySettings = field(default_factory=WaySettings)
     engine: EngineKnobs = field(default_factory=EngineKnobs)
     drain_s: float = 30.0
     engine_channel: int | None = None
@@ -111,42 +107,12 @@ async def run_node(
     tasks run, they may come inside exception groups.
     """
     # What the user may have mistyped is looked at before anything is made or taken.
-    invitation = await _invitation(settings) if settings.bootstrap is not None else None
+    invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     model = await trio.to_thread.run_sync(open_model, settings.model) if settings.model is not None else None
     text = await trio.to_thread.run_sync(TextModel, model.folder) if model is not None else None
     with locked(settings.home):
-        membership = invitation if invitation is not None else _new_network(settings.home)
+        membership = invitation if invitation is not None else new_network(settings.home)
         await Node(settings, membership, model, text, say).run(stop, task_status)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Membership:
-    """What lets this node into its network."""
-
-    network: bytes
-    token: str
-    role: Role
-    bootstraps: tuple[Bootstrap, ...]
-    key: NetworkKey | None
-
-
-async def _invitation(settings: NodeSettings) -> _Membership:
-    """Membership by a join token. Raises AddressError, TokenError, Unreachable or Refused."""
-    assert settings.bootstrap is not None
-    text, bootstraps = await join_token(settings.bootstrap, settings.token)
-    token = JoinToken.parse(text)
-    if token.role is Role.CLIENT:
-        raise TokenError("this is a client's token; a node joins with the worker line that the bootstrap printed")
-    return _Membership(
-        network=token.network, token=text, role=token.role, bootstraps=bootstraps or token.bootstraps, key=None
-    )
-
-
-def _new_network(home: Path) -> _Membership:
-    """Membership of the network whose key lies in `home`, made on first use. Raises IdentityError."""
-    key = NetworkKey.load_or_create(home)
-    token = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S)
-    return _Membership(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), key=key)
 
 
 @final
@@ -156,7 +122,7 @@ class Node:
     def __init__(
         self,
         settings: NodeSettings,
-        membership: _Membership,
+        membership: Invitation,
         model: Model | None,
         text: TextModel | None,
         say: Say,
@@ -171,10 +137,11 @@ class Node:
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._draining = False
-        self._pending_hellos = 0
+        self._port: DataPort | None = None
+        self._ways: KvWays | None = None
+        self._desk: RelayDesk | None = None
         self._worker: Worker | None = None
         self._gateway: Gateway | None = None
-        self._nursery: trio.Nursery | None = None
         self._leader: tuple[PeerId, int] | None = None
         self._known: set[PeerId] = set()
 
@@ -199,14 +166,14 @@ class Node:
             clock=time.time,
         )
         async with trio.open_nursery() as nursery:
-            self._nursery = nursery
             async with network:
                 address = network.address
                 self._serve(network, address, nursery)
                 task_status.started(
-                    Started(peer=identity.peer_id, address=address, tokens=_tokens(membership, address, identity))
+                    Started(peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity))
                 )
                 nursery.start_soon(self._advertise, network)
+                nursery.start_soon(self._tell_links, network)
                 nursery.start_soon(self._watch, network)
                 await stop.wait()
                 await self._drain(network)
@@ -219,14 +186,16 @@ class Node:
         """Register what other nodes and clients may ask for, and start the engine."""
         network.handle("status", messages.StatusQuery, self._on_status(network), client=True)
         network.on_peer_lost(self._on_peer_lost)
+        ways = self._ways = self._measure(network, nursery)
         if self._model is None or self._text is None:
             return
         info = self._model.info
+        ways.serve(info)
 
         async def wait_changed() -> None:
             await network.wait_changed(network.revision)
 
-        worker = Worker(service=info.service, announce=address, notify=network.notify)
+        worker = Worker(service=info.service, ways=ways, notify=network.notify)
         gateway = Gateway(
             view=self._view,
             connections=Connections(network.request, network.notify, wait_changed),
@@ -237,6 +206,7 @@ class Node:
         self._worker, self._gateway = worker, gateway
         network.handle("decode.open", messages.DecodeOpen, worker.open_decode)
         network.handle("prefill.open", messages.PrefillOpen, worker.open_prefill)
+        network.handle("link.open", messages.LinkOpen, worker.open_link)
         network.handle("generate", messages.Generate, gateway.generate, client=True)
         notices: dict[str, tuple[type[messages.Message], Callable[[PeerId, Role, Any], None]]] = {
             "request.stop": (messages.StopRequest, worker.stop_request),
@@ -255,6 +225,55 @@ class Node:
             on_change=self._on_engine,
         )
         nursery.start_soon(supervisor.run)
+
+    def _measure(self, network: Network, nursery: trio.Nursery) -> KvWays:
+        """What every node does for the others' KV, with an engine or without: measure links, forward, sort sockets."""
+        settings = self._settings.ways
+        relay = Relay()
+        nursery.start_soon(_close_in_the_end, relay)
+        desk = self._desk = RelayDesk(relay, settings.box)
+
+        def set_paths(link: bytes, paths: tuple[KvPath, ...]) -> None:
+            if self._worker is not None:
+                self._worker.set_paths(link, paths)
+
+        ways = KvWays(
+            network.peer_id,
+            settings=settings,
+            ask=network.request,
+            where=desk.address_of,
+            set_paths=set_paths,
+            nursery=nursery,
+        )
+        prober = Prober(
+            ways,
+            ask=network.request,
+            neighbours=lambda: [
+                Neighbour(member.peer_id, member.address, member.rtt_s)
+                for member in self._others(network, MemberState.ALIVE)
+            ],
+            activity=lambda: Activity(
+                transfers=ways.transfers, engine_busy=self._worker is not None and not self._worker.idle
+            ),
+            nursery=nursery,
+            rng=random.Random(),
+        )
+        network.handle("relay.open", messages.RelayOpen, desk.on_open)
+        network.handle("probe.open", messages.ProbeOpen, prober.on_open)
+        self._port = DataPort(nursery, relay=relay, prober=prober, worker=lambda: self._worker)
+        nursery.start_soon(prober.run)
+        return ways
+
+    def _others(self, network: Network, *states: MemberState) -> list[Member]:
+        """The other nodes in these states that have an address."""
+        return [
+            member
+            for member in network.members()
+            if member.peer_id != network.peer_id
+            and member.role is not Role.CLIENT
+            and member.state in states
+            and member.address.port
+        ]
 
     def _engine_config(self, model: Model) -> protocol.EngineConfig:
         knobs = self._settings.engine
@@ -278,7 +297,7 @@ class Node:
 
     def _on_peer_lost(self, peer: PeerId) -> None:
         if self._worker is not None:
-            self._worker.gateway_lost(peer)
+            self._worker.peer_lost(peer)
         if self._gateway is not None:
             self._gateway.peer_lost(peer)
 
@@ -299,6 +318,7 @@ class Node:
                         address=str(member.address),
                         rtt_s=member.rtt_s,
                         advert=self._view.adverts.get(member.peer_id),
+                        links=self._view.links_told.get(member.peer_id),
                     )
                     for member in network.members()
                 ),
@@ -309,27 +329,12 @@ class Node:
 
     # ---- the data port --------------------------------------------------------------------------------------
 
-    def _on_data_socket(self, connection: socket.socket, peeked: bytes) -> None:
-        """A KV connection has arrived at the port, and its hello may take a while: this is the event loop."""
-        if self._nursery is None or self._worker is None or self._pending_hellos >= MAX_PENDING_HELLOS:
+    def _on_data_socket(self, connection: socket.socket, head: bytes) -> None:
+        """A bulk connection has arrived at the port: this is the event loop."""
+        if self._port is None:
             connection.close()
-            return
-        self._pending_hellos += 1
-        self._nursery.start_soon(self._hand_over, connection, self._worker)
-
-    async def _hand_over(self, connection: socket.socket, worker: Worker) -> None:
-        transfer = b""
-        try:
-            with trio.move_on_after(HELLO_TIMEOUT_S):
-                transfer = await wait_hello(connection)
-        except (TransferError, OSError):
-            transfer = b""  # whoever it was did not speak the protocol; a real sender reports the failure
-        finally:
-            self._pending_hellos -= 1
-            if not transfer:
-                connection.close()
-        if transfer:
-            worker.attach(transfer, connection)
+        else:
+            self._port.accept(connection, head)
 
     # ---- telling and listening --------------------------------------------------------------------------------
 
@@ -364,6 +369,18 @@ class Node:
             rtt_s=rtts,
         )
 
+    async def _tell_links(self, network: Network) -> None:
+        """Publish what this node knows of its links, when it has changed and not often: it is for choosing paths."""
+        published: messages.LinkTable | None = None
+        while True:
+            await trio.sleep(LINKS_INTERVAL_S)
+            if self._ways is None:
+                continue
+            table = self._ways.table(published)
+            if table != published:
+                published = table
+                self._publish(network, messages.LINKS, msgspec.msgpack.encode(table))
+
     async def _watch(self, network: Network) -> None:
         """Follow every change of membership, adverts and coordinator; coordinate when elected."""
         coordinator = Coordinator(network.peer_id, self._settings.codec)
@@ -371,6 +388,8 @@ class Node:
         while True:
             revision = await network.wait_changed(revision)
             self._view.update(network.entries(messages.ADVERT))
+            self._view.update_links(network.entries(messages.LINKS))
+            self._note_addresses(network)
             self._note_members(network)
             leader = network.coordinator
             if leader != self._leader:
@@ -396,6 +415,16 @@ class Node:
             network.publish(kind, payload)
         except ValueError as error:  # too large to be gossiped: worth a word, not a node
             self._say(f"the {kind} was not published: {error}")
+
+    def _note_addresses(self, network: Network) -> None:
+        """Whatever concerns KV finds members' addresses and engines as of now."""
+        # One that is merely suspected still takes KV: the plan says who is used, and a transfer shows whether it works.
+        present = self._others(network, MemberState.ALIVE, MemberState.SUSPECT)
+        others = {member.peer_id: member.address for member in present}
+        if self._desk is not None:
+            self._desk.know(others)
+        if self._ways is not None:
+            self._ways.learn(self._view.links_told, {peer: self._view.starts(peer) for peer in others})
 
     def _note_members(self, network: Network) -> None:
         alive = {
@@ -431,63 +460,9 @@ class Node:
                 await trio.sleep(0.05)
 
 
-async def wait_hello(connection: socket.socket) -> bytes:
-    """The transfer id of a KV connection's hello, without a thread: strangers may connect and say nothing.
-
-    Raises TransferError for what is no hello, OSError when the connection fails.
-    """
-    connection.setblocking(False)
-    while True:
-        await trio.lowlevel.wait_readable(connection)
-        seen = len(connection.recv(HELLO_BYTES, socket.MSG_PEEK))
-        if seen in (0, HELLO_BYTES):
-            break
-        await trio.sleep(HELLO_POLL_S)  # readable, but not all of it yet: the kernel has no word for that
-    connection.setblocking(True)
-    return read_hello(connection, HELLO_TIMEOUT_S)
-
-
-def _tokens(membership: _Membership, address: Address, identity: Identity) -> dict[str, str]:
-    """Join tokens of a new network, which name this node as the place to start from."""
-    if membership.key is None:
-        return {}
-    here = (Bootstrap(address.host, address.port, identity.peer_id),)
-    expires = time.time() + TOKEN_LIFETIME_S
-    return {role.value: membership.key.issue(here, role, expires) for role in Role}
-
-
-async def join_token(bootstrap: str, token: str | None) -> tuple[str, tuple[Bootstrap, ...]]:
-    """Make sense of `--bootstrap` and `--token`: the token's text, and where to dial instead of what it names.
-
-    `bootstrap` is a join token, or `host:port` with the token given apart. Raises AddressError, TokenError,
-    Unreachable, Refused.
-    """
-    if bootstrap.startswith("p2p_"):
-        JoinToken.parse(bootstrap)
-        return bootstrap, ()
+async def _close_in_the_end(relay: Relay) -> None:
     try:
-        address = parse_address(bootstrap)
-    except AddressError as error:
-        raise AddressError(f"bootstrap: {error}") from error
-    if token is None:
-        await _probe(address)
-        raise Refused(
-            f"bootstrap {address}: this network wants a token; use the whole line that `p2pserve bootstrap` printed"
-        )
-    named = JoinToken.parse(token).bootstraps
-    if not named:
-        raise TokenError("the join token names no bootstrap, so nobody can be authenticated at that address")
-    return token, tuple(Bootstrap(address.host, address.port, each.peer_id) for each in named)
-
-
-async def _probe(address: Address) -> None:
-    """Tell an address where nobody listens from one where a token is missing."""
-    reason = "no answer within 5 s"
-    try:
-        with trio.move_on_after(5):
-            stream = await trio.open_tcp_stream(address.host, address.port)
-            await stream.aclose()
-            return
-    except OSError as error:
-        reason = str(error)
-    raise Unreachable(f"bootstrap {address}: cannot be reached ({reason}); check the address and that it is up")
+        await trio.sleep_forever()
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(relay.close)

@@ -217,13 +217,13 @@ class EngineLink:
             raise EngineLost("the engine process is gone")
         self._outbox_send.send_nowait(message)
 
-    def attach(self, transfer: bytes, connection: socket.socket) -> None:
-        """Give the engine an accepted socket whose hello named `transfer`; the caller closes its copy.
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """Give the engine an accepted socket whose `hello` has been read; the caller closes its copy.
 
         Raises EngineLost when the engine does not take it.
         """
         try:
-            socket.send_fds(self._sockets, [transfer], [connection.fileno()])
+            socket.send_fds(self._sockets, [hello], [connection.fileno()])
         except OSError as error:
             raise EngineLost(f"the engine process takes no connections: {error.strerror}") from error
 
@@ -306,7 +306,7 @@ class EngineLink:
     def _dispatch(self, body: bytes) -> None:
         try:
             message = protocol.from_engine.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._failure = f"the engine process sent a message that is none: {error}"
             self.close()
             return

@@ -3,6 +3,10 @@
 A request's life: client -> gateway `generate`; gateway -> decode node `decode.open` (answered with a ticket);
 gateway -> prefill node `prefill.open` with that ticket; decode node -> gateway `tokens`, prefill node -> gateway
 `prefill.ended`; gateway -> client `chunk`, the last one with the figures of the request.
+
+KV needs more than the request's ticket: prefill node -> decode node `link.open`, once for all transfers between
+their engines; prefill node -> a third `relay.open` where the way through it is the better one; and any node ->
+any other `probe.open` before it sends a burst to measure the link.
 """
 
 from __future__ import annotations
@@ -12,13 +16,18 @@ from typing import Annotated, Final
 import msgspec
 
 from ..coordinator import Plan
-from ..kvtransport.tickets import Ticket
+from ..kvtransport.burst_ticket import BurstTicket
+from ..kvtransport.figures import BoxFigures, LinkFigures
+from ..kvtransport.permits import Permit
+from ..kvtransport.probe import BurstRequest
+from ..kvtransport.tickets import LinkTicket, TransferTicket
 from .engine.protocol import Count, EngineStats, Figure, Sampling
 from .hardware import Hardware
 from .model import ModelInfo
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
+LINKS: Final = "links"
 
 MAX_PROMPT_BYTES: Final = 3 << 20  # below the control stream's frame bound
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -59,8 +68,17 @@ class Advert(Message, frozen=True, kw_only=True):
     rtt_s: dict[Name, Figure] = {}
 
 
+class LinkTable(Message, frozen=True, kw_only=True):
+    """What a node tells everyone about its links: its site, its own caps and prices, and each link from it by peer."""
+
+    site: str = ""
+    box: BoxFigures = BoxFigures()
+    links: dict[Name, LinkFigures] = {}
+
+
 class DecodeOpen(Message, frozen=True, kw_only=True):
-    """Serve a request to its end. `receive_tokens` > 0 asks for a ticket under which that prefix's KV may be pushed."""
+    """Serve a request to its end. `receive_tokens` > 0 asks for a ticket under which `prefill` may push that prefix's
+    KV."""
 
     request: RequestId
     service: str
@@ -69,30 +87,74 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
     deadline_s: Deadline
     receive_tokens: Count
     codec: str
+    prefill: str = ""
 
 
 class DecodeOpened(Message, frozen=True, kw_only=True):
     """The request is queued at its engine; `ticket` is for the prefill node."""
 
-    ticket: Ticket | None = None
+    ticket: TransferTicket | None = None
 
 
 class PrefillOpen(Message, frozen=True, kw_only=True):
-    """Compute the prompt's KV and push it to whoever issued the ticket."""
+    """Compute the prompt's KV and push it to `decode`, which issued the ticket."""
 
     request: RequestId
     service: str
     prompt: Prompt
     deadline_s: Deadline
-    ticket: Ticket
+    ticket: TransferTicket
+    decode: Name
 
 
 class Opened(Message, frozen=True, kw_only=True):
     """Accepted."""
 
 
+class LinkOpen(Message, frozen=True, kw_only=True):
+    """Ask a node for the link over which this node's engine may push KV into the one of `service` there."""
+
+    service: str
+
+
+class LinkOpened(Message, frozen=True, kw_only=True):
+    """The link, good for the present life of that engine."""
+
+    link: LinkTicket
+
+
+class RelayOpen(Message, frozen=True, kw_only=True):
+    """Ask a node to forward this node's KV to `target`."""
+
+    target: Name
+
+
+class RelayOpened(Message, frozen=True, kw_only=True):
+    """Forwarding is permitted, within the permit's bounds."""
+
+    permit: Permit
+
+
+class ProbeOpen(Message, frozen=True, kw_only=True):
+    """Ask a node to receive a burst, so that the link to it can be measured."""
+
+    burst: BurstRequest
+
+
+class ProbeOpened(Message, frozen=True, kw_only=True):
+    """Either a ticket, or why not now and when to ask again."""
+
+    ticket: BurstTicket | None = None
+    refused: str = ""
+    retry_s: float = 0.0
+
+
 class TransferFigures(Message, frozen=True, kw_only=True):
-    """How a prefill's hand-off went, as its sender saw it."""
+    """How a prefill's hand-off went, as its sender saw it.
+
+    `paths` has the KV bytes that went each way, `mode` says whether layers left one by one, `usd` is what the boxes
+    on the way are billed for it by their advertised prices.
+    """
 
     raw_bytes: int
     wire_bytes: int
@@ -100,6 +162,10 @@ class TransferFigures(Message, frozen=True, kw_only=True):
     span_s: float
     visible_s: float
     hidden_fraction: float
+    mode: str = "layerwise"
+    paths: dict[str, int] = {}
+    resent_bytes: int = 0
+    usd: float = 0.0
 
 
 class PrefillEnded(Message, frozen=True, kw_only=True):
@@ -205,6 +271,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     address: str
     rtt_s: float | None
     advert: Advert | None
+    links: LinkTable | None = None
 
 
 class Status(Message, frozen=True, kw_only=True):

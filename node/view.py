@@ -10,12 +10,13 @@ import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, LinkView, Load, Plan
-from .messages import Advert
+from .messages import Advert, LinkTable
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
 
 
 _adverts = msgspec.msgpack.Decoder(Advert)
+_tables = msgspec.msgpack.Decoder(LinkTable)
 _plans = msgspec.msgpack.Decoder(Plan)
 
 
@@ -46,7 +47,9 @@ class NetworkView:
 
     adverts: dict[PeerId, Advert] = field(default_factory=dict)
     plan: Plan | None = None
+    links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
     _payloads: dict[PeerId, bytes] = field(default_factory=dict)
+    _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
 
     def update(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in the adverts of the live members; only what has changed is decoded."""
@@ -55,6 +58,21 @@ class NetworkView:
         kept = {peer: advert for peer, advert in self.adverts.items() if peer in entries and peer not in news}
         self.adverts = kept | decoded
         self._payloads = dict(entries)
+
+    def update_links(self, entries: Mapping[PeerId, bytes]) -> None:
+        """Take in what members say of their links. One that says nonsense says nothing."""
+        kept = {
+            peer: table
+            for peer, table in self.links_told.items()
+            if self._table_payloads.get(peer) == entries.get(peer)
+        }
+        for peer, payload in entries.items():
+            if peer not in kept:
+                try:
+                    kept[peer] = _tables.decode(payload)
+                except (*DECODE_ERRORS, ValueError):
+                    continue
+        self.links_told, self._table_payloads = kept, dict(entries)
 
     def consider_plan(self, author: PeerId, epoch: int, payload: bytes) -> bool:
         """Follow a plan if its author won the epoch it names and it is newer. Returns whether it was taken.

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from ..bootstrap import Address, PeerId, PeerLost, RemoteError, Role
-from ..kvtransport.errors import TicketError
-from ..kvtransport.tickets import Ticket, issue
+from ..bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ..kvtransport.dialling import Path
+from ..kvtransport.errors import TicketError, TransferError
+from ..kvtransport.tickets import TransferTicket, issue_transfer
 from . import messages
 from .engine import protocol
 from .engine_link import EngineLink, EngineLost
+from .kv_links import IncomingLinks
+from .kv_ways import KvWays
 
 # A decode engine waits this long for KV at most; then it computes the prompt itself.
 MAX_TRANSFER_S = 120.0
@@ -27,18 +30,21 @@ class _Job:
     gateway: PeerId
     request: str
     transfer: bytes | None
+    other: PeerId | None  # the node at the other end of the transfer
 
 
 @final
 class Worker:
-    """The engine's side of requests. All methods are synchronous and called from the agent's event loop.
+    """The engine's side of requests. Called from the agent's event loop.
 
     `notify(gateway, method, message)` sends to a gateway; it raises PeerLost for one that is gone or does not read.
+    `ways` knows how KV gets to other nodes.
     """
 
-    def __init__(self, *, service: str, announce: Address, notify: Notify) -> None:
+    def __init__(self, *, service: str, ways: KvWays, notify: Notify) -> None:
         self._service = service
-        self._announce = announce
+        self._ways = ways
+        self._inlets = IncomingLinks(secrets.token_bytes)
         self._notify = notify
         self._engine: EngineLink | None = None
         self._decodes: dict[str, _Job] = {}
@@ -57,6 +63,8 @@ class Worker:
     def use(self, engine: EngineLink) -> None:
         """Send work to this engine from now on."""
         self._engine = engine
+        if engine.ready is not None:
+            self._ways.engine_ready(engine.ready.dtype)
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
@@ -66,6 +74,8 @@ class Worker:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
         self._engine = None
         self.stats = None
+        self._inlets.forget_all()
+        self._ways.engine_lost()
         decodes, self._decodes = self._decodes, {}
         prefills, self._prefills = self._prefills, {}
         failed = f"the engine process {how}"
@@ -74,18 +84,32 @@ class Worker:
         for job in prefills.values():
             self._tell(job.gateway, "prefill.ended", messages.PrefillEnded(request=job.request, failed=failed))
 
-    def gateway_lost(self, gateway: PeerId) -> None:
-        """Nobody waits for these requests any more."""
-        for request in [request for request, job in self._decodes.items() if job.gateway == gateway]:
+    def peer_lost(self, peer: PeerId) -> None:
+        """Nobody waits for these requests any more, and no KV goes to or comes from there."""
+        for request in [request for request, job in self._decodes.items() if job.gateway == peer]:
             self._cancel_decode(request)
-        for request in [request for request, job in self._prefills.items() if job.gateway == gateway]:
+        for request in [request for request, job in self._prefills.items() if job.gateway == peer]:
             self._cancel_prefill(request)
+        for ticket in (self._inlets.forget_peer(peer), self._ways.peer_lost(peer)):
+            if ticket is not None:
+                self._send(protocol.CloseLink(link=ticket.link, reason="the node at the other end is gone"))
+
+    def set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
+        """Take other ways for what the engine sends over a link."""
+        self._send(protocol.SetPaths(link=link, paths=paths))
+
+    async def open_link(self, peer: PeerId, role: Role, body: messages.LinkOpen) -> messages.LinkOpened:
+        """The link over which this peer's engine may push KV into ours."""
+        self._engine_for(body.service)
+        return messages.LinkOpened(link=self._inlets.of(peer))
 
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
         """Queue a request; with `receive_tokens`, first make a ticket for its KV."""
         engine = self._engine_for(body.service)
         _refuse_known(body.request, self._decodes)
-        ticket = self._ticket(body) if body.receive_tokens else None
+        source = PeerId(body.prefill) if body.receive_tokens and body.prefill else None
+        inlet = self._inlets.of(source) if source is not None else None
+        ticket = _ticket(body, inlet.link) if inlet is not None else None
         self._submit(
             engine,
             protocol.Submit(
@@ -94,28 +118,44 @@ class Worker:
                 sampling=body.sampling,
                 deadline_s=body.deadline_s,
                 receive=ticket,
-                receive_tokens=body.receive_tokens,
+                inlet=inlet,
+                receive_tokens=body.receive_tokens if ticket is not None else 0,
             ),
         )
         transfer = ticket.transfer if ticket is not None else None
-        self._decodes[body.request] = _Job(gateway, body.request, transfer)
+        self._decodes[body.request] = _Job(gateway, body.request, transfer, source)
         return messages.DecodeOpened(ticket=ticket)
 
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
         """Compute a prompt's KV and push it under the ticket."""
-        engine = self._engine_for(body.service)
+        self._engine_for(body.service)
         _refuse_known(body.request, self._prefills)
-        self._submit(
-            engine,
-            protocol.Submit(
-                request=_prefill_id(body.request),
-                prompt=body.prompt,
-                sampling=PREFILL_SAMPLING,
-                deadline_s=body.deadline_s,
-                send=body.ticket,
-            ),
-        )
-        self._prefills[body.request] = _Job(gateway, body.request, body.ticket.transfer)
+        decode = PeerId(body.decode)
+        if decode == self._ways.own:
+            raise RemoteError("invalid", "decode: this node prefills; name another one to decode")
+        # Known from here on, so that it can be stopped while the link is being agreed on.
+        job = self._prefills[body.request] = _Job(gateway, body.request, body.ticket.transfer, decode)
+        try:
+            outlet = await self._ways.outlet(decode, body.service, body.ticket, len(body.prompt))
+            if self._prefills.get(body.request) is not job:
+                raise RemoteError("stopped", "the request was stopped before its prefill had begun")
+            self._submit(
+                self._engine_for(body.service),
+                protocol.Submit(
+                    request=_prefill_id(body.request),
+                    prompt=body.prompt,
+                    sampling=PREFILL_SAMPLING,
+                    deadline_s=body.deadline_s,
+                    send=body.ticket,
+                    outlet=outlet,
+                ),
+            )
+        except BaseException as error:
+            if self._prefills.get(body.request) is job:
+                del self._prefills[body.request]
+            if isinstance(error, NetworkError | TransferError) and not isinstance(error, RemoteError):
+                raise RemoteError("no-path", f"no KV can be pushed to {decode}: {error}") from error
+            raise
         return messages.Opened()
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
@@ -132,15 +172,15 @@ class Worker:
         if job is not None and job.gateway == gateway and job.transfer is not None:
             self._send(protocol.AbortTransfer(transfer=job.transfer, reason=body.reason))
 
-    def attach(self, transfer: bytes, connection: socket.socket) -> None:
-        """Hand an accepted KV socket to the engine, if a request waits for it; closes this process's copy."""
+    def attach(self, link: bytes, hello: bytes, connection: socket.socket) -> None:
+        """Hand an accepted connection of a KV link to the engine, if the link is one of ours; closes this process's
+        copy."""
         with connection:
-            known = any(job.transfer == transfer for job in self._decodes.values())
-            if known and self._engine is not None and self._engine.running:
+            if self._inlets.knows(link) and self._engine is not None and self._engine.running:
                 try:
-                    self._engine.attach(transfer, connection)
+                    self._engine.attach(hello, connection)
                 except EngineLost:
-                    pass  # the sender sees its connection end and reports the transfer as failed
+                    pass  # the sender sees its connection end and dials again
 
     def on_engine_message(self, message: protocol.FromEngine) -> None:
         """Pass on what the engine says."""
@@ -151,6 +191,8 @@ class Worker:
                     self._on_tokens(output)
             case protocol.TransferReport():
                 self._on_transfer(message)
+            case protocol.LinkReport():
+                self._ways.on_link_report(message)
             case protocol.Ready() | protocol.StartFailed():
                 pass  # the link has dealt with these
 
@@ -193,6 +235,10 @@ class Worker:
                     span_s=report.span_s,
                     visible_s=report.visible_s,
                     hidden_fraction=report.hidden_fraction,
+                    mode=report.mode,
+                    paths=report.paths,
+                    resent_bytes=report.resent_bytes,
+                    usd=self._ways.on_transfer(job.other, report) if job.other is not None else 0.0,
                 )
                 self._end_prefill(request, "" if report.delivered else report.reason or "not delivered", figures)
                 if not report.delivered:
@@ -227,14 +273,6 @@ class Worker:
         except EngineLost as error:
             raise RemoteError("no-engine", str(error)) from error
 
-    def _ticket(self, body: messages.DecodeOpen) -> Ticket:
-        host, port = self._announce.host, self._announce.port
-        deadline_s = min(body.deadline_s / 2, MAX_TRANSFER_S)
-        try:
-            return issue(host, port, body.codec, deadline_s, secrets.token_bytes)
-        except TicketError as error:
-            raise RemoteError("invalid", str(error)) from error
-
     def _cancel_decode(self, request: str) -> None:
         if self._decodes.pop(request, None) is not None:
             self._send(protocol.Cancel(request=_decode_id(request)))
@@ -263,3 +301,11 @@ def _decode_id(request: str) -> str:
 
 def _prefill_id(request: str) -> str:
     return f"prefill:{request}"
+
+
+def _ticket(body: messages.DecodeOpen, link: bytes) -> TransferTicket:
+    deadline_s = min(body.deadline_s / 2, MAX_TRANSFER_S)
+    try:
+        return issue_transfer(link, body.codec, deadline_s, secrets.token_bytes)
+    except TicketError as error:
+        raise RemoteError("invalid", str(error)) from error

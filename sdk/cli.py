@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
+from ..kernels.format import Codec
 
 __all__ = ["main"]
 
@@ -103,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_leave(commands)
     _add_generate(commands)
     _add_status(commands)
+    _add_path(commands)
     _add_demo(commands)
     return parser
 
@@ -202,9 +204,61 @@ def _add_status(commands: Commands[_Parser]) -> None:
         ("table", "json"),
     )
     _add_network(parser, "p2p_client_...")
+    parser.add_argument("--links", action="store_true", help="also what is known of each link between two nodes")
+    _add_patience(parser)
+
+
+def _add_path(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "path",
+        "explain which way KV would take from one node to another, and why",
+        "p2pserve path ..x7Gk2P ..9fQm1A --megabytes 80",
+        ("table", "json"),
+    )
+    parser.add_argument("source", help="a node: its id, or the end of it as `p2pserve status` shows it")
+    parser.add_argument("target", help="the other node")
+    parser.add_argument(
+        "--megabytes", type=_figure, default=80.0, metavar="MB", help="how much to move (default: 80, a long prompt)"
+    )
+    _add_prices(parser)
+    _add_network(parser, "p2p_client_...")
+    _add_patience(parser)
+
+
+def _add_patience(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=_seconds, default=10.0, metavar="S", help="to reach the network (default: 10)"
     )
+
+
+def _add_prices(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--usd-per-s", type=_figure, metavar="USD", help="what a second of waiting saved may cost (default: anything)"
+    )
+    parser.add_argument(
+        "--max-usd-per-gb", type=_figure, metavar="USD", help="never take a path that costs more (default: no limit)"
+    )
+
+
+def _add_links(parser: argparse.ArgumentParser) -> None:
+    links = parser.add_argument_group("links")
+    links.add_argument("--site", default="", metavar="NAME", help="boxes of one site measure the others for each other")
+    links.add_argument("--up-gbps", type=_figure, metavar="G", help="what the box can send (default: as measured)")
+    links.add_argument("--down-gbps", type=_figure, metavar="G", help="what it can receive (default: as measured)")
+    links.add_argument(
+        "--usd-per-gb-up", type=_figure, default=0.0, metavar="USD", help="billed for what it sends (default: 0)"
+    )
+    links.add_argument(
+        "--usd-per-gb-down", type=_figure, default=0.0, metavar="USD", help="billed for what it receives (default: 0)"
+    )
+    links.add_argument(
+        "--relay-gbps",
+        type=_figure,
+        metavar="G",
+        help="forward at most so much between other nodes, who encrypt it; 0: nothing (default: no limit)",
+    )
+    _add_prices(links)
 
 
 def _add_demo(commands: Commands[_Parser]) -> None:
@@ -249,9 +303,9 @@ def _add_network(parser: argparse.ArgumentParser, token: str) -> None:
 def _add_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--codec",
-        choices=("raw", "kv4"),
+        choices=tuple(codec.value for codec in Codec),
         default="kv4",
-        help="how KV travels: kv4 in 4 bits and a little (default), raw bit by bit as it is",
+        help="how KV travels: kv4 in 4 bits and a little (default), kivi4 as published, fp8, or raw bit by bit",
     )
 
 
@@ -278,6 +332,7 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         metavar="S",
         help="on Ctrl-C or SIGTERM let requests finish for so long; a second one leaves at once (default: 30)",
     )
+    _add_links(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--dtype",
@@ -318,6 +373,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _figure(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to a million")
+    return value
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e7:
@@ -328,6 +390,7 @@ def _seconds(text: str) -> float:
 # argparse names the function in its message when it raises ValueError.
 _positive.__name__ = _count.__name__ = "whole number"
 _seconds.__name__ = "number of seconds"
+_figure.__name__ = "number"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,10 +15,13 @@ import msgspec
 import trio
 
 from ..bootstrap import parse_address
+from ..kvtransport.figures import BoxFigures
 from ..node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
+from ..node.kv_ways import WaySettings
 from ..node.messages import RequestFigures
 from .client import Client
 from .errors import UsageError
+from .links_view import choice_text, explain_path, print_links
 from .requests import GenerateOptions, build_request
 from .status_view import print_status
 
@@ -83,6 +86,21 @@ def status(arguments: Namespace) -> int:
     else:
         _write_any_text()
         print_status(found)
+        if arguments.links:
+            print_links(found)
+    return 0
+
+
+def path(arguments: Namespace) -> int:
+    """`p2pserve path`."""
+    with Client(_network(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+        found = client.status()
+    prices = (arguments.usd_per_s, arguments.max_usd_per_gb)
+    choice = explain_path(found, arguments.source, arguments.target, arguments.megabytes, prices)
+    if arguments.format == "json":
+        print(json.dumps(msgspec.to_builtins(choice)))
+    else:
+        print(choice_text(choice))
     return 0
 
 
@@ -92,6 +110,7 @@ COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
     "leave": leave,
     "generate": generate,
     "status": status,
+    "path": path,
 }
 
 
@@ -112,6 +131,11 @@ def figures_line(figures: RequestFigures) -> str:
             f"KV {transfer.raw_bytes / 1e6:.2f} MB sent as {transfer.wire_bytes / 1e6:.2f} MB ({figures.codec}),"
             f" {transfer.hidden_fraction:.0%} of it hidden behind prefill"
         )
+        ways = [name for name in transfer.paths if name != "direct"]
+        if ways:
+            parts.append("by way of " + " and ".join(f"..{name[-6:]}" for name in ways))
+        if transfer.usd:
+            parts.append(f"traffic ${transfer.usd:.6f}")
     parts += [f"recovered: {what}" for what in figures.recovered]
     return "; ".join(parts)
 
@@ -143,6 +167,18 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
         token=arguments.token if where is not None else None,
         model=arguments.model,
         codec=arguments.codec,
+        ways=WaySettings(
+            site=arguments.site,
+            box=BoxFigures(
+                up_gbps=arguments.up_gbps,
+                down_gbps=arguments.down_gbps,
+                up_usd_per_gb=arguments.usd_per_gb_up,
+                down_usd_per_gb=arguments.usd_per_gb_down,
+                relay_gbps=arguments.relay_gbps,
+            ),
+            usd_per_s=arguments.usd_per_s,
+            max_usd_per_gb=arguments.max_usd_per_gb,
+        ),
         engine=EngineKnobs(
             dtype=arguments.dtype,
             kv_cache_mib=arguments.kv_cache_mib,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..bootstrap.errors import AddressError, NetworkError, TokenError
+from ..kvtransport.errors import FiguresError
 from ..node.engine_link import EngineError
 from ..node.home import NodeError
 from ..node.model import ModelError
@@ -14,7 +15,16 @@ __all__ = ["EXIT_FAILED", "EXIT_USAGE", "explain"]
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
-_USAGE = (AddressError, TokenError, ModelError, PromptError, InvalidAddress, InvalidRequest, UsageError)
+_USAGE = (
+    AddressError,
+    TokenError,
+    ModelError,
+    PromptError,
+    FiguresError,
+    InvalidAddress,
+    InvalidRequest,
+    UsageError,
+)
 _FAILED = (NetworkError, NodeError, EngineError, ClientError, DemoFailed)
 
 

@@ -68,7 +68,7 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
     """Join as a client for the length of the body. Raises ConnectionFailed or InvalidAddress."""
     # Neither is needed before there is a network to join: 0.5 s and 90 MB.
     from ..bootstrap.libp2p_host import Libp2pTransport
-    from ..node.agent import join_token
+    from ..node.joining import join_token
 
     identity = Identity.generate()
     nowhere = Address("0.0.0.0", 0)  # clients are not dialled

@@ -24,8 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.models.utils import extract_layer_index
 
+from .hub import TransferHub
 from .layout import LayerCache
-from .transfers import Geometry, LayerPiece, TransferHub
+from .transfers import Geometry, LayerPiece, Outgoing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,6 +117,10 @@ class P2PConnector(KVConnectorBase_V1):
         # Worker's side
         self._caches: dict[str, LayerCache] = {}
         self._by_index: dict[int, LayerCache] = {}
+        self._order: list[LayerCache] = []  # as they are computed
+        self._positions: dict[str, int] = {}
+        self._step_began = 0.0
+        self._held_up_s = 0.0
         self._active: dict[str, LoadWork] = {}
         self._finished: set[str] = set()
         self._invalid: set[int] = set()
@@ -211,39 +216,69 @@ class P2PConnector(KVConnectorBase_V1):
             layer = self._context[name]
             self._caches[name] = LayerCache(name, layer, cache, extract_layer_index(name))
         self._by_index = {cache.index: cache for cache in self._caches.values()}
+        self._order = sorted(self._caches.values(), key=lambda cache: cache.index)
+        self._positions = {cache.name: position for position, cache in enumerate(self._order)}
         first = next(iter(self._caches.values()))
         type(self).geometry = Geometry(
             layers=len(self._caches), heads=first.heads, head_dim=first.head_dim, dtype=first.dtype
         )
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Copy this layer's new positions out and queue them; encoding and sending happen elsewhere."""
+        """Copy new positions out and queue them, as many layers at once as the transfer's pacing says; encoding and
+        sending happen elsewhere."""
         work = self._work()
         if work is None or not work.sends or self.hub is None:
             return
-        cache = self._caches[layer_name]
+        position = self._positions[layer_name]
         for send in work.sends:
             outgoing = self.hub.outgoing(send.transfer)
             if outgoing is not None:
-                k, v = cache.read(send.block_ids, send.first, send.last)
-                copied = None
-                if k.is_cuda:
-                    copied = torch.cuda.Event()
-                    copied.record()
-                outgoing.push(LayerPiece(cache.index, send.first, k, v, copied))
+                due = outgoing.pacing.due(position, len(self._order))
+                if due:
+                    self._hand_over(
+                        outgoing, [self._order[each] for each in due], send.block_ids, send.first, send.last
+                    )
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the copies are ours. Say which prompts are complete."""
+        """Nothing to wait for: the copies are ours. Hand over what is to leave in one piece, say which prompts are
+        complete, and note how long the step took."""
         work = self._work()
-        if work is None or self.hub is None:
+        if work is None or self.hub is None or not work.sends:
             return
+        computed_s = time.monotonic() - self._step_began - self._held_up_s
+        codecs: set[str] = set()
         for send in work.sends:
             outgoing = self.hub.outgoing(send.transfer)
-            if send.final and outgoing is not None:
+            if outgoing is None:
+                continue
+            codecs.add(outgoing.ticket.codec)
+            if send.final:
+                if not outgoing.pacing.layerwise:
+                    self._hand_over(outgoing, self._order, send.block_ids, 0, send.last)
                 outgoing.prefill_done(send.last)
+        tokens = sum(send.last - send.first for send in work.sends)
+        self.hub.pacer.computed(codecs, tokens, max(0.0, computed_s))
+
+    def _hand_over(
+        self, outgoing: Outgoing, layers: list[LayerCache], block_ids: list[int], first: int, last: int
+    ) -> None:
+        """Queue copies of these layers' positions `[first, last)`."""
+        begun = time.monotonic()
+        for cache in layers:
+            k, v = cache.read(block_ids, first, last)
+            copied = None
+            if k.is_cuda:
+                copied = torch.cuda.Event()
+                copied.record()
+            outgoing.push(LayerPiece(cache.index, first, k, v, copied))
+        held_up_s = time.monotonic() - begun
+        self._held_up_s += held_up_s
+        assert self.hub is not None
+        self.hub.pacer.held_up(outgoing.ticket.codec, held_up_s)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Write what has arrived into the paged cache (between two forward passes)."""
+        self._step_began, self._held_up_s = time.monotonic(), 0.0
         work = self._work()
         if work is None or self.hub is None:
             return
@@ -262,6 +297,7 @@ class P2PConnector(KVConnectorBase_V1):
         if incoming is None:
             self._fail(load, 0)
             return
+        incoming.start()
         # The outcome first: pieces that arrive between the two calls then belong to the next step.
         outcome = incoming.outcome(time.monotonic())
         for piece in incoming.take():

@@ -24,8 +24,8 @@ import msgspec
 
 from . import protocol
 from .connector import P2PConnector, receive_params, send_params
+from .hub import TransferHub
 from .logfile import redirect_output
-from .transfers import TransferHub
 
 _log = logging.getLogger(__name__)
 
@@ -118,21 +118,21 @@ def _read(messages: socket.socket, inbox: queue.SimpleQueue[protocol.ToEngine]) 
         for body in unframer.feed(data):
             try:
                 inbox.put(protocol.to_engine.decode(body))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 _log.warning("refused a message of the agent: %s", error)
 
 
 def _accept(sockets: socket.socket, hub: TransferHub) -> None:
-    """Take over accepted sockets; each packet is the transfer id, with the descriptor beside it."""
+    """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
     while True:
         try:
-            transfer, descriptors, _, _ = socket.recv_fds(sockets, 64, 1)
+            hello, descriptors, _, _ = socket.recv_fds(sockets, 64, 1)
         except OSError:
             return
-        if not transfer:
+        if not hello:
             return
         for descriptor in descriptors:
-            hub.attach(transfer, socket.socket(fileno=descriptor))
+            hub.attach(hello, socket.socket(fileno=descriptor))
 
 
 class EngineRunner:
@@ -211,6 +211,10 @@ class EngineRunner:
                     self._engine.abort_request([request])
             case protocol.AbortTransfer(transfer=transfer, reason=reason):
                 self.hub.abort(transfer, reason)
+            case protocol.SetPaths(link=link, paths=paths):
+                self.hub.set_paths(link, paths)
+            case protocol.CloseLink(link=link, reason=reason):
+                self.hub.close_link(link, reason)
             case protocol.Stop():
                 raise AssertionError("handled by the loop")
 
@@ -222,12 +226,12 @@ class EngineRunner:
         if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
         params: dict[str, Any] | None = None
-        if submit.send is not None:
+        if submit.send is not None and submit.outlet is not None:
             params = send_params(submit.send.transfer)
-            self.hub.send(submit.send)
-        elif submit.receive is not None:
+            self.hub.send(submit.send, submit.outlet, len(submit.prompt))
+        elif submit.receive is not None and submit.inlet is not None:
             params = receive_params(submit.receive.transfer, submit.receive_tokens)
-            self.hub.expect(submit.receive, submit.receive_tokens)
+            self.hub.expect(submit.receive, submit.inlet, submit.receive_tokens)
         sampling = submit.sampling
         self._live[submit.request] = time.monotonic() + submit.deadline_s
         self._engine.add_request(

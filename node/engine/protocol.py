@@ -11,11 +11,12 @@ This module imports neither torch nor vLLM: the agent loads it.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-from ...kvtransport.tickets import Ticket
+from ...kvtransport.dialling import Path
+from ...kvtransport.tickets import LinkTicket, TransferTicket
 
 MAX_MESSAGE: Final = 64 << 20
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -60,19 +61,35 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ignore_eos: bool = False
 
 
-class Submit(Message, frozen=True, kw_only=True, tag="submit"):
-    """Run a request. With `send`, its prompt's KV is pushed and the sampled token means nothing.
+class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The link that a transfer takes, and the ways to dial it. The paths of a link are those named last.
 
-    With `receive`, the first `receive_tokens` positions of KV are expected from another engine, and are
-    computed here when they do not arrive.
+    `gbps` and `rtt_s` are what the node predicts of them together. `pacing` auto lets the engine decide, by what it
+    has measured, whether layers leave one by one; `layerwise` and `serialised` decide it.
+    """
+
+    link: LinkTicket
+    paths: tuple[Path, ...]
+    gbps: Figure
+    rtt_s: Figure
+    pacing: Literal["auto", "layerwise", "serialised"] = "auto"
+
+
+class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+    """Run a request. With `send`, its prompt's KV is pushed over `outlet` and the sampled token means nothing.
+
+    With `receive`, the first `receive_tokens` positions of KV are expected from another engine on the link
+    `inlet`, and are computed here when they do not arrive.
     """
 
     request: str
     prompt: tuple[int, ...]
     sampling: Sampling
     deadline_s: float
-    send: Ticket | None = None
-    receive: Ticket | None = None
+    send: TransferTicket | None = None
+    outlet: Outlet | None = None
+    receive: TransferTicket | None = None
+    inlet: LinkTicket | None = None
     receive_tokens: int = 0
 
 
@@ -86,6 +103,20 @@ class AbortTransfer(Message, frozen=True, kw_only=True, tag="abort-transfer"):
     """No more KV will come for this transfer: compute what is missing."""
 
     transfer: bytes
+    reason: str
+
+
+class SetPaths(Message, frozen=True, kw_only=True, tag="set-paths"):
+    """Another way for a link, for what is under way on it too."""
+
+    link: bytes
+    paths: tuple[Path, ...]
+
+
+class CloseLink(Message, frozen=True, kw_only=True, tag="close-link"):
+    """A link will not be used again: its peer is gone."""
+
+    link: bytes
     reason: str
 
 
@@ -147,8 +178,9 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
 class TransferReport(Message, frozen=True, kw_only=True, tag="transfer"):
     """How a transfer ended, from the sending engine.
 
-    `raw_bytes` is what the KV occupies in the sender's cache, `wire_bytes` what the socket carried. `span_s` runs
-    from the first frame to the acknowledgement, `visible_s` is the part of it after prefill had ended.
+    `mode` is layerwise or serialised, `paths` the KV bytes that went each way, `blocked_s` how long it waited for the
+    receiver's credit. `raw_bytes` is what the KV occupies in the sender's cache, `wire_bytes` what was sent for it.
+    `span_s` runs from the first frame to the acknowledgement, `visible_s` is the part of it after prefill had ended.
     """
 
     transfer: bytes
@@ -160,10 +192,37 @@ class TransferReport(Message, frozen=True, kw_only=True, tag="transfer"):
     span_s: float
     visible_s: float
     hidden_fraction: float
+    link: bytes
+    mode: str
+    paths: dict[str, int]
+    resent_bytes: int
+    blocked_s: float
 
 
-ToEngine = Submit | Cancel | AbortTransfer | Stop
-FromEngine = Ready | StartFailed | Step | TransferReport
+class PathReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One path of a link, over all its connections since the link began."""
+
+    label: str
+    connections: Count
+    bytes_acknowledged: Count
+    bytes_in_flight: Count
+    rate_bytes_s: Figure
+    rtt_s: Figure | None
+
+
+class LinkReport(Message, frozen=True, kw_only=True, tag="link"):
+    """How a link with open transfers gets on, several times a second. `waiting_bytes`: queued and not yet confirmed;
+    `blocked`: all that could be sent waits for the receiver's credit."""
+
+    link: bytes
+    paths: tuple[PathReport, ...]
+    transfers: Count
+    waiting_bytes: Count
+    blocked: bool
+
+
+ToEngine = Submit | Cancel | AbortTransfer | SetPaths | CloseLink | Stop
+FromEngine = Ready | StartFailed | Step | TransferReport | LinkReport
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -1,18 +1,17 @@
 """KV transfers of one engine process: threads that encode, send, receive and decode beside the model.
 
 The engine thread only copies KV out of, or into, its paged cache; everything that can wait happens here.
-Sending: one thread per transfer takes copied layers from a queue, encodes and sends them. Receiving: one
-thread per transfer decodes frames into an inbox that the engine thread drains between two steps.
+Sending: one thread per transfer takes copied layers from a queue, encodes them and gives them to the link, whose
+own threads send. Receiving: one thread per transfer decodes frames into an inbox that the engine thread drains
+between two steps; the sender is granted credit once the engine has blocks.
 
-A transfer never holds up an engine. A sender that cannot keep up within its memory bound gives the transfer
-up (the other side then computes what is missing); a receiver whose inbox is full stops reading its
-socket, and TCP holds the sender back.
+A transfer never holds up an engine. When the process's send buffer is full, the transfer that would overflow it is
+given up (the other side then computes what is missing); a receiver whose inbox is full grants no more credit.
 """
 
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,19 +20,22 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.codec import Codec, codec_from_wire, decode, dtype_from_wire, encode, torch_dtype, wire_dtype
-from ...kernels.format import KEY_GROUP_TOKENS
+from ...kernels.format import KEY_SPAN_TOKENS
 from ...kvtransport.assembly import Assembly
 from ...kvtransport.errors import TransferError
-from ...kvtransport.messages import MAX_PAYLOAD_BYTES, KVFrame
+from ...kvtransport.frames import MAX_PAYLOAD_BYTES, KVFrame
+from ...kvtransport.lanes import EndState
+from ...kvtransport.receive_link import ReceiveLink
+from ...kvtransport.receiving import MIN_WINDOW_BYTES
 from ...kvtransport.report import TransferTimes
-from ...kvtransport.stream import ReceiveStream, SendStream
-from ...kvtransport.tickets import Ticket
+from ...kvtransport.send_link import Outgoing as SendingEnd
+from ...kvtransport.send_link import SendLink
+from ...kvtransport.sending import SendProgress
+from ...kvtransport.tickets import TransferTicket
+from .pacing import Pacing
 from .protocol import TransferReport
 
 Report = Callable[[TransferReport], None]
-
-MAX_EARLY = 64  # connections that may wait for the engine thread to hear of their request
-MAX_REMEMBERED = 1024  # transfers that are over, whose connections may still come
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +73,57 @@ class Geometry:
     dtype: torch.dtype
 
 
+class Budget:
+    """Bytes of copied KV that wait to be encoded, over all transfers of the process."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Budget {self._held}/{self._limit}>"
+
+    def take(self, size: int) -> bool:
+        """Reserve; False, and nothing reserved, when it is too much."""
+        with self._lock:
+            if self._held + size > self._limit:
+                return False
+            self._held += size
+            return True
+
+    def give(self, size: int) -> None:
+        """Return what was taken."""
+        with self._lock:
+            self._held -= size
+
+
 class Outgoing:
     """The sending end of a transfer. Exactly one report is made, whatever happens."""
 
-    def __init__(self, ticket: Ticket, limit_bytes: int, report: Report) -> None:
-        self._ticket = ticket
-        self._limit = limit_bytes
+    def __init__(self, ticket: TransferTicket, link: SendLink, budget: Budget, pacing: Pacing, report: Report) -> None:
+        self.ticket = ticket
+        self.link = link
+        self._budget = budget
+        self.pacing = pacing
         self._report = report
         self._pieces: queue.SimpleQueue[LayerPiece | int | str] = queue.SimpleQueue()
-        self._queued = 0
         self._lock = threading.Lock()
+        self._over = False
         self._prefill_done_at: float | None = None
-        self._closed = threading.Event()
-        threading.Thread(target=self._run, name=f"kv-send-{ticket.transfer.hex()[:8]}", daemon=True).start()
+        self._sending = link.open(ticket, self._on_end)
+        threading.Thread(target=self._run, name=f"kv-encode-{ticket.transfer.hex()[:8]}", daemon=True).start()
 
     def push(self, piece: LayerPiece) -> None:
         """Queue a layer's copy. Called by the engine thread inside the forward pass: never blocks."""
-        with self._lock:
-            self._queued += piece.nbytes
-            overflow = self._queued > self._limit
-        if overflow:
+        if not self._budget.take(piece.nbytes):
             self.abort("the link cannot keep up and the send buffer is full")
-        else:
-            self._pieces.put(piece)
+            return
+        with self._lock:
+            if not self._over:
+                self._pieces.put(piece)
+                return
+        self._budget.give(piece.nbytes)  # it has ended, and nobody looks into the queue any more
 
     def prefill_done(self, tokens: int) -> None:
         """All layers of all `tokens` positions have been pushed."""
@@ -102,46 +132,72 @@ class Outgoing:
 
     def abort(self, reason: str) -> None:
         """Give the transfer up; the receiver is told if it can be."""
+        self._sending.abort(reason)
         self._pieces.put(reason)
-        self._closed.set()
+
+    def progress(self) -> SendProgress:
+        """How far it is."""
+        return self._sending.progress()
+
+    def _on_end(self, sending: SendingEnd, state: EndState) -> None:
+        """By a thread of the link: a transfer that fails before its prefill has begun must not wait for it."""
+        if state.name == "failed":
+            self._pieces.put(state.reason)
 
     def _run(self) -> None:
+        raw = frames = wire = 0
         first_at: float | None = None
-        raw = frames = 0
-        stream: SendStream | None = None
+        reason = "a bug in the sending engine; its log has the details"  # unless one of the ends below is reached
         try:
-            stream = SendStream.connect(self._ticket, timeout=self._ticket.deadline_s)
-            while not isinstance(piece := self._pieces.get(), int | str):
-                if first_at is None:
-                    first_at = time.monotonic()
-                for frame in self._frames(piece):
-                    stream.send(frame)
-                    frames += 1
-                raw += piece.nbytes
-                with self._lock:
-                    self._queued -= piece.nbytes
-                if self._closed.is_set():
+            for piece in self._pieces_until_end():
+                if isinstance(piece, int):
+                    self._sending.finish(piece)
                     break
-            if isinstance(piece, int):
-                stream.finish(piece)
-                reason = ""
-            else:
-                reason = piece if isinstance(piece, str) else "given up"
-                stream.abort(reason)
+                first_at = time.monotonic() if first_at is None else first_at
+                try:
+                    for frame in self._frames(piece):
+                        self._sending.send(frame, timeout=self.ticket.deadline_s)
+                        frames += 1
+                        wire += self.link.wire_bytes(memoryview(frame.payload).nbytes)
+                finally:
+                    self._budget.give(piece.nbytes)
+                raw += piece.nbytes
+            state = self._sending.wait(self.ticket.deadline_s)
+            reason = "" if state.name == "delivered" else state.reason or "not delivered before the deadline"
         except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
             reason = str(error) or type(error).__name__
         finally:
-            if stream is not None:
-                stream.close()
-        self._finish(stream, first_at, raw, frames, reason)
+            if reason:
+                self._sending.abort(reason)  # no matter to one that has ended
+            self._empty()
+            self._finish(first_at, (raw, wire, frames), reason)
+
+    def _pieces_until_end(self) -> Iterator[LayerPiece | int]:
+        """What the engine thread pushes; the number of tokens comes last. Ends early when given up."""
+        while not isinstance(item := self._pieces.get(), str):
+            yield item
+            if isinstance(item, int):
+                return
+
+    def _empty(self) -> None:
+        """Whatever the engine thread has still queued, or is about to, is not wanted."""
+        with self._lock:
+            self._over = True
+        while not self._pieces.empty():
+            item = self._pieces.get()
+            if isinstance(item, LayerPiece):
+                self._budget.give(item.nbytes)
 
     def _frames(self, piece: LayerPiece) -> Iterator[KVFrame]:
         k, v = piece.on_host()
         tokens, heads, head_dim = k.shape
-        codec, dtype = Codec(self._ticket.codec), wire_dtype(k.dtype)
+        codec, dtype = Codec(self.ticket.codec), wire_dtype(k.dtype)
         for first in range(0, tokens, step := _tokens_per_frame(piece)):
             last = min(first + step, tokens)
             start = piece.start + first
+            begun = time.monotonic()
+            payload = encode(codec, k[first:last], v[first:last], start=start, layer=piece.layer)
+            self.pacing.encoded(payload.nbytes, time.monotonic() - begun)
             yield KVFrame(
                 layer=piece.layer,
                 head_first=0,
@@ -151,11 +207,13 @@ class Outgoing:
                 codec=codec.wire,
                 dtype=dtype.wire,
                 head_dim=head_dim,
-                payload=encode(codec, k[first:last], v[first:last], start=start, layer=piece.layer),
+                payload=payload,
             )
 
-    def _finish(self, stream: SendStream | None, first_at: float | None, raw: int, frames: int, reason: str) -> None:
+    def _finish(self, first_at: float | None, amounts: tuple[int, int, int], reason: str) -> None:
+        raw, wire, frames = amounts
         now = time.monotonic()
+        progress = self._sending.progress()
         times = TransferTimes(
             first_frame_at=now if first_at is None else first_at,
             prefill_done_at=now if self._prefill_done_at is None else self._prefill_done_at,
@@ -163,15 +221,20 @@ class Outgoing:
         )
         self._report(
             TransferReport(
-                transfer=self._ticket.transfer,
+                transfer=self.ticket.transfer,
                 delivered=not reason,
                 reason=reason,
                 frames=frames,
                 raw_bytes=raw,
-                wire_bytes=0 if stream is None else stream.bytes_sent,
-                span_s=times.acknowledged_at - times.first_frame_at,
-                visible_s=max(0.0, times.acknowledged_at - max(times.prefill_done_at, times.first_frame_at)),
+                wire_bytes=wire + progress.bytes_resent,
+                span_s=times.span,
+                visible_s=times.visible,
                 hidden_fraction=times.hidden_fraction,
+                link=self.ticket.link,
+                mode=self.pacing.mode.mode.value,
+                paths=progress.bytes_by_path,
+                resent_bytes=progress.bytes_resent,
+                blocked_s=progress.blocked_s,
             )
         )
 
@@ -179,7 +242,9 @@ class Outgoing:
 class Incoming:
     """The receiving end: an inbox of decoded layers, and what has arrived so far."""
 
-    def __init__(self, ticket: Ticket, tokens: int, geometry: Geometry, limit_bytes: int) -> None:
+    def __init__(
+        self, ticket: TransferTicket, link: ReceiveLink, tokens: int, geometry: Geometry, limit_bytes: int
+    ) -> None:
         self.ticket = ticket
         self.tokens = tokens
         self._geometry = geometry
@@ -189,21 +254,21 @@ class Incoming:
         self._room = threading.Condition()
         self._inbox: list[LayerPiece] = []
         self._held = 0
-        self._stream: ReceiveStream | None = None
         self._failure: str | None = None
+        self._started = False
         self._complete = False
         self._applied = False
+        self._receiving = link.expect(ticket)
 
-    def attach(self, connection: socket.socket) -> None:
-        """Start receiving from a socket whose hello has been read."""
-        remaining = max(0.1, self._expires_at - time.monotonic())
+    def start(self) -> None:
+        """The engine has blocks: the sender may send. Again is no matter."""
         with self._room:
-            if self._stream is not None or self._failure is not None:
-                connection.close()
+            if self._started or self._failure is not None:
                 return
-            self._stream = ReceiveStream(connection, self.ticket, timeout=remaining)
-        name = f"kv-receive-{self.ticket.transfer.hex()[:8]}"
-        threading.Thread(target=self._run, args=(self._stream,), name=name, daemon=True).start()
+            self._started = True
+        name = f"kv-decode-{self.ticket.transfer.hex()[:8]}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._receiving.grant(max(self._limit, MIN_WINDOW_BYTES))
 
     def take(self) -> list[LayerPiece]:
         """Return what has been decoded since the last call (engine thread)."""
@@ -239,13 +304,12 @@ class Incoming:
                 self._failure = reason
             # What has been decoded stays in the inbox: `arrived_tokens` counts it, so it must still be taken.
             self._room.notify_all()
-            stream = self._stream
-        if stream is not None:
-            stream.close()
+        if not self._applied:
+            self._receiving.abort(reason)
 
-    def _run(self, stream: ReceiveStream) -> None:
+    def _run(self) -> None:
         try:
-            for frame in stream:
+            for frame in self._receiving:
                 self._deliver(frame)
             with self._room:
                 if not self._assembly.done:
@@ -254,16 +318,14 @@ class Incoming:
                 self._room.wait_for(lambda: self._applied or self._failure, self._remaining())
                 applied, failure = self._applied, self._failure
             if applied:
-                stream.acknowledge()
+                self._receiving.acknowledge()
             else:
-                stream.abort(failure or "the engine did not take the KV before the deadline")
+                self._receiving.abort(failure or "the engine did not take the KV before the deadline")
         except (TransferError, OSError, ValueError) as error:
-            stream.abort(str(error))
+            self._receiving.abort(str(error))
             with self._room:
                 if self._failure is None and not self._applied:
                     self._failure = str(error) or type(error).__name__
-        finally:
-            stream.close()
 
     def _remaining(self) -> float:
         return max(0.0, self._expires_at - time.monotonic())
@@ -299,95 +361,7 @@ class Incoming:
             self._held += piece.nbytes
 
 
-class TransferHub:
-    """All transfers of an engine process, found by transfer id."""
-
-    def __init__(self, geometry: Geometry, limit_bytes: int, report: Report) -> None:
-        self._geometry = geometry
-        self._limit = limit_bytes
-        self._report = report
-        self._lock = threading.Lock()
-        self._outgoing: dict[bytes, Outgoing] = {}
-        self._incoming: dict[bytes, Incoming] = {}
-        self._early: dict[bytes, socket.socket] = {}
-        self._over: dict[bytes, None] = {}  # in order of their end
-
-    def __repr__(self) -> str:
-        return f"<TransferHub sending={len(self._outgoing)} receiving={len(self._incoming)}>"
-
-    def send(self, ticket: Ticket) -> None:
-        """Open the sending end; dials at once, so that the handshake hides behind the first layer."""
-        with self._lock:
-            self._outgoing[ticket.transfer] = Outgoing(ticket, self._limit, self._sent)
-
-    def expect(self, ticket: Ticket, tokens: int) -> None:
-        """Open the receiving end for the first `tokens` positions of a prompt."""
-        incoming = Incoming(ticket, tokens, self._geometry, self._limit)
-        with self._lock:
-            self._incoming[ticket.transfer] = incoming
-            early = self._early.pop(ticket.transfer, None)
-        if early is not None:
-            incoming.attach(early)
-
-    def attach(self, transfer: bytes, connection: socket.socket) -> None:
-        """Hand over an accepted socket.
-
-        It may come before its request, which waits while the engine thread is busy with a step: then it is kept.
-        The agent lets only transfers of its requests through, so few wait here; beyond a bound the oldest goes.
-        """
-        unwanted: socket.socket | None = None
-        with self._lock:
-            incoming = self._incoming.get(transfer)
-            if incoming is None:
-                unwanted = self._keep(transfer, connection)
-        if incoming is not None:
-            incoming.attach(connection)
-        elif unwanted is not None:
-            unwanted.close()
-
-    def _keep(self, transfer: bytes, connection: socket.socket) -> socket.socket | None:
-        """Put an early connection by; return the one there is no place for."""
-        if transfer in self._early or transfer in self._over:
-            return connection
-        self._early[transfer] = connection
-        return self._early.pop(next(iter(self._early))) if len(self._early) > MAX_EARLY else None
-
-    def outgoing(self, transfer: bytes) -> Outgoing | None:
-        """The sending end, while it is open."""
-        with self._lock:
-            return self._outgoing.get(transfer)
-
-    def incoming(self, transfer: bytes) -> Incoming | None:
-        """The receiving end, until it is closed."""
-        with self._lock:
-            return self._incoming.get(transfer)
-
-    def close_incoming(self, transfer: bytes) -> None:
-        """Forget a receiving end whose KV has been applied or is no longer wanted."""
-        with self._lock:
-            self._incoming.pop(transfer, None)
-            early = self._early.pop(transfer, None)
-            self._over[transfer] = None
-            if len(self._over) > MAX_REMEMBERED:
-                del self._over[next(iter(self._over))]
-        if early is not None:
-            early.close()
-
-    def abort(self, transfer: bytes, reason: str) -> None:
-        """End a transfer in either direction."""
-        outgoing, incoming = self.outgoing(transfer), self.incoming(transfer)
-        if outgoing is not None:
-            outgoing.abort(reason)
-        if incoming is not None:
-            incoming.abort(reason)
-
-    def _sent(self, report: TransferReport) -> None:
-        with self._lock:
-            self._outgoing.pop(report.transfer, None)
-        self._report(report)
-
-
 def _tokens_per_frame(piece: LayerPiece) -> int:
     """How many tokens fit a frame, a multiple of the codec's token group so that cutting changes no value."""
     per_token = piece.nbytes // piece.k.shape[0]
-    return max(1, MAX_PAYLOAD_BYTES // 2 // per_token // KEY_GROUP_TOKENS) * KEY_GROUP_TOKENS
+    return max(1, MAX_PAYLOAD_BYTES // 2 // per_token // KEY_SPAN_TOKENS) * KEY_SPAN_TOKENS

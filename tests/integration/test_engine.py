@@ -6,10 +6,12 @@ import secrets
 import shutil
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -17,9 +19,11 @@ import torch
 import trio
 
 from p2pserve.kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
-from p2pserve.kvtransport import read_hello
-from p2pserve.kvtransport.stream import ReceiveStream
-from p2pserve.kvtransport.tickets import Ticket, issue
+from p2pserve.kvtransport.channel import parse_link_hello
+from p2pserve.kvtransport.dialling import Path as KvPath
+from p2pserve.kvtransport.endpoint import Endpoint
+from p2pserve.kvtransport.sockets import read_link_hello
+from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine_link import EngineLink, EngineStartError, ForkServer, open_fork_server
 
@@ -50,6 +54,7 @@ class Engine:
     link: EngineLink | None = None
     results: dict[str, Result] = field(default_factory=dict)
     reports: dict[bytes, protocol.TransferReport] = field(default_factory=dict)
+    links: list[protocol.LinkReport] = field(default_factory=list)
     stats: protocol.EngineStats | None = None
     _news: trio.Event = field(default_factory=trio.Event)
 
@@ -64,7 +69,10 @@ class Engine:
                     result.finish = output.finish or result.finish
                     assert (output.finish == "refused") == bool(output.reason)
             case protocol.TransferReport():
+                assert message.transfer not in self.reports, "a transfer ends once"
                 self.reports[message.transfer] = message
+            case protocol.LinkReport():
+                self.links.append(message)
             case _:
                 raise AssertionError(f"not expected of a running engine: {message}")
         self._news.set()
@@ -74,10 +82,10 @@ class Engine:
         assert self.link is not None
         self.link.send(message)
 
-    def attach(self, transfer: bytes, connection: socket.socket) -> None:
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
         assert self.link is not None
         with connection:
-            self.link.attach(transfer, connection)
+            self.link.attach(hello, connection)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until what the engine has said makes it true."""
@@ -95,8 +103,8 @@ class Engine:
         *,
         count: int = COUNT,
         deadline_s: float = 60.0,
-        send: Ticket | None = None,
-        receive: Ticket | None = None,
+        send: "Way | None" = None,
+        receive: "Way | None" = None,
         receive_tokens: int | None = None,
     ) -> str:
         request = secrets.token_hex(4)
@@ -106,8 +114,10 @@ class Engine:
                 prompt=prompt,
                 sampling=protocol.Sampling(max_tokens=1 if send else count, ignore_eos=True),
                 deadline_s=deadline_s,
-                send=send,
-                receive=receive,
+                send=send.ticket if send else None,
+                outlet=send.outlet if send else None,
+                receive=receive.ticket if receive else None,
+                inlet=receive.link if receive else None,
                 receive_tokens=(len(prompt) if receive_tokens is None else receive_tokens) if receive else 0,
             )
         )
@@ -123,37 +133,61 @@ class Engine:
         return self.stats.kv_free_tokens
 
 
+@dataclass(frozen=True)
+class Way:
+    """A transfer, the link it takes, and where that is dialled."""
+
+    ticket: TransferTicket
+    link: LinkTicket
+    port: int
+    pacing: Literal["auto", "layerwise", "serialised"] = "auto"
+
+    @property
+    def outlet(self) -> protocol.Outlet:
+        path = KvPath("127.0.0.1", self.port)
+        return protocol.Outlet(link=self.link, paths=(path,), gbps=10.0, rtt_s=0.0001, pacing=self.pacing)
+
+    def again(self) -> "Way":
+        """Another transfer on the same link."""
+        return replace(self, ticket=issue_transfer(self.link.link, "raw", 30.0, secrets.token_bytes))
+
+
 @contextmanager
-def listening(deadline_s: float = 30.0) -> Iterator[tuple[Ticket, socket.socket]]:
-    """A ticket, and the listener that its sender will dial."""
+def listening(deadline_s: float = 30.0) -> Iterator[tuple[Way, socket.socket]]:
+    """A transfer on a link of its own, and the listener that its sender will dial."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        yield issue("127.0.0.1", port, "raw", deadline_s, secrets.token_bytes), listener
+        link = issue_link(600.0, secrets.token_bytes)
+        ticket = issue_transfer(link.link, "raw", deadline_s, secrets.token_bytes)
+        yield Way(ticket, link, listener.getsockname()[1]), listener
 
 
 async def accepted(listener: socket.socket) -> tuple[bytes, socket.socket]:
-    """What an agent does with a KV connection: accept it and read whose it is."""
+    """What an agent does with a connection of a link: accept it and read whose it is."""
 
     def accept() -> tuple[bytes, socket.socket]:
         listener.settimeout(20)
         connection, _ = listener.accept()
-        return read_hello(connection, 5), connection
+        return read_link_hello(connection, 5).pack(), connection
 
     return await trio.to_thread.run_sync(accept)
 
 
 async def hand_off(prefill: Engine, decode_: Engine, prompt: tuple[int, ...]) -> Result:
     """Prefill on one engine, decode on the other."""
-    with listening() as (ticket, listener):
-        request = decode_.submit(prompt, receive=ticket)
-        prefill.submit(prompt, send=ticket)
-        transfer, connection = await accepted(listener)
-        decode_.attach(transfer, connection)
-        result = await decode_.finished(request)
-        await prefill.until(lambda: ticket.transfer in prefill.reports)
-        report = prefill.reports[ticket.transfer]
-        assert report.delivered, report.reason
-        return result
+    with listening() as (way, listener):
+        request = decode_.submit(prompt, receive=way)
+        prefill.submit(prompt, send=way)
+        decode_.attach(*await accepted(listener))
+        return await delivered(prefill, decode_, way, request)
+
+
+async def delivered(prefill: Engine, decode_: Engine, way: Way, request: str) -> Result:
+    """What the second engine made of it, once the first has reported success."""
+    result = await decode_.finished(request)
+    await prefill.until(lambda: way.ticket.transfer in prefill.reports)
+    report = prefill.reports[way.ticket.transfer]
+    assert report.delivered, report.reason
+    return result
 
 
 Start = Callable[..., Awaitable[Engine]]
@@ -200,8 +234,8 @@ def test_kv_that_the_prefix_cache_has_is_not_waited_for(engine_channels: list[in
             prompt = prompt_of(300)
             expected = await engine.generate(prompt)
             free = engine.free
-            with listening(deadline_s=60) as (ticket, _), trio.fail_after(10):
-                result = await engine.finished(engine.submit(prompt, receive=ticket, receive_tokens=200))
+            with listening(deadline_s=60) as (way, _), trio.fail_after(10):
+                result = await engine.finished(engine.submit(prompt, receive=way, receive_tokens=200))
             assert result.tokens == expected.tokens
             assert engine.free == free
 
@@ -215,34 +249,64 @@ def test_a_connection_that_comes_before_its_request_is_used(engine_channels: lis
         async with engines(engine_channels, random_model) as start:
             prefill, decode_ = await start(), await start()
             prompt = prompt_of(200)
-            with listening() as (ticket, listener):
-                prefill.submit(prompt, send=ticket)
+            with listening() as (way, listener):
+                prefill.submit(prompt, send=way)
                 decode_.attach(*await accepted(listener))
                 await decode_.generate(prompt_of(5))  # its engine has had time to look
-                result = await decode_.finished(decode_.submit(prompt, receive=ticket))
-                await prefill.until(lambda: ticket.transfer in prefill.reports)
-                assert prefill.reports[ticket.transfer].delivered
+                result = await delivered(prefill, decode_, way, decode_.submit(prompt, receive=way))
             assert result.cached >= len(prompt) - 1
             assert result.tokens == (await prefill.generate(prompt)).tokens
 
     trio.run(main)
 
 
-def forward(source: socket.socket, target: socket.socket, limit: int) -> None:
-    """Copy this many bytes of a connection."""
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection, as `socketpair` gives them, but such as a link may tune."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+def copy(source: socket.socket, target: socket.socket, limit: int) -> int:
+    """Pass bytes on, at most so many; returns how many."""
     source.settimeout(20)
-    while limit > 0 and (data := source.recv(min(limit, 1 << 16))):
+    done = 0
+    while done < limit and (data := source.recv(min(limit - done, 1 << 16))):
         target.sendall(data)
-        limit -= len(data)
+        done += len(data)
+    return done
+
+
+def forward(source: socket.socket, target: socket.socket, size: int) -> None:
+    """Pass on exactly so many bytes of a connection."""
+    assert copy(source, target, size) == size
+
+
+@contextmanager
+def pumping(source: socket.socket, target: socket.socket) -> Iterator[None]:
+    """Copy everything from one connection to the other: what a receiver says to its sender."""
+
+    def pump() -> None:
+        with suppress(OSError):
+            copy(source, target, 1 << 40)
+
+    thread = threading.Thread(target=pump, daemon=True)
+    thread.start()
+    yield
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+    thread.join(20)
 
 
 # In float32 a block of 128 tokens takes 128 KiB in each of 4 layers: a layer and a bit; all of a block and a bit.
 @pytest.mark.parametrize("limit", [140 << 10, 800 << 10], ids=["first block", "second block"])
-@pytest.mark.parametrize("how", ["cut", "aborted"])
+@pytest.mark.parametrize("how", ["cut", "aborted", "link closed"])
 def test_a_broken_transfer_is_computed_again(
     engine_channels: list[int], random_model: Path, how: str, limit: int
 ) -> None:
-    """The connection ends in the middle of a layer, or stalls there until the gateway gives the prefill up."""
+    """The connection ends in the middle of a layer and nobody answers any more, or it stalls there until the gateway
+    gives the prefill up, or until its node is lost."""
 
     async def main() -> None:
         async with engines(engine_channels, random_model) as start:
@@ -250,26 +314,108 @@ def test_a_broken_transfer_is_computed_again(
             await decode_.generate(prompt_of(5))
             free = decode_.free
             prompt = prompt_of(300)
-            with listening() as (ticket, listener):
-                request = decode_.submit(prompt, receive=ticket)
-                prefill.submit(prompt, send=ticket)
-                transfer, connection = await accepted(listener)
-                near, far = socket.socketpair()
-                decode_.attach(transfer, far)
-                await trio.to_thread.run_sync(forward, connection, near, limit)
-                if how == "cut":
-                    near.close()
-                    connection.close()
-                else:
-                    await trio.sleep(0.2)
-                    decode_.send(protocol.AbortTransfer(transfer=transfer, reason="the prefill node was lost"))
-                result = await decode_.finished(request)
-                near.close()
-                connection.close()
-                await prefill.until(lambda: transfer in prefill.reports)
+            with listening(deadline_s=2.0 if how == "cut" else 30.0) as (way, listener):
+                transfer = way.ticket.transfer
+                request = decode_.submit(prompt, receive=way)
+                prefill.submit(prompt, send=way)
+                hello, connection = await accepted(listener)
+                near, far = tcp_pair()
+                decode_.attach(hello, far)
+                listener.close()  # nobody answers when it is dialled again
+                with near, connection, pumping(near, connection):
+                    await trio.to_thread.run_sync(forward, connection, near, limit)
+                    if how == "cut":
+                        near.close()
+                        connection.close()
+                    elif how == "aborted":
+                        await trio.sleep(0.2)
+                        decode_.send(protocol.AbortTransfer(transfer=transfer, reason="the prefill node was lost"))
+                    else:
+                        decode_.send(protocol.CloseLink(link=way.link.link, reason="the prefill node was lost"))
+                    result = await decode_.finished(request)
+                    await prefill.until(lambda: transfer in prefill.reports)
                 assert not prefill.reports[transfer].delivered
             assert result.tokens == (await prefill.generate(prompt)).tokens
             await decode_.until(lambda: decode_.free == free)
+
+    trio.run(main)
+
+
+def test_a_connection_that_is_cut_is_dialled_again(engine_channels: list[int], random_model: Path) -> None:
+    """In the middle of a layer: what was lost is sent again, and nothing is computed twice."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            prefill, decode_ = await start(), await start()
+            prompt = prompt_of(300)
+            with listening() as (way, listener):
+                request = decode_.submit(prompt, receive=way)
+                prefill.submit(prompt, send=way)
+                hello, connection = await accepted(listener)
+                near, far = tcp_pair()
+                decode_.attach(hello, far)
+                with near, connection, pumping(near, connection):
+                    await trio.to_thread.run_sync(forward, connection, near, 140 << 10)
+                decode_.attach(*await accepted(listener))
+                result = await delivered(prefill, decode_, way, request)
+            assert result.cached >= len(prompt) - 1
+            assert result.tokens == (await prefill.generate(prompt)).tokens
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("pacing", ["layerwise", "serialised", "auto"])
+def test_a_link_stays_warm_for_the_next_transfer(engine_channels: list[int], random_model: Path, pacing: Any) -> None:
+    """One connection serves one after the other and several at once, however the layers leave."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            prefill, decode_ = await start(), await start()
+            prompts = [prompt_of(length, seed=1) for length in (3, 130, 300)]
+            with listening() as (way, listener):
+                way = replace(way, pacing=pacing)
+                request = decode_.submit(prompts[0], receive=way)
+                prefill.submit(prompts[0], send=way)
+                decode_.attach(*await accepted(listener))
+                await delivered(prefill, decode_, way, request)
+                listener.close()  # from here on nothing can be dialled
+                ways = [way.again() for _ in prompts]
+                asked = [decode_.submit(p, receive=w) for p, w in zip(prompts, ways, strict=True)]
+                for each, way_ in zip(prompts, ways, strict=True):
+                    prefill.submit(each, send=way_)
+                for prompt, way_, request in zip(prompts, ways, asked, strict=True):
+                    result = await delivered(prefill, decode_, way_, request)
+                    assert result.tokens == (await prefill.generate(prompt)).tokens
+                    assert result.cached >= len(prompt) - 1
+                    report = prefill.reports[way_.ticket.transfer]
+                    assert pacing in (report.mode, "auto")
+                    assert list(report.paths) == ["direct"]
+                    assert report.paths["direct"] >= report.raw_bytes == len(prompt) * 4 * 2 * 2 * 64 * 4
+            assert {report.link for report in prefill.links} <= {way.link.link}
+
+    trio.run(main)
+
+
+def test_a_transfer_goes_on_over_other_paths(engine_channels: list[int], random_model: Path) -> None:
+    """The first path leads nowhere; the agent names another one."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            prefill, decode_ = await start(), await start()
+            prompt = prompt_of(200)
+            with listening() as (way, listener), socket.socket() as nobody:
+                nobody.bind(("127.0.0.1", 0))
+                request = decode_.submit(prompt, receive=way)
+                prefill.submit(prompt, send=replace(way, port=nobody.getsockname()[1]))
+                await prefill.until(lambda: any(report.waiting_bytes for report in prefill.links))
+                other = KvPath("127.0.0.1", way.port, label="other", streams=2)
+                prefill.send(protocol.SetPaths(link=way.link.link, paths=(other,)))
+                for _ in range(2):
+                    decode_.attach(*await accepted(listener))
+                result = await delivered(prefill, decode_, way, request)
+            report = prefill.reports[way.ticket.transfer]
+            assert {label for label, size in report.paths.items() if size} == {"other"}
+            assert result.tokens == (await prefill.generate(prompt)).tokens
 
     trio.run(main)
 
@@ -281,9 +427,9 @@ def test_kv_that_does_not_come_is_computed(engine_channels: list[int], random_mo
         async with engines(engine_channels, random_model) as start:
             engine = await start()
             prompt = prompt_of(200)
-            with listening(deadline_s=1.0) as (ticket, _):
+            with listening(deadline_s=1.0) as (way, _):
                 begun = trio.current_time()
-                request = engine.submit(prompt, receive=ticket)
+                request = engine.submit(prompt, receive=way)
                 await engine.generate(prompt_of(5))
                 assert trio.current_time() - begun < 1.0
                 assert request not in engine.results
@@ -304,22 +450,24 @@ def test_cancelling_gives_all_memory_back(engine_channels: list[int], random_mod
             expected = await engine.generate(prompt_of(40))
             free = engine.free
             prompt = prompt_of(300)
-            with listening() as (ticket, listener):
-                request = engine.submit(prompt, receive=ticket)
+            with listening() as (way, listener):
+                request = engine.submit(prompt, receive=way)
                 await engine.until(lambda: engine.free < free)
                 engine.send(protocol.Cancel(request=request))
                 await engine.until(lambda: engine.free == free)
-            with listening() as (ticket, listener):
-                request = engine.submit(prompt, receive=ticket)
-                prefill.submit(prompt, send=ticket)
-                transfer, connection = await accepted(listener)
-                near, far = socket.socketpair()
-                engine.attach(transfer, far)
-                with near, connection:
+            with listening() as (way, listener):
+                request = engine.submit(prompt, receive=way)
+                prefill.submit(prompt, send=way)
+                hello, connection = await accepted(listener)
+                near, far = tcp_pair()
+                engine.attach(hello, far)
+                with near, connection, pumping(near, connection):
                     await trio.to_thread.run_sync(forward, connection, near, 300 << 10)
                     await engine.until(lambda: engine.free < free)
                     engine.send(protocol.Cancel(request=request))
                     await engine.until(lambda: engine.free == free)
+                    await prefill.until(lambda: way.ticket.transfer in prefill.reports)
+                    assert not prefill.reports[way.ticket.transfer].delivered
             request = engine.submit(prompt, count=200)
             await engine.until(lambda: request in engine.results)
             engine.send(protocol.Cancel(request=request))
@@ -328,7 +476,6 @@ def test_cancelling_gives_all_memory_back(engine_channels: list[int], random_mod
             assert (engine.stats.running, engine.stats.waiting) == (0, 0)
             assert engine.results[request].finish == ""
             assert (await engine.generate(prompt_of(40))).tokens == expected.tokens
-            await prefill.until(lambda: transfer in prefill.reports)
 
     trio.run(main)
 
@@ -340,8 +487,8 @@ def test_a_request_ends_at_its_deadline(engine_channels: list[int], random_model
             await engine.generate(prompt_of(5))
             free = engine.free
             for ticket_s in (None, 30.0):
-                with listening(ticket_s or 1.0) as (ticket, _):
-                    receive = ticket if ticket_s else None
+                with listening(ticket_s or 1.0) as (way, _):
+                    receive = way if ticket_s else None
                     request = engine.submit(prompt_of(9), count=480, deadline_s=0.1, receive=receive)
                     result = await engine.finished(request)
                 assert result.finish == "deadline"
@@ -366,8 +513,10 @@ def test_a_request_that_the_engine_refuses_costs_no_other(
         async with engines(engine_channels, random_model) as start:
             engine = await start()
             other = engine.submit(prompt_of(9), count=200)
-            with listening() as (ticket, _):
-                for request in (engine.submit(prompt), engine.submit(prompt, receive=ticket)):
+            with listening() as (way, _):
+                refused = [engine.submit(prompt), engine.submit(prompt, receive=way)]
+                refused.append(engine.submit(prompt, send=way.again()))
+                for request in refused:
                     assert (await engine.finished(request)).finish == "refused"
             assert len((await engine.finished(other)).tokens) == 200
 
@@ -378,28 +527,30 @@ async def read_kv(engine: Engine, prompt: tuple[int, ...]) -> dict[int, tuple[to
     """K and V of every layer, as the engine sends them."""
     parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def receive(connection: socket.socket, ticket: Ticket) -> None:
-        stream = ReceiveStream(connection, ticket, timeout=20)
-        for frame in stream:
-            parts.setdefault(frame.layer, {})[frame.start] = decode(
-                codec_from_wire(frame.codec),
-                frame.payload,
-                tokens=frame.tokens,
-                heads=frame.head_last,
-                head_dim=frame.head_dim,
-                dtype=torch_dtype(dtype_from_wire(frame.dtype)),
-                start=frame.start,
-                layer=frame.layer,
-            )
-        stream.acknowledge()
-        stream.close()
+    def receive(way: Way, hello: bytes, connection: socket.socket) -> None:
+        with Endpoint() as endpoint:
+            endpoint.attach(parse_link_hello(hello), connection)
+            incoming = endpoint.receiving(way.link).expect(way.ticket)
+            incoming.grant()
+            for frame in incoming:
+                parts.setdefault(frame.layer, {})[frame.start] = decode(
+                    codec_from_wire(frame.codec),
+                    frame.payload,
+                    tokens=frame.tokens,
+                    heads=frame.head_last,
+                    head_dim=frame.head_dim,
+                    dtype=torch_dtype(dtype_from_wire(frame.dtype)),
+                    start=frame.start,
+                    layer=frame.layer,
+                )
+            incoming.acknowledge()
 
-    with listening() as (ticket, listener):
-        engine.submit(prompt, send=ticket)
-        _, connection = await accepted(listener)
-        await trio.to_thread.run_sync(receive, connection, ticket)
-        await engine.until(lambda: ticket.transfer in engine.reports)
-        assert engine.reports[ticket.transfer].delivered
+    with listening() as (way, listener):
+        engine.submit(prompt, send=way)
+        hello, connection = await accepted(listener)
+        await trio.to_thread.run_sync(receive, way, hello, connection)
+        await engine.until(lambda: way.ticket.transfer in engine.reports)
+        assert engine.reports[way.ticket.transfer].delivered
     layers = {}
     for layer, pieces in parts.items():
         ordered = [pieces[first] for first in sorted(pieces)]

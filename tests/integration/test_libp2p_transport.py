@@ -36,10 +36,11 @@ from p2pserve.bootstrap import (
 from p2pserve.bootstrap.libp2p_host import Libp2pConnection, Libp2pTransport
 from p2pserve.bootstrap.membership import Timeouts
 from p2pserve.bootstrap.shared_port import DataSocketHandler
-from p2pserve.bootstrap.transport import DATA_MAGIC, Connection
+from p2pserve.bootstrap.transport import Connection
 
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = NetworkKey(b"n" * 32)
+DATA_HEAD = b"p2pXY/7\n"  # of a kind and version that only the reader has to know
 BRISK = Timeouts(ping_s=0.2, suspect_s=0.6, dead_s=1.5)
 
 
@@ -296,7 +297,7 @@ def collected() -> Iterator[tuple[list[socket.socket], DataSocketHandler]]:
     sockets: list[socket.socket] = []
 
     def take(sock: socket.socket, peeked: bytes) -> None:
-        assert peeked == DATA_MAGIC
+        assert peeked == DATA_HEAD
         sockets.append(sock)
 
     yield sockets, take
@@ -304,7 +305,7 @@ def collected() -> Iterator[tuple[list[socket.socket], DataSocketHandler]]:
         sock.close()
 
 
-@pytest.mark.parametrize("pieces", [[DATA_MAGIC + b"payload"], [DATA_MAGIC[:3], DATA_MAGIC[3:], b"payload"]])
+@pytest.mark.parametrize("pieces", [[DATA_HEAD + b"payload"], [DATA_HEAD[:3], DATA_HEAD[3:], b"payload"]])
 def test_a_data_socket_is_handed_over_intact(pieces: list[bytes]) -> None:
     async def main() -> None:
         with collected() as (sockets, take):
@@ -320,9 +321,9 @@ def test_a_data_socket_is_handed_over_intact(pieces: list[bytes]) -> None:
                 assert data.gettimeout() is None, "the socket blocks"
                 data.settimeout(2)
                 received = b""
-                while len(received) < len(DATA_MAGIC) + 7:
+                while len(received) < len(DATA_HEAD) + 7:
                     received += await trio.to_thread.run_sync(data.recv, 100)
-                assert received == DATA_MAGIC + b"payload"
+                assert received == DATA_HEAD + b"payload"
                 await trio.to_thread.run_sync(data.sendall, b"answer")
                 assert await stream.receive_some(100) == b"answer"
                 await stream.aclose()
@@ -346,7 +347,7 @@ def test_garbage_scanners_and_hang_ups_do_not_disturb() -> None:
                 if index % 2:
                     await open_ones.pop(0).aclose()
             magic = await trio.open_tcp_stream(address.host, address.port)
-            await magic.send_all(DATA_MAGIC)  # nobody takes data sockets here: it is closed
+            await magic.send_all(DATA_HEAD)  # nobody takes data sockets here: it is closed
             with pytest.raises(trio.BrokenResourceError):  # a reset, since it never read the magic
                 await magic.receive_some(1)
             await connection.send(b"still here")

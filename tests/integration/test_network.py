@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,19 @@ import pytest
 import torch
 import trio
 
-from p2pserve.bootstrap import RemoteError
+from p2pserve.bootstrap import PeerId, RemoteError
 from p2pserve.coordinator import Phase
+from p2pserve.kvtransport import probe
+from p2pserve.kvtransport.estimates import LinkEstimator
+from p2pserve.kvtransport.figures import LinkFigures, Source
+from p2pserve.kvtransport.probe import ProbeSettings
+from p2pserve.node import messages
 from p2pserve.node.bundled.evaluate import held_out_sources
+from p2pserve.node.kv_ways import KvWays
 from p2pserve.node.model import BUNDLED
+from p2pserve.node.prober import Prober
 from p2pserve.node.text import TextModel
+from p2pserve.node.worker import Worker
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -267,5 +278,112 @@ def test_leaving_drains_and_the_network_goes_on(cluster: Any, random_model: Path
                         break
                     await trio.sleep(0.05)
             assert (await network.client.generate(gateway, prompt, max_tokens=8)).tokens == expected[:8]
+
+    trio.run(main)
+
+
+def test_links_stay_warm_and_what_they_carry_is_told(
+    cluster: Any, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests over the same pair of nodes use the same connections; idle nodes measure their links by bursts, and
+    every node hears of it."""
+    accepted: Counter[bytes] = Counter()
+    attach = Worker.attach
+
+    def count(self: Worker, link: bytes, hello: bytes, connection: Any) -> None:
+        accepted[link] += 1
+        attach(self, link, hello, connection)
+
+    monkeypatch.setattr(Worker, "attach", count)
+    hasty = partial(ProbeSettings, ping_every_s=0.5, retry_s=1.0, burst_bytes=16_000_000)
+    monkeypatch.setattr(probe, "ProbeSettings", hasty)
+    idle = trio.Event()  # a burst may teach a node to use more streams: not between the requests
+    run = Prober.run
+
+    async def run_when_idle(self: Prober) -> None:
+        await idle.wait()
+        await run(self)
+
+    monkeypatch.setattr(Prober, "run", run_when_idle)
+    text = TextModel(random_model)
+    asked = prompts(text, (250, 300, 350))
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 2) as network:
+            await network.wait_plan(2)
+            used: list[Counter[bytes]] = []
+            for prompt in asked:
+                answer = await network.client.generate(network.nodes[0].peer, prompt, max_tokens=TOKENS)
+                assert answer.tokens == greedy(random_model, text.encode(prompt), TOKENS)
+                assert answer.figures.recovered == ()
+                assert list(answer.figures.transfer.paths) == ["direct"]
+                assert answer.figures.transfer.usd == 0.0
+                used.append(Counter(accepted))
+            assert len(used[0]) == 1  # one link, between the two engines
+            assert used[0] == used[1] == used[2]
+            idle.set()
+            await measured(network)
+
+    trio.run(main)
+
+
+async def measured(network: Any) -> None:
+    """Wait until of every two nodes one has told of its link to the other, the one without a model included: a box
+    that was just sent a burst sends none back for a while."""
+    peers = {network.bootstrap.peer, *(node.peer for node in network.nodes)}
+    with trio.fail_after(40):
+        while True:
+            status = await network.client.status(network.nodes[0].peer)
+            told = {
+                node.peer: {peer for peer, link in node.links.links.items() if link.source is Source.MEASURED}
+                for node in status.nodes
+                if node.links is not None
+            }
+            pairs = itertools.combinations(sorted(peers), 2)
+            if all(b in told.get(a, ()) or a in told.get(b, ()) for a, b in pairs):
+                break
+            await trio.sleep(0.1)
+    for node in status.nodes:
+        for link in node.links.links.values() if node.links is not None else ():
+            assert 0 < link.one_stream_gbps <= link.capacity_gbps
+            assert 0 < link.rtt_s < 1
+            assert link.reachable
+
+
+def test_kv_takes_the_way_through_a_node_without_a_model_where_that_is_faster(
+    cluster: Any, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node believes its direct links to be ten times slower than those to and from the bootstrap node."""
+    slow = LinkFigures(rtt_s=0.001, one_stream_gbps=0.02, capacity_gbps=0.02)
+    fast = LinkFigures(rtt_s=0.001, one_stream_gbps=2.0, capacity_gbps=2.0)
+    relays: list[PeerId] = []
+    learn = KvWays.learn
+
+    def learn_this(self: KvWays, tables: dict[PeerId, messages.LinkTable], lives: dict[PeerId, int]) -> None:
+        known = {relay: messages.LinkTable(links=dict.fromkeys(lives, fast)) for relay in relays}
+        learn(self, {**tables, **known}, lives)
+        self._estimators = {peer: LinkEstimator(fast if peer in relays else slow) for peer in lives}
+
+    async def measure_nothing(self: Prober) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(KvWays, "learn", learn_this)
+    monkeypatch.setattr(Prober, "run", measure_nothing)
+    text = TextModel(random_model)
+    asked = prompts(text, (200, 400))
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 2) as network:
+            relay = network.bootstrap.peer
+            relays.append(relay)
+            await network.wait_plan(2)
+            await trio.sleep(1.5)  # adverts go round once more, and with them what is believed
+            for prompt in asked:
+                answer = await network.client.generate(network.nodes[0].peer, prompt, max_tokens=TOKENS)
+                assert answer.tokens == greedy(random_model, text.encode(prompt), TOKENS)
+                figures = answer.figures.transfer
+                assert answer.figures.recovered == ()
+                assert figures.paths.get(relay, 0) >= figures.raw_bytes * 0.9
+                assert relay not in (answer.figures.prefill_node, answer.figures.decode_node)
 
     trio.run(main)

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
-from p2pserve.kvtransport.testing import ticket_for_tests
+from p2pserve.kvtransport.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.gateway import FIGURES_GRACE_S, NO_ENGINE_GRACE_S, Connections, Gateway
 from p2pserve.node.hardware import Hardware
@@ -33,6 +33,7 @@ SOURCE = "    total = 0\n    for each in x:\n        total += each  # π ≈ 3.1
 ANSWER = TEXT.encode(SOURCE)
 CLIENT = PeerId("client")
 P, P2, D, D2 = PeerId("p1"), PeerId("p2"), PeerId("d1"), PeerId("d2")
+TICKET = TransferTicket(transfer=b"t" * 16, link=b"l" * 16, codec="raw", deadline_s=30.0)
 LATENCY_S = 0.01
 STEP_S = 0.02
 FIGURES = messages.TransferFigures(
@@ -221,7 +222,7 @@ class World:
             raise RequestTimeout(f"{peer} did not answer")
         run = self._decode if kind == "decode" else self._prefill
         self.nursery.start_soon(run, job, body, fault)
-        ticket = ticket_for_tests() if kind == "decode" and body.receive_tokens else None
+        ticket = TICKET if kind == "decode" and body.receive_tokens else None
         return messages.DecodeOpened(ticket=ticket) if kind == "decode" else messages.Opened()
 
     # ---- the workers ----------------------------------------------------------------------------------------

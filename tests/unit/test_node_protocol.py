@@ -1,6 +1,7 @@
 """The protocol between agent and engine: frames, bounds, and that every message survives the trip unchanged."""
 
 import itertools
+import random
 import struct
 
 import msgspec
@@ -8,19 +9,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.testing import ticket_for_tests
+from p2pserve.kvtransport.dialling import Path
+from p2pserve.kvtransport.permits import Permit
+from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.protocol import EngineProtocolError, Message, Unframer
 
+LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
+TRANSFER = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="kv4", deadline_s=30.0)
+PERMIT = Permit(
+    permit=b"p" * 16,
+    secret=b"r" * 32,
+    next_host="192.0.2.9",
+    next_port=9,
+    byte_budget=1 << 40,
+    bytes_per_s=1e9,
+    expires_at=2e9,
+)
+PATHS = (
+    Path("192.0.2.1", 4000, streams=8),
+    Path("relay.example", 1, label="p2", streams=64, relay=PERMIT, congestion="bbr", pace_bytes_s=10),
+)
+OUTLET = protocol.Outlet(link=LINK, paths=PATHS, gbps=0.7, rtt_s=0.1, pacing="serialised")
 SAMPLING = protocol.Sampling(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=11, ignore_eos=True)
 STATS = protocol.EngineStats(running=1, waiting=2, kv_usage=0.25, kv_free_tokens=4096)
 TO_ENGINE: list[Message] = [
-    protocol.Submit(request="a", prompt=(1, 2, 3), sampling=SAMPLING, deadline_s=1.5, send=ticket_for_tests()),
+    protocol.Submit(request="a", prompt=(1, 2, 3), sampling=SAMPLING, deadline_s=1.5, send=TRANSFER, outlet=OUTLET),
     protocol.Submit(
-        request="b", prompt=(0,), sampling=SAMPLING, deadline_s=9, receive=ticket_for_tests(), receive_tokens=1
+        request="b", prompt=(0,), sampling=SAMPLING, deadline_s=9, receive=TRANSFER, inlet=LINK, receive_tokens=1
     ),
     protocol.Cancel(request="a"),
     protocol.AbortTransfer(transfer=b"t" * 16, reason="no route"),
+    protocol.SetPaths(link=LINK.link, paths=PATHS),
+    protocol.SetPaths(link=LINK.link, paths=()),
+    protocol.CloseLink(link=LINK.link, reason="gone"),
     protocol.Stop(),
 ]
 FROM_ENGINE: list[Message] = [
@@ -54,6 +76,18 @@ FROM_ENGINE: list[Message] = [
         span_s=0.2,
         visible_s=0.1,
         hidden_fraction=0.5,
+        link=LINK.link,
+        mode="layerwise",
+        paths={"direct": 300, "p2": 100},
+        resent_bytes=7,
+        blocked_s=0.25,
+    ),
+    protocol.LinkReport(
+        link=LINK.link,
+        paths=(protocol.PathReport("direct", 4, 1000, 50, 1e9, None), protocol.PathReport("p2", 0, 0, 0, 0.0, 0.1)),
+        transfers=2,
+        waiting_bytes=5,
+        blocked=True,
     ),
 ]
 PACKETS: list[Message] = [
@@ -123,6 +157,24 @@ def test_garbage_is_refused_or_is_a_message(name: str, body: bytes) -> None:
         (FROM_ENGINE[2], "stats", [0, 0, 0.0, -5]),
         (FROM_ENGINE[0], "layers", "four"),
         (TO_ENGINE[0], "prompt", "abc"),
+        (TO_ENGINE[0], "outlet", {**msgspec.to_builtins(OUTLET), "gbps": float("inf")}),
+        (TO_ENGINE[0], "outlet", {**msgspec.to_builtins(OUTLET), "rtt_s": -0.1}),
+        (TO_ENGINE[0], "outlet", {**msgspec.to_builtins(OUTLET), "pacing": "sometimes"}),
+        (TO_ENGINE[0], "send", {"transfer": bytes(16), "link": LINK.link, "codec": "raw", "deadline_s": 1.0}),
+        (TO_ENGINE[0], "send", {"transfer": b"t" * 16, "link": LINK.link, "codec": "zip", "deadline_s": 1.0}),
+        (TO_ENGINE[0], "send", {"transfer": b"t" * 16, "link": LINK.link, "codec": "raw", "deadline_s": float("nan")}),
+        (TO_ENGINE[1], "inlet", {"link": b"l" * 15, "secret": b"s" * 32, "lease_s": 1.0}),
+        (TO_ENGINE[1], "inlet", {"link": b"l" * 16, "secret": b"", "lease_s": 1.0}),
+        (TO_ENGINE[4], "paths", [{"host": "", "port": 1}]),
+        (TO_ENGINE[4], "paths", [{"host": "h\n", "port": 1}]),
+        (TO_ENGINE[4], "paths", [{"host": "h", "port": 0}]),
+        (TO_ENGINE[4], "paths", [{"host": "h", "port": 1, "streams": 65}]),
+        (TO_ENGINE[4], "paths", [{"host": "h", "port": 1, "label": ""}]),
+        (TO_ENGINE[4], "paths", [{"host": "h", "port": 1, "pace_bytes_s": -1}]),
+        (FROM_ENGINE[4], "paths", [["direct", -1, 0, 0.0, None]]),
+        (FROM_ENGINE[4], "paths", [{"label": "direct", "connections": -1, "bytes_acknowledged": 0}]),
+        (FROM_ENGINE[4], "waiting_bytes", -1),
+        (FROM_ENGINE[4], "waiting_bytes", 1 << 62),
     ],
 )
 def test_a_figure_that_cannot_be_is_refused(message: Message, field: str, bad: object) -> None:
@@ -132,6 +184,48 @@ def test_a_figure_that_cannot_be_is_refused(message: Message, field: str, bad: o
     for decoder in DECODERS.values():
         with pytest.raises(msgspec.ValidationError):
             decoder.decode(msgspec.msgpack.encode({**fields, field: bad}))
+
+
+@pytest.mark.parametrize("figure", [-1.0, float("nan"), float("inf"), 1e13])
+@pytest.mark.parametrize("at", ["rate_bytes_s", "rtt_s"])
+def test_a_path_whose_figure_cannot_be_is_refused(at: str, figure: float) -> None:
+    path = {
+        "label": "direct",
+        "connections": 1,
+        "bytes_acknowledged": 1,
+        "bytes_in_flight": 0,
+        "rate_bytes_s": 1.0,
+        "rtt_s": 1.0,
+    }
+    fields = msgspec.msgpack.decode(protocol.pack(FROM_ENGINE[4]))
+    assert protocol.from_engine.decode(msgspec.msgpack.encode({**fields, "paths": [path]}))
+    with pytest.raises(msgspec.ValidationError):
+        protocol.from_engine.decode(msgspec.msgpack.encode({**fields, "paths": [{**path, at: figure}]}))
+
+
+def test_no_secret_is_shown() -> None:
+    """What a log or a traceback may hold of a message."""
+    for message in TO_ENGINE:
+        text = repr(message)
+        assert "s" * 32 not in text
+        assert "r" * 32 not in text
+
+
+@pytest.mark.parametrize("message", [*TO_ENGINE, *FROM_ENGINE], ids=lambda message: type(message).__name__)
+def test_a_damaged_message_is_refused_or_is_a_message(message: Message) -> None:
+    """The other process is ours, but it may have gone wrong."""
+    rng = random.Random(1)
+    whole = protocol.pack(message)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        for decoder in DECODERS.values():
+            try:
+                found = decoder.decode(bytes(damaged[: rng.choice((len(damaged), rng.randrange(len(damaged))))]))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            assert isinstance(found, Message)
 
 
 def test_frames_may_be_split_at_every_byte() -> None:

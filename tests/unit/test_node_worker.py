@@ -1,21 +1,30 @@
 """The worker between gateways and a scripted engine: who is told what, and what the engine is asked for."""
 
+import random
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import msgspec
 import pytest
 import trio
 
-from p2pserve.bootstrap import Address, PeerId, PeerLost, RemoteError, Role
-from p2pserve.kvtransport.testing import ticket_for_tests
+from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role, Unreachable
+from p2pserve.kvtransport.channel import LINK_HELLO_BYTES
+from p2pserve.kvtransport.dialling import Path
+from p2pserve.kvtransport.errors import TransferError
+from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine_link import EngineLink, EngineLost
+from p2pserve.node.kv_ways import KvWays
 from p2pserve.node.worker import MAX_TRANSFER_S, Worker
 
 A, B = PeerId("gateway-a"), PeerId("gateway-b")
+OWN, P, D = PeerId("own"), PeerId("prefill-node"), PeerId("decode-node")
+LINK = issue_link(600.0, random.Random(99).randbytes)
+OUTLET = protocol.Outlet(link=LINK, paths=(Path("192.0.2.7", 4321, streams=2),), gbps=1.0, rtt_s=0.01)
 SERVICE = "tiny-1234"
 SAMPLING = protocol.Sampling(max_tokens=5)
 STATS = protocol.EngineStats(1, 0, 0.5, 100)
@@ -39,6 +48,10 @@ READY = protocol.Ready(
 T = TypeVar("T")
 
 
+def ticket_of(seed: int = 0) -> TransferTicket:
+    return issue_transfer(LINK.link, "raw", 30.0, random.Random(seed).randbytes)
+
+
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a handler that never waits."""
     try:
@@ -47,6 +60,47 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         value: T = stop.value
         return value
     raise AssertionError("the handler waited")
+
+
+class ScriptedWays:
+    """In place of `KvWays`: the outlet that is set, and what it has been told."""
+
+    own = OWN
+
+    def __init__(self) -> None:
+        self.outlets: list[protocol.Outlet | BaseException] = []
+        self.during: Callable[[], None] = lambda: None
+        self.asked: list[tuple[PeerId, str, TransferTicket, int]] = []
+        self.lost: list[PeerId] = []
+        self.links: dict[PeerId, LinkTicket] = {}
+        self.link_reports: list[protocol.LinkReport] = []
+        self.transfers: list[tuple[PeerId, protocol.TransferReport]] = []
+        self.engines: list[str] = []
+
+    async def outlet(self, peer: PeerId, service: str, ticket: TransferTicket, tokens: int) -> protocol.Outlet:
+        self.asked.append((peer, service, ticket, tokens))
+        self.during()
+        found = self.outlets.pop(0) if self.outlets else OUTLET
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def engine_ready(self, dtype: str) -> None:
+        self.engines.append(dtype)
+
+    def engine_lost(self) -> None:
+        self.engines.append("lost")
+
+    def peer_lost(self, peer: PeerId) -> LinkTicket | None:
+        self.lost.append(peer)
+        return self.links.pop(peer, None)
+
+    def on_link_report(self, report: protocol.LinkReport) -> None:
+        self.link_reports.append(report)
+
+    def on_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float:
+        self.transfers.append((peer, report))
+        return 0.25
 
 
 class World:
@@ -58,10 +112,11 @@ class World:
         self.engine_messages = theirs
         self.told: list[tuple[PeerId, str, messages.Message]] = []
         self.gone: set[PeerId] = set()
-        self.worker = Worker(service=SERVICE, announce=Address("192.0.2.7", 4321), notify=self._notify)
-        self.link = EngineLink(trio.socket.from_stdlib_socket(ours), self.sockets, self.worker.on_engine_message)
-        self.link.ready = READY
-        self.worker.use(self.link)
+        self.ways = ScriptedWays()
+        self.worker = Worker(service=SERVICE, ways=cast(KvWays, self.ways), notify=self._notify)
+        self.engine = EngineLink(trio.socket.from_stdlib_socket(ours), self.sockets, self.worker.on_engine_message)
+        self.engine.ready = READY
+        self.worker.use(self.engine)
 
     def _notify(self, peer: PeerId, method: str, message: messages.Message) -> None:
         if peer in self.gone:
@@ -70,7 +125,7 @@ class World:
 
     def close(self) -> None:
         async def hang_up() -> None:
-            self.link.close()
+            self.engine.close()
 
         trio.run(hang_up)  # trio closes its sockets only inside a run
         self.engine_messages.close()
@@ -81,7 +136,7 @@ class World:
         found = []
         while True:
             try:
-                found.append(self.link._outbox.receive_nowait())
+                found.append(self.engine._outbox.receive_nowait())
             except trio.WouldBlock:
                 return found
 
@@ -98,6 +153,7 @@ class World:
             "deadline_s": 60.0,
             "receive_tokens": 3,
             "codec": "raw",
+            "prefill": P,
         }
         body = messages.DecodeOpen(**{**fields, **changes})
         return run(self.worker.open_decode(gateway, Role.WORKER, body))
@@ -108,13 +164,19 @@ class World:
             "service": SERVICE,
             "prompt": (1, 2, 3),
             "deadline_s": 60.0,
-            "ticket": ticket_for_tests(seed),
+            "ticket": ticket_of(seed),
+            "decode": D,
         }
         body = messages.PrefillOpen(**{**fields, **changes})
         return run(self.worker.open_prefill(gateway, Role.WORKER, body))
 
     def step(self, *outputs: protocol.NewTokens) -> None:
         self.worker.on_engine_message(protocol.Step(outputs=outputs, stats=STATS))
+
+    def link(self, peer: PeerId, service: str = SERVICE) -> LinkTicket:
+        """What a node is answered that wants to push KV here."""
+        body = messages.LinkOpen(service=service)
+        return run(self.worker.open_link(peer, Role.WORKER, body)).link
 
     def report(self, transfer: bytes, reason: str = "") -> None:
         self.worker.on_engine_message(
@@ -128,6 +190,11 @@ class World:
                 span_s=0.2,
                 visible_s=0.1,
                 hidden_fraction=0.5,
+                link=LINK.link,
+                mode="serialised",
+                paths={"direct": 30, "relay": 20},
+                resent_bytes=5,
+                blocked_s=0.0,
             )
         )
 
@@ -154,26 +221,55 @@ def tokens(request: str = "r", *ids: int, **fields: Any) -> messages.Tokens:
 # ---- opening ----------------------------------------------------------------------------------------------
 
 
-def test_a_decode_request_gets_a_ticket_for_this_box_and_reaches_the_engine(world: World) -> None:
+def test_a_decode_request_gets_a_ticket_for_the_link_of_its_prefill_node(world: World) -> None:
     ticket = world.decode(deadline_s=60.0, codec="kv4").ticket
     assert ticket is not None
-    assert (ticket.host, ticket.port, ticket.codec, ticket.deadline_s) == ("192.0.2.7", 4321, "kv4", 30.0)
+    assert (ticket.codec, ticket.deadline_s) == ("kv4", 30.0)
+    inlet = world.link(P)
+    assert ticket.link == inlet.link
     expected = protocol.Submit(
         request="decode:r",
         prompt=(1, 2, 3),
         sampling=SAMPLING,
         deadline_s=60.0,
         receive=ticket,
+        inlet=inlet,
         receive_tokens=3,
     )
     assert world.asked() == [expected]
     assert not world.worker.idle
 
 
-def test_every_ticket_has_an_id_and_a_key_of_its_own(world: World) -> None:
-    tickets = [world.decode(str(i)).ticket for i in range(20)]
+def test_every_ticket_has_an_id_of_its_own_and_the_link_of_its_sender(world: World) -> None:
+    tickets = [world.decode(str(i), prefill=f"p{i % 2}").ticket for i in range(20)]
     assert len({ticket.transfer for ticket in tickets if ticket}) == 20
-    assert len({ticket.key for ticket in tickets if ticket}) == 20
+    assert [ticket.link for ticket in tickets if ticket] == [world.link(PeerId(f"p{i % 2}")).link for i in range(20)]
+    assert world.link(PeerId("p0")) != world.link(PeerId("p1"))
+
+
+def test_a_gateway_never_sees_the_secret_of_a_link(world: World) -> None:
+    """Its answer goes through the gateway, and on to the prefill node from there."""
+    opened = world.decode()
+    secret = world.link(P).secret
+    assert secret not in msgspec.msgpack.encode(opened)
+    assert any(secret in protocol.pack(message) for message in world.asked())  # the engine needs it
+
+
+def test_links_are_opened_for_the_service_that_is_served_here(world: World) -> None:
+    def refused(service: str = SERVICE) -> str:
+        with pytest.raises(RemoteError) as caught:
+            world.link(P, service)
+        return caught.value.code
+
+    assert refused("another") == "wrong-service"
+    first = world.link(P)
+    assert world.link(P) == first
+    world.worker.engine_lost("ended")
+    assert refused() == "no-engine"
+    world.worker.use(world.engine)
+    assert world.link(P) != first  # the receiving end of the first one is gone
+    world.worker.drain()
+    assert refused() == "draining"
 
 
 def test_kv_is_not_awaited_for_hours(world: World) -> None:
@@ -182,18 +278,98 @@ def test_kv_is_not_awaited_for_hours(world: World) -> None:
     assert ticket.deadline_s == MAX_TRANSFER_S
 
 
-def test_a_request_of_one_box_needs_no_ticket(world: World) -> None:
-    assert world.decode(receive_tokens=0).ticket is None
+@pytest.mark.parametrize("changes", [{"receive_tokens": 0}, {"prefill": ""}, {"receive_tokens": 0, "prefill": ""}])
+def test_a_request_of_one_box_needs_no_ticket(world: World, changes: dict[str, Any]) -> None:
+    assert world.decode(**changes).ticket is None
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
-    assert (submit.receive, submit.send, submit.receive_tokens) == (None, None, 0)
+    assert (submit.receive, submit.inlet, submit.send, submit.outlet, submit.receive_tokens) == (
+        None,
+        None,
+        None,
+        None,
+        0,
+    )
 
 
 def test_a_prefill_request_takes_its_ticket_along(world: World) -> None:
     assert world.prefill() == messages.Opened()
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
-    assert (submit.request, submit.send, submit.sampling.max_tokens) == ("prefill:r", ticket_for_tests(0), 1)
+    assert (submit.request, submit.send, submit.sampling.max_tokens) == ("prefill:r", ticket_of(0), 1)
+    assert (submit.outlet, submit.receive, submit.inlet) == (OUTLET, None, None)
+    assert world.ways.asked == [(D, SERVICE, ticket_of(0), 3)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (Unreachable("nobody answers"), "no-path", "nobody answers"),
+        (RequestTimeout("link.open took too long"), "no-path", "link.open took too long"),
+        (TransferError("every path costs too much"), "no-path", "every path costs too much"),
+        (RemoteError("draining", "this node is leaving"), "draining", "this node is leaving"),
+    ],
+)
+def test_a_prefill_without_a_way_to_its_decode_node_is_refused(
+    world: World, error: Exception, code: str, said: str
+) -> None:
+    world.ways.outlets = [error]
+    with pytest.raises(RemoteError) as caught:
+        world.prefill()
+    assert caught.value.code == code
+    assert said in caught.value.message
+    assert world.asked() == []
+    assert world.worker.idle
+    assert world.prefill() == messages.Opened()  # its id is free again
+
+
+def test_a_bug_on_the_way_to_an_outlet_leaves_nothing_behind(world: World) -> None:
+    world.ways.outlets = [ZeroDivisionError("a bug")]
+    with pytest.raises(ZeroDivisionError):
+        world.prefill()
+    assert world.worker.idle
+
+
+def test_kv_for_this_very_node_is_the_askers_fault(world: World) -> None:
+    assert refusal(world, "prefill", decode=OWN) == "invalid"
+    assert world.ways.asked == []
+    assert world.worker.idle
+
+
+@pytest.mark.parametrize("how", ["stopped", "gateway lost", "engine lost"])
+def test_a_prefill_that_is_stopped_while_its_link_is_agreed_on_never_starts(world: World, how: str) -> None:
+    def end() -> None:
+        if how == "stopped":
+            world.worker.stop_request(A, Role.WORKER, messages.StopRequest(request="r"))
+        elif how == "gateway lost":
+            world.worker.peer_lost(A)
+        else:
+            world.worker.engine_lost("ended")
+
+    world.ways.during = end
+    with pytest.raises(RemoteError) as caught:
+        world.prefill()
+    assert caught.value.code == "stopped"
+    assert not any(isinstance(message, protocol.Submit) for message in world.asked())
+    assert world.worker.idle
+
+
+def test_an_id_that_another_has_taken_meanwhile_stays_anothers(world: World) -> None:
+    """Stopped and opened again while the first one's link was being agreed on."""
+
+    def again() -> None:
+        world.ways.during = lambda: None
+        world.worker.stop_request(A, Role.WORKER, messages.StopRequest(request="r"))
+        world.prefill("r", B, seed=1)
+
+    world.ways.during = again
+    with pytest.raises(RemoteError):
+        world.prefill("r", A)
+    (submit,) = [message for message in world.asked() if isinstance(message, protocol.Submit)]
+    assert submit.send == ticket_of(1)
+    world.report(ticket_of(1).transfer)
+    assert [peer for peer, _, _ in world.news()] == [B]
+    assert world.worker.idle
 
 
 def opened_on(world: World, kind: str, **changes: Any) -> object:
@@ -214,7 +390,7 @@ def test_what_is_refused_never_reaches_the_engine(world: World, kind: str) -> No
     assert refusal(world, kind, service="another") == "wrong-service"
     world.worker.engine_lost("ended")
     assert refusal(world, kind) == "no-engine"
-    world.worker.use(world.link)
+    world.worker.use(world.engine)
     world.worker.drain()
     assert refusal(world, kind) == "draining"
     assert world.worker.idle
@@ -223,14 +399,14 @@ def test_what_is_refused_never_reaches_the_engine(world: World, kind: str) -> No
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_an_engine_that_has_just_died_gets_nothing(world: World, kind: str) -> None:
     """Its process is gone, and nobody has told the worker yet."""
-    world.link._gone.set()
+    world.engine._gone.set()
     assert refusal(world, kind) == "no-engine"
     assert world.worker.idle
 
 
 def test_a_node_whose_engine_never_started_refuses() -> None:
-    worker = Worker(service=SERVICE, announce=Address("192.0.2.7", 1), notify=lambda *_: None)
-    body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, ticket=ticket_for_tests())
+    worker = Worker(service=SERVICE, ways=cast(KvWays, ScriptedWays()), notify=lambda *_: None)
+    body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, ticket=ticket_of(), decode=D)
     with pytest.raises(RemoteError) as caught:
         run(worker.open_prefill(A, Role.WORKER, body))
     assert caught.value.code == "no-engine"
@@ -310,20 +486,30 @@ def test_the_transfers_report_ends_the_prefill_and_its_sampled_token_does_not(wo
     world.step(protocol.NewTokens("prefill:r", (5,), "length"))
     assert world.news() == []
     assert "prefilling=2" in repr(world.worker)
-    world.report(ticket_for_tests(1).transfer)
+    world.report(ticket_of(1).transfer)
     figures = messages.TransferFigures(
-        raw_bytes=100, wire_bytes=50, frames=4, span_s=0.2, visible_s=0.1, hidden_fraction=0.5
+        raw_bytes=100,
+        wire_bytes=50,
+        frames=4,
+        span_s=0.2,
+        visible_s=0.1,
+        hidden_fraction=0.5,
+        mode="serialised",
+        paths={"direct": 30, "relay": 20},
+        resent_bytes=5,
+        usd=0.25,
     )
+    assert [peer for peer, _ in world.ways.transfers] == [D]
     assert world.news() == [(A, "prefill.ended", messages.PrefillEnded(request="r", figures=figures))]
     world.asked()
-    world.report(ticket_for_tests(2).transfer, "cut")
+    world.report(ticket_of(2).transfer, "cut")
     ((peer, method, message),) = world.news()
     assert (peer, method) == (B, "prefill.ended")
     assert isinstance(message, messages.PrefillEnded)
     assert message.failed == "cut"
     assert world.worker.idle
     assert world.asked() == [protocol.Cancel(request="prefill:s")]  # the rest of the prompt is for nobody
-    world.report(ticket_for_tests(2).transfer, "cut")
+    world.report(ticket_of(2).transfer, "cut")
     assert world.news() == []
 
 
@@ -353,17 +539,30 @@ def test_no_more_kv_is_passed_on_by_its_gateway_only(world: World) -> None:
     assert world.asked() == []
 
 
-def test_an_accepted_socket_goes_to_the_engine_whose_request_waits_for_it(world: World) -> None:
+def test_an_accepted_socket_goes_to_the_engine_with_its_hello(world: World) -> None:
     ticket = world.decode().ticket
     assert ticket is not None
+    hello = bytes(range(LINK_HELLO_BYTES))
     near, far = socket.socketpair()
-    world.worker.attach(ticket.transfer, near)
+    world.worker.attach(ticket.link, hello, near)
     assert near.fileno() == -1  # this process's copy is closed
-    transfer, descriptors, _, _ = socket.recv_fds(world.engine_sockets, 64, 1)
+    told, descriptors, _, _ = socket.recv_fds(world.engine_sockets, 64, 1)
     with far, socket.socket(fileno=descriptors[0]) as handed:
-        assert transfer == ticket.transfer
+        assert told == hello
         far.sendall(b"hello")
         assert handed.recv(5) == b"hello"
+
+
+def test_the_connections_of_a_link_outlive_its_requests(world: World) -> None:
+    """They are kept warm for the next one."""
+    world.link(P)
+    world.decode()
+    world.step(protocol.NewTokens("decode:r", (1,), "length"))
+    near, far = socket.socketpair()
+    with far:
+        world.worker.attach(world.link(P).link, b"h" * LINK_HELLO_BYTES, near)
+        _, descriptors, _, _ = socket.recv_fds(world.engine_sockets, 64, 1)
+        socket.socket(fileno=descriptors[0]).close()
 
 
 def fill(link: EngineLink) -> None:
@@ -371,28 +570,28 @@ def fill(link: EngineLink) -> None:
     with socket.socket() as spare:
         for _ in range(10_000):
             try:
-                link.attach(b"x" * 16, spare)
+                link.attach(b"x" * LINK_HELLO_BYTES, spare)
             except EngineLost:
                 return
     raise AssertionError("the link took 10,000 sockets that nobody read")
 
 
-@pytest.mark.parametrize("case", ["unknown", "finished", "engine lost", "engine does not read", "engine hung up"])
+@pytest.mark.parametrize("case", ["unknown", "sender gone", "engine lost", "engine does not read", "engine hung up"])
 def test_a_socket_that_nobody_waits_for_is_closed(world: World, case: str) -> None:
     ticket = world.decode().ticket
     assert ticket is not None
-    transfer = b"?" * 16 if case == "unknown" else ticket.transfer
-    if case == "finished":
-        world.step(protocol.NewTokens("decode:r", (1,), "length"))
+    link = b"?" * 16 if case == "unknown" else ticket.link
+    if case == "sender gone":
+        world.worker.peer_lost(P)
     elif case == "engine lost":
         world.worker.engine_lost("ended")
     elif case == "engine hung up":
         world.engine_sockets.close()
     elif case == "engine does not read":
-        fill(world.link)
+        fill(world.engine)
     near, far = socket.socketpair()
     with far:
-        world.worker.attach(transfer, near)
+        world.worker.attach(link, b"h" * LINK_HELLO_BYTES, near)
         assert near.fileno() == -1
         far.settimeout(1)
         assert far.recv(1) == b""
@@ -425,16 +624,50 @@ def test_a_lost_gateway_cancels_its_requests_and_no_others(world: World) -> None
     world.prefill("s", A, seed=2)
     world.decode("u", B)
     world.asked()
-    world.worker.gateway_lost(A)
+    world.worker.peer_lost(A)
     assert world.asked() == [
         protocol.Cancel(request="decode:r"),
         protocol.Cancel(request="prefill:s"),
-        protocol.AbortTransfer(transfer=ticket_for_tests(2).transfer, reason="the request was cancelled"),
+        protocol.AbortTransfer(transfer=ticket_of(2).transfer, reason="the request was cancelled"),
     ]
     world.step(protocol.NewTokens("decode:r", (1,)), protocol.NewTokens("decode:u", (2,), "stop"))
-    world.report(ticket_for_tests(1).transfer)
+    world.report(ticket_of(1).transfer)
     assert [(peer, method) for peer, method, _ in world.news()] == [(B, "tokens"), (B, "prefill.ended")]
     assert world.worker.idle
+
+
+def test_a_lost_node_takes_its_links_along(world: World) -> None:
+    """In both directions; the requests that wait for its KV compute it, and their gateways are still there."""
+    inlet = world.link(P)
+    world.decode("r", A)
+    outgoing = issue_link(600.0, random.Random(5).randbytes)
+    world.ways.links = {P: outgoing}
+    world.asked()
+    world.worker.peer_lost(P)
+    gone = "the node at the other end is gone"
+    assert world.asked() == [
+        protocol.CloseLink(link=inlet.link, reason=gone),
+        protocol.CloseLink(link=outgoing.link, reason=gone),
+    ]
+    assert world.ways.lost == [P]
+    assert world.link(P) != inlet
+    world.worker.peer_lost(PeerId("stranger"))
+    assert world.asked() == []
+    world.step(protocol.NewTokens("decode:r", (1,), "length"))
+    assert [peer for peer, _, _ in world.news()] == [A]
+
+
+def test_other_paths_and_what_links_do_pass_between_engine_and_ways(world: World) -> None:
+    world.worker.set_paths(LINK.link, OUTLET.paths)
+    assert world.asked() == [protocol.SetPaths(link=LINK.link, paths=OUTLET.paths)]
+    report = protocol.LinkReport(link=LINK.link, paths=(), transfers=1, waiting_bytes=5, blocked=False)
+    world.worker.on_engine_message(report)
+    assert world.ways.link_reports == [report]
+    assert world.ways.engines == ["float32"]
+    world.worker.engine_lost("ended")
+    assert world.ways.engines == ["float32", "lost"]
+    world.worker.set_paths(LINK.link, OUTLET.paths)
+    assert world.asked() == []
 
 
 def test_only_the_gateway_that_asked_may_stop_a_request(world: World) -> None:
@@ -466,8 +699,13 @@ def test_draining_finishes_what_is_running(world: World) -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", protocol.frame(protocol.Cancel(request="x"))],
-    ids=["absurd length", "no message", "wrong direction"],
+    [
+        b"\xff\xff\xff\xff",
+        b"\x03\x00\x00\x00abc",
+        protocol.frame(protocol.Cancel(request="x")),
+        protocol.frame(protocol.StartFailed(reason="abc")).replace(b"abc", b"\xff\xfe\xfd"),
+    ],
+    ids=["absurd length", "no message", "wrong direction", "no text"],
 )
 def test_an_engine_that_talks_nonsense_is_hung_up_on(world: World, garbage: bytes) -> None:
     """It must not take its agent with it."""
@@ -475,9 +713,9 @@ def test_an_engine_that_talks_nonsense_is_hung_up_on(world: World, garbage: byte
     async def main() -> None:
         world.engine_messages.sendall(garbage)
         with trio.fail_after(5):
-            await world.link.serve()
+            await world.engine.serve()
 
     trio.run(main)
-    assert not world.link.running
+    assert not world.engine.running
     with pytest.raises(EngineLost):
-        world.link.send(protocol.Stop())
+        world.engine.send(protocol.Stop())

@@ -320,7 +320,7 @@ TRY = "def f() -> None:\n    try:\n        g()\n    {}:\n        {}\n"
     ("rule", "path", "text"),
     [
         (floors, "kvtransport/wire.py", "from .. import node"),
-        (floors, "kvtransport/wire.py", "from ..node.agent import Agent"),
+        (floors, "kvtransport/frames.py", "from ..node.agent import Agent"),
         (floors, "kernels/codec.py", "from ..kvtransport import wire"),
         (floors, "bootstrap/gossip.py", "from ..coordinator import Plan"),
         (floors, COORDINATOR, "def f():\n    from ..kernels import codec"),
@@ -370,7 +370,7 @@ def test_a_rule_can_fail(rule: Rule, path: str, text: str) -> None:
     ("rule", "path", "text"),
     [
         (floors, "kvtransport/wire.py", "from ..kernels.codec import pack\nfrom . import tickets"),
-        (floors, ENGINE, "from ...kvtransport.wire import Frame\nfrom ..agent import x\nfrom .y import z"),
+        (floors, ENGINE, "from ...kvtransport.frames import KVFrame\nfrom ..agent import x\nfrom .y import z"),
         (floors, "sdk/cli.py", "from .. import __version__\nfrom ..sims import events"),
         (wrapped, "bootstrap/libp2p_host.py", "import libp2p"),
         (wrapped, ENGINE, "from vllm import LLMEngine"),

@@ -1,0 +1,108 @@
+"""When a prompt's layers leave: each exactly once, in every mode, and by measurement where nobody asks otherwise."""
+
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pserve.kernels.format import WireDtype
+from p2pserve.kvtransport.dialling import Path
+from p2pserve.kvtransport.layerwise import Mode, SendMode
+from p2pserve.kvtransport.tickets import LinkTicket
+from p2pserve.node.engine.pacing import Pacer, Pacing
+from p2pserve.node.engine.protocol import Outlet
+
+LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
+LAYERS = 24
+
+
+def pacer_of(layers: int = LAYERS) -> Pacer:
+    return Pacer(layers, 8, 128, WireDtype.BF16)
+
+
+def outlet_of(
+    gbps: float = 1.0,
+    rtt_s: float = 0.001,
+    pacing: Literal["auto", "layerwise", "serialised"] = "auto",
+    streams: tuple[int, ...] = (4,),
+) -> Outlet:
+    paths = tuple(Path("192.0.2.1", 1, label=f"path{i}", streams=n) for i, n in enumerate(streams))
+    return Outlet(link=LINK, paths=paths, gbps=gbps, rtt_s=rtt_s, pacing=pacing)
+
+
+def handed_over(pacing: Pacing, layers: int) -> list[int]:
+    """The layers in the order in which one step hands them over; what is serialised leaves at its end."""
+    found = [each for position in range(layers) for each in pacing.due(position, layers)]
+    return found if pacing.layerwise else [*found, *range(layers)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers=st.integers(1, 130), group=st.integers(1, 140), mode=st.sampled_from(SendMode))
+def test_each_layer_leaves_exactly_once_and_never_before_it_is_computed(
+    layers: int, group: int, mode: SendMode
+) -> None:
+    pacing = Pacing(Mode(mode, group, 0.0, 0.0, "a test"), pacer_of(layers), "kv4")
+    assert handed_over(pacing, layers) == list(range(layers))
+    for position in range(layers):
+        due = pacing.due(position, layers)
+        assert len(due) <= group
+        assert all(each <= position for each in due)
+        assert not due or due[-1] == position
+
+
+def measured(pacer: Pacer, *, hold_up_s: float = 0.0005, token_s: float = 0.0005) -> None:
+    """An engine that has prefilled, handed over and encoded for a while."""
+    for tokens in (100, 400, 800):
+        pacer.computed({"kv4"}, tokens, tokens * token_s)
+    for _ in range(4):
+        pacer.held_up("kv4", hold_up_s)
+        pacer.encoded("kv4", 1 << 20, 0.0005)
+
+
+def test_before_anything_is_measured_layers_leave_one_by_one() -> None:
+    """So that all of it gets measured."""
+    pacing = pacer_of().transfer("kv4", 1000, outlet_of())
+    assert (pacing.mode.mode, pacing.mode.layers_per_group) == (SendMode.LAYERWISE, 1)
+    assert "not measured yet" in pacing.mode.why
+
+
+def test_the_engine_decides_by_what_it_has_measured_and_by_the_link() -> None:
+    """A short prompt on a fast link is not worth the hand-overs, a long one on a slow link is."""
+    pacer = pacer_of()
+    measured(pacer, hold_up_s=0.002)
+    short = pacer.transfer("kv4", 8, outlet_of(gbps=100.0))
+    long = pacer.transfer("kv4", 2000, outlet_of(gbps=0.5))
+    assert short.mode.mode is SendMode.SERIALISED
+    assert long.mode.mode is SendMode.LAYERWISE
+    assert long.mode.visible_layerwise_s < long.mode.visible_serialised_s
+    assert handed_over(short, LAYERS) == handed_over(long, LAYERS) == list(range(LAYERS))
+
+
+def test_a_link_that_moves_nothing_is_no_reason_to_fail() -> None:
+    pacer = pacer_of()
+    measured(pacer)
+    assert pacer.transfer("kv4", 100, outlet_of(gbps=0.0)).mode.mode is SendMode.SERIALISED
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+@pytest.mark.parametrize(("tokens", "gbps"), [(8, 100.0), (2000, 0.5)])
+def test_what_is_asked_for_is_done(is_measured: bool, tokens: int, gbps: float) -> None:
+    pacer = pacer_of()
+    if is_measured:
+        measured(pacer, hold_up_s=0.002)
+    for pacing in ("layerwise", "serialised"):
+        found = pacer.transfer("kv4", tokens, outlet_of(gbps, pacing=pacing))
+        assert found.mode.mode.value == pacing
+        assert found.layerwise == (pacing == "layerwise")
+        assert handed_over(found, LAYERS) == list(range(LAYERS))
+
+
+def test_codecs_are_measured_apart_and_a_transfer_feeds_its_own() -> None:
+    pacer = pacer_of()
+    measured(pacer)
+    assert "not measured yet" in pacer.transfer("raw", 100, outlet_of()).mode.why
+    pacing = pacer.transfer("raw", 100, outlet_of(streams=(2, 3)))
+    pacing.encoded(1 << 20, 0.001)
+    assert "frames" not in pacer.transfer("raw", 100, outlet_of()).mode.why
+    assert "not measured yet" not in pacer.transfer("kv4", 100, outlet_of()).mode.why
