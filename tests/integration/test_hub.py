@@ -412,9 +412,11 @@ def two_hubs(streams: int = 1, limit: int = LIMIT) -> Iterator[TwoHubs]:
     reports = Reports()
     sender, receiver = make_hub(reports, limit=limit), make_hub()
     with listening(into(receiver), streams) as listener:
-        yield TwoHubs(sender, receiver, listener, reports)
-        for hub in (sender, receiver):
-            hub._endpoint.close("the test is over")
+        try:
+            yield TwoHubs(sender, receiver, listener, reports)
+        finally:
+            for hub in (sender, receiver):
+                hub._endpoint.close("the test is over")
 
 
 def test_a_delivered_transfer_is_reported_with_its_figures() -> None:
@@ -642,18 +644,23 @@ def test_a_link_with_open_transfers_tells_how_it_gets_on_and_then_falls_silent()
         for layer in range(GEOMETRY.layers):
             outgoing.push(piece(layer, 0, TOKENS))
         size = outgoing.link.wire_bytes(0) + 2 * TOKENS * GEOMETRY.heads * GEOMETRY.head_dim * 4
-        hubs.reports.until(lambda: hubs.reports.links and hubs.reports.links[-1].blocked)
+        hubs.reports.until(
+            lambda: any(report.blocked and report.waiting_bytes >= 2 * size for report in hubs.reports.links)
+        )
         told = hubs.reports.links[-1]
         assert (told.link, told.transfers) == (LINK.link, 1)
-        assert told.waiting_bytes >= 2 * size
         assert [path.label for path in told.paths] == ["direct"]
         assert told.paths[0].bytes_acknowledged == 0
         incoming.start()
         outgoing.prefill_done(TOKENS)
         wait_for(incoming, layers=2)
-        hubs.reports.until(lambda: hubs.reports.links[-1].paths[0].bytes_acknowledged > 0)
-        assert hubs.reports.links[-1].waiting_bytes == 0
-        assert not hubs.reports.links[-1].blocked
+        hubs.reports.until(
+            lambda: (
+                (last := hubs.reports.links[-1]).paths[0].bytes_acknowledged > 0
+                and last.waiting_bytes == 0
+                and not last.blocked
+            )
+        )
         incoming.take()
         incoming.applied()
         assert hubs.reports.end(TICKET).delivered
