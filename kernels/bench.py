@@ -2,7 +2,7 @@
 
 For each codec, number of CPU threads and direction: GB/s of 16-bit input (K and V together, with all checks and the
 payload in memory of its own), beside a plain copy of the same tensors, measured in turns with it. Medians. `path`
-says whether compiled code or the plain reference ran. With a GPU, the same there, payload left on the device's host.
+says whether C++ or the plain reference ran. With a GPU, the same there, payload left on the device's host.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from . import accelerate, kv4_native
+from . import accelerate, fp8_native, kivi4_native, kv4_native
 from .codec import Codec, decode, encode
 
 __all__ = ["Row", "main", "measure"]
 
 HEADS, HEAD_DIM = 8, 128
+_NATIVE = {
+    Codec.KV4: kv4_native.available,
+    Codec.FP8: fp8_native.available,
+    Codec.KIVI4: kivi4_native.available,
+}
 DEFAULT_TOKENS = 512
 START = 512  # past the exempt tokens, at a multiple of every codec's groups: one block out of a longer prompt
 
@@ -83,9 +88,7 @@ def _path(codec: Codec, device: torch.device) -> str:
         return "triton"
     if codec is Codec.RAW:
         return "copy"
-    if codec is Codec.KV4:
-        return "c++" if kv4_native.available() else "eager"
-    return "compiled" if accelerate.mode() is accelerate.Mode.COMPILED and not accelerate.failure() else "eager"
+    return "c++" if _NATIVE[codec]() else "eager"
 
 
 def _in_turns(

@@ -21,8 +21,8 @@ are left; `n` tokens are coded. Sections follow each other without padding; `h` 
     K steps      u4             [pairs of groups, h]          even group low, odd group high
     K codes      u4             [groups, 16, h]               byte i: token i low, token i + 16 high
     V units      u8             [r]
-    V zeros      u8             [value_groups, r]             128 added
-    V steps      u4             [pairs of value_groups, r]    even group low, odd group high (or 0)
+    V zeros      u8             [value_groups, r]             128 added; below 128 channels: grids
+    V steps      u4             [pairs of value_groups, r]    even group low, odd group high (or 0); not then
     V codes      u4             [value_groups, half, r]       byte i: channel i low, i + half high
 
 *Spans and groups of K* are the coded tokens whose positions share `position // 256` and `position // 32`. The
@@ -73,6 +73,17 @@ bf16; the unit's code is `least_unit(max |y|, p - 134 - log2(b) - 7)`, and the u
 `unit * 2**(134 - p) * b`, zero in -128..127. Decoding: the whole numbers `zero + step * code`, at most 256, are
 multiplied by the same matrix, rounded to bf16, multiplied by `unit` (in fp32) and rounded as K is. All the
 factors of these products are exact in bf16, so an fp32 product, a bf16 matrix unit and butterflies agree.
+
+*V of heads below 128 channels* has one byte, its grid, for zero and step of a group: `step - 9 + 8 * (c + 16)`, and
+no section of steps. Steps are 9 to 16, code 8 stands for a multiple of 4 units, and zero is `4 * c - 8 * step`:
+
+    wanted  = ((hi - lo) * (1 / unit)) * (1 / 15)
+    step    = clamp(round(wanted), 9, 16)
+    c       = clamp(round((both + wanted * 0.5 -+ 2) * 0.25), -16, 15)    two candidates
+
+Why so: a unit for 64 channels instead of 128 would make 4.53 bits per element. Groups much narrower than their vector,
+which shorter steps would serve, add little to its error; a group of zeros is 0 exactly. This costs V 0.1 dB where
+values are normal, 0.4 dB where they are heavy-tailed, 1.6 dB where a few channels are 10 to 50 times the others.
 
 **fp8**, **kivi4**: see the modules of these names.
 """

@@ -20,6 +20,7 @@ __all__ = [
     "KEY_SPAN_TOKENS",
     "KV4_HEADER_BYTES",
     "LEAST_CODED_TOKENS",
+    "SMALL_HEAD_CHANNELS",
     "VALUE_GROUP_CHANNELS",
     "Codec",
     "Fp8Layout",
@@ -45,6 +46,9 @@ KEY_GROUP_TOKENS = 32
 
 VALUE_GROUP_CHANNELS = 32
 """Rotated channels that share a zero and a step of V, per token and head."""
+
+SMALL_HEAD_CHANNELS = 128
+"""In heads with fewer channels fewer share the unit of a vector of V. There, one byte says zero and step of a group."""
 
 EXEMPT_TOKENS = 4
 """Prompt positions 0..3 collect attention whatever they say (attention sinks), so an error there reaches
@@ -190,6 +194,11 @@ class Kv4Layout:
         return slice(first * half + skipped, last * half + min(high, half))
 
     @cached_property
+    def value_step_rows(self) -> int:
+        """Bytes of the steps of one vector of V; those of small heads are beside the zeros."""
+        return 0 if self.head_dim < SMALL_HEAD_CHANNELS else (value_groups(self.head_dim) + 1) // 2
+
+    @cached_property
     def value_code_bytes(self) -> int:
         """Bytes of the codes of one group of V."""
         return (self.head_dim // value_groups(self.head_dim) + 1) // 2
@@ -204,7 +213,7 @@ class Kv4Layout:
         spans = self.spans * row
         vectors, groups = self.coded * self.heads, value_groups(self.head_dim)
         keys = (_length(rows) * row for rows in (self.group_rows, self.step_rows, self.code_rows))
-        values = (vectors, vectors * groups, vectors * ((groups + 1) // 2), vectors * groups * self.value_code_bytes)
+        values = (vectors, vectors * groups, vectors * self.value_step_rows, vectors * groups * self.value_code_bytes)
         return (KV4_HEADER_BYTES, plain, plain, 2 * spans, spans, *keys, *values)
 
     @cached_property

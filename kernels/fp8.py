@@ -20,7 +20,7 @@ midpoint of minimum and maximum would follow every outlier, a mean depends on th
     zero = round16((max over runs of their min + min over runs of their max) * 0.5)
 
 where a run is the tokens of the group that share `position // 32` (runs without a token in this block do not
-count). V is coded per (token, head), relative to 0. For both, with everything in fp32:
+count), and a zero is never -0. V is coded per (token, head), relative to 0. For both, with everything in fp32:
 
     reach    = max |x - zero|                            that is max(max - zero, zero - min)
     exponent = clamp((bits(reach) + 0x1FFFFF) >> 23, 32, 255)
@@ -36,10 +36,10 @@ from __future__ import annotations
 
 import torch
 
-from . import fp8_fast
+from . import fp8_native
 from .accelerate import ready
 from .blocks import all_within, has_triton, read_header, require_finite, sixteen_bit, write_header
-from .fp8_layout import FP8_VERSION, Fp8Layout
+from .fp8_layout import FP8_HEADER_BYTES, FP8_VERSION, Fp8Layout
 from .fp8_reference import UNSOUND, Sections, dequantise, is_sound, quantise, require_sound
 
 __all__ = ["decode", "encode"]
@@ -51,7 +51,7 @@ def encode(k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memor
     sixteen = sixteen_bit(k.dtype)
     k16, v16 = k.to(sixteen), v.to(sixteen)
     out = torch.empty(layout.total_bytes, dtype=torch.uint8, device=k.device)
-    if not _quantise(k16, v16, Sections.of(out, layout, sixteen), layout):
+    if not _quantise(k16, v16, out, layout):
         require_finite(k16, "K", start, "fp8", layer)
         require_finite(v16, "V", start, "fp8", layer)
     payload = out.cpu().numpy().data
@@ -64,39 +64,41 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`data` is a whole payload as bytes, its length already checked against the layout."""
     sixteen = sixteen_bit(dtype)
-    sections = Sections.of(data, layout, sixteen)
-    read_header(bytes(sections.header.tolist()), "fp8", FP8_VERSION, sixteen, layer)
-    if not bool(is_sound(sections)):
-        require_sound(sections, layout, layer)
+    read_header(bytes(data[:FP8_HEADER_BYTES].tolist()), "fp8", FP8_VERSION, sixteen, layer)
     k = torch.empty(layout.tokens, layout.heads, layout.head_dim, dtype=sixteen, device=data.device)
     v = torch.empty_like(k)
-    _dequantise(sections, k, v, layout)
+    native = k.device.type == "cpu" and ready(4 * k.numel())
+    if not (native and fp8_native.dequantise(data, layout, k, v)):
+        sections = Sections.of(data, layout, sixteen)
+        if not bool(is_sound(sections)):
+            require_sound(sections, layout, layer)
+        _decode_plainly(sections, layout, k, v)
     return k.to(dtype), v.to(dtype)
 
 
-def _quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout) -> bool:
-    """Fill the sections by the fastest way there is. False: there are values that are not finite."""
+def _quantise(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Fp8Layout) -> bool:
+    """Write parameters and codes by the fastest way there is. False: there are values that are not finite."""
+    native = k.device.type == "cpu" and ready(4 * k.numel())
+    sound = fp8_native.quantise(k, v, out, layout) if native else None
+    if sound is not None:
+        return sound
+    into = Sections.of(out, layout, k.dtype)
     if has_triton(k.device):
         from . import triton_fp8
 
         triton_fp8.quantise(k, v, into, layout)
         return not bool((into.key_exponents == UNSOUND).any() | (into.value_exponents == UNSOUND).any())
-    if k.device.type == "cpu" and ready(4 * k.numel()):
-        finite = fp8_fast.quantise(k, v, into, layout)
-        if finite is not None:
-            return finite
     if not bool(all_within(k) & all_within(v)):
         return False
     quantise(k, v, into, layout)
     return True
 
 
-def _dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> None:
+def _decode_plainly(sections: Sections, layout: Fp8Layout, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fill K and V from sound sections."""
     if has_triton(k.device):
         from . import triton_fp8
 
         triton_fp8.dequantise(sections, k, v, layout)
-        return
-    if k.device.type == "cpu" and ready(4 * k.numel()) and fp8_fast.dequantise(sections, k, v, layout):
         return
     dequantise(sections, k, v, layout)

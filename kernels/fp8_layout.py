@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .errors import TensorError
 
@@ -21,7 +22,7 @@ FP8_HEADER_BYTES = 16
 """Long enough that the codes of ordinary heads begin at multiples of 16: wide loads and stores."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is kept
 class Fp8Layout:
     """Where each section of one fp8 payload begins and ends.
 
@@ -40,16 +41,16 @@ class Fp8Layout:
         if self.start < 0:
             raise TensorError(f"start={self.start} is negative; it is a position in the prompt")
 
-    @property
+    @cached_property
     def lead(self) -> int:
         """How far into its group the first token lies."""
         return self.start % FP8_GROUP_TOKENS
 
-    @property
+    @cached_property
     def key_groups(self) -> int:
         return -(-(self.lead + self.tokens) // FP8_GROUP_TOKENS)
 
-    @property
+    @cached_property
     def section_bytes(self) -> tuple[int, ...]:
         """Header, K zeros, K exponents, K codes, V codes, V exponents."""
         row = self.heads * self.head_dim
@@ -57,6 +58,6 @@ class Fp8Layout:
         codes = self.tokens * row
         return (FP8_HEADER_BYTES, 2 * keys, keys, codes, codes, self.tokens * self.heads)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return sum(self.section_bytes)

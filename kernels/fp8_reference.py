@@ -11,18 +11,7 @@ from .blocks import all_within, clamped, within
 from .errors import PayloadError
 from .fp8_layout import FP8_GROUP_TOKENS, FP8_RUN_TOKENS, Fp8Layout
 
-__all__ = [
-    "BIAS",
-    "EXPONENT_RANGE",
-    "UNSOUND",
-    "Sections",
-    "dequantise",
-    "dequantise_keys",
-    "is_sound",
-    "quantise",
-    "quantise_keys",
-    "require_sound",
-]
+__all__ = ["UNSOUND", "Sections", "dequantise", "is_sound", "quantise", "require_sound"]
 
 BIAS = 135
 """Exponent bytes are those of fp32 (127) for a largest code of 2**8."""
@@ -31,7 +20,7 @@ EXPONENT_RANGE = (32, 250)
 """What an encoder writes; a reach of at most 2 * `LARGEST` stays below the upper end."""
 
 UNSOUND = 255
-"""What the fast paths put for the exponent of a group with a value that is not finite. Never in a payload."""
+"""What the GPU kernels put for the exponent of a group with a value that is not finite. Never in a payload."""
 
 _INFINITY = float("inf")
 
@@ -63,7 +52,7 @@ class Sections(NamedTuple):
 
 def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout) -> None:
     """Fill parameters and codes from `[tokens, heads, head_dim]` 16-bit values, known to be finite."""
-    zeros, exponents, codes = quantise_keys(k, layout)
+    zeros, exponents, codes = _quantise_keys(k, layout)
     into.key_zeros.copy_(zeros)
     into.key_exponents.copy_(exponents)
     into.key_codes.copy_(codes)
@@ -73,13 +62,13 @@ def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout
     into.value_codes.copy_(_codes(v.to(torch.float32), exponents.unsqueeze(-1)))
 
 
-def quantise_keys(k: torch.Tensor, layout: Fp8Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantise_keys(k: torch.Tensor, layout: Fp8Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Zeros, exponents and codes of finite K."""
     lowest = _runs(k, _INFINITY, layout).amin(2).to(torch.float32)
     highest = _runs(k, -_INFINITY, layout).amax(2).to(torch.float32)
     inner_low = torch.where(lowest == _INFINITY, -_INFINITY, lowest).amax(1)
     inner_high = torch.where(highest == -_INFINITY, _INFINITY, highest).amin(1)
-    zeros = ((inner_low + inner_high) * 0.5).to(k.dtype)
+    zeros = ((inner_low + inner_high) * 0.5).to(k.dtype) + 0.0  # never -0
     wide = zeros.to(torch.float32)
     exponents = _exponents(torch.maximum(highest.amax(1) - wide, wide - lowest.amin(1)))
     group = _group_of_token(layout, k.device)
@@ -88,11 +77,11 @@ def quantise_keys(k: torch.Tensor, layout: Fp8Layout) -> tuple[torch.Tensor, tor
 
 def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> None:
     """Write the `[tokens, heads, head_dim]` 16-bit values of sound sections."""
-    k.copy_(dequantise_keys(sections.key_zeros, sections.key_exponents, sections.key_codes, layout))
+    k.copy_(_dequantise_keys(sections.key_zeros, sections.key_exponents, sections.key_codes, layout))
     v.copy_(clamped(_values(sections.value_codes, sections.value_exponents.unsqueeze(-1)), v.dtype))
 
 
-def dequantise_keys(
+def _dequantise_keys(
     zeros: torch.Tensor, exponents: torch.Tensor, codes: torch.Tensor, layout: Fp8Layout
 ) -> torch.Tensor:
     """The 16-bit values of K."""

@@ -25,7 +25,7 @@ alike. These are the tokens before the first multiple of 32 and after the last, 
 latter. Blocks cut at multiples of 32 therefore decode to what the whole prompt would decode to.
 
 *Parameters* have the block's own 16-bit dtype: fp16 as published, bf16 for bf16 values, whose range fp16 does
-not have. `zero = min`, which is one of the values and hence exact. With all of this in fp32,
+not have. `zero = min` (0 for -0), which is one of the values and hence exact. With all of this in fp32,
 
     scale = round16((max - min) / 15)       0 if that is below 2**-100
     code  = clamp(round_half_even((x - zero) * (1 / scale)), 0, 15)      0 where scale is 0
@@ -40,10 +40,10 @@ from __future__ import annotations
 
 import torch
 
-from . import kivi4_fast
+from . import kivi4_native
 from .accelerate import ready
 from .blocks import all_within, has_triton, read_header, require_finite, sixteen_bit, write_header
-from .kivi4_layout import KIVI4_VERSION, Kivi4Layout
+from .kivi4_layout import KIVI4_HEADER_BYTES, KIVI4_VERSION, Kivi4Layout
 from .kivi4_reference import Sections, dequantise, is_sound, quantise, require_sound
 
 __all__ = ["decode", "encode"]
@@ -55,11 +55,10 @@ def encode(k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memor
     sixteen = sixteen_bit(k.dtype)
     k16, v16 = k.to(sixteen), v.to(sixteen)
     out = torch.empty(layout.total_bytes, dtype=torch.uint8, device=k.device)
-    sections = Sections.of(out, layout, sixteen)
-    sound = _keep_residual(k16, v16, layout, sections)
+    sound = _keep_residual(k16, v16, out, layout)
     if layout.coded:
         coded = slice(layout.lead, layout.lead + layout.coded)
-        sound = _quantise(k16[coded], v16[coded], sections) and sound
+        sound = _quantise(k16[coded], v16[coded], out, layout) and sound
     if not sound:
         require_finite(k16, "K", start, "kivi4", layer)
         require_finite(v16, "V", start, "kivi4", layer)
@@ -73,64 +72,76 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`data` is a whole payload as bytes, its length already checked against the layout."""
     sixteen = sixteen_bit(dtype)
-    sections = Sections.of(data, layout, sixteen)
-    read_header(bytes(sections.header.tolist()), "kivi4", KIVI4_VERSION, sixteen, layer)
-    if not bool(is_sound(sections)):
-        require_sound(sections, layout, layer)
-    coded = _dequantise(sections, layout) if layout.coded else None
-    if coded and not layout.residual:
-        return coded[0].to(dtype), coded[1].to(dtype)
+    read_header(bytes(data[:KIVI4_HEADER_BYTES].tolist()), "kivi4", KIVI4_VERSION, sixteen, layer)
     k = torch.empty(layout.tokens, layout.heads, layout.head_dim, dtype=sixteen, device=data.device)
     v = torch.empty_like(k)
-    lead, behind = layout.lead, layout.lead + layout.coded
-    for i, (into, kept) in enumerate(((k, sections.key_residual), (v, sections.value_residual))):
-        into[:lead].copy_(kept[:lead])
-        into[behind:].copy_(kept[lead:])
-        if coded:
-            into[lead:behind].copy_(coded[i])
+    if not _decode_natively(data, layout, k, v):
+        sections = Sections.of(data, layout, sixteen)
+        if not bool(is_sound(sections)):
+            require_sound(sections, layout, layer)
+        _decode_plainly(sections, layout, k, v)
     return k.to(dtype), v.to(dtype)
 
 
-def _keep_residual(k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout, into: Sections) -> bool:
+def _keep_residual(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Kivi4Layout) -> bool:
     """Write the tokens outside whole groups. False: there are values that are not finite."""
+    if not layout.residual:
+        return True
+    into = Sections.of(out, layout, k.dtype)
     lead, behind = layout.lead, layout.lead + layout.coded
     for given, kept in ((k, into.key_residual), (v, into.value_residual)):
         kept[:lead].copy_(given[:lead])
         kept[lead:].copy_(given[behind:])
-    return not layout.residual or bool(all_within(into.key_residual) & all_within(into.value_residual))
+    return bool(all_within(into.key_residual) & all_within(into.value_residual))
 
 
-def _quantise(k: torch.Tensor, v: torch.Tensor, into: Sections) -> bool:
-    """Fill the sections of whole groups by the fastest way there is. False: there are values that are not finite."""
+def _quantise(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Kivi4Layout) -> bool:
+    """Write the tokens in whole groups by the fastest way there is. False: there are values that are not finite."""
+    native = k.device.type == "cpu" and ready(4 * k.numel())
+    sound = kivi4_native.quantise(k, v, out, layout) if native else None
+    if sound is not None:
+        return sound
+    into = Sections.of(out, layout, k.dtype)
     if has_triton(k.device):
         from . import triton_kivi4
 
         triton_kivi4.quantise(k, v, into)
         return not bool(torch.isnan(into.key_scales).any() | torch.isnan(into.value_scales).any())
-    finite = kivi4_fast.quantise(k, v, into) if _may_compile(k, into) else None
-    if finite is not None:
-        return finite
     quantise(k, v, into)
     return bool(all_within(k) & all_within(v))
 
 
-def _dequantise(sections: Sections, layout: Kivi4Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 16-bit values of the tokens in whole groups."""
-    shape, zeros = (layout.coded, layout.heads, layout.head_dim), sections.key_zeros
-    k, v = (torch.empty(shape, dtype=zeros.dtype, device=zeros.device) for _ in range(2))
+def _decode_natively(data: torch.Tensor, layout: Kivi4Layout, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Fill K and V. False: there is no such library yet, or something is wrong with the payload."""
+    if k.device.type != "cpu" or not ready(4 * k.numel()):
+        return False
+    coded = slice(layout.lead, layout.lead + layout.coded)
+    if not kivi4_native.dequantise(data, layout, k[coded], v[coded]):
+        return False
+    if not layout.residual:
+        return True
+    sections = Sections.of(data, layout, k.dtype)
+    _return_residual(sections, layout, k, v)
+    return bool(all_within(sections.key_residual) & all_within(sections.value_residual))
+
+
+def _decode_plainly(sections: Sections, layout: Kivi4Layout, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fill K and V from sound sections."""
+    _return_residual(sections, layout, k, v)
+    coded = slice(layout.lead, layout.lead + layout.coded)
+    if not layout.coded:
+        return
     if has_triton(k.device):
         from . import triton_kivi4
 
-        triton_kivi4.dequantise(sections, k, v)
-        return k, v
-    compiled = kivi4_fast.dequantise(sections) if _may_compile(k, sections) else None
-    if compiled is not None:
-        return compiled
-    dequantise(sections, k, v)
-    return k, v
+        triton_kivi4.dequantise(sections, k[coded], v[coded])
+        return
+    dequantise(sections, k[coded], v[coded])
 
 
-def _may_compile(k: torch.Tensor, sections: Sections) -> bool:
-    """Whether the compiled path serves this block: on a CPU, with an even number of channels in a group of V."""
-    groups = sections.value_zeros.shape[-1]
-    return k.device.type == "cpu" and k.shape[-1] // groups % 2 == 0 and ready(4 * k.numel())
+def _return_residual(sections: Sections, layout: Kivi4Layout, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Fill the tokens outside whole groups."""
+    lead, behind = layout.lead, layout.lead + layout.coded
+    for into, kept in ((k, sections.key_residual), (v, sections.value_residual)):
+        into[:lead].copy_(kept[:lead])
+        into[behind:].copy_(kept[lead:])

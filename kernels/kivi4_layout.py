@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .errors import TensorError
 
@@ -26,7 +27,7 @@ def kivi4_value_groups(head_dim: int) -> int:
     return next(count for count in range(max(1, head_dim // KIVI4_GROUP), 0, -1) if head_dim % count == 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is kept
 class Kivi4Layout:
     """Where each section of one kivi4 payload begins and ends.
 
@@ -45,36 +46,36 @@ class Kivi4Layout:
         if self.start < 0:
             raise TensorError(f"start={self.start} is negative; it is a position in the prompt")
 
-    @property
+    @cached_property
     def lead(self) -> int:
         """Residual tokens at the beginning of the block."""
         return min(self.tokens, -self.start % KIVI4_GROUP)
 
-    @property
+    @cached_property
     def key_groups(self) -> int:
         """Whole groups of 32 positions."""
         return (self.tokens - self.lead) // KIVI4_GROUP
 
-    @property
+    @cached_property
     def coded(self) -> int:
         """Tokens in whole groups."""
         return self.key_groups * KIVI4_GROUP
 
-    @property
+    @cached_property
     def residual(self) -> int:
         """Tokens that travel in 16 bit."""
         return self.tokens - self.coded
 
-    @property
+    @cached_property
     def value_groups(self) -> int:
         return kivi4_value_groups(self.head_dim)
 
-    @property
+    @cached_property
     def value_code_bytes(self) -> int:
         """Bytes of the codes of one group of V."""
         return (self.head_dim // self.value_groups + 1) // 2
 
-    @property
+    @cached_property
     def section_bytes(self) -> tuple[int, ...]:
         """Header, residual K, residual V, K zeros, K scales, V zeros, V scales, K codes, V codes."""
         row = self.heads * self.head_dim
@@ -85,6 +86,6 @@ class Kivi4Layout:
         value_codes = groups * self.value_code_bytes
         return (KIVI4_HEADER_BYTES, plain, plain, keys, keys, 2 * groups, 2 * groups, key_codes, value_codes)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return sum(self.section_bytes)

@@ -12,16 +12,7 @@ from .blocks import LARGEST, clamped
 from .errors import PayloadError
 from .kivi4_layout import KIVI4_GROUP, Kivi4Layout
 
-__all__ = [
-    "CODE_MAX",
-    "LARGEST_SCALE",
-    "SMALLEST_SCALE",
-    "Sections",
-    "dequantise",
-    "is_sound",
-    "quantise",
-    "require_sound",
-]
+__all__ = ["Sections", "dequantise", "is_sound", "quantise", "require_sound"]
 
 CODE_MAX = 15
 SMALLEST_SCALE = 2.0**-100
@@ -119,7 +110,7 @@ def _between(values: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
 
 def _quantise(x: torch.Tensor, axis: int, zeros: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor) -> None:
     """Quantise groups that lie along `axis`."""
-    lowest, highest = (bound.to(torch.float32) for bound in x.aminmax(dim=axis))
+    lowest, highest = (bound.to(torch.float32) + 0.0 for bound in x.aminmax(dim=axis))  # never -0
     # A tensor, not a number, as divisor: CUDA multiplies by the reciprocal of a number.
     scale = ((highest - lowest) / torch.full_like(lowest, CODE_MAX)).to(x.dtype)
     scale = torch.where(scale >= SMALLEST_SCALE, scale, 0.0)

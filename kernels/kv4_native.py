@@ -1,6 +1,6 @@
-"""`kv4` in C++ (`csrc/kv4.cpp`) for tensors of a CPU. Same bytes as `kv4_reference`, whose functions these stand for.
+"""`kv4` in C++ (`csrc/kv4.cpp`) for tensors of a CPU: the same bytes as `kv4_reference` makes.
 
-Each returns None where there is no such library (yet), or for shapes that it does not take.
+Both functions return None where there is no such library (yet), or for shapes that it does not take.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import ctypes
 
 import torch
 
-from .format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, value_groups
-from .kv4_reference import Keys, Values
+from .format import Kv4Layout, value_groups
+from .kv4_reference import Sections
 from .native import Library, address, threads
 
-__all__ = ["available", "dequantise_keys", "dequantise_values", "quantise_keys", "quantise_values"]
+__all__ = ["available", "dequantise", "quantise"]
 
 _LIBRARY = Library("kv4.cpp")
 _LANES = 16
 _MOST_CHANNELS = 1024
-_GROUPS = KEY_SPAN_TOKENS // KEY_GROUP_TOKENS
 
 
 def available() -> bool:
@@ -26,76 +25,45 @@ def available() -> bool:
     return _LIBRARY.get() is not None
 
 
-def quantise_keys(k: torch.Tensor, into: Keys | None = None) -> tuple[Keys, bool] | None:
-    """`[spans * 256, n]` coded, in memory of its own or in `into`, and whether all values are within bounds."""
-    n, library = k.shape[1], _LIBRARY.get()
-    if library is None or n % _LANES:
+def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout) -> bool | None:
+    """Code `[coded, heads, head_dim]` 16-bit values. False: some are not finite or too large, the sections void."""
+    library = _library(layout)
+    if library is None:
         return None
-    k = k.contiguous()
-    spans = k.shape[0] // KEY_SPAN_TOKENS
-    keys = into or Keys(
-        torch.empty(spans, n, dtype=k.dtype),
-        _bytes(spans, n),
-        _bytes(spans * _GROUPS, n),
-        _bytes(spans * _GROUPS // 2, n),
-        _bytes(spans * KEY_SPAN_TOKENS // 2, n),
-    )
-    sound = library.kv4_quantise_keys(
-        _is_half(k.dtype), address(k), ctypes.c_long(spans), ctypes.c_long(n), *map(address, keys), threads(k.numel())
-    )
-    return keys, bool(sound)
+    k, v, half, count = k.contiguous(), v.contiguous(), _is_half(k), threads(k.numel())
+    keys = library.kv4_quantise_keys(half, address(k), _key_rows(layout), *map(address, into.keys), count)
+    values = library.kv4_quantise_values(half, address(v), *_vectors(layout), *map(address, into.values), count)
+    return bool(keys and values)
 
 
-def quantise_values(v: torch.Tensor, into: Values | None = None) -> tuple[Values, bool] | None:
-    """`[n, head_dim]` coded, in memory of its own or in `into`, and whether all values are within bounds."""
-    (n, head_dim), library = v.shape, _LIBRARY.get()
-    if library is None or not _takes(head_dim):
+def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout) -> bool | None:
+    """Fill `[coded, heads, head_dim]` 16-bit values, contiguous ones. False: no encoder wrote these sections."""
+    library = _library(layout)
+    if library is None:
         return None
-    v = v.contiguous()
-    groups = value_groups(head_dim)
-    half = (head_dim // groups + 1) // 2
-    values = into or Values(
-        torch.empty(n, dtype=torch.uint8), _bytes(groups, n), _bytes((groups + 1) // 2, n), _bytes(groups * half, n)
-    )
-    sound = library.kv4_quantise_values(
-        _is_half(v.dtype), address(v), ctypes.c_long(n), head_dim, groups, *map(address, values), threads(v.numel())
-    )
-    return values, bool(sound)
+    half, count = _is_half(k), threads(k.numel())
+    keys = library.kv4_dequantise_keys(half, address(k), _key_rows(layout), *map(address, sections.keys), count)
+    values = library.kv4_dequantise_values(half, address(v), *_vectors(layout), *map(address, sections.values), count)
+    return bool(keys and values)
 
 
-def dequantise_keys(keys: Keys, into: torch.Tensor | None = None) -> tuple[torch.Tensor, bool] | None:
-    """`[spans * 256, n]` in 16 bit, in memory of its own or in `into`, and whether an encoder can have written it."""
-    (spans, n), library = keys.units.shape, _LIBRARY.get()
-    if library is None or n % _LANES:
+def _library(layout: Kv4Layout) -> ctypes.CDLL | None:
+    head_dim = layout.head_dim
+    if head_dim % _LANES or head_dim > _MOST_CHANNELS or head_dim // value_groups(head_dim) % 2:
         return None
-    keys = Keys(*(part.contiguous() for part in keys))
-    k = torch.empty(spans * KEY_SPAN_TOKENS, n, dtype=keys.bases.dtype) if into is None else into
-    sound = library.kv4_dequantise_keys(
-        _is_half(k.dtype), ctypes.c_long(spans), ctypes.c_long(n), *map(address, keys), address(k), threads(k.numel())
-    )
-    return k, bool(sound)
+    return _LIBRARY.get()
 
 
-def dequantise_values(values: Values, into: torch.Tensor) -> bool | None:
-    """Fill `[n, head_dim]` in 16 bit. Whether an encoder can have written the values."""
-    (groups, n), head_dim, library = values.zeros.shape, into.shape[1], _LIBRARY.get()
-    if library is None or not _takes(head_dim):
-        return None
-    values = Values(*(part.contiguous() for part in values))
-    half = _is_half(into.dtype)
-    sound = library.kv4_dequantise_values(
-        half, ctypes.c_long(n), head_dim, groups, *map(address, values), address(into), threads(into.numel())
-    )
-    return bool(sound)
+def _key_rows(layout: Kv4Layout) -> ctypes.Array[ctypes.c_long]:
+    """`KeyRows` of the C++ side."""
+    runs = (layout.group_rows, layout.step_rows, layout.code_rows)
+    ends = (end for rows in runs for end in (rows.start, rows.stop))
+    return (ctypes.c_long * 9)(layout.coded, layout.lead, layout.heads * layout.head_dim, *ends)
 
 
-def _takes(head_dim: int) -> bool:
-    return head_dim % _LANES == 0 and head_dim <= _MOST_CHANNELS
+def _vectors(layout: Kv4Layout) -> tuple[ctypes.c_long, int, int]:
+    return ctypes.c_long(layout.coded * layout.heads), layout.head_dim, value_groups(layout.head_dim)
 
 
-def _bytes(rows: int, n: int) -> torch.Tensor:
-    return torch.empty(rows, n, dtype=torch.uint8)
-
-
-def _is_half(dtype: torch.dtype) -> int:
-    return int(dtype == torch.float16)
+def _is_half(x: torch.Tensor) -> int:
+    return int(x.dtype == torch.float16)

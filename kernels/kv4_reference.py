@@ -13,7 +13,7 @@ import torch
 
 from .blocks import within
 from .errors import PayloadError
-from .format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, Kv4Layout, value_groups
+from .format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, SMALL_HEAD_CHANNELS, Kv4Layout, value_groups
 
 __all__ = [
     "LARGEST",
@@ -46,13 +46,32 @@ PER_STEP = 1 / 15.0  # the range of a group
 NUDGE = 0.1875  # of a step: how far the two candidates for a zero lie off the centred one
 FINENESS = 32.0  # errors are compared in this fraction of a step
 
-
-_GROUPS = KEY_SPAN_TOKENS // KEY_GROUP_TOKENS
-
-ROWS_PER_SPAN = (1, 1, _GROUPS, _GROUPS // 2, KEY_SPAN_TOKENS // 2)
-"""Of bases, units, zeros, steps (two groups in a byte) and codes (two tokens in a byte) of K."""
+# Small heads: code 8 of a group of V stands for a multiple of 4 units, and steps are 9 to 16 units.
+_CENTRE_UNITS = 4
+_CENTRE_BIAS = 16
+_CENTRE_CODE = 8
+_LEAST_SMALL_STEP = 9
 
 Range = tuple[int, int]
+
+
+class Keys(NamedTuple):
+    """Whole spans of K, coded. `n` channels over all heads."""
+
+    bases: torch.Tensor  # 16-bit [spans, n]
+    units: torch.Tensor  # u8 [spans, n]
+    zeros: torch.Tensor  # u8 [spans * 8, n]
+    steps: torch.Tensor  # u8 [spans * 4, n], two groups in a byte
+    codes: torch.Tensor  # u8 [spans * 128, n], two tokens in a byte
+
+
+class Values(NamedTuple):
+    """`n` vectors of V, one per token and head, rotated and coded; vectors lie side by side, as channels of K do."""
+
+    units: torch.Tensor  # u8 [n]
+    zeros: torch.Tensor  # u8 [groups, n]
+    steps: torch.Tensor  # u8 [groups / 2, n], two groups in a byte; [0, n] for small heads, where they are in the zeros
+    codes: torch.Tensor  # u8 [groups * half, n], two channels in a byte
 
 
 class Sections(NamedTuple):
@@ -95,24 +114,14 @@ class Sections(NamedTuple):
             value_codes,
         )
 
+    @property
+    def keys(self) -> Keys:
+        """What is stored of K: rows out of those of whole spans."""
+        return Keys(self.key_bases, self.key_units, self.key_zeros, self.key_steps, self.key_codes)
 
-class Keys(NamedTuple):
-    """Whole spans of K, coded. `n` channels over all heads."""
-
-    bases: torch.Tensor  # 16-bit [spans, n]
-    units: torch.Tensor  # u8 [spans, n]
-    zeros: torch.Tensor  # u8 [spans * 8, n]
-    steps: torch.Tensor  # u8 [spans * 4, n], two groups in a byte
-    codes: torch.Tensor  # u8 [spans * 128, n], two tokens in a byte
-
-
-class Values(NamedTuple):
-    """`n` vectors of V, one per token and head, rotated and coded; vectors lie side by side, as channels of K do."""
-
-    units: torch.Tensor  # u8 [n]
-    zeros: torch.Tensor  # u8 [groups, n]
-    steps: torch.Tensor  # u8 [groups / 2, n], two groups in a byte
-    codes: torch.Tensor  # u8 [groups * half, n], two channels in a byte
+    @property
+    def values(self) -> Values:
+        return Values(self.value_units, self.value_zeros, self.value_steps, self.value_codes)
 
 
 def quantise_keys(k: torch.Tensor) -> Keys:
@@ -154,23 +163,35 @@ def quantise_values(v: torch.Tensor) -> Values:
     units = unit_codes(rotated.abs().amax(0), shift - 7)
     unit = (unit_of(units) * power_of_two(-shift)).view(1, 1, n)
     x = rotated.view(1, value_groups(head_dim), -1, n)
-    zeros, steps, codes = _code(x, x.aminmax(dim=2), torch.zeros_like(unit), unit, (-ZERO_BIAS, 127))
-    return Values(
-        units.to(torch.uint8),
-        (zeros + ZERO_BIAS).to(torch.uint8).squeeze(0),
-        pack(even(steps - 1).unflatten(1, (-1, 2))).flatten(0, 2),
-        pack(even(codes.squeeze(0))).flatten(0, 1),
-    )
+    zero_range = None if head_dim < SMALL_HEAD_CHANNELS else (-ZERO_BIAS, 127)
+    grids = _code(x, x.aminmax(dim=2), torch.zeros_like(unit), unit, zero_range)
+    zeros, steps, codes = (part.squeeze(0) for part in grids)
+    if zero_range:
+        stored = zeros + ZERO_BIAS, pack(even(steps - 1).unflatten(0, (-1, 2))).flatten(0, 1)
+    else:
+        centres = (zeros + _CENTRE_CODE * steps) / _CENTRE_UNITS + _CENTRE_BIAS
+        stored = steps - _LEAST_SMALL_STEP + 8 * centres, zeros.new_empty(0, n)
+    return Values(units.to(torch.uint8), *(part.to(torch.uint8) for part in stored), pack(even(codes)).flatten(0, 1))
 
 
 def dequantise_values(values: Values, head_dim: int) -> torch.Tensor:
     """fp32 `[n, head_dim]`."""
     groups, n = values.zeros.shape
-    steps = unpack(values.steps.unsqueeze(1)).flatten(0, 1)[:groups] + 1
+    zeros, steps = value_grids(values, head_dim)
     codes = unpack(values.codes.view(groups, -1, n))[:, : head_dim // groups]
-    integers = codes * steps.unsqueeze(1) + (values.zeros.to(torch.float32) - ZERO_BIAS).unsqueeze(1)
+    integers = codes * steps.unsqueeze(1) + zeros.unsqueeze(1)
     rotated = (integers.view(head_dim, n).t() @ hadamard(head_dim)).to(torch.bfloat16).to(torch.float32)
     return rotated * unit_of(values.units).unsqueeze(1)
+
+
+def value_grids(values: Values, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 zeros and steps `[groups, n]`, in units."""
+    stored = values.zeros.to(torch.float32)
+    if head_dim >= SMALL_HEAD_CHANNELS:
+        return stored - ZERO_BIAS, unpack(values.steps.unsqueeze(1)).flatten(0, 1)[: stored.shape[0]] + 1
+    steps = (values.zeros & 7) + float(_LEAST_SMALL_STEP)
+    centres = (values.zeros >> 3).to(torch.float32) - _CENTRE_BIAS
+    return centres * _CENTRE_UNITS - steps * _CENTRE_CODE, steps
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -204,17 +225,32 @@ def unit_codes(reach: torch.Tensor, shift: torch.Tensor | int) -> torch.Tensor:
 
 
 def _code(
-    x: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor], base: torch.Tensor, unit: torch.Tensor, zero_range: Range
+    x: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    base: torch.Tensor,
+    unit: torch.Tensor,
+    zero_range: Range | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros, steps and codes, as fp32, of `x` `[spans, groups, length, n]`; base and unit are `[spans, 1, n]`."""
+    """Zeros, steps and codes, as fp32, of `x` `[spans, groups, length, n]`; base and unit are `[spans, 1, n]`.
+
+    Without a range of zeros, those and the steps are of a small head.
+    """
     lowest, highest = ends
     per_unit = 1.0 / unit
-    steps = torch.round((highest - lowest) * per_unit * PER_STEP).clamp(1, STEP_MAX)
+    wanted = (highest - lowest) * per_unit * PER_STEP
+    steps = torch.round(wanted).clamp(1 if zero_range else _LEAST_SMALL_STEP, STEP_MAX)
     # Rounded, so that all that follows is exact.
     both = torch.round(((lowest - base) + (highest - base)) * per_unit * FINENESS) * (0.5 / FINENESS)
-    centred = both - steps * (CODE_MAX / 2)
-    nudge = steps * NUDGE
-    low, high = ((centred + sign * nudge).round().clamp(*zero_range) for sign in (-1, 1))
+    if zero_range:
+        centred = both - steps * (CODE_MAX / 2)
+        nudge = steps * NUDGE
+        low, high = ((centred + sign * nudge).round().clamp(*zero_range) for sign in (-1, 1))
+    else:
+        centred = both + wanted * 0.5  # code 8 lies half a step above the middle of the codes
+        half = _CENTRE_UNITS / 2
+        found = ((centred + sign * half) / _CENTRE_UNITS for sign in (-1, 1))
+        centres = (centre.round().clamp(-_CENTRE_BIAS, _CENTRE_BIAS - 1) * _CENTRE_UNITS for centre in found)
+        low, high = (centre - steps * _CENTRE_CODE for centre in centres)
     per_step = 1.0 / (steps * unit)
     first = low * unit + base
     # How far the values lie off the lower grid and off the upper one, in 1/32 step: whole numbers, so the sums are
@@ -244,36 +280,30 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-2).to(torch.float32)
 
 
-def key_pieces(layout: Kv4Layout) -> list[tuple[int, int]]:
-    """Runs of spans that are coded at once: those that reach beyond the block by themselves, the others together."""
-    spans, end = layout.spans, layout.lead + layout.coded
-    first = 1 if layout.lead else 0
-    last = spans if end == spans * KEY_SPAN_TOKENS else spans - 1
-    if first >= last:
-        return [(span, span + 1) for span in range(spans)]
-    edges = [(span, span + 1) for span in (*range(first), *range(last, spans))]
-    return sorted([*edges, (first, last)])
+def whole_spans(k: torch.Tensor, layout: Kv4Layout) -> torch.Tensor:
+    """`[spans * 256, n]` of the coded tokens `[coded, n]`; the nearest token stands for each missing one."""
+    tokens = torch.arange(layout.spans * KEY_SPAN_TOKENS, device=k.device) - layout.lead
+    return k[tokens.clamp_(0, layout.coded - 1)]
 
 
-def piece_of_keys(k: torch.Tensor, layout: Kv4Layout, first: int, last: int) -> torch.Tensor:
-    """`[(last - first) * 256, n]` of the coded tokens `[coded, n]`; the nearest token stands for each missing one."""
-    begin, end = (span * KEY_SPAN_TOKENS - layout.lead for span in (first, last))
-    if begin >= 0 and end <= layout.coded:
-        return k[begin:end]
-    return k[torch.arange(begin, end, device=k.device).clamp_(0, layout.coded - 1)]
-
-
-def key_rows(layout: Kv4Layout, first: int, last: int) -> tuple[tuple[slice, slice], ...]:
-    """For bases, units, zeros, steps and codes: which rows of a section are which rows of a piece."""
+def stored_rows(layout: Kv4Layout) -> tuple[slice, ...]:
+    """Which rows of `Keys` of whole spans are stored."""
     spans = slice(0, layout.spans)
-    runs = (spans, spans, layout.group_rows, layout.step_rows, layout.code_rows)
-    pieces = (slice(first * each, last * each) for each in ROWS_PER_SPAN)
-    return tuple(_common(rows, piece) for rows, piece in zip(runs, pieces, strict=True))
+    return spans, spans, layout.group_rows, layout.step_rows, layout.code_rows
 
 
-def _common(stored: slice, piece: slice) -> tuple[slice, slice]:
-    begin, end = max(stored.start, piece.start), min(stored.stop, piece.stop)
-    return slice(begin - stored.start, end - stored.start), slice(begin - piece.start, end - piece.start)
+def stored_keys(sections: Sections, layout: Kv4Layout) -> Keys:
+    """`Keys` of whole spans, with zeros where nothing is stored."""
+    groups = layout.spans * KEY_SPAN_TOKENS // KEY_GROUP_TOKENS
+    counts = (layout.spans, layout.spans, groups, groups // 2, groups * KEY_GROUP_TOKENS // 2)
+    return Keys(*map(_placed, sections.keys, stored_rows(layout), counts))
+
+
+def _placed(part: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
+    """`part` as those rows out of `count`."""
+    whole = part.new_zeros(count, part.shape[1])
+    whole[rows] = part
+    return whole
 
 
 def require_sound(sections: Sections, layout: Kv4Layout, layer: int) -> None:
@@ -290,7 +320,7 @@ def require_sound(sections: Sections, layout: Kv4Layout, layer: int) -> None:
     if at is not None:
         position = max(first, first - layout.lead + at[0] * KEY_SPAN_TOKENS)
         raise _corrupt("K", float(sections.key_bases[at[0], at[1] * head_dim + at[2]]), (position, *at[1:]), layer)
-    ends = value_ends(sections)
+    ends = value_ends(sections, head_dim)
     at = _first(ends <= VALUE_REACH)
     if at is not None:
         channel = at[0] * (head_dim // value_groups(head_dim))
@@ -298,11 +328,10 @@ def require_sound(sections: Sections, layout: Kv4Layout, layer: int) -> None:
         raise _corrupt("V", float(ends[at]), where, layer)
 
 
-def value_ends(sections: Sections) -> torch.Tensor:
+def value_ends(sections: Sections, head_dim: int) -> torch.Tensor:
     """What code 15 stands for in each group of V `[groups, n]`, in units; more than 256 no encoder writes."""
-    zeros = sections.value_zeros
-    steps = unpack(sections.value_steps.unsqueeze(1)).flatten(0, 1)[: zeros.shape[0]] + 1
-    return zeros.to(torch.float32) - ZERO_BIAS + steps * CODE_MAX
+    zeros, steps = value_grids(sections.values, head_dim)
+    return zeros + steps * CODE_MAX
 
 
 def _first(sound: torch.Tensor) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """C++ kernels, built where they run for the processor that runs them, and loaded with `ctypes`, which frees the GIL.
 
 The bytes are those of the plain reference, so when and whether this works changes nothing but speed. Building takes
-about two seconds and happens once per machine: the library is kept under the hash of its source, its compiler and the
+about two seconds and happens once per machine: the library is kept under the hash of its sources, its compiler and the
 processor's features.
 """
 
@@ -91,6 +91,8 @@ def _built(source: Path) -> Path:
     """The built library. Raises OSError or SubprocessError when there is no compiler or it fails."""
     compiler = _compiler()
     key = hashlib.sha256(source.read_bytes())
+    for header in sorted(source.parent.glob("*.h")):
+        key.update(header.read_bytes())
     for part in (*_FLAGS, compiler, _version(compiler), _processor()):
         key.update(part.encode() + b"\0")
     library = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"

@@ -163,7 +163,7 @@ class _Progress:
 def _measure(codecs: Sequence[str], *, quick: bool) -> Report:
     modules, each = (QUICK_MODULES, 4) if quick else (HELD_OUT, 8)
     before = accelerate.mode()
-    accelerate.set_mode(accelerate.Mode.EAGER)  # the same bytes, without minutes of compiling for so little data
+    accelerate.set_mode(accelerate.Mode.EAGER)  # the same bytes, without building anything for so little data
     try:
         bits, errors = measure_tensors(codecs)
         perplexity, scores = measure_model(codecs, modules, each)

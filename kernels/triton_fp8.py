@@ -85,7 +85,7 @@ def _quantise_keys(
         inner_low = tl.maximum(inner_low, tl.where(least == float("inf"), float("-inf"), least))
         inner_high = tl.minimum(inner_high, tl.where(most == float("-inf"), float("inf"), most))
     sixteen: tl.constexpr = x.dtype.element_ty
-    zero = rounded((inner_low + inner_high) * 0.5, sixteen)
+    zero = rounded((inner_low + inner_high) * 0.5, sixteen) + 0.0  # never -0
     exponent = _exponent(tl.maximum(high - zero, zero - low))
     factor = power(135 - exponent)
     at = group.to(tl.int64) * width + channel

@@ -71,7 +71,7 @@ def _quantise(
     first = x + (group * (width * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
     low = tl.load(first, mask=here, other=0.0).to(tl.float32)
     high = tl.load(first + half * inner, mask=there, other=0.0).to(tl.float32)
-    least = tl.minimum(_least(low, here), _least(high, there))
+    least = tl.minimum(_least(low, here), _least(high, there)) + 0.0  # never -0
     most = -tl.minimum(_least(-low, here), _least(-high, there))
     sixteen: tl.constexpr = x.dtype.element_ty
     scale = rounded(tl.math.div_rn(most - least, 15.0), sixteen)

@@ -123,7 +123,7 @@ def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.co
             first, second = _tokens(x, begin + group * 32, coded, width, channel, inside)
             lowest = tl.minimum(tl.min(first, 0), tl.min(second, 0))
             highest = tl.maximum(tl.max(first, 0), tl.max(second, 0))
-            step, one, two = _candidates(lowest, highest, low, unit, 0.0, 255.0)
+            step, one, two = _candidates(lowest, highest, low, unit, 0.0, 255.0, False)
             factor = tl.math.div_rn(1.0, step * unit)
             fine, first_origin = (factor * 32.0)[None, :], (one * unit + low)[None, :]
             one_off, two_off = _off(first, first_origin, fine), _off(second, first_origin, fine)
@@ -184,6 +184,7 @@ def _quantise_values(
 ) -> None:
     units, zeros, steps, codes, unsound = into
     width: tl.constexpr = shape[0]
+    small: tl.constexpr = width < 128
     groups: tl.constexpr = shape[1]
     half: tl.constexpr = shape[2]
     many: tl.constexpr = shape[3]
@@ -220,7 +221,7 @@ def _quantise_values(
         highest = tl.max(tl.max(tl.where(real, y, float("-inf")), 2), 1)
         there = (group < groups)[:, None]
         lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
-        step, one, two = _candidates(lowest, highest, 0.0, unit, -128.0, 127.0)
+        step, one, two = _candidates(lowest, highest, 0.0, unit, -128.0, 127.0, small)
         factor = tl.math.div_rn(1.0, step * unit)
         off = _off(y, (one * unit)[:, None, None, :], (factor * 32.0)[:, None, None, :])
         apart = nearby((two - one) * tl.math.div_rn(32.0, step))[:, None, None, :]
@@ -229,16 +230,20 @@ def _quantise_values(
         zero = tl.where(better < worse, two, one)
         code = tl.where(real, _code(y, (zero * unit)[:, None, None, :], factor[:, None, None, :]), 0)
         packed = tl.sum(code << (4 * side), 1)
-        nibbles = tl.where(there, step.to(tl.int32) - 1, 0)
-        if many > 1:
-            nibbles = tl.reshape(nibbles, (many // 2, 2, block)) << (4 * tl.arange(0, 2)[None, :, None])
-            nibbles = tl.sum(nibbles, 1)
-        pair = tl.arange(0, (many + 1) // 2)
         at = column[None, :]
         tl.store(units + column, unit_code.to(tl.uint8), mask=valid)
-        tl.store(zeros + group[:, None] * vectors + at, (zero + 128.0).to(tl.uint8), mask=there & valid[None, :])
-        mask = (pair < (groups + 1) // 2)[:, None] & valid[None, :]
-        tl.store(steps + pair[:, None] * vectors + at, nibbles.to(tl.uint8), mask=mask)
+        if small:
+            stored = (zero + 8.0 * step) * 2.0 + 128.0 + (step - 9.0)
+        else:
+            stored = zero + 128.0
+            nibbles = tl.where(there, step.to(tl.int32) - 1, 0)
+            if many > 1:
+                nibbles = tl.reshape(nibbles, (many // 2, 2, block)) << (4 * tl.arange(0, 2)[None, :, None])
+                nibbles = tl.sum(nibbles, 1)
+            pair = tl.arange(0, (many + 1) // 2)
+            mask = (pair < (groups + 1) // 2)[:, None] & valid[None, :]
+            tl.store(steps + pair[:, None] * vectors + at, nibbles.to(tl.uint8), mask=mask)
+        tl.store(zeros + group[:, None] * vectors + at, stored.to(tl.uint8), mask=there & valid[None, :])
         to = (group[:, None] * half + lane[None, :])[:, :, None] * vectors + column[None, None, :]
         mask = (there & (lane < half)[None, :])[:, :, None] & valid[None, None, :]
         tl.store(codes + to, packed.to(tl.uint8), mask=mask)
@@ -250,6 +255,7 @@ def _dequantise_values(
 ) -> None:
     units, zeros, steps, codes = stored
     width: tl.constexpr = shape[0]
+    small: tl.constexpr = width < 128
     groups: tl.constexpr = shape[1]
     half: tl.constexpr = shape[2]
     high: tl.constexpr = shape[4]
@@ -265,9 +271,14 @@ def _dequantise_values(
         valid = column < vectors
         here, at = real[:, None] & valid[None, :], column[None, :]
         packed = tl.load(codes + (group * half + lane)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
-        zero = tl.load(zeros + group[:, None] * vectors + at, mask=here, other=128).to(tl.int32) - 128
-        step = tl.load(steps + (group // 2)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
-        step = ((step >> (4 * (group % 2))[:, None]) & 15) + 1
+        stored = tl.load(zeros + group[:, None] * vectors + at, mask=here, other=128).to(tl.int32)
+        if small:
+            step = (stored & 7) + 9
+            zero = ((stored >> 3) - 16) * 4 - 8 * step
+        else:
+            step = tl.load(steps + (group // 2)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
+            step = ((step >> (4 * (group % 2))[:, None]) & 15) + 1
+            zero = stored - 128
         whole = zero + step * ((packed >> (4 * side)[:, None]) & 15)
         whole = tl.where(here, whole, 0).to(tl.float32).to(tl.float16)
         unit = _unit(tl.load(units + column, mask=valid, other=0).to(tl.int32))[None, :]
@@ -332,16 +343,27 @@ def _unit(code: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[misc]
 def _candidates(
-    lowest: tl.tensor, highest: tl.tensor, base: tl.tensor, unit: tl.tensor, least: tl.tensor, most: tl.tensor
+    lowest: tl.tensor,
+    highest: tl.tensor,
+    base: tl.tensor,
+    unit: tl.tensor,
+    least: tl.tensor,
+    most: tl.tensor,
+    small: tl.constexpr,
 ) -> tl.tensor:
-    """Steps and the two candidates for the zeros of groups between `lowest` and `highest`."""
+    """Steps and the two candidates for the zeros of groups between `lowest` and `highest`; of small heads others."""
     per_unit = tl.math.div_rn(1.0, unit)
-    step = nearby((highest - lowest) * per_unit * 0.06666667014360428)
-    step = tl.minimum(tl.maximum(step, 1.0), 16.0)
+    wanted = (highest - lowest) * per_unit * 0.06666667014360428
+    step = tl.minimum(tl.maximum(nearby(wanted), 9.0 if small else 1.0), 16.0)
     both = nearby(((lowest - base) + (highest - base)) * per_unit * 32.0) * 0.015625
-    centred = both - step * 7.5
-    one = tl.minimum(tl.maximum(nearby(centred - step * 0.1875), least), most)
-    two = tl.minimum(tl.maximum(nearby(centred + step * 0.1875), least), most)
+    if small:
+        centred = both + wanted * 0.5
+        one = tl.minimum(tl.maximum(nearby((centred - 2.0) * 0.25), -16.0), 15.0) * 4.0 - step * 8.0
+        two = tl.minimum(tl.maximum(nearby((centred + 2.0) * 0.25), -16.0), 15.0) * 4.0 - step * 8.0
+    else:
+        centred = both - step * 7.5
+        one = tl.minimum(tl.maximum(nearby(centred - step * 0.1875), least), most)
+        two = tl.minimum(tl.maximum(nearby(centred + step * 0.1875), least), most)
     return step, one, two
 
 

@@ -1,416 +1,484 @@
 // The kv4 codec for CPUs: the same bytes as kernels/kv4_reference.py, which says what the steps mean.
 //
-// Sixteen channels of K, or sixteen vectors of V, side by side in the lanes of a vector; each block of them stays in the
-// first-level cache from the first look to the codes. Written with the compiler's own vector types, so any width of
-// vector unit serves. Must be compiled without contraction of products and sums and without fast-math: the order and
-// rounding of the operations is the format.
+// 2 * W channels of K, or 2 * W vectors of V, side by side in two vectors: the even ones and the odd ones, as 16-bit
+// numbers widen. What one pass leaves for the next stays in the first-level cache, and memory is read and written in
+// runs of 32 or 64 bytes: rows lie far apart, and a line of the cache that is fetched for less is fetched again.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <thread>
-#include <vector>
+#include "lanes.h"
 
 namespace {
 
-constexpr int W = 16;
-typedef float F __attribute__((vector_size(4 * W)));
-typedef std::int32_t I __attribute__((vector_size(4 * W)));
-typedef std::uint16_t H __attribute__((vector_size(2 * W)));
-typedef std::uint8_t B __attribute__((vector_size(W)));
+using namespace lanes;
 
 constexpr int SPAN = 256, GROUP = 32, GROUPS = SPAN / GROUP;
+constexpr int BLOCK = 32;   // channels of K coded at once
+constexpr int TILE = 64;    // vectors of V coded at once
+constexpr int PAIR = 2 * W;
+constexpr int MOST = 1024;  // head_dim
 constexpr int UNIT_SHIFT = 21, UNIT_BASE = (127 - 40) << 2, UNIT_ROUND = (1 << UNIT_SHIFT) - 1;
 constexpr std::int32_t LARGEST = 0x4E800000;  // 2**30
+constexpr int SMALL_HEAD = 128;              // channels: smaller ones have one byte for zero and step of a group of V
+constexpr int CENTRE_UNITS = 4, CENTRE_BIAS = 16, CENTRE_CODE = 8, LEAST_SMALL_STEP = 9;  // of small heads
 constexpr float PER_STEP = 1 / 15.0, NUDGE = 0.1875f, FINE = 32.0f;
-constexpr int MOST = 1024;  // head_dim
-constexpr int TILE = 64;    // vectors of V decoded at once: their bytes fill lines of the cache
-
-inline F all(float x) { return F{} + x; }
-inline I bits(F x) { return (I)x; }
-inline F floats(I x) { return (F)x; }
-inline F least(F a, F b) { return a < b ? a : b; }
-inline F most(F a, F b) { return a > b ? a : b; }
-inline I least(I a, I b) { return a < b ? a : b; }
-inline I most(I a, I b) { return a > b ? a : b; }
-inline F within(F x, float low, float high) { return least(most(x, all(low)), all(high)); }
-
-// To the nearest whole number, ties to even: exact for what is smaller than 2**22, as everything rounded here is.
-inline F whole(F x) {
-    constexpr float magic = 12582912.0f;
-    return (x + magic) - magic;
-}
-
-// To the nearest multiple of FINE, likewise.
-inline F coarse(F x) {
-    constexpr float magic = 12582912.0f * FINE;
-    return (x + magic) - magic;
-}
-
-template <typename T> inline T load(const void *at) {
-    T value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-}
-template <typename T> inline void store(void *at, T value) { std::memcpy(at, &value, sizeof value); }
-
-inline I wide(H x) { return __builtin_convertvector(x, I); }
-
-template <bool HALF> inline F widen(H x) {
-    I u = wide(x);
-    if constexpr (!HALF) return floats(u << 16);
-    // 2**112 rebiases the exponent, subnormal numbers included; infinity and NaN keep an exponent beyond all bounds.
-    F scaled = floats((u & 0x7FFF) << 13) * 0x1p112f;
-    I beyond = (u & 0x7C00) == 0x7C00;
-    return floats(bits(scaled) | (beyond & 0x7F800000) | ((u & 0x8000) << 16));
-}
-
-template <bool HALF> inline H narrow(F x) {
-    if constexpr (!HALF) {
-        I u = bits(x);
-        return __builtin_convertvector((u + 0x7FFF + ((u >> 16) & 1)) >> 16, H);
-    }
-    I sign = (bits(x) >> 16) & 0x8000;
-    F size = least(floats(bits(x) & 0x7FFFFFFF), all(65504.0f));
-    I u = bits(size);
-    F normal = floats((u + 0xFFF + ((u >> 13) & 1)) & -0x2000);
-    F rounded = size < all(0x1p-14f) ? (size + 0.5f) - 0.5f : normal;
-    return __builtin_convertvector((bits(rounded * 0x1p-112f) >> 13) | sign, H);
-}
 
 inline F unit_of(I codes) { return floats((codes + UNIT_BASE) << UNIT_SHIFT); }
 inline I unit_codes(F reach, I shift) {
     return least(most(((bits(reach) + UNIT_ROUND) >> UNIT_SHIFT) + 4 * shift - UNIT_BASE, I{}), I{} + 255);
 }
-inline F power_of_two(I exponent) { return floats((exponent + 127) << 23); }
-inline I numbers(F x) { return __builtin_convertvector(x, I); }
-inline F numbers(I x) { return __builtin_convertvector(x, F); }
-inline B bytes(I x) { return __builtin_convertvector(x, B); }
-inline F from_bytes(B x) { return numbers(__builtin_convertvector(x, I)); }
 
-// Zero and step of one group of `length` values in the lanes, and its codes, two in a byte.
-struct Group {
-    F zero, step;
+// The grid on which a group is coded: code 0 stands for `start`, each further one for step units more.
+struct Grid {
+    F zero, step, start, per_step;
 };
 
-template <int STRIDE>
-inline Group code(const F *x, int length, F base, F unit, float from, float to, F low, F high, B *codes) {
+// What is coded: that decides which zeros and steps there are and how they are stored.
+enum class Kind { KEYS, VALUES, SMALL_VALUES };
+
+// The grid for `length` values between `low` and `high`, an even number of them.
+template <Kind KIND> inline Grid fit(const F *x, int length, F base, F unit, F low, F high) {
+    constexpr bool small = KIND == Kind::SMALL_VALUES;
     F per_unit = 1.0f / unit;
-    F step = within(whole(((high - low) * per_unit) * PER_STEP), 1.0f, 16.0f);
-    F both = whole((((low - base) + (high - base)) * per_unit) * FINE) * (0.5f / FINE);
-    F centred = both - step * 7.5f, nudge = step * NUDGE;
-    F lower = within(whole(centred - nudge), from, to), upper = within(whole(centred + nudge), from, to);
+    F wanted = ((high - low) * per_unit) * PER_STEP;
+    F step = within(whole(wanted), small ? LEAST_SMALL_STEP : 1, 16);
+    F both = whole((((low - base) + (high - base)) * per_unit) * FINE) * (0.5f / FINE), lower, upper;
+    if constexpr (small) {
+        auto zero = [&](F near) {
+            F centre = within(whole(near * (1.0f / CENTRE_UNITS)), -CENTRE_BIAS, CENTRE_BIAS - 1);
+            return centre * CENTRE_UNITS - step * CENTRE_CODE;
+        };
+        F centred = both + wanted * 0.5f;
+        lower = zero(centred - 0.5f * CENTRE_UNITS);
+        upper = zero(centred + 0.5f * CENTRE_UNITS);
+    } else {
+        constexpr float from = KIND == Kind::KEYS ? 0 : -128, to = from + 255;
+        F centred = both - step * 7.5f, nudge = step * NUDGE;
+        lower = within(whole(centred - nudge), from, to);
+        upper = within(whole(centred + nudge), from, to);
+    }
     F per_step = 1.0f / (step * unit);
     F first = lower * unit + base, factor = per_step * FINE;
-    F shift = whole((upper - lower) * (FINE / step));
-    F plain{}, moved{};
-    for (int i = 0; i < length; i++) {
-        F fine = whole((x[i * STRIDE] - first) * factor);
-        F off = fine - coarse(fine);
-        F other = off - shift;
-        other = other < all(-FINE / 2) ? other + FINE : other;
-        plain += off * off;
-        moved += other * other;
+    I apart = nearest((upper - lower) * (FINE / step));
+    // How far the values lie off the nearest step, in 1/32 of it: the low 5 bits, with their sign. Half a step may come
+    // with either sign, as only squares count.
+    constexpr int above = 16 - 5;
+    S shift = pairs(apart, apart) << above;
+    I plain{}, moved{};
+    for (int i = 0; i < length; i += 2) {
+        S fine = pairs(nearest((x[i] - first) * factor), nearest((x[i + 1] - first) * factor)) << above;
+        S off = fine >> above, other = (fine - shift) >> above;
+        plain += dot(off, off);
+        moved += dot(other, other);
     }
     F zero = moved < plain ? upper : lower;
-    F start = zero * unit + base;
-    int half = (length + 1) / 2;
-    for (int i = 0; i < half; i++) {
-        F value = within(whole((x[i * STRIDE] - start) * per_step), 0.0f, 15.0f);
-        if (i + half < length)
-            value += 16.0f * within(whole((x[(i + half) * STRIDE] - start) * per_step), 0.0f, 15.0f);
-        codes[i] = bytes(numbers(value));
-    }
-    return {zero, step};
+    return {zero, step, zero * unit + base, per_step};
 }
 
-inline bool sound(I reach, std::int32_t largest) {
-    std::int32_t most = 0;
-    for (int i = 0; i < W; i++) most = std::max(most, reach[i]);
-    return most <= largest;
+// Bytes of two codes each.
+inline I codes_of(F low, F high, const Grid &grid) {
+    S both = pairs(nearest((low - grid.start) * grid.per_step), nearest((high - grid.start) * grid.per_step));
+    return dot(least(most(both, S{}), S{} + 15), pairs(I{} + 1, I{} + 16));
 }
 
-template <bool HALF>
-bool key_span(const std::uint16_t *k, long n, long column, std::uint16_t *bases, std::uint8_t *units,
-              std::uint8_t *zeros, std::uint8_t *steps, std::uint8_t *codes) {
-    alignas(64) F x[SPAN];
-    F lows[GROUPS], highs[GROUPS];
-    I reach{};
-    for (int g = 0; g < GROUPS; g++) {
-        F low{}, high{};
-        for (int i = 0; i < GROUP; i++) {
-            F value = widen<HALF>(load<H>(k + (g * GROUP + i) * n + column));
-            reach = most(reach, bits(value) & 0x7FFFFFFF);
-            low = i ? least(low, value) : value;
-            high = i ? most(high, value) : value;
-            x[g * GROUP + i] = value;
-        }
-        lows[g] = low;
-        highs[g] = high;
-    }
-    F base = lows[0], top = highs[0];
-    for (int g = 1; g < GROUPS; g++) base = least(base, lows[g]), top = most(top, highs[g]);
-    base += 0.0f;  // never -0
-    I unit_code = unit_codes(top - base, I{} - 8);
-    F unit = unit_of(unit_code), even{};
-    store(bases + column, narrow<HALF>(base));
-    store(units + column, bytes(unit_code));
-    for (int g = 0; g < GROUPS; g++) {
-        B packed[GROUP / 2];
-        Group found = code<1>(x + g * GROUP, GROUP, base, unit, 0.0f, 255.0f, lows[g], highs[g], packed);
-        for (int i = 0; i < GROUP / 2; i++) store(codes + (g * GROUP / 2 + i) * n + column, packed[i]);
-        store(zeros + g * n + column, bytes(numbers(found.zero)));
-        if (g % 2) store(steps + g / 2 * n + column, bytes(numbers(even + 16.0f * (found.step - 1.0f))));
-        even = found.step - 1.0f;
-    }
-    return sound(reach, LARGEST);
+inline bool sound(F even, F odd) {
+    return largest(most(bits(even) & 0x7FFFFFFF, bits(odd) & 0x7FFFFFFF)) <= LARGEST;
 }
 
-inline void transpose(F *rows) {
-    const I low1{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, high1 = low1 + 1;
-    const I low2{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, high2 = low2 + 2;
-    const I low4{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}, high4 = low4 + 4;
-    const I low8{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, high8 = low8 + 8;
-    auto exchange = [&](int distance, I low, I high) {
-        for (int i = 0; i < W; i++)
-            if (!(i & distance)) {
-                F a = rows[i], b = rows[i + distance];
-                rows[i] = __builtin_shuffle(a, b, low);
-                rows[i + distance] = __builtin_shuffle(a, b, high);
+inline void store_bytes(void *at, I even, I odd) { store(at, halves(even | (odd << 8))); }
+
+// What is stored of the group `g`, in rows of `stride` bytes.
+template <Kind KIND>
+inline void write(const F *even, const F *odd, int length, const Grid &e, const Grid &o, int g, int stride,
+                  std::uint8_t *zeros, std::uint8_t *steps, std::uint8_t *codes) {
+    int half = length / 2;
+    for (int i = 0; i < half; i++)
+        store_bytes(codes + (g * half + i) * stride, codes_of(even[i], even[i + half], e),
+                    codes_of(odd[i], odd[i + half], o));
+    if constexpr (KIND == Kind::SMALL_VALUES) {
+        auto byte = [](const Grid &grid) {
+            I step = numbers(grid.step), centre = (numbers(grid.zero) + step * CENTRE_CODE) / CENTRE_UNITS;
+            return (step - LEAST_SMALL_STEP) | ((centre + CENTRE_BIAS) << 3);
+        };
+        return store_bytes(zeros + g * stride, byte(e), byte(o));
+    }
+    constexpr int bias = KIND == Kind::KEYS ? 0 : 128;
+    store_bytes(zeros + g * stride, numbers(e.zero) + bias, numbers(o.zero) + bias);
+    H less = halves((numbers(e.step) - 1) | ((numbers(o.step) - 1) << 8));
+    std::uint8_t *pair = steps + g / 2 * stride;
+    store(pair, g % 2 ? load<H>(pair) | (less << 4) : less);
+}
+
+// The bits of fp16 or bf16 as integers in the order of the numbers, and back. NaN comes beyond infinity.
+inline S ordered(S x) { return x ^ ((x >> 15) & 0x7FFF); }
+
+// A block's coded tokens, and which rows are stored of the groups, pairs of groups and codes of whole spans.
+struct KeyRows {
+    long tokens, lead, channels;  // lead: of the first token in its span
+    long groups[2], pairs[2], codes[2];
+
+    long spans() const { return (lead + tokens + SPAN - 1) / SPAN; }
+};
+
+// Where K is stored, or is to be.
+template <typename Byte, typename Sixteen> struct KeySections {
+    Sixteen *bases;
+    Byte *units, *zeros, *steps, *codes;
+};
+
+// The parameters and codes of WIDTH channels of a span, all its rows.
+template <int WIDTH> struct KeyBlock {
+    alignas(ALIGNMENT) std::uint16_t bases[BLOCK];
+    alignas(ALIGNMENT) std::uint8_t units[BLOCK], zeros[GROUPS * BLOCK], steps[GROUPS / 2 * BLOCK],
+        codes[SPAN / 2 * BLOCK];
+
+    // Calls `copy(own bytes, stored bytes, number)` for what is stored from `column` on.
+    template <typename Sections, typename Copy>
+    void each_row(const KeyRows &rows, const Sections &stored, long span, long column, Copy copy) {
+        long at = span * rows.channels + column;
+        copy(bases, stored.bases + at, 2 * WIDTH);
+        copy(units, stored.units + at, WIDTH);
+        auto some = [&](std::uint8_t *own, auto section, int count, const long *kept) {
+            for (int i = 0; i < count; i++) {
+                long row = span * count + i;
+                if (row >= kept[0] && row < kept[1])
+                    copy(own + i * BLOCK, section + (row - kept[0]) * rows.channels + column, WIDTH);
             }
-    };
-    exchange(1, low1, high1);
-    exchange(2, low2, high2);
-    exchange(4, low4, high4);
-    exchange(8, low8, high8);
+        };
+        some(zeros, stored.zeros, GROUPS, rows.groups);
+        some(steps, stored.steps, GROUPS / 2, rows.pairs);
+        some(codes, stored.codes, SPAN / 2, rows.codes);
+    }
+};
+
+// Code PAIR channels of a span, out of rows of BLOCK. False: there are values that are not finite or too large.
+template <bool HALF, int WIDTH> bool quantise(const std::uint16_t *k, KeyBlock<WIDTH> &to, int column) {
+    S lows[GROUPS], highs[GROUPS], low_end = S{} + 0x7FFF, high_end = ~low_end;
+    for (int g = 0; g < GROUPS; g++) {
+        S low = S{} + 0x7FFF, high = ~low;
+        for (int i = 0; i < GROUP; i++) {
+            S value = ordered(load<S>(k + (g * GROUP + i) * BLOCK));
+            low = least(low, value);
+            high = most(high, value);
+        }
+        lows[g] = ordered(low);
+        highs[g] = ordered(high);
+        low_end = least(low_end, low);
+        high_end = most(high_end, high);
+    }
+    low_end = ordered(low_end);
+    high_end = ordered(high_end);
+    F even_base = widen_even<HALF>(low_end) + 0.0f, odd_base = widen_odd<HALF>(low_end) + 0.0f;  // never -0
+    F even_top = widen_even<HALF>(high_end), odd_top = widen_odd<HALF>(high_end);
+    I even_code = unit_codes(even_top - even_base, I{} - 8), odd_code = unit_codes(odd_top - odd_base, I{} - 8);
+    F even_unit = unit_of(even_code), odd_unit = unit_of(odd_code);
+    store(to.bases + column, narrow<HALF>(even_base, odd_base));
+    store_bytes(to.units + column, even_code, odd_code);
+    for (int g = 0; g < GROUPS; g++) {
+        F even[GROUP], odd[GROUP];
+        for (int i = 0; i < GROUP; i++) {
+            S value = load<S>(k + (g * GROUP + i) * BLOCK);
+            even[i] = widen_even<HALF>(value);
+            odd[i] = widen_odd<HALF>(value);
+        }
+        Grid e = fit<Kind::KEYS>(even, GROUP, even_base, even_unit, widen_even<HALF>(lows[g]),
+                                  widen_even<HALF>(highs[g]));
+        Grid o = fit<Kind::KEYS>(odd, GROUP, odd_base, odd_unit, widen_odd<HALF>(lows[g]), widen_odd<HALF>(highs[g]));
+        write<Kind::KEYS>(even, odd, GROUP, e, o, g, BLOCK, to.zeros + column, to.steps + column, to.codes + column);
+    }
+    return sound(even_base, odd_base) && sound(even_top, odd_top);
 }
 
-// Sylvester's matrix times each run of `together` rows: butterflies over whole numbers, so exact in any order.
-inline void rotate(F *x, int rows, int together) {
-    for (int from = 0; from < rows; from += together) {
-        int distance = 1;
+template <bool HALF, int WIDTH>
+bool quantise_keys(const std::uint16_t *k, const KeyRows &rows,
+                   const KeySections<std::uint8_t, std::uint16_t> &to, long span, long column) {
+    alignas(ALIGNMENT) std::uint16_t raw[SPAN * BLOCK];
+    KeyBlock<WIDTH> block;
+    if constexpr (WIDTH < PAIR) std::memset(raw, 0, sizeof raw);
+    for (int i = 0; i < SPAN; i++) {  // the nearest token stands for each missing one
+        long token = std::clamp(span * SPAN - rows.lead + i, 0L, rows.tokens - 1);
+        std::memcpy(raw + i * BLOCK, k + token * rows.channels + column, 2 * WIDTH);
+    }
+    bool fine = true;
+    for (int c = 0; c < WIDTH; c += PAIR) fine &= quantise<HALF>(raw + c, block, c);
+    block.each_row(rows, to, span, column, [](auto own, auto stored, int count) { std::memcpy(stored, own, count); });
+    return fine;
+}
+
+// Decode a span of WIDTH channels. False: no encoder wrote this.
+template <bool HALF, int WIDTH>
+bool dequantise_keys(std::uint16_t *k, const KeyRows &rows,
+                     const KeySections<const std::uint8_t, const std::uint16_t> &from, long span, long column) {
+    KeyBlock<WIDTH> block;
+    long begin = span * SPAN - rows.lead;
+    if (WIDTH < PAIR || begin < 0 || begin + SPAN > rows.tokens) std::memset(&block, 0, sizeof block);
+    block.each_row(rows, from, span, column, [](auto own, auto stored, int count) { std::memcpy(own, stored, count); });
+    bool fine = true;
+    for (int c = 0; c < WIDTH; c += PAIR) {
+        S base = load<S>(block.bases + c);
+        F even_base = widen_even<HALF>(base), odd_base = widen_odd<HALF>(base);
+        fine &= sound(even_base, odd_base);
+        auto load_bytes = [&](const std::uint8_t *at) { return wide(load<H>(at + c)); };
+        I units = load_bytes(block.units);
+        F even_unit = unit_of(units & 255), odd_unit = unit_of(units >> 8);
+        for (int g = 0; g < GROUPS; g++) {
+            I steps = load_bytes(block.steps + g / 2 * BLOCK) >> (g % 2 * 4);
+            I zeros = load_bytes(block.zeros + g * BLOCK);
+            F even_step = numbers((steps & 15) + 1) * even_unit, odd_step = numbers(((steps >> 8) & 15) + 1) * odd_unit;
+            F even_zero = exact_product_sum(numbers(zeros & 255), even_unit, even_base);
+            F odd_zero = exact_product_sum(numbers(zeros >> 8), odd_unit, odd_base);
+            for (int i = 0; i < GROUP / 2; i++) {
+                I codes = load_bytes(block.codes + (g * GROUP / 2 + i) * BLOCK);
+                auto put = [&](long token, I even, I odd) {
+                    if (token < 0 || token >= rows.tokens) return;
+                    S values = narrow<HALF>(exact_product_sum(numbers(even & 15), even_step, even_zero),
+                                            exact_product_sum(numbers(odd & 15), odd_step, odd_zero));
+                    std::memcpy(k + token * rows.channels + column + c, &values, 2 * std::min(PAIR, WIDTH));
+                };
+                long token = begin + g * GROUP + i;
+                put(token, codes, codes >> 8);
+                put(token + GROUP / 2, codes >> 4, codes >> 12);
+            }
+        }
+    }
+    return fine;
+}
+
+// Calls `one(span, first channel, how many)` for each block of channels of each span; how many is a constant.
+template <typename One> int each_key_block(const KeyRows &rows, int threads, One one) {
+    long blocks = (rows.channels + BLOCK - 1) / BLOCK;
+    return each(rows.spans() * blocks, threads, [=](long item) {
+        long span = item / blocks, column = item % blocks * BLOCK;
+        if (rows.channels - column >= BLOCK) return one(span, column, std::integral_constant<int, BLOCK>());
+        return one(span, column, std::integral_constant<int, BLOCK / 2>());
+    });
+}
+
+// Sylvester's matrix times each run of `together` rows: its butterflies between rows at least `from` apart, over whole
+// numbers, so exact in any order.
+template <typename T> inline void rotate(T *x, int rows, int together, int from) {
+    for (int first = 0; first < rows; first += together) {
+        int distance = from;
         for (; distance * 2 < together; distance *= 4)
-            for (int i = from; i < from + together; i += 4 * distance)
+            for (int i = first; i < first + together; i += 4 * distance)
                 for (int j = i; j < i + distance; j++) {
-                    F a = x[j], b = x[j + distance], c = x[j + 2 * distance], d = x[j + 3 * distance];
-                    F ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
+                    T a = x[j], b = x[j + distance], c = x[j + 2 * distance], d = x[j + 3 * distance];
+                    T ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
                     x[j] = ab + cd;
                     x[j + distance] = a_b + c_d;
                     x[j + 2 * distance] = ab - cd;
                     x[j + 3 * distance] = a_b - c_d;
                 }
         if (distance < together)
-            for (int j = from; j < from + distance; j++) {
-                F a = x[j], b = x[j + distance];
+            for (int j = first; j < first + distance; j++) {
+                T a = x[j], b = x[j + distance];
                 x[j] = a + b;
                 x[j + distance] = a - b;
             }
     }
 }
 
-inline F to_bf16(F x) {
-    I u = bits(x);
-    return floats((u + 0x7FFF + ((u >> 16) & 1)) & -0x10000);
-}
+// Vectors of V, rotated: `even` and `odd` ones of a PAIR, times 2**16.
+struct Rotated {
+    alignas(ALIGNMENT) S whole[MOST + PAIR];
+    alignas(ALIGNMENT) F even[MOST], odd[MOST];
 
-template <typename T> inline void store_some(void *at, T value, int count) {
-    if (count == W) return store(at, value);
-    std::memcpy(at, &value, sizeof value / W * count);
-}
+    // Whole numbers of at most 256 remain below 2**15 while 64 of them are added.
+    void rotate(int head_dim) {
+        int together = head_dim & -head_dim;
+        ::rotate(whole, head_dim, std::min(together, 64), 1);
+        for (int c = 0; c < head_dim; c++) {
+            even[c] = numbers((I)whole[c] << 16);
+            odd[c] = numbers((I)whole[c] & -0x10000);
+        }
+        if (together <= 64) return;
+        ::rotate(even, head_dim, together, 64);
+        ::rotate(odd, head_dim, together, 64);
+    }
+};
 
 inline int log2_of(int power) { return __builtin_ctz(power); }
 
-template <bool HALF>
-bool value_block(const std::uint16_t *v, int head_dim, int groups, long n, long first, int count, std::uint8_t *units,
-                 std::uint8_t *zeros, std::uint8_t *steps, std::uint8_t *codes) {
-    alignas(64) F x[MOST];
-    F reach{};
-    I worst{};
-    for (int c = 0; c < head_dim; c += W) {
-        for (int i = 0; i < W; i++)
-            x[c + i] = i < count ? widen<HALF>(load<H>(v + (first + i) * head_dim + c)) : F{};
-        transpose(x + c);
-        for (int i = 0; i < W; i++) worst = most(worst, bits(x[c + i]) & 0x7FFFFFFF);
+// How the parameters and codes of a tile of vectors lie: rows of TILE bytes.
+struct Tile {
+    int groups, length, step_rows;
+    alignas(ALIGNMENT) std::uint8_t units[TILE], zeros[MOST / 16 * TILE], steps[MOST / 32 * TILE];
+    alignas(ALIGNMENT) std::uint8_t codes[MOST / 2 * TILE];
+
+    Tile(int head_dim, int groups)
+        : groups(groups), length(head_dim / groups), step_rows(head_dim < SMALL_HEAD ? 0 : (groups + 1) / 2) {}
+
+    // Calls `copy(own bytes, stored bytes)` for all rows of sections of `n` vectors, from the vector `first` on.
+    template <typename Bytes, typename Copy>
+    void each_row(Bytes all_units, Bytes all_zeros, Bytes all_steps, Bytes all_codes, long n, long first, Copy copy) {
+        copy(units, all_units + first);
+        for (int i = 0; i < groups; i++) copy(zeros + i * TILE, all_zeros + i * n + first);
+        for (int i = 0; i < step_rows; i++) copy(steps + i * TILE, all_steps + i * n + first);
+        for (int i = 0; i < groups * length / 2; i++) copy(codes + i * TILE, all_codes + i * n + first);
     }
-    reach = floats(worst);
-    I exponent = most(bits(reach) >> 23, I{} + 64);
-    F scale = power_of_two(134 - exponent);
-    for (int c = 0; c < head_dim; c++) x[c] = whole(x[c] * scale);
-    int together = head_dim & -head_dim;
-    rotate(x, head_dim, together);
-    int length = head_dim / groups, half = (length + 1) / 2;
-    F lows[MOST / 32 + 1], highs[MOST / 32 + 1], top{};
-    for (int g = 0; g < groups; g++) {
-        F low{}, high{};
-        for (int i = 0; i < length; i++) {
-            F value = x[g * length + i] = to_bf16(x[g * length + i]);
-            low = i ? least(low, value) : value;
-            high = i ? most(high, value) : value;
-        }
+};
+
+// The first channels of a run of PAIR or, at the end of a vector, half as many.
+template <bool WHOLE> inline S load_channels(const std::uint16_t *at) {
+    S value{};
+    std::memcpy(&value, at, WHOLE ? sizeof value : sizeof value / 2);
+    return value;
+}
+
+// Calls `one(first channel, whether there are PAIR of them, as a constant)` for each run of channels.
+template <typename One> inline void each_run(int head_dim, One one) {
+    int c = 0;
+    for (; c + PAIR <= head_dim; c += PAIR) one(c, std::true_type());
+    if (c < head_dim) one(c, std::false_type());
+}
+
+// Fit the grids of all groups of vectors of which `exponent` is that of the largest value, times 2**16.
+template <Kind KIND>
+inline void fit_vectors(const F *x, const Tile &tile, I exponent, int together, I &unit_code, Grid *grids) {
+    F lows[MOST / 16], highs[MOST / 16], top{};
+    for (int g = 0; g < tile.groups; g++) {
+        const F *own = x + g * tile.length;
+        F low = own[0], high = low;
+        for (int i = 1; i < tile.length; i++) low = least(low, own[i]), high = most(high, own[i]);
         lows[g] = low;
         highs[g] = high;
-        top = most(top, most(floats(bits(low) & 0x7FFFFFFF), floats(bits(high) & 0x7FFFFFFF)));
+        top = most(top, most(-low, high));
     }
-    I shift = exponent - 134 - log2_of(together);
-    I unit_code = unit_codes(top, shift - 7);
-    F unit = unit_of(unit_code) * power_of_two(-shift), even{};
-    store_some(units + first, bytes(unit_code), count);
-    for (int g = 0; g < groups; g++) {
-        B packed[MOST / 2];
-        Group found = code<1>(x + g * length, length, F{}, unit, -128.0f, 127.0f, lows[g], highs[g], packed);
-        for (int i = 0; i < half; i++) store_some(codes + (long(g) * half + i) * n + first, packed[i], count);
-        store_some(zeros + g * n + first, bytes(numbers(found.zero + 128.0f)), count);
-        F less = found.step - 1.0f;
-        if (g % 2) store_some(steps + g / 2 * n + first, bytes(numbers(even + 16.0f * less)), count);
-        else if (g == groups - 1) store_some(steps + g / 2 * n + first, bytes(numbers(less)), count);
-        even = less;
-    }
-    return sound(worst, LARGEST);
+    I shift = exponent - 134 - log2_of(together) - 16;
+    unit_code = unit_codes(top, shift - 7);
+    F unit = unit_of(unit_code) * power_of_two(-shift);
+    for (int g = 0; g < tile.groups; g++)
+        grids[g] = fit<KIND>(x + g * tile.length, tile.length, F{}, unit, lows[g], highs[g]);
 }
 
-// Two vectors side by side fill a line of the cache: rows lie far apart, and one fetched for half of it is fetched again.
-constexpr int PAIR = 2;
-
-template <bool HALF>
-bool key_values(long n, long column, int vectors, const std::uint16_t *bases, const std::uint8_t *units,
-                const std::uint8_t *zeros, const std::uint8_t *steps, const std::uint8_t *codes, std::uint16_t *k) {
-    F base[PAIR], unit[PAIR], step[PAIR], zero[PAIR];
-    I reach{};
-    for (int c = 0; c < vectors; c++) {
-        base[c] = widen<HALF>(load<H>(bases + column + c * W));
-        unit[c] = unit_of(__builtin_convertvector(load<B>(units + column + c * W), I));
-        reach = most(reach, bits(base[c]) & 0x7FFFFFFF);
-    }
-    for (int g = 0; g < GROUPS; g++) {
-        for (int c = 0; c < vectors; c++) {
-            I packed = __builtin_convertvector(load<B>(steps + g / 2 * n + column + c * W), I);
-            step[c] = (numbers((g % 2 ? packed >> 4 : packed & 15)) + 1.0f) * unit[c];
-            zero[c] = from_bytes(load<B>(zeros + g * n + column + c * W)) * unit[c] + base[c];
-        }
-        for (int i = 0; i < GROUP / 2; i++)
-            for (int c = 0; c < vectors; c++) {
-                I both = __builtin_convertvector(load<B>(codes + (g * GROUP / 2 + i) * n + column + c * W), I);
-                std::uint16_t *row = k + (g * GROUP + i) * n + column + c * W;
-                store(row, narrow<HALF>(numbers(both & 15) * step[c] + zero[c]));
-                store(row + GROUP / 2 * n, narrow<HALF>(numbers(both >> 4) * step[c] + zero[c]));
-            }
-    }
-    return sound(reach, LARGEST);
-}
-
-template <bool HALF>
-bool vectors(int head_dim, int groups, long n, long first, int count, const std::uint8_t *units,
-             const std::uint8_t *zeros, const std::uint8_t *steps, const std::uint8_t *codes, std::uint16_t *v) {
-    alignas(64) F x[MOST + W];
-    int length = head_dim / groups, half = (length + 1) / 2;
-    auto some = [count](const std::uint8_t *at) {
-        if (count == W) return load<B>(at);
-        B value{};
-        std::memcpy(&value, at, count);
-        return value;
-    };
-    F last{};
-    for (int g = 0; g < groups; g++) {
-        I packed = __builtin_convertvector(some(steps + g / 2 * n + first), I);
-        F step = numbers((g % 2 ? packed >> 4 : packed & 15)) + 1.0f;
-        F zero = from_bytes(some(zeros + g * n + first)) - 128.0f;
-        last = most(last, zero + step * 15.0f);
-        for (int i = 0; i < half; i++) {
-            I both = __builtin_convertvector(some(codes + (long(g) * half + i) * n + first), I);
-            x[g * length + i] = numbers(both & 15) * step + zero;
-            if (i + half < length) x[g * length + i + half] = numbers(both >> 4) * step + zero;
-        }
-    }
-    rotate(x, head_dim, head_dim & -head_dim);
-    F unit = unit_of(__builtin_convertvector(some(units + first), I));
-    for (int c = 0; c < head_dim; c += W) {
-        for (int i = 0; i < W; i++) x[c + i] = to_bf16(x[c + i]) * unit;
-        transpose(x + c);
-        for (int i = 0; i < count; i++) store(v + (first + i) * head_dim + c, narrow<HALF>(x[c + i]));
-    }
-    for (int i = count; i < W; i++) last[i] = 0;
-    bool fits = true;
-    for (int i = 0; i < W; i++) fits = fits && last[i] <= 256.0f;
-    return fits;
-}
-
-// Calls `one(item)` for each item; false if any call was.
-template <typename One> int each(long items, int threads, One one) {
-    threads = int(std::min<long>(threads, items));
-    std::vector<char> good(std::max(threads, 1), 1);
-    auto run = [&](int part) {
-        bool fine = true;
-        for (long item = items * part / threads; item < items * (part + 1) / threads; item++) fine &= one(item);
-        good[part] = fine;
-    };
-    std::vector<std::thread> others;
-    for (int part = 1; part < threads; part++) others.emplace_back(run, part);
-    if (threads > 0) run(0);
-    for (auto &thread : others) thread.join();
-    return std::all_of(good.begin(), good.end(), [](char fine) { return fine != 0; });
-}
-
-template <bool HALF>
-int quantise_keys(const std::uint16_t *k, long spans, long n, std::uint16_t *bases, std::uint8_t *units,
-                  std::uint8_t *zeros, std::uint8_t *steps, std::uint8_t *codes, int threads) {
-    return each(spans * (n / W), threads, [=](long item) {
-        long span = item / (n / W), column = item % (n / W) * W;
-        return key_span<HALF>(k + span * SPAN * n, n, column, bases + span * n, units + span * n,
-                              zeros + span * GROUPS * n, steps + span * GROUPS / 2 * n, codes + span * SPAN / 2 * n);
+// Code `count` vectors, PAIR at most, at `at` in the tile. False: there are values that are not finite or too large.
+template <bool HALF, Kind KIND>
+bool quantise_values(const std::uint16_t *v, int head_dim, int at, int count, Tile &tile) {
+    Rotated x;
+    S worst{};
+    each_run(head_dim, [&](int c, auto whole) {
+        for (int i = 0; i < PAIR; i++)
+            x.whole[c + i] = i < count ? load_channels<whole.value>(v + i * head_dim + c) : S{};
+        transpose(x.whole + c);
+        for (int i = 0; i < PAIR; i++) worst = most(worst, x.whole[c + i] & 0x7FFF);
     });
+    I even_reach = bits(widen_even<HALF>(worst)), odd_reach = bits(widen_odd<HALF>(worst));
+    I even_exponent = most(even_reach >> 23, I{} + 64), odd_exponent = most(odd_reach >> 23, I{} + 64);
+    F even_scale = power_of_two(134 - even_exponent), odd_scale = power_of_two(134 - odd_exponent);
+    for (int c = 0; c < head_dim; c++)
+        x.whole[c] = pairs(nearest(widen_even<HALF>(x.whole[c]) * even_scale),
+                           nearest(widen_odd<HALF>(x.whole[c]) * odd_scale));
+    x.rotate(head_dim);
+    for (int c = 0; c < head_dim; c++) {
+        x.even[c] = to_bf16(x.even[c]);
+        x.odd[c] = to_bf16(x.odd[c]);
+    }
+    int together = head_dim & -head_dim;
+    I even_code, odd_code;
+    Grid even[MOST / 16], odd[MOST / 16];
+    fit_vectors<KIND>(x.even, tile, even_exponent, together, even_code, even);
+    fit_vectors<KIND>(x.odd, tile, odd_exponent, together, odd_code, odd);
+    store_bytes(tile.units + at, even_code, odd_code);
+    for (int g = 0; g < tile.groups; g++)
+        write<KIND>(x.even + g * tile.length, x.odd + g * tile.length, tile.length, even[g], odd[g], g, TILE,
+                    tile.zeros + at, tile.steps + at, tile.codes + at);
+    return sound(floats(even_reach), floats(odd_reach));
+}
+
+// Decode `count` vectors, PAIR at most, from `at` in the tile. False: no encoder wrote this.
+template <bool HALF>
+bool dequantise_values(const Tile &tile, int at, int count, int head_dim, std::uint16_t *v) {
+    Rotated x;
+    int half = tile.length / 2;
+    S last{};
+    auto load_bytes = [](const std::uint8_t *at) { return widened(load<Bytes>(at)); };
+    for (int g = 0; g < tile.groups; g++) {
+        S zeros = load_bytes(tile.zeros + g * TILE + at), steps;
+        if (tile.step_rows) {
+            steps = ((load_bytes(tile.steps + g / 2 * TILE + at) >> (g % 2 * 4)) & 15) + 1;
+            zeros -= 128;
+        } else {
+            steps = (zeros & 7) + LEAST_SMALL_STEP;
+            zeros = ((zeros >> 3) - CENTRE_BIAS) * CENTRE_UNITS - steps * CENTRE_CODE;
+        }
+        last = most(last, zeros + steps * 15);
+        S *own = x.whole + g * tile.length;
+        for (int i = 0; i < half; i++) {
+            S codes = load_bytes(tile.codes + (g * half + i) * TILE + at);
+            own[i] = (codes & 15) * steps + zeros;
+            own[i + half] = (codes >> 4) * steps + zeros;
+        }
+    }
+    x.rotate(head_dim);
+    I units = wide(load<H>(tile.units + at));
+    F even_unit = unit_of(units & 255) * 0x1p-16f, odd_unit = unit_of(units >> 8) * 0x1p-16f;
+    for (int c = 0; c < head_dim; c++)
+        x.whole[c] = narrow<HALF>(to_bf16(x.even[c]) * even_unit, to_bf16(x.odd[c]) * odd_unit);
+    each_run(head_dim, [&](int c, auto whole) {
+        transpose(x.whole + c);
+        for (int i = 0; i < count; i++)
+            std::memcpy(v + i * head_dim + c, x.whole + c + i, whole.value ? sizeof(S) : sizeof(S) / 2);
+    });
+    for (int i = count; i < PAIR; i++) last[i] = 0;
+    std::int16_t end = 0;
+    for (int i = 0; i < PAIR; i++) end = std::max(end, last[i]);
+    return end <= 256;
 }
 
 }  // namespace
 
+// All take channels and head_dim in multiples of 16, head_dim up to 1024 in groups of even length, and return 0 where
+// values are not finite or too large, or where no encoder wrote what is to be decoded.
 extern "C" {
 
-int kv4_quantise_keys(int half, const std::uint16_t *k, long spans, long n, std::uint16_t *bases, std::uint8_t *units,
+int kv4_quantise_keys(int half, const std::uint16_t *k, const KeyRows *rows, std::uint16_t *bases, std::uint8_t *units,
                       std::uint8_t *zeros, std::uint8_t *steps, std::uint8_t *codes, int threads) {
-    return half ? quantise_keys<true>(k, spans, n, bases, units, zeros, steps, codes, threads)
-                : quantise_keys<false>(k, spans, n, bases, units, zeros, steps, codes, threads);
+    KeySections<std::uint8_t, std::uint16_t> to{bases, units, zeros, steps, codes};
+    return each_key_block(*rows, threads, [=](long span, long column, auto width) {
+        auto code = half ? quantise_keys<true, width.value> : quantise_keys<false, width.value>;
+        return code(k, *rows, to, span, column);
+    });
 }
 
 int kv4_quantise_values(int half, const std::uint16_t *v, long n, int head_dim, int groups, std::uint8_t *units,
                         std::uint8_t *zeros, std::uint8_t *steps, std::uint8_t *codes, int threads) {
-    return each((n + W - 1) / W, threads, [=](long item) {
-        int count = int(std::min<long>(W, n - item * W));
-        return half ? value_block<true>(v, head_dim, groups, n, item * W, count, units, zeros, steps, codes)
-                    : value_block<false>(v, head_dim, groups, n, item * W, count, units, zeros, steps, codes);
-    });
-}
-
-int kv4_dequantise_keys(int half, long spans, long n, const std::uint16_t *bases, const std::uint8_t *units,
-                        const std::uint8_t *zeros, const std::uint8_t *steps, const std::uint8_t *codes,
-                        std::uint16_t *k, int threads) {
-    long pairs = (n / W + PAIR - 1) / PAIR;
-    return each(spans * pairs, threads, [=](long item) {
-        long span = item / pairs, column = item % pairs * PAIR * W;
-        int vectors = int(std::min<long>(PAIR, (n - column) / W));
-        auto decode = half ? key_values<true> : key_values<false>;
-        return decode(n, column, vectors, bases + span * n, units + span * n, zeros + span * GROUPS * n,
-                      steps + span * GROUPS / 2 * n, codes + span * SPAN / 2 * n, k + span * SPAN * n);
-    });
-}
-
-int kv4_dequantise_values(int half, long n, int head_dim, int groups, const std::uint8_t *units,
-                          const std::uint8_t *zeros, const std::uint8_t *steps, const std::uint8_t *codes,
-                          std::uint16_t *v, int threads) {
-    auto decode = half ? vectors<true> : vectors<false>;
-    int rows = (head_dim / groups + 1) / 2 * groups, pairs = (groups + 1) / 2;
+    auto wide = half ? quantise_values<true, Kind::VALUES> : quantise_values<false, Kind::VALUES>;
+    auto small = half ? quantise_values<true, Kind::SMALL_VALUES> : quantise_values<false, Kind::SMALL_VALUES>;
+    auto code = head_dim < SMALL_HEAD ? small : wide;
     return each((n + TILE - 1) / TILE, threads, [=](long item) {
-        alignas(64) std::uint8_t tile[(2 + MOST / 16 + MOST / 2) * TILE];
-        std::uint8_t *own_zeros = tile + TILE, *own_steps = own_zeros + groups * TILE;
-        std::uint8_t *own_codes = own_steps + pairs * TILE;
+        Tile tile(head_dim, groups);
         long first = item * TILE;
         int count = int(std::min<long>(TILE, n - first));
-        std::memcpy(tile, units + first, count);
-        for (int i = 0; i < groups; i++) std::memcpy(own_zeros + i * TILE, zeros + i * n + first, count);
-        for (int i = 0; i < pairs; i++) std::memcpy(own_steps + i * TILE, steps + i * n + first, count);
-        for (int i = 0; i < rows; i++) std::memcpy(own_codes + i * TILE, codes + i * n + first, count);
         bool fine = true;
-        for (int i = 0; i < count; i += W)
-            fine &= decode(head_dim, groups, TILE, i, std::min(W, count - i), tile, own_zeros, own_steps, own_codes,
-                           v + first * head_dim);
+        for (int i = 0; i < count; i += PAIR)
+            fine &= code(v + (first + i) * head_dim, head_dim, i, std::min(PAIR, count - i), tile);
+        tile.each_row(units, zeros, steps, codes, n, first,
+                      [=](const std::uint8_t *own, std::uint8_t *stored) { std::memcpy(stored, own, count); });
+        return fine;
+    });
+}
+
+int kv4_dequantise_keys(int half, std::uint16_t *k, const KeyRows *rows, const std::uint16_t *bases,
+                        const std::uint8_t *units, const std::uint8_t *zeros, const std::uint8_t *steps,
+                        const std::uint8_t *codes, int threads) {
+    KeySections<const std::uint8_t, const std::uint16_t> from{bases, units, zeros, steps, codes};
+    return each_key_block(*rows, threads, [=](long span, long column, auto width) {
+        auto decode = half ? dequantise_keys<true, width.value> : dequantise_keys<false, width.value>;
+        return decode(k, *rows, from, span, column);
+    });
+}
+
+int kv4_dequantise_values(int half, std::uint16_t *v, long n, int head_dim, int groups, const std::uint8_t *units,
+                          const std::uint8_t *zeros, const std::uint8_t *steps, const std::uint8_t *codes,
+                          int threads) {
+    auto decode = half ? dequantise_values<true> : dequantise_values<false>;
+    return each((n + TILE - 1) / TILE, threads, [=](long item) {
+        Tile tile(head_dim, groups);
+        long first = item * TILE;
+        int count = int(std::min<long>(TILE, n - first));
+        tile.each_row(units, zeros, steps, codes, n, first,
+                      [=](std::uint8_t *own, const std::uint8_t *stored) { std::memcpy(own, stored, count); });
+        bool fine = true;
+        for (int i = 0; i < count; i += PAIR)
+            fine &= decode(tile, i, std::min(PAIR, count - i), head_dim, v + (first + i) * head_dim);
         return fine;
     });
 }

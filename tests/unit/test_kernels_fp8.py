@@ -6,6 +6,7 @@ import math
 import runpy
 import shutil
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kernels import accelerate, fp8_fast
+from p2pserve.kernels import accelerate, fp8_native
 from p2pserve.kernels.codec import decode, encode
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError
 from p2pserve.kernels.fp8_layout import Fp8Layout
 from p2pserve.kernels.fp8_reference import Sections, dequantise, quantise
-from p2pserve.kernels.kivi4_fast import plainly
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -27,7 +27,18 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 CASES = runpy.run_path(str(Path(__file__).parent / "data" / "make_kernels_golden.py"))["CASES"]
 GOLDEN = [case for case in CASES if case.codec == "fp8"]
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    """The C++ library is built at its first use."""
+    before = accelerate.mode()
+    accelerate.set_mode("compiled")
+    yield
+    accelerate.set_mode(before)
 
 
 def block(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> Pair:
@@ -185,34 +196,6 @@ class TestFormat:
             assert torch.equal(shard[0], whole[0][:, heads])
             assert torch.equal(shard[1], whole[1][:, heads])
 
-    @pytest.mark.parametrize(("start", "tokens"), [(0, 256), (100, 300), (130, 20), (0, 1)])
-    @pytest.mark.parametrize("dtype", SIXTEEN)
-    def test_what_compilers_are_given_makes_the_same_bytes(self, dtype: torch.dtype, start: int, tokens: int) -> None:
-        k, v = block(tokens, 2, 80, dtype)
-        k[3:40, 0, 1], v[:, 1] = 0.0, -0.0
-        layout = Fp8Layout(start, tokens, 2, 80)
-        sections, other = (
-            Sections.of(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout, dtype) for _ in range(2)
-        )
-        quantise(k, v, sections, layout)
-        assert fp8_fast.quantise(k, v, other, layout, plainly)
-        for expected, got in zip(sections, other, strict=True):
-            assert torch.equal(expected.view(torch.uint8), got.view(torch.uint8))
-        slow, quick = torch.empty(2, *k.shape, dtype=dtype), torch.empty(2, *k.shape, dtype=dtype)
-        dequantise(sections, slow[0], slow[1], layout)
-        fp8_fast.dequantise(sections, quick[0], quick[1], layout, plainly)
-        assert torch.equal(slow, quick)
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**121])
-    @pytest.mark.parametrize("tensor", [0, 1])
-    @pytest.mark.parametrize("at", [0, 60, 127, 199])
-    def test_what_compilers_are_given_sees_values_that_are_not_finite(self, tensor: int, bad: float, at: int) -> None:
-        pair = block(200, 1, 64, torch.bfloat16)
-        pair[tensor][at, 0, 5] = bad
-        layout = Fp8Layout(0, 200, 1, 64)
-        into = Sections.of(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout, torch.bfloat16)
-        assert fp8_fast.quantise(*pair, into, layout, plainly) is False
-
     def test_every_code_decodes_to_its_number(self) -> None:
         """All 256 bytes under exponent 135, which scales by 1; those of NaN give 0."""
         payload = bytearray(encode("fp8", *block(1, 1, 256, torch.float16), start=0, layer=3))
@@ -225,24 +208,55 @@ class TestFormat:
             assert value == expected
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_code_makes_the_same_bytes() -> None:
-    k, v = block(200, 1, 64, torch.bfloat16)
-    before = accelerate.mode()
-    try:
-        accelerate.set_mode("eager")
-        payload, values = bytes(encode("fp8", k, v, start=40, layer=3)), there_and_back(k, v, 40)
-        accelerate.set_mode("compiled")
-        assert bytes(encode("fp8", k, v, start=40, layer=3)) == payload
-        for plain, quick in zip(values, arrive(payload, k, 40), strict=True):
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+class TestNative:
+    """The C++ library beside the reference."""
+
+    @pytest.mark.parametrize(("start", "tokens"), [(0, 256), (100, 300), (130, 20), (0, 1), (127, 2)])
+    @pytest.mark.parametrize("head_dim", [1, 3, 33, 80, 128])
+    @pytest.mark.parametrize("dtype", SIXTEEN)
+    def test_it_makes_the_bytes_and_values_of_the_reference(
+        self, dtype: torch.dtype, head_dim: int, start: int, tokens: int
+    ) -> None:
+        """Scales from those that vanish to the largest; zeros of both signs, constant channels; then any codes."""
+        generator = torch.Generator().manual_seed(tokens)
+        layout = Fp8Layout(start, tokens, 3, head_dim)
+        for scale in (2.0**-25, 2.0**-118, 1.0, 600.0 if dtype == torch.float16 else 2.0**110):
+            k, v = (x.clamp(-100, 100) * scale for x in block(tokens, 3, head_dim, torch.float32))
+            k[3:40, 0, 0], k[:, 2], v[:, 1], v[tokens // 2, 0, 0] = 0.0, -0.0, -0.0, -0.0
+            k, v = k.to(dtype), v.to(dtype)
+            plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
+            sections = Sections.of(plain, layout, dtype)
+            quantise(k, v, sections, layout)
+            assert fp8_native.quantise(k, v, quick, layout)
             assert torch.equal(plain, quick)
-        spoilt = v.clone()
-        spoilt[70, 0, 5] = math.nan
-        with pytest.raises(NonFiniteError, match="layer 3: V is nan at position 110, head 0, channel 5"):
-            encode("fp8", k, spoilt, start=40, layer=3)
-    finally:
-        accelerate.set_mode(before)
+            for _ in range(2):
+                expected, got = torch.empty(2, *k.shape, dtype=dtype), torch.empty(2, *k.shape, dtype=dtype)
+                dequantise(sections, expected[0], expected[1], layout)
+                assert fp8_native.dequantise(plain, layout, got[0], got[1])
+                assert torch.equal(expected.view(torch.int16), got.view(torch.int16))
+                for codes in (sections.key_codes, sections.value_codes):
+                    codes.copy_(torch.randint(256, codes.shape, generator=generator))
+
+    def test_the_number_of_threads_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fp8_native, "threads", lambda _: 3)
+        k, v = block(200, 3, 80, torch.bfloat16)
+        layout = Fp8Layout(40, 200, 3, 80)
+        plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
+        quantise(k, v, Sections.of(plain, layout, torch.bfloat16), layout)
+        assert fp8_native.quantise(k, v, quick, layout)
+        assert torch.equal(plain, quick)
+
+    @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, 2.0**121, -(2.0**121)])
+    @pytest.mark.parametrize("tensor", [0, 1])
+    @pytest.mark.parametrize("at", [0, 60, 127, 199])
+    def test_it_sees_values_that_are_not_finite(self, tensor: int, bad: float, at: int) -> None:
+        pair = block(200, 1, 67, torch.bfloat16)
+        pair[tensor][at, 0, at % 67] = bad
+        layout = Fp8Layout(0, 200, 1, 67)
+        payload = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        assert fp8_native.quantise(*pair, payload, layout) is False
 
 
 class TestBadInput:

@@ -6,6 +6,7 @@ import math
 import runpy
 import shutil
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kernels import accelerate, kivi4_fast
+from p2pserve.kernels import accelerate, kivi4_native
 from p2pserve.kernels.codec import decode, encode
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError
-from p2pserve.kernels.kivi4_fast import plainly
 from p2pserve.kernels.kivi4_layout import KIVI4_HEADER_BYTES, Kivi4Layout
 from p2pserve.kernels.kivi4_reference import Sections, dequantise, quantise
 
@@ -27,7 +27,18 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 CASES = runpy.run_path(str(Path(__file__).parent / "data" / "make_kernels_golden.py"))["CASES"]
 GOLDEN = [case for case in CASES if case.codec == "kivi4"]
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    """The C++ library is built at its first use."""
+    before = accelerate.mode()
+    accelerate.set_mode("compiled")
+    yield
+    accelerate.set_mode(before)
 
 
 def block(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> Pair:
@@ -177,55 +188,60 @@ class TestFormat:
             assert torch.equal(shard[0], whole[0][:, heads])
             assert torch.equal(shard[1], whole[1][:, heads])
 
-    @pytest.mark.parametrize("head_dim", [64, 80, 256])
-    @pytest.mark.parametrize("dtype", SIXTEEN)
-    def test_what_compilers_are_given_makes_the_same_bytes(self, dtype: torch.dtype, head_dim: int) -> None:
-        k, v = block(64, 2, head_dim, dtype)
-        k[3:40, 0, 1], v[5] = 0.0, 1.5
-        k[:, 1] *= 2.0**-20 if dtype == torch.float16 else 2.0**-105
-        layout = Kivi4Layout(0, 64, 2, head_dim)
-        sections, other = (
-            Sections.of(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout, dtype) for _ in range(2)
-        )
-        quantise(k, v, sections)
-        assert kivi4_fast.quantise(k, v, other, plainly)
-        for expected, got in zip(sections, other, strict=True):
-            assert torch.equal(expected.view(torch.uint8), got.view(torch.uint8))
-        slow = torch.empty(2, *k.shape, dtype=dtype)
-        dequantise(sections, slow[0], slow[1])
-        quick = kivi4_fast.dequantise(sections, plainly)
-        assert quick is not None
-        assert torch.equal(slow, torch.stack(quick))
 
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**121])
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+class TestNative:
+    """The C++ library beside the reference."""
+
+    @pytest.mark.parametrize("head_dim", [1, 3, 33, 64, 80, 97, 128, 256, 1024])
+    @pytest.mark.parametrize("dtype", SIXTEEN)
+    def test_it_makes_the_bytes_and_values_of_the_reference(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Scales from those that vanish or are subnormal to the largest; zeros of both signs, constant groups."""
+        layout = Kivi4Layout(0, 64, 3, head_dim)
+        for scale in (2.0**-24, 2.0**-110, 1.0, 6e4 if dtype == torch.float16 else 2.0**115):
+            k, v = (x.clamp(-1, 1).float() * scale for x in block(64, 3, head_dim, dtype))
+            k[:, 0, 0], k[3, 0, 0], v[5], v[6] = 0.0, -0.0, 1.5 * min(scale, 1.0), -0.0
+            k[:, 1] = -k[:, 1].abs()
+            k, v = k.to(dtype), v.to(dtype)
+            k[7, 1, -1], v[8], v[8, 1, 0] = -0.0, v[8].abs(), -0.0
+            k[:32, 2, 0] = torch.arange(32).clamp(max=22) * 2.0**-24  # 22 / 15 is 1 in fp16's subnormal numbers
+            plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
+            sections = Sections.of(plain, layout, dtype)
+            quantise(k, v, sections)
+            assert kivi4_native.quantise(k, v, quick, layout)
+            assert torch.equal(plain, quick)
+            expected, got = torch.empty(2, *k.shape, dtype=dtype), torch.empty(2, *k.shape, dtype=dtype)
+            dequantise(sections, expected[0], expected[1])
+            assert kivi4_native.dequantise(plain, layout, got[0], got[1])
+            assert torch.equal(expected.view(torch.int16), got.view(torch.int16))
+
+    @pytest.mark.parametrize("heads", [1, 3])
+    def test_the_number_of_threads_changes_nothing(self, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kivi4_native, "threads", lambda _: 3)
+        k, v = block(96, heads, 80, torch.bfloat16)
+        layout = Kivi4Layout(0, 96, heads, 80)
+        plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
+        quantise(k, v, Sections.of(plain, layout, torch.bfloat16))
+        assert kivi4_native.quantise(k, v, quick, layout)
+        assert torch.equal(plain, quick)
+
+    @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, 2.0**121, -(2.0**121)])
     @pytest.mark.parametrize("tensor", [0, 1])
     @pytest.mark.parametrize("at", [0, 17, 31, 63])
-    def test_what_compilers_are_given_sees_values_that_are_not_finite(self, tensor: int, bad: float, at: int) -> None:
+    def test_it_sees_values_that_are_not_finite(self, tensor: int, bad: float, at: int) -> None:
         pair = block(64, 1, 64, torch.bfloat16)
         pair[tensor][at, 0, at] = bad
         layout = Kivi4Layout(0, 64, 1, 64)
-        into = Sections.of(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout, torch.bfloat16)
-        assert kivi4_fast.quantise(*pair, into, plainly) is False
+        payload = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        assert kivi4_native.quantise(*pair, payload, layout) is False
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_code_makes_the_same_bytes() -> None:
-    k, v = block(96, 1, 64, torch.bfloat16)
-    before = accelerate.mode()
-    try:
-        accelerate.set_mode("eager")
-        payload, values = bytes(encode("kivi4", k, v, start=40, layer=3)), there_and_back(k, v, 40)
-        accelerate.set_mode("compiled")
-        assert bytes(encode("kivi4", k, v, start=40, layer=3)) == payload
-        for plain, quick in zip(values, arrive(payload, k, 40), strict=True):
-            assert torch.equal(plain, quick)
-        spoilt = v.clone()
-        spoilt[70, 0, 5] = math.nan
-        with pytest.raises(NonFiniteError, match="layer 3: V is nan at position 110, head 0, channel 5"):
-            encode("kivi4", k, spoilt, start=40, layer=3)
-    finally:
-        accelerate.set_mode(before)
+    def test_wider_heads_than_it_takes_go_to_the_reference(self) -> None:
+        k, v = block(40, 1, 1025, torch.bfloat16)
+        payload = torch.zeros(Kivi4Layout(0, 40, 1, 1025).total_bytes, dtype=torch.uint8)
+        assert kivi4_native.quantise(k, v, payload, Kivi4Layout(0, 40, 1, 1025)) is None
+        got, _ = there_and_back(k, v, 0)
+        assert float((got - k).abs().max()) <= float(k.max() - k.min()) / 15
 
 
 class TestBadInput:
