@@ -57,6 +57,11 @@ class Assembly:
     def done(self) -> bool:
         return self._missing == 0
 
+    @property
+    def part(self) -> float:
+        """Which part of everything is there, in [0, 1]."""
+        return 1.0 - self._missing / (len(self._present) * (self._end - self._first))
+
     def check_integrity(self) -> None:
         """The intervals are sorted, disjoint, not adjacent, and account for what is missing."""
         present = 0

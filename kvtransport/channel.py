@@ -17,8 +17,7 @@ left out, put elsewhere or reflected fails to open. The head is sealed apart fro
 join the two, and nobody reserves memory for a payload whose head has not proved itself. There is no plain text on
 the wire after the nonces, lengths included.
 
-*Rekeying.* After 2**22 seals or 32 GiB under a key, far inside the bounds of GCM (RFC 8446 section 5.5), both ends
-replace it by HKDF-Expand of itself: who gets hold of a key cannot read what went before.
+*Rekeying.* See `ciphers`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from .ciphers import TAG_BYTES, Cipher, Damaged, RekeyBounds
 from .errors import ProtocolError
 from .frames import MAX_REASON_BYTES
 from .signals import CHUNK_KIND, HEAD_BYTES, MAX_CHUNK_BYTES, Greeting, Signal, pack, payload_bytes, unpack
@@ -46,7 +44,6 @@ __all__ = [
     "WELCOME_BYTES",
     "Channel",
     "LinkHello",
-    "RekeyBounds",
     "Role",
     "parse_link_hello",
 ]
@@ -57,11 +54,9 @@ _WELCOME_MAGIC = b"p2pKA/2\n"
 _HELLO = struct.Struct("<8s16s16sB7s")
 LINK_HELLO_BYTES = _HELLO.size
 WELCOME_BYTES = len(_WELCOME_MAGIC) + NONCE_BYTES
-TAG_BYTES = 16
 SEALED_HEAD_BYTES = HEAD_BYTES + TAG_BYTES
 CHUNK_OVERHEAD_BYTES = SEALED_HEAD_BYTES + TAG_BYTES
 _INFO = b"p2pserve kv/2 keys "
-_NEXT = b"p2pserve kv/2 next key"
 _ZEROS = bytes(7)
 
 
@@ -70,10 +65,6 @@ class Role(IntEnum):
 
     SENDER = 0
     RECEIVER = 1
-
-
-class _Damaged(ProtocolError):
-    """Bytes that do not open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,49 +88,6 @@ def parse_link_hello(data: bytes) -> LinkHello:
     if role > 1 or zeros != _ZEROS:
         raise ProtocolError(f"a hello with role {role} and reserved bytes {zeros.hex()}: of another version")
     return LinkHello(link, nonce, Role(role))
-
-
-@dataclass(frozen=True, slots=True)
-class RekeyBounds:
-    """A key is replaced after this many seals or bytes of plain text. Both ends must have the same."""
-
-    seals: int = 1 << 22
-    bytes: int = 32 << 30
-
-
-class _Cipher:
-    """The key of one direction, its counter, and when it must be replaced."""
-
-    __slots__ = ("_aead", "_bounds", "_bytes", "_counter", "_key", "_seals", "rekeyed")
-
-    def __init__(self, key: bytes, bounds: RekeyBounds) -> None:
-        self._key = key
-        self._aead = AESGCM(key)
-        self._bounds = bounds
-        self._counter = self._seals = self._bytes = 0
-        self.rekeyed = 0
-
-    def seal(self, plain: bytes | memoryview, out: memoryview) -> None:
-        self._aead.encrypt_into(self._counter.to_bytes(12, "big"), plain, None, out)
-        self._count(len(plain))
-
-    def open(self, sealed: memoryview, out: memoryview | bytearray) -> None:
-        try:
-            self._aead.decrypt_into(self._counter.to_bytes(12, "big"), sealed, None, out)
-        except InvalidTag:
-            text = f"seal {self._counter} does not open: altered, replayed, reordered or of another key"
-            raise _Damaged(text) from None
-        self._count(len(sealed) - TAG_BYTES)
-
-    def _count(self, size: int) -> None:
-        self._counter += 1
-        self._seals += 1
-        self._bytes += size
-        if self._seals >= self._bounds.seals or self._bytes >= self._bounds.bytes:
-            self._key = HKDFExpand(SHA256(), 32, _NEXT).derive(self._key)
-            self._aead = AESGCM(self._key)
-            self._seals = self._bytes = 0
-            self.rekeyed += 1
 
 
 class Channel:
@@ -179,12 +127,12 @@ class Channel:
         self._view = memoryview(self._in)
         self._start = self._end = 0
         self._out = bytearray()
-        self._head: bytearray | None = None
-        self._plain = bytearray(HEAD_BYTES)
-        self._payload = 0
+        self._head = bytearray(HEAD_BYTES)
+        self._need = WELCOME_BYTES if hello is None else SEALED_HEAD_BYTES  # from `_start` on, of what is being read
+        self._in_payload = False  # the head has been read
         self._chunk = False
-        self._sealer: _Cipher | None = None
-        self._opener: _Cipher | None = None
+        self._sealer: Cipher | None = None
+        self._opener: Cipher | None = None
         self._error: ProtocolError | None = None
         self.authenticated = False
         self.bytes_in = self.bytes_out = 0
@@ -198,7 +146,7 @@ class Channel:
     @property
     def damaged(self) -> bool:
         """Whether it was bytes that ended this channel, not what the peer said under its own key."""
-        return isinstance(self._error, _Damaged) or not self.authenticated
+        return isinstance(self._error, Damaged) or not self.authenticated
 
     @property
     def rekeyed(self) -> int:
@@ -217,49 +165,55 @@ class Channel:
         Never more than one head beyond the record that is being read: a chunk is decrypted where it came to lie
         in here, and hardly anything is ever moved.
         """
-        need = self._needed()
-        if self._start + need + SEALED_HEAD_BYTES > len(self._in):
+        last = self._start + self._need + SEALED_HEAD_BYTES
+        if last > len(self._in):
             self._in[: self._end - self._start] = self._in[self._start : self._end]
+            last -= self._start
             self._start, self._end = 0, self._end - self._start
-        last = self._start + need + SEALED_HEAD_BYTES if self._head is not None else len(self._in)
-        return self._view[self._end : last]
+        return self._view[self._end : last if self._in_payload else len(self._in)]
 
     @property
     def missing(self) -> int:
         """How many bytes more it takes until `next_signal` can have anything."""
-        return self._start + self._needed() - self._end
+        return self._start + self._need - self._end
 
     def received(self, count: int) -> None:
         """`count` bytes have been put into `space()`."""
-        self._raise_if_failed()
+        if self._error is not None:
+            raise self._error
         self._end += count
         self.bytes_in += count
 
     def next_signal(self) -> Signal | None:
         """The next signal that has arrived whole, payload included; None if there is none yet."""
-        self._raise_if_failed()
+        if self._error is not None:
+            raise self._error
         if self._chunk:
             raise RuntimeError("the payload of the last chunk has not been opened")
         try:
-            if self._opener is None and not self._take_welcome():
-                return None
-            return self._take_record()
+            while self._end - self._start >= self._need:
+                if self._opener is None:
+                    self._take_welcome()
+                elif self._in_payload:
+                    return self._take_signal()
+                else:
+                    self._take_head(self._opener)
         except ProtocolError as error:
             self._error = error
             raise
+        return None
 
     def open_payload(self, into: memoryview | bytearray) -> None:
         """Decrypt the payload of the chunk that `next_signal` has returned, straight to where it belongs."""
         assert self._opener is not None
         assert self._chunk
-        begin, end = self._start, self._start + self._payload + TAG_BYTES
         try:
-            self._opener.open(self._view[begin:end], into)
+            self._opener.open(self._view[self._start : self._start + self._need], into)
         except ProtocolError as error:
             self._error = error
             raise
         self._chunk = False
-        self._consume(end)
+        self._consume(SEALED_HEAD_BYTES)
 
     def seal(self, signal: Signal, payload: memoryview | None = None) -> memoryview:
         """The record to send, in a buffer that is good until the next call. A chunk comes with its payload."""
@@ -277,38 +231,22 @@ class Channel:
         self.bytes_out += size
         return view[:size]
 
-    def _needed(self) -> int:
-        """Bytes from `_start` on to the end of what is being read."""
-        if self._opener is None:
-            return WELCOME_BYTES
-        if self._head is None:
-            return SEALED_HEAD_BYTES
-        return self._payload + TAG_BYTES if self._payload else 0
-
-    def _take_welcome(self) -> bool:
-        if self._end - self._start < WELCOME_BYTES:
-            return False
+    def _take_welcome(self) -> None:
         welcome = bytes(self._view[self._start : self._start + WELCOME_BYTES])
         if not welcome.startswith(_WELCOME_MAGIC):
-            raise _Damaged(f"no welcome: {welcome[: len(_WELCOME_MAGIC)]!r}")
-        self._consume(self._start + WELCOME_BYTES)
+            raise Damaged(f"no welcome: {welcome[: len(_WELCOME_MAGIC)]!r}")
+        self._consume(SEALED_HEAD_BYTES)
         self._derive(welcome[len(_WELCOME_MAGIC) :])
-        return True
 
-    def _take_record(self) -> Signal | None:
-        assert self._opener is not None
-        if self._head is None:
-            if self._end - self._start < SEALED_HEAD_BYTES:
-                return None
-            after = self._start + SEALED_HEAD_BYTES
-            self._opener.open(self._view[self._start : after], self._plain)
-            self._payload = payload_bytes(self._plain, self._largest)
-            self._head = self._plain
-            self._consume(after)
-        if self._end - self._start < self._needed():
-            return None
-        head, self._head = bytes(self._plain), None
-        if self._payload and head[0] == CHUNK_KIND:
+    def _take_head(self, opener: Cipher) -> None:
+        opener.open(self._view[self._start : self._start + SEALED_HEAD_BYTES], self._head)
+        payload = payload_bytes(self._head, self._largest)
+        self._consume(payload + TAG_BYTES if payload else 0)
+        self._in_payload = True
+
+    def _take_signal(self) -> Signal:
+        head = bytes(self._head)
+        if head[0] == CHUNK_KIND and self._need:
             signal = unpack(head, b"")
             self._chunk = True
         else:
@@ -321,26 +259,23 @@ class Channel:
         return signal
 
     def _take_text(self) -> bytes:
-        if not self._payload:
-            return b""
-        assert self._opener is not None
-        text = bytearray(self._payload)
-        after = self._start + self._payload + TAG_BYTES
-        self._opener.open(self._view[self._start : after], text)
-        self._consume(after)
+        text = bytearray(max(self._need - TAG_BYTES, 0))
+        if text:
+            assert self._opener is not None
+            self._opener.open(self._view[self._start : self._start + self._need], text)
+        self._consume(SEALED_HEAD_BYTES)
         return bytes(text)
 
-    def _consume(self, until: int) -> None:
-        self._start = until
+    def _consume(self, next_need: int) -> None:
+        """What was needed has been read; so many bytes come next."""
+        self._start += self._need
         if self._start == self._end:
             self._start = self._end = 0
+        self._need = next_need
+        self._in_payload = False
 
     def _derive(self, acceptor_nonce: bytes) -> None:
         salt = self._hello.nonce + acceptor_nonce
         keys = HKDF(SHA256(), 64, salt, _INFO + self._hello.pack()).derive(self._ticket.secret)
         mine, theirs = (keys[:32], keys[32:]) if self.dials else (keys[32:], keys[:32])
-        self._sealer, self._opener = _Cipher(mine, self._bounds), _Cipher(theirs, self._bounds)
-
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._sealer, self._opener = Cipher(mine, self._bounds), Cipher(theirs, self._bounds)

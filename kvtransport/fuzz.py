@@ -286,7 +286,7 @@ def _made_up(rng: random.Random) -> Signal:
     made: tuple[Signal, ...] = (
         End(key, 1, rng.randrange(4)),
         Abort(key, "x" * rng.randrange(600)),
-        Credit(key, edge),
+        Credit(key, edge, rng.randrange(1 << 32)),
         Result(key, rng.random() < 0.5, "no"),
         Progress(rng.randrange(6), edge),
         Ping(edge),

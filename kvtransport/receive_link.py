@@ -16,14 +16,14 @@ from .frames import KVFrame
 from .lanes import EndState, Event, FrameReady, LinkSettings, TransferComplete, TransferEnded
 from .links import LinkRim, Wire
 from .receiving import ReceiveMachine, ReceiveProgress
-from .signals import Chunk, frame_of
+from .signals import Chunk, Signal, frame_of
 from .sockets import hang_up
 from .tickets import LinkTicket, TransferTicket
 
 __all__ = ["DEFAULT_WINDOW_BYTES", "Incoming", "ReceiveLink"]
 
 DEFAULT_WINDOW_BYTES = 64 * 1024 * 1024
-_CHUNKS_PER_PROGRESS = 8
+_CHUNKS_PER_PROGRESS = 4
 _BYTES_PER_PROGRESS = 128 * 1024
 _CONFIRM_WITHIN_MS = 2
 _WAKE_BYTES = 128 * 1024
@@ -83,10 +83,10 @@ class Incoming:
         """Whether every frame has arrived. They may not have been taken yet."""
         return self._complete
 
-    def grant(self, window_bytes: int = DEFAULT_WINDOW_BYTES) -> None:
+    def grant(self, window_bytes: int = DEFAULT_WINDOW_BYTES, first: int = 0) -> None:
         """There is a place for the KV: so many bytes may be here that have not been taken and used. Nothing comes
-        before the first grant."""
-        self._link.grant(self, window_bytes)
+        before the first grant, which also says that the positions before `first` are here already."""
+        self._link.grant(self, window_bytes, first)
 
     def __iter__(self) -> Iterator[KVFrame]:
         """Every frame as it becomes whole, in any order. A payload is good until the next frame is asked for.
@@ -191,10 +191,10 @@ class ReceiveLink(LinkRim):
 
     # ---- for Incoming ---------------------------------------------------------------------------------------
 
-    def grant(self, incoming: Incoming, window_bytes: int) -> None:
+    def grant(self, incoming: Incoming, window_bytes: int, first: int) -> None:
         """See `Incoming.grant`."""
         with self._acting():
-            self._receiver.grant(incoming.ticket.transfer, window_bytes)
+            self._receiver.grant(incoming.ticket.transfer, window_bytes, first)
 
     def consumed(self, incoming: Incoming, frame: int) -> None:
         """See `Incoming.consumed`."""
@@ -299,16 +299,24 @@ class ReceiveLink(LinkRim):
         lane = self._receiver.lanes.get(wire.number)
         if lane is None:
             return
+        # On a long way the kernel opens the window only as bytes are taken out: waiting for more would starve it.
+        if wire.near:
+            self._mark(wire)
         news = lane.handled - lane.told
-        many = news >= _CHUNKS_PER_PROGRESS
-        some = news or lane.bytes_in - lane.bytes_told >= _BYTES_PER_PROGRESS
-        if many or (some and not wire.poll.poll(_CONFIRM_WITHIN_MS)):
+        if news >= _CHUNKS_PER_PROGRESS:
             self._pump(wire)
-        if not wire.near:
-            # On a long way the kernel opens the window only as bytes are taken out: waiting for more would starve it.
-            return
-        # Waking this thread for every segment would cost both sides more than reading it: while chunks come fast it
-        # sleeps until one is whole, else the sender is to hear of every 128 KiB.
+        elif news or lane.bytes_in - lane.bytes_told >= _BYTES_PER_PROGRESS:
+            if wire.poll.poll(_CONFIRM_WITHIN_MS):
+                return
+            self._pump(wire)
+        if wire.wakes_at > 1:
+            # A blocking recv would take what is there and wait for the rest, of which the kernel then says nothing:
+            # it wakes a reader only when as much as the mark is in the queue.
+            wire.poll.poll()
+
+    def _mark(self, wire: Wire) -> None:
+        """Let the kernel wake this thread when it is worth it. Each waking costs both sides more than the reading:
+        while chunks come fast it sleeps until one is whole, else the sender is to hear of every 128 KiB."""
         now = self._clock()
         enough = max(wire.channel.missing, 1)
         if now - wire.read_at > _FAST_S:
@@ -317,26 +325,23 @@ class ReceiveLink(LinkRim):
         if enough != wire.wakes_at:
             wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
             wire.wakes_at = enough
-        if enough > 1:
-            # A blocking recv would take what is there and wait for the rest, of which the kernel then says nothing:
-            # it wakes a reader only when as much as the mark is in the queue.
-            wire.poll.poll()
 
     def _pump(self, wire: Wire) -> None:
         """Send what there is. It is little, and goes without waiting: a sender that lets this pile up is gone."""
         with wire.sending:
-            while not wire.dead:
-                with self._lock:
-                    signal = self._receiver.next(wire.number, self._clock())
-                    over = signal is None and self._receiver.ended is not None
-                try:
-                    if over:
-                        wire.sock.shutdown(socket.SHUT_WR)
-                    if signal is None:
-                        return
-                    data = wire.channel.seal(signal)
+            with self._lock:
+                if wire.dead:
+                    return
+                now, signals = self._clock(), list[Signal]()
+                while (signal := self._receiver.next(wire.number, now)) is not None:
+                    signals.append(signal)
+                over = self._receiver.ended is not None
+            try:
+                if signals:
+                    data = b"".join([bytes(wire.channel.seal(signal)) for signal in signals])
                     if wire.sock.send(data, socket.MSG_DONTWAIT) != len(data):
                         raise BlockingIOError
-                except OSError:
-                    hang_up(wire.sock)
-                    return
+                if over:
+                    wire.sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                hang_up(wire.sock)

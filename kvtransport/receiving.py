@@ -86,6 +86,7 @@ class _Incoming:
         self.opened_at = now
         self.state = EndState("open")
         self.window = 0
+        self.first = 0
         self.widest = 0
         self.consumed = 0
         self.started = 0
@@ -152,12 +153,15 @@ class ReceiveMachine(LinkMachine[Word]):
         if reason is not None:
             self._settle(self._transfers[transfer], EndState("failed", reason))
 
-    def grant(self, transfer: bytes, window_bytes: int) -> None:
-        """Let the transfer have so many bytes here that are not consumed yet; may be raised, not lowered."""
+    def grant(self, transfer: bytes, window_bytes: int, first: int = 0) -> None:
+        """Let the transfer have so many bytes here that are not consumed yet; may be raised, not lowered. The first
+        grant also says that the positions before `first` are not wanted; some may have been cut into frames by then."""
         if window_bytes < MIN_WINDOW_BYTES:
             raise ValueError(f"a window of {window_bytes} bytes; at least {MIN_WINDOW_BYTES}, a chunk, must fit")
         incoming = self._open(transfer)
         if incoming is not None:
+            if not incoming.window:
+                incoming.first = first
             incoming.window = max(incoming.window, window_bytes)
             self._update_limit(incoming)
 
@@ -306,7 +310,7 @@ class ReceiveMachine(LinkMachine[Word]):
             signal: Signal | None = self._results.get(transfer)
             if kind == "credit":
                 incoming = self._open(transfer)
-                signal = None if incoming is None else Credit(transfer, incoming.limit)
+                signal = None if incoming is None else Credit(transfer, incoming.limit, incoming.first)
                 if incoming is not None:
                     incoming.limit_told = incoming.limit
             if signal is not None:
@@ -382,9 +386,8 @@ class ReceiveMachine(LinkMachine[Word]):
         frame_of(chunk.header, memoryview(b"\0"))
         incoming.started += charge
         frame = incoming.coming[chunk.frame] = _Frame(chunk, self._allocate(chunk.total))
-        if charge > max(incoming.window, incoming.widest):
-            incoming.widest = charge
-            self._update_limit(incoming)
+        incoming.widest = max(incoming.widest, charge)
+        self._update_limit(incoming)
         return frame
 
     def _whole(self, incoming: _Incoming, frame: _Frame) -> None:
@@ -420,11 +423,12 @@ class ReceiveMachine(LinkMachine[Word]):
             self._events.append(TransferComplete(incoming.id, end.tokens, end.frames))
 
     def _update_limit(self, incoming: _Incoming) -> None:
-        """Raise the limit. The sender is told by eighths of the window, and of everything once nothing waits here:
-        what is left over could be less than the next chunk needs."""
+        """Raise the limit. The sender is told by eighths of the window; and at once when nothing waits here whose
+        consumption would tell it later, and what it has left could be less than its next chunk needs."""
         incoming.limit = max(incoming.limit, incoming.new_limit())
         news = incoming.limit - incoming.limit_told
-        if incoming.state.name == "open" and news and (not incoming.waiting or news * 8 >= incoming.window):
+        starves = not incoming.waiting and incoming.limit_told - incoming.started < MIN_WINDOW_BYTES
+        if incoming.state.name == "open" and news and (starves or news * 8 >= incoming.window):
             self._say["credit", incoming.id] = None
 
     def _tell(self, transfer: bytes, result: Result) -> None:

@@ -11,7 +11,7 @@ from .channel import CHUNK_OVERHEAD_BYTES, Role
 from .dialling import Path
 from .errors import TransferAborted, TransferError, TransferTimeout
 from .frames import KVFrame
-from .lanes import EndState, Event, LinkSettings, TransferEnded
+from .lanes import EndState, Event, LinkSettings, TransferEnded, TransferGranted
 from .links import LinkRim, Wire
 from .report import TransferTimes
 from .sending import SendMachine, SendProgress
@@ -67,6 +67,8 @@ class Outgoing:
         self._link = link
         self._on_end = on_end
         self._ended = threading.Event()
+        self._granted = threading.Event()
+        self._first = 0
         self._state = EndState("open")
         self._last: SendProgress | None = None
         self._prefill_done_at: float | None = None
@@ -88,6 +90,22 @@ class Outgoing:
         first = self._ended_at if progress.first_push_at is None else progress.first_push_at
         done = self._ended_at if self._prefill_done_at is None else self._prefill_done_at
         return TransferTimes(first_frame_at=first, prefill_done_at=done, acknowledged_at=self._ended_at)
+
+    @property
+    def first(self) -> int:
+        """The receiver has the positions before this one already, as far as is known here."""
+        return self._first
+
+    def wait_for_credit(self, timeout: float) -> int:
+        """The first position that the receiver wants, once it has a place for the KV: before that nothing is sent.
+
+        Raises TransferTimeout after `timeout` seconds, TransferError once the transfer has failed.
+        """
+        if not self._granted.wait(timeout):
+            raise TransferTimeout(f"the receiver had no place for the KV within {timeout:g} s")
+        if self._state.name == "failed":
+            raise TransferAborted(self._state.reason)
+        return self._first
 
     def send(self, frame: KVFrame, *, release: Callable[[], None] | None = None, timeout: float | None = None) -> None:
         """Queue a frame. Its payload must not change until `release` is called, by a thread of the link: when the
@@ -115,12 +133,18 @@ class Outgoing:
         """How far it is."""
         return self._last or self._link.progress(self)
 
+    def _grant(self, first: int) -> Callable[[], None]:
+        """Under the link's lock. Returns what to do outside it."""
+        self._first = first
+        return self._granted.set
+
     def _end(self, state: EndState, last: SendProgress, now: float) -> Callable[[], None]:
         """Under the link's lock. Returns what to do outside it."""
         self._state, self._last, self._ended_at = state, last, now
 
         def tell() -> None:
             self._ended.set()
+            self._granted.set()
             if self._on_end is not None:
                 self._on_end(self, state)
 
@@ -227,7 +251,11 @@ class SendLink(LinkRim):
         return self._sender.bytes_resent
 
     def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
-        if isinstance(event, TransferEnded):
+        if isinstance(event, TransferGranted):
+            outgoing = self._transfers.get(event.transfer)
+            if outgoing is not None:
+                later.append(outgoing._grant(event.first))  # noqa: SLF001 (the other half of this class)
+        elif isinstance(event, TransferEnded):
             outgoing = self._transfers.pop(event.transfer, None)
             now = self._clock()
             last = self._sender.progress(event.transfer, now)
@@ -281,8 +309,7 @@ class SendLink(LinkRim):
                 self._work.wait()
                 self._idle -= 1
             if type(signal) is Chunk:
-                piece = self._sender.last_piece(wire.number)
-                payload = None if piece is None else self._sender.payload_of(piece)
+                payload = self._sender.payload(wire.number)
                 if self._idle and self._sender.has_work:
                     self._work.notify()  # each wakes the next as long as there is work
         # Whoever releases this memory meanwhile does so because the receiver has these bytes, or wants none.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from .errors import ProtocolError, TransferError
 from .frames import KVFrame
-from .lanes import EndState, Lane, LinkMachine, LinkSettings, Released, TransferEnded
+from .lanes import EndState, Lane, LinkMachine, LinkSettings, Released, TransferEnded, TransferGranted
 from .signals import Abort, Chunk, Credit, End, Result, Signal, frame_header
 
 __all__ = ["FRAME_CHARGE", "MAX_FRAMES_AHEAD", "Piece", "SendMachine", "SendProgress"]
@@ -123,12 +123,11 @@ class _Outgoing:
         allowed = self.charged + self._charge(source, size) <= self.credit and ahead < MAX_FRAMES_AHEAD
         return size if allowed else 0
 
-    def take(self, chunk_bytes: int) -> Piece:
-        """The chunk that `next_size` measured."""
+    def take(self, size: int) -> Piece:
+        """The chunk that `next_size` has measured."""
         if self.resend:
             return self.resend.popleft()
         source = self.uncut[0]
-        size = min(chunk_bytes, source.total - source.cut)
         self.charged += self._charge(source, size)
         piece = Piece(self, source, source.cut, size)
         source.cut += size
@@ -156,6 +155,7 @@ class _Early:
     """What the receiver has said of a transfer that this end has not opened yet."""
 
     credit: int = 0
+    first: int = 0
     refused: str | None = field(default=None)
 
 
@@ -187,7 +187,8 @@ class SendMachine(LinkMachine[Cargo]):
         outgoing = self._transfers[transfer] = _Outgoing(transfer, deadline, now)
         early = self._early.pop(transfer, None)
         if early is not None:
-            outgoing.credit = early.credit
+            if early.credit:
+                self._grant(outgoing, early.credit, early.first)
             if early.refused is not None:
                 self._fail(transfer, early.refused)
 
@@ -252,16 +253,12 @@ class SendMachine(LinkMachine[Cargo]):
             blocked_s=outgoing.blocked_s + waiting,
         )
 
-    def payload_of(self, piece: Piece) -> memoryview | None:
-        """The bytes of a chunk that `next` has just returned; None if its transfer ended meanwhile."""
-        view = piece.source.view
-        return None if view is None else view[piece.offset : piece.offset + piece.length]
-
-    def last_piece(self, number: int) -> Piece | None:
-        """The chunk that a connection was given last."""
-        lane = self.lanes.get(number)
-        item = lane.flight[-1][0] if lane is not None and lane.flight else None
-        return item if isinstance(item, Piece) else None
+    def payload(self, number: int) -> memoryview:
+        """The bytes of the chunk that `next` has just given to a connection."""
+        piece = self.lanes[number].flight[-1][0]
+        assert isinstance(piece, Piece)
+        assert piece.source.view is not None
+        return piece.source.view[piece.offset : piece.offset + piece.length]
 
     @property
     def has_words(self) -> bool:
@@ -325,7 +322,7 @@ class SendMachine(LinkMachine[Cargo]):
                 self._ring.rotate(-1)
             else:
                 transfer.deficit -= size
-                piece = transfer.take(step)
+                piece = transfer.take(size)
                 if not transfer.uncut:
                     self._say_end(transfer)
                 return piece
@@ -350,27 +347,32 @@ class SendMachine(LinkMachine[Cargo]):
 
     def _take(self, signal: Signal, now: float) -> None:
         match signal:
-            case Credit(transfer, limit):
-                self._credit(transfer, limit, now)
+            case Credit():
+                self._credit(signal, now)
             case Result(transfer, delivered, reason):
                 self._result(transfer, delivered, reason, now)
             case _:
                 raise ProtocolError(f"{type(signal).__name__} does not come from a receiver")
 
-    def _credit(self, transfer: bytes, limit: int, now: float) -> None:
-        outgoing = self._transfers.get(transfer)
+    def _credit(self, credit: Credit, now: float) -> None:
+        outgoing = self._transfers.get(credit.transfer)
         if outgoing is None:
-            early = self._remember(transfer)
-            if early is not None:
-                early.credit = max(early.credit, limit)
+            early = self._remember(credit.transfer)
+            if early is not None and credit.limit > early.credit:
+                early.credit, early.first = credit.limit, credit.first
             return
-        if outgoing.state.name == "open" and limit > outgoing.credit:
-            outgoing.credit = limit
+        if outgoing.state.name == "open" and credit.limit > outgoing.credit:
+            self._grant(outgoing, credit.limit, credit.first)
             if outgoing.blocked_since is not None:
                 outgoing.blocked_s += now - outgoing.blocked_since
                 outgoing.blocked_since = None
             self._enter(outgoing)
             self._say_end(outgoing)
+
+    def _grant(self, outgoing: _Outgoing, limit: int, first: int) -> None:
+        if not outgoing.credit:
+            self._events.append(TransferGranted(outgoing.id, first))
+        outgoing.credit = limit
 
     def _result(self, transfer: bytes, delivered: bool, reason: str, now: float) -> None:
         outgoing = self._transfers.get(transfer)

@@ -10,7 +10,7 @@ Little-endian, no padding. Every head has 54 bytes::
       2 End       u32 tokens | u32 frames
       3 Abort                                                                     payload: reason, UTF-8
     from the receiver
-      4 Credit    u64 limit
+      4 Credit    u64 limit | u32 first
       5 Result    u8 delivered                                                    payload: reason, UTF-8
     from both
       6 Progress  u64 records | u64 bytes
@@ -71,6 +71,7 @@ _PREFIX = struct.Struct("<BBHI16s")
 _CHUNK = struct.Struct("<BBHI16sIII18s")
 _NUMBERS = struct.Struct("<BBHI16sII22x")
 _LONG = struct.Struct("<BBHI16sQ22x")
+_CREDIT_HEAD = struct.Struct("<BBHI16sQI18x")
 _LONGS = struct.Struct("<BBHI16sQQ14x")
 _FLAG = struct.Struct("<BBHI16sB29x")
 _BARE = struct.Struct("<BBHI16s30x")
@@ -106,10 +107,12 @@ class Abort(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """The sender may have sent chunks for up to `limit` bytes of charge since the transfer began (see `receiving`)."""
+    """The sender may have sent chunks for up to `limit` bytes of charge since the transfer began (see `receiving`).
+    The receiver has the positions before `first` already."""
 
     transfer: bytes
     limit: int
+    first: int
 
 
 class Result(NamedTuple):
@@ -178,16 +181,17 @@ def frame_of(header: bytes, payload: memoryview) -> KVFrame:
 
 def pack(signal: Signal) -> tuple[bytes, bytes]:
     """The head, and the payload of all but chunks: a chunk's payload lies in its frame."""
+    if isinstance(signal, Chunk):  # nearly every one
+        transfer, frame, offset, total, grid, header, length = signal
+        return _CHUNK.pack(CHUNK_KIND, grid, 0, length, transfer, frame, offset, total, header), b""
     match signal:
-        case Chunk(transfer, frame, offset, total, grid, header, length):
-            return _CHUNK.pack(CHUNK_KIND, grid, 0, length, transfer, frame, offset, total, header), b""
         case End(transfer, tokens, frames):
             return _NUMBERS.pack(_END, 0, 0, 0, transfer, tokens, frames), b""
         case Abort(transfer, reason):
             text = _text(reason, MAX_REASON_BYTES)
             return _BARE.pack(_ABORT, 0, 0, len(text), transfer), text
-        case Credit(transfer, limit):
-            return _LONG.pack(_CREDIT, 0, 0, 0, transfer, limit), b""
+        case Credit(transfer, limit, first):
+            return _CREDIT_HEAD.pack(_CREDIT, 0, 0, 0, transfer, limit, first), b""
         case Result(transfer, delivered, reason):
             text = _text(reason, MAX_REASON_BYTES)
             return _FLAG.pack(_RESULT, 0, 0, len(text), transfer, delivered), text
@@ -230,7 +234,7 @@ def unpack(head: bytes, text: bytes) -> Signal:
     if kind == _PROGRESS:
         return Progress(*_LONGS.unpack(head)[5:])
     if kind == _CREDIT:
-        return Credit(transfer, _LONG.unpack(head)[5])
+        return Credit(transfer, *_CREDIT_HEAD.unpack(head)[5:])
     if kind == _END:
         return End(transfer, *_NUMBERS.unpack(head)[5:])
     if kind == _ABORT:

@@ -165,10 +165,7 @@ class SimulatedLink:
             signal = machine.next(wire.lanes[role], self.now)
             if signal is None:
                 return
-            payload = None
-            if isinstance(signal, Chunk):
-                piece = self.sender.last_piece(wire.lanes[role])
-                payload = None if piece is None else self.sender.payload_of(piece)
+            payload = self.sender.payload(wire.lanes[role]) if isinstance(signal, Chunk) else None
             data = bytes(channel.seal(signal, payload))
             wire.allowance[role] -= len(data)
             wire.flying[role].append((self.now + wire.delay + len(data) / wire.rate, data))

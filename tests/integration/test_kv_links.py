@@ -531,6 +531,9 @@ def test_a_replayed_connection_authenticates_nobody(pair: Pair) -> None:
             while replay.recv(4096):
                 pass
     assert len(recorded) == 2
+    deadline = time.monotonic() + 10
+    while receiving.connections and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert receiving.statistics().connections_lost == 1
 
 

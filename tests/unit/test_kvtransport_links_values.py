@@ -16,7 +16,8 @@ from p2pserve.kvtransport import (
     TicketError,
     TransferTicket,
 )
-from p2pserve.kvtransport.channel import LINK_HELLO_BYTES, Channel, LinkHello, RekeyBounds, Role, parse_link_hello
+from p2pserve.kvtransport.channel import LINK_HELLO_BYTES, Channel, LinkHello, Role, parse_link_hello
+from p2pserve.kvtransport.ciphers import RekeyBounds
 from p2pserve.kvtransport.dialling import Dialler
 from p2pserve.kvtransport.fuzz import fuzz
 from p2pserve.kvtransport.permits import RelayLedger, pack_relay_hello
@@ -76,7 +77,8 @@ def give(channel: Channel, data: bytes, payload: bytearray | None = None) -> lis
         Chunk(KEY, 3, 4096, 5000, 12, bytes(18), 904),
         End(KEY, 1500, 32),
         Abort(KEY, "für immer"),
-        Credit(KEY, 1 << 40),
+        Credit(KEY, 1 << 40, 0),
+        Credit(KEY, 5, (1 << 32) - 1),
         Result(KEY, True, ""),
         Result(KEY, False, "no blocks"),
         Progress(1 << 40, 1 << 50),
@@ -110,7 +112,7 @@ def test_channels_carry_signals_and_payloads_both_ways() -> None:
     assert payload[100:132] not in data, "nothing travels in the clear"
     assert give(accepts, data, into) == [chunk, Ping(3)]
     assert into == payload
-    assert give(dials, bytes(accepts.seal(Credit(KEY, 5)))) == [Credit(KEY, 5)]
+    assert give(dials, bytes(accepts.seal(Credit(KEY, 5, 0)))) == [Credit(KEY, 5, 0)]
 
 
 def test_keys_are_replaced_at_the_bounds_on_both_sides() -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from p2pserve.kvtransport.channel import Role
 from p2pserve.kvtransport.errors import ProtocolError, TransferError
 from p2pserve.kvtransport.frames import KVFrame
-from p2pserve.kvtransport.lanes import LinkSettings
-from p2pserve.kvtransport.receiving import MIN_WINDOW_BYTES
-from p2pserve.kvtransport.sending import FRAME_CHARGE
+from p2pserve.kvtransport.lanes import FrameReady, LinkSettings
+from p2pserve.kvtransport.receiving import MIN_WINDOW_BYTES, ReceiveMachine
+from p2pserve.kvtransport.sending import FRAME_CHARGE, SendMachine
 from p2pserve.kvtransport.signals import Chunk, Credit, End, Progress, Result, frame_header
 from p2pserve.kvtransport.simulated import SimulatedLink, SimulatedWire
 
@@ -101,6 +101,56 @@ def test_what_is_not_consumed_holds_the_sender_back() -> None:
     link.run_until_ended(1)
     assert states(link, key) == ("delivered", "delivered")
     assert_intact(link, key, sizes)
+
+
+def credits_said(sizes: list[int], window: int, chunk_bytes: int) -> int:
+    """How often the receiver tells its limit until all frames have arrived, each consumed as soon as it is whole."""
+    key, now, said = bytes(16), 0.0, 0
+    machine_settings = LinkSettings(chunk_bytes=chunk_bytes)
+    sender, receiver = SendMachine(machine_settings, 60.0, now), ReceiveMachine(machine_settings, 60.0, now)
+    there, here = sender.connected("", now), receiver.connected("", now)
+    receiver.expect(key, 60.0, now)
+    receiver.grant(key, window)
+    sender.open(key, 60.0, now)
+    for size in sizes:
+        sender.push(key, frame(0, bytes(size)), now)
+    moving = True
+    while moving:
+        moving = False
+        while (signal := receiver.next(here, now)) is not None:
+            said += isinstance(signal, Credit)
+            sender.received(there, signal, now)
+            moving = True
+        while (signal := sender.next(there, now)) is not None:
+            moving = True
+            if isinstance(signal, Chunk):
+                placement = receiver.place(here, signal, now)
+                assert placement is not None
+                receiver.placed(here, placement, now)
+            else:
+                receiver.received(here, signal, now)
+            for event in receiver.events():
+                assert isinstance(event, FrameReady)
+                receiver.consumed(key, event.frame)
+    progress = receiver.progress(key)
+    assert progress is not None
+    assert progress.frames == len(sizes), "the sender starves"
+    return said
+
+
+def test_credit_is_told_by_eighths_of_the_window() -> None:
+    window = 32 << 20
+    assert credits_said([256 << 10] * 512, window, 1 << 18) <= 2 + (128 << 20) // (window // 8)
+
+
+@given(
+    st.lists(st.integers(1, 2 * MIN_WINDOW_BYTES), min_size=1, max_size=12),
+    st.integers(MIN_WINDOW_BYTES, 3 * MIN_WINDOW_BYTES),
+    st.sampled_from([1 << 18, 1 << 20]),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_sender_never_starves_for_a_limit_that_is_kept_back(sizes: list[int], window: int, chunk_bytes: int) -> None:
+    credits_said(sizes, window, chunk_bytes)
 
 
 def test_a_frame_larger_than_the_window_still_arrives() -> None:
@@ -319,7 +369,7 @@ def violations() -> list[tuple[Role, list[object]]]:
         (Role.RECEIVER, [End(key, 1, 1), Chunk(key, 1, 0, 10, 12, header, 10)]),
         (Role.RECEIVER, [Chunk(key, 5, 0, 10, 12, header, 10), End(key, 1, 1)]),
         (Role.RECEIVER, [End(other, 1, 1)]),
-        (Role.RECEIVER, [Credit(key, 5)]),
+        (Role.RECEIVER, [Credit(key, 5, 0)]),
         (Role.RECEIVER, [Progress(1000, 0)]),
         (Role.SENDER, [Result(key, True, "")]),
         (Role.SENDER, [Progress(1000, 0)]),
