@@ -1,0 +1,27 @@
+"""Models: what the network must know of one, which can be served, and getting the weights that a stage needs.
+
+`open_model` looks at configuration, tokenizer and the sizes of all weights; `Model.fetch` gets those of a range of
+layers.
+"""
+
+from .checkpoint import Checkpoint, LayerRange
+from .errors import ModelError
+from .info import ModelInfo, WeightSizes
+from .opening import BUNDLED, Model, open_model, read_json
+from .progress import Progress, ProgressLine, Report, TerminalProgress
+
+__all__ = [
+    "BUNDLED",
+    "Checkpoint",
+    "LayerRange",
+    "Model",
+    "ModelError",
+    "ModelInfo",
+    "Progress",
+    "ProgressLine",
+    "Report",
+    "TerminalProgress",
+    "WeightSizes",
+    "open_model",
+    "read_json",
+]

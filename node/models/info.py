@@ -1,0 +1,190 @@
+"""What the network needs to know of a model, read from its configuration; models that cannot be served are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+
+from .errors import ModelError
+
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+MAX_LAYERS = 4096  # far above any model; bounds what an advert may say
+
+
+class WeightSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of a model's weights as they are stored, by part.
+
+    `shared` comes with every stage. `tied`: the last stage multiplies with the embeddings and holds them too.
+    `float_bytes`: of one weight, when most are plain floating-point numbers, which an engine converts to the dtype that
+    it computes in; 0 for a quantised model, whose weights stay as they are.
+    """
+
+    layers: Annotated[tuple[Bytes, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+    embeddings: Bytes
+    head: Bytes
+    shared: Bytes = 0
+    float_bytes: Bytes = 0
+    tied: bool = False
+
+    def of_stage(self, first: int, last: int, float_bytes: int = 0) -> int:
+        """Bytes that layers `[first, last)` take with what belongs to them, in the dtype of an engine.
+
+        `float_bytes`: bytes of one number in that dtype (4 for float32); 0 for the dtype that they are stored in.
+        """
+        if not 0 <= first < last <= len(self.layers):
+            raise ValueError(f"layers [{first}, {last}) are not a part of [0, {len(self.layers)})")
+        total = self.shared + sum(self.layers[first:last])
+        at_end = last == len(self.layers)
+        if first == 0 or (at_end and self.tied):
+            total += self.embeddings
+        if at_end:
+            total += self.head
+        return total * float_bytes // self.float_bytes if float_bytes and self.float_bytes else total
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the network needs to know of a model; `service` names it, the same on every box.
+
+    `windows`: how many tokens each layer looks back, 0 for all of them; empty when no layer is limited.
+    """
+
+    service: Annotated[str, msgspec.Meta(min_length=1)]
+    name: str
+    layers: Annotated[Count, msgspec.Meta(le=MAX_LAYERS)]
+    hidden: Count
+    kv_heads: Count
+    head_dim: Count
+    vocabulary: Count
+    max_model_len: Count
+    weights: WeightSizes
+    windows: Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.weights.layers) != self.layers:
+            raise ValueError(f"model.weights has {len(self.weights.layers)} layers, and the model {self.layers}")
+        if self.windows and len(self.windows) != self.layers:
+            raise ValueError(f"model.windows has {len(self.windows)} layers, and the model {self.layers}")
+
+    def kv_bytes(self, tokens: int, first: int, last: int, float_bytes: int) -> int:
+        """What the KV of one sequence of `tokens` takes in layers `[first, last)`, `float_bytes` for each number."""
+        windows = self.windows[first:last] or (0,) * (last - first)
+        positions = sum(min(tokens, window) if window else tokens for window in windows)
+        return 2 * self.kv_heads * self.head_dim * float_bytes * positions
+
+
+def check_architecture(config: dict[str, Any], name: str) -> None:
+    """Refuse what can be known not to work from `config.json` alone. Raises ModelError."""
+    named = config.get("architectures")
+    architectures = [str(a) for a in named] if isinstance(named, list) else []
+    if not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
+        shown = ", ".join(architectures) or "none named"
+        raise ModelError(f"model {name}: not a causal language model (architectures: {shown})")
+    if config.get("is_encoder_decoder") is True:
+        raise ModelError(f"model {name}: an encoder-decoder model; only decoders can be served")
+    if config.get("kv_lora_rank") is not None:
+        raise ModelError(
+            f"model {name}: multi-head latent attention (kv_lora_rank) keeps no keys and values that could be moved "
+            "between boxes; take a model with plain or grouped-query attention"
+        )
+    state = _sign_of_state(config, architectures)
+    if state is not None:
+        raise ModelError(
+            f"model {name}: a state-space or hybrid model ({state}), whose state cannot be moved between boxes; take a "
+            "model whose layers are all attention"
+        )
+    uneven = next((key for key in _UNEVEN_KEYS if config.get(key) is not None), None)
+    if uneven is not None:
+        raise ModelError(f"model {name}: its layers keep keys and values of different shapes ({uneven}); take another")
+
+
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+_STATE_KEYS = re.compile(
+    r"mamba_|ssm_|rwkv|(?:state_size|linear_conv_kernel_dim|linear_attn_config|attn_type_list|conv_L_cache|lru_width"
+    r"|layers_block_type|hybrid_override_pattern|block_types)$"
+)
+_STATE_NAMES = re.compile(
+    r"Mamba|Jamba|Bamba|FalconH1|Hybrid|NemotronH|Plamo2|Lfm2|Qwen3Next|RecurrentGemma|Rwkv|xLSTM"
+)
+_UNEVEN_KEYS = ("block_configs", "global_head_dim", "num_global_key_value_heads")
+
+
+def _sign_of_state(config: dict[str, Any], architectures: list[str]) -> str | None:
+    """What gives away a layer that keeps something other than keys and values, if anything does."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        for kind in kinds:
+            if str(kind) not in _ATTENTION:
+                return f"layer_types: {kind}"
+    for key, value in config.items():
+        if value is not None and _STATE_KEYS.match(key):
+            return key
+    return next((a for a in architectures if _STATE_NAMES.search(a)), None)
+
+
+_UNIFORM_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+
+
+def kv_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """`ModelInfo.windows`. What is not known for sure counts as unlimited: that never promises too much memory."""
+    window = config.get("sliding_window")
+    chunk = config.get("attention_chunk_size")
+    by_kind = {"sliding_attention": window, "chunked_attention": chunk}
+    kinds = config.get("layer_types")
+    if config.get("use_sliding_window") is False:
+        by_kind["sliding_attention"] = None
+    if not isinstance(kinds, list):
+        kinds = ["sliding_attention" if config.get("model_type") in _UNIFORM_WINDOWS else "full_attention"] * layers
+    windows = tuple(int(by_kind.get(str(kind)) or 0) for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def describe(name: str, service: str, config: dict[str, Any], weights: WeightSizes, layers: int) -> ModelInfo:
+    """Read the sizes of a model. Raises ModelError for a configuration that lacks or garbles one."""
+    try:
+        heads = int(_first(config, "num_attention_heads", "n_head", "n_heads", "num_heads"))
+        hidden = int(_first(config, "hidden_size", "n_embd", "d_model"))
+        kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+        if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+            kv_heads = 1  # Falcon's and StarCoder's way of saying so
+        longest = config.get("max_position_embeddings") or config.get("n_positions") or config.get("max_seq_len")
+        return ModelInfo(
+            service=service,
+            name=name,
+            layers=layers,
+            hidden=hidden,
+            kv_heads=int(kv_heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocabulary=int(config["vocab_size"]),
+            max_model_len=int(longest or 2048),
+            weights=weights,
+            windows=kv_windows(config, layers),
+        )
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise _garbled(name, error) from error
+
+
+def layer_count(config: dict[str, Any], name: str) -> int:
+    """How many layers the model has. Raises ModelError."""
+    try:
+        layers = int(_first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+        if not 1 <= layers <= MAX_LAYERS:
+            raise ValueError(f"{layers} layers")
+        return layers
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise _garbled(name, error) from error
+
+
+def _garbled(name: str, error: Exception) -> ModelError:
+    return ModelError(f"model {name}: config.json lacks or garbles {error}")
+
+
+def _first(config: dict[str, Any], *keys: str) -> Any:
+    """The value of the first key that is there; the key to name in an error is the first one."""
+    for key in keys:
+        if key in config:
+            return config[key]
+    raise KeyError(keys[0])

@@ -1,0 +1,147 @@
+"""Finding a model, checking it before anything is started with it, and fetching the part that is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from .checkpoint import Checkpoint, LayerRange, local_checkpoint
+from .errors import ModelError
+from .info import ModelInfo, check_architecture, describe, layer_count
+from .progress import Report
+
+if TYPE_CHECKING:
+    from .hub import Repository
+
+BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+
+
+@final
+class Model:
+    """A model in Hugging Face format that has been looked at.
+
+    `folder` has its configuration and tokenizer; of a model from a hub, weights are there only once `fetch` has run.
+    """
+
+    def __init__(
+        self, info: ModelInfo, folder: Path, config: dict[str, Any], checkpoint: Checkpoint, source: Repository | None
+    ) -> None:
+        self.info = info
+        self.folder = folder
+        self.config = config
+        self._checkpoint = checkpoint
+        self._source = source
+
+    def __repr__(self) -> str:
+        return f"<Model {self.info.service} in {self.folder}>"
+
+    def fetch(self, first: int = 0, last: int | None = None, report: Report | None = None) -> Path:
+        """Have the weights of layers `[first, last)`, and what comes with them, in `folder`; return it.
+
+        Blocks for as long as a download takes. `report` is called from its threads; what it raises ends the download,
+        and what has come stays for the next time. Raises ModelError, and ValueError for layers that are not there.
+        """
+        layers = LayerRange(first, self.info.layers if last is None else last, self.info.layers)
+        if self._source is not None:
+            self._source.fetch_weights(self._checkpoint, layers, report)
+        return self.folder
+
+
+def open_model(name: str) -> Model:
+    """Resolve `name` (a folder, `bundled`, or a Hugging Face id) and check it. Raises ModelError.
+
+    Of a model on a hub, the configuration and the tokenizer are fetched and the headers of the weights are read. See
+    `hub` for the environment variables that count.
+    """
+    if name == "bundled":
+        return _open_folder(name, BUNDLED)
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # ~ of nobody
+        raise ModelError(f"model {name}: no such folder: {error}") from error
+    if name and path.is_dir():
+        return _open_folder(path.resolve().name, path.resolve())
+    if name and path.exists():
+        raise ModelError(f"model {name}: this is a file; give the folder that holds config.json")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(f"model {name}: no such folder (and not a Hugging Face id of the form owner/name)")
+    return _open_repository(name)
+
+
+def _open_folder(name: str, folder: Path) -> Model:
+    config = _checked_config(name, folder)
+    _check_tokenizer(name, folder)
+    checkpoint = local_checkpoint(folder, name, tied=_tied(config))
+    try:
+        service = f"{name}-{_fingerprint(folder)}"
+    except OSError as error:
+        raise ModelError(f"model {name}: {error.filename} cannot be read: {error.strerror}") from error
+    return _described(name, service, folder, config, checkpoint, None)
+
+
+def _open_repository(name: str) -> Model:
+    from .hub import find  # the hub's library takes half a second, which a local folder need not pay
+
+    repository = find(name)
+    config = _checked_config(name, repository.folder)  # before anything else is fetched
+    repository.fetch_small()
+    _check_tokenizer(name, repository.folder)
+    checkpoint = repository.checkpoint(tied=_tied(config))
+    service = f"{Path(name).name}-{repository.commit[:8]}"
+    return _described(name, service, repository.folder, config, checkpoint, repository)
+
+
+def _described(
+    name: str, service: str, folder: Path, config: dict[str, Any], checkpoint: Checkpoint, source: Repository | None
+) -> Model:
+    layers = layer_count(config, name)
+    try:
+        weights = checkpoint.weights(layers)
+    except ValueError as error:
+        raise ModelError(f"model {name}: {error} in its safetensors files") from error
+    return Model(describe(name, service, config, weights, layers), folder, config, checkpoint, source)
+
+
+def _checked_config(name: str, folder: Path) -> dict[str, Any]:
+    config = read_json(folder / "config.json", name)
+    check_architecture(config, name)
+    return config
+
+
+def _check_tokenizer(name: str, folder: Path) -> None:
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"model {name}: no tokenizer.json in {folder}; convert the tokenizer to the fast format")
+
+
+def _tied(config: dict[str, Any]) -> bool:
+    return config.get("tie_word_embeddings") is True
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """A JSON object from a model's folder. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model {name}: no {path.name} in {path.parent}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model {name}: {path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"model {name}: {path} is not a JSON object")
+    return value
+
+
+def _fingerprint(folder: Path) -> str:
+    """Eight hex digits that differ between models of one name: KV of one must never reach the other.
+
+    Hashes the configuration and, of each weight file, name, size and first megabyte: reading everything would take
+    minutes for a large model.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest.update((folder / "tokenizer.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:8]
