@@ -33,7 +33,7 @@ from ..kvtransport.sockets import read_link_hello
 from ..kvtransport.tickets import LinkTicket, issue_link, issue_transfer
 from .engine import protocol
 from .engine_link import EngineError, EngineLink, ForkServer, open_fork_server
-from .model import ModelError, open_model
+from .models import ModelError, ModelInfo, open_model
 
 Mode = Literal["auto", "layerwise", "serialised"]
 
@@ -113,12 +113,13 @@ class _Engine:
 class _Bench:
     """Two engines on this machine, and the link from the first to the second."""
 
-    def __init__(self, prefill: _Engine, decode: _Engine, port: int, codec: str, vocabulary: int) -> None:
+    def __init__(self, prefill: _Engine, decode: _Engine, port: int, codec: str, shape: ModelInfo) -> None:
         self._prefill, self._decode = prefill, decode
         self._port = port
         self._codec = codec
-        self._vocabulary = vocabulary
+        self._vocabulary = shape.vocabulary
         self._rng = random.Random(1)
+        self._all = protocol.Slice(first_layer=0, last_layer=shape.layers, first_head=0, last_head=shape.kv_heads)
         self._link: LinkTicket = issue_link(LEASE_S, secrets.token_bytes)
 
     def prompt(self, tokens: int) -> tuple[int, ...]:
@@ -138,14 +139,17 @@ class _Bench:
         ticket = issue_transfer(self._link.link, self._codec, DEADLINE_S, secrets.token_bytes)
         request = secrets.token_hex(4)
         outlet = protocol.Outlet(
+            slice=self._all,
+            ticket=ticket,
             link=self._link,
             paths=(Path("127.0.0.1", self._port, pace_bytes_s=bytes_s),),
             gbps=bytes_s / 1.25e8 if bytes_s else FAST_GBPS,
             rtt_s=0.0001,
             pacing=mode,
         )
-        self._decode.send(_submit(f"d{request}", prompt, receive=ticket, inlet=self._link, receive_tokens=tokens))
-        self._prefill.send(_submit(f"p{request}", prompt, send=ticket, outlet=outlet))
+        inlet = protocol.Inlet(slice=self._all, ticket=ticket, link=self._link)
+        self._decode.send(_submit(f"d{request}", prompt, receive=(inlet,), receive_tokens=tokens))
+        self._prefill.send(_submit(f"p{request}", prompt, send=(outlet,)))
         report = await self._prefill.report(ticket.transfer)
         await self._decode.until_finished(f"d{request}")
         return report
@@ -227,11 +231,11 @@ async def run(model: str, codec: str, tokens: int, repeats: int) -> Report:
     opened = open_model(model)
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
         log = FilePath(folder) / "engine.log"
-        config = protocol.EngineConfig(model=str(opened.folder), kv_cache_mib=256, threads=1, log_file=str(log))
+        config = protocol.EngineConfig(model=str(opened.fetch()), kv_cache_mib=256, threads=1, log_file=str(log))
         async with open_fork_server(log=log, threads=1) as server:
             prefill, decode = await _start(server, config), await _start(server, config)
             async with _listener(decode) as port:
-                bench = _Bench(prefill, decode, port, codec, opened.info.vocabulary)
+                bench = _Bench(prefill, decode, port, codec, opened.info)
                 return await _measure(bench, model, codec, tokens, repeats)
 
 

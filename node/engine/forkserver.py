@@ -12,7 +12,9 @@ would inherit locks without the threads that hold them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import selectors
@@ -22,6 +24,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,6 +33,15 @@ from .logfile import redirect_output
 
 _log = logging.getLogger(__name__)
 
+# What vLLM imports only while it builds an engine: most of a second in each of them.
+_IMPORTED_LATE = (
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.renderers.hf",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.pool.flash_maxsim",
+)
 LAST_EXITS_S = 3.0
 REAP_INTERVAL_S = 0.1  # how late an exit may be reported; the engine's own socket tells of it at once
 
@@ -43,15 +55,27 @@ def preload() -> str:
     import vllm.v1.engine.llm_engine
     from vllm.platforms import current_platform
 
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ImportError):  # each child would find that out for itself
+            importlib.import_module(name)
     if current_platform.is_cpu():
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
 
-    from . import connector, process  # noqa: F401  (imported for the children)
+        _rebind_kernels(current_platform)
+
+    from . import process  # noqa: F401  (imported for the children)
 
     gc.collect()
     gc.freeze()  # children then share these pages instead of copying them at their first collection
     return str(vllm.__version__)
+
+
+def _rebind_kernels(platform: Any) -> None:
+    """Do once what each worker would: vLLM looks through all modules (half a second) for Triton kernels that have a
+    C++ version on a CPU. Modules that a child imports later find them replaced already."""
+    platform.register_triton_kernel_overrides()
+    type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 class ForkServer:

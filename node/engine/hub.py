@@ -1,26 +1,24 @@
-"""All transfers and links of one engine process: the one thing that its scheduler side, its worker side and the agent
-talk to.
-"""
+"""All transfers and links of one worker process: what its connector and the agent talk to."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import final
 
-from ...kernels.codec import wire_dtype
 from ...kvtransport.channel import parse_link_hello
-from ...kvtransport.dialling import Path
 from ...kvtransport.endpoint import Endpoint
-from ...kvtransport.errors import ProtocolError
+from ...kvtransport.errors import ProtocolError, TransferError
 from ...kvtransport.lanes import LinkSettings
 from ...kvtransport.receive_link import ReceiveLink
 from ...kvtransport.send_link import SendLink
-from ...kvtransport.tickets import LinkTicket, TransferTicket
+from .incoming import Incoming
+from .layout import Shard
+from .outgoing import Budget, Outgoing
 from .pacing import Pacer
-from .protocol import LinkReport, Outlet, PathReport, TransferReport
-from .transfers import Budget, Geometry, Incoming, Outgoing
+from .protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, PathReport, SetPaths, TransferReport
 
 REPORT_INTERVAL_S = 0.25
 ENCODED_BYTES = 64 << 20  # encoded and not yet confirmed, of all links together
@@ -28,22 +26,23 @@ ENCODED_BYTES = 64 << 20  # encoded and not yet confirmed, of all links together
 Tell = Callable[[TransferReport | LinkReport], None]
 
 
+@final
 class TransferHub:
-    """All transfers of an engine process, found by transfer id, and the links they take.
+    """All transfers of a worker, found by transfer id, and the links they take.
 
-    `report` is called by threads of the hub, with the end of each outgoing transfer, and several times a second with
-    how each link gets on that has one.
+    `report` is called by threads of the hub, with the end of everything that is sent, once for each link of a transfer,
+    and several times a second with how each link gets on that has a transfer.
     """
 
-    def __init__(self, geometry: Geometry, limit_bytes: int, report: Tell) -> None:
-        self._geometry = geometry
+    def __init__(self, shard: Shard, limit_bytes: int, report: Tell) -> None:
+        self.shard = shard
         self._limit = limit_bytes
         self._report = report
         self._budget = Budget(limit_bytes)
-        self.pacer = Pacer(geometry.layers, geometry.heads, geometry.head_dim, wire_dtype(geometry.dtype))
+        self.pacer = Pacer(shard)
         self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=min(limit_bytes, ENCODED_BYTES)))
         self._lock = threading.Lock()
-        self._outgoing: dict[bytes, Outgoing] = {}
+        self._outgoing: dict[bytes, dict[bytes, Outgoing]] = {}  # transfer -> link -> what goes over it
         self._incoming: dict[bytes, Incoming] = {}
         self._sending = threading.Event()
         threading.Thread(target=self._tell, name="kv-reporter", daemon=True).start()
@@ -60,53 +59,66 @@ class TransferHub:
         except ProtocolError:
             connection.close()
 
-    def set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
-        """Take other ways from now on, also for what is under way."""
-        known = self._endpoint.link(link)
-        if isinstance(known, SendLink):
-            known.set_paths(paths)
-
-    def close_link(self, link: bytes, reason: str) -> None:
-        """End a link, and what is open on it. Goodbyes are said by a thread: the engine's must not wait for them."""
-        name = f"kv-close-{link.hex()[:8]}"
-        threading.Thread(target=self._endpoint.forget, args=(link, reason), name=name, daemon=True).start()
+    def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+        """What the agent wants of a link or a transfer; what is not known here is no matter."""
+        match order:
+            case SetPaths(link=link, paths=paths):
+                known = self._endpoint.link(link)
+                if isinstance(known, SendLink):
+                    known.set_paths(paths)
+            case CloseLink(link=link, reason=reason):
+                # Goodbyes are said by a thread: the engine's must not wait for them.
+                name = f"kv-close-{link.hex()[:8]}"
+                threading.Thread(target=self._endpoint.forget, args=(link, reason), name=name, daemon=True).start()
+            case AbortTransfer(transfer=transfer, reason=reason):
+                self.abort(transfer, reason)
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """End a transfer in either direction."""
-        outgoing, incoming = self.outgoing(transfer), self.incoming(transfer)
-        if outgoing is not None:
+        incoming = self.incoming(transfer)
+        for outgoing in self.outgoing(transfer):
             outgoing.abort(reason)
         if incoming is not None:
             incoming.abort(reason)
 
     # ---- for the engine -------------------------------------------------------------------------------------
 
-    def send(self, ticket: TransferTicket, outlet: Outlet, tokens: int) -> None:
-        """Open the sending end for a prompt of `tokens`; the link is dialled at once, so that this hides behind the
-        first layer. Raises TransferError."""
-        link = self._endpoint.link(outlet.link.link)
-        if isinstance(link, SendLink) and link.ended is None:
-            link.set_paths(outlet.paths)
-        else:
-            link = self._endpoint.sending(outlet.link, outlet.paths)
-        pacing = self.pacer.transfer(ticket.codec, tokens, outlet)
-        with self._lock:  # its thread may be done, and want to say so, before this one is
-            self._outgoing[ticket.transfer] = Outgoing(ticket, link, self._budget, pacing, self._sent)
-            self._sending.set()
+    def send(self, outlet: Outlet, tokens: int) -> None:
+        """Open a sending end for a prompt of `tokens`; the link is dialled at once, so that this hides behind the first
+        layer. One that cannot be opened is reported as a transfer that has failed."""
+        ticket = outlet.ticket
+        try:
+            if not self.shard.holds(outlet.slice):
+                raise TransferError(f"{outlet.slice} is not held by this worker, which holds {self.shard}")
+            link = self._endpoint.link(outlet.link.link)
+            if isinstance(link, SendLink) and link.ended is None:
+                link.set_paths(outlet.paths)
+            else:
+                link = self._endpoint.sending(outlet.link, outlet.paths)
+            pacing = self.pacer.transfer(ticket.codec, tokens, outlet)
+            with self._lock:  # its thread may be done, and want to say so, before this one is
+                outgoing = Outgoing(outlet, link, self.shard, self._budget, pacing, self._sent)
+                self._outgoing.setdefault(ticket.transfer, {})[ticket.link] = outgoing
+                self._sending.set()
+        except TransferError as error:
+            self._report(_not_opened(outlet, str(error)))
 
-    def expect(self, ticket: TransferTicket, inlet: LinkTicket, tokens: int) -> None:
+    def expect(self, inlets: Sequence[Inlet], tokens: int) -> None:
         """Open the receiving end for the first `tokens` positions of a prompt. Raises TransferError."""
-        link = self._endpoint.link(inlet.link)
-        if not isinstance(link, ReceiveLink) or link.ended is not None:
-            link = self._endpoint.receiving(inlet)
-        incoming = Incoming(ticket, link, tokens, self._geometry, self._limit)
+        links = []
+        for inlet in inlets:
+            link = self._endpoint.link(inlet.link.link)
+            if not isinstance(link, ReceiveLink) or link.ended is not None:
+                link = self._endpoint.receiving(inlet.link)
+            links.append((inlet, link))
+        incoming = Incoming(links, tokens, self.shard, self._limit)
         with self._lock:
-            self._incoming[ticket.transfer] = incoming
+            self._incoming[incoming.transfer] = incoming
 
-    def outgoing(self, transfer: bytes) -> Outgoing | None:
-        """The sending end, while it is open."""
+    def outgoing(self, transfer: bytes) -> tuple[Outgoing, ...]:
+        """The sending ends that are open."""
         with self._lock:
-            return self._outgoing.get(transfer)
+            return tuple(self._outgoing.get(transfer, {}).values())
 
     def incoming(self, transfer: bytes) -> Incoming | None:
         """The receiving end, until it is closed."""
@@ -122,32 +134,35 @@ class TransferHub:
 
     def _sent(self, report: TransferReport) -> None:
         with self._lock:
-            self._outgoing.pop(report.transfer, None)
+            links = self._outgoing.get(report.transfer, {})
+            links.pop(report.link, None)
+            if not links:
+                self._outgoing.pop(report.transfer, None)
             if not self._outgoing:
                 self._sending.clear()
         self._report(report)
 
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""
-        blocked_s: dict[bytes, float] = {}
+        blocked_s: dict[Outgoing, float] = {}
         while True:
             self._sending.wait()
             with self._lock:
-                outgoing = list(self._outgoing.values())
+                outgoing = [each for links in self._outgoing.values() for each in links.values()]
             for link in {each.link.ticket.link: each.link for each in outgoing}.values():
                 self._report(_link_report(link, [each for each in outgoing if each.link is link], blocked_s))
-            blocked_s = {each.ticket.transfer: each.progress().blocked_s for each in outgoing}
+            blocked_s = {each: each.progress().blocked_s for each in outgoing}
             time.sleep(REPORT_INTERVAL_S)
 
 
-def _link_report(link: SendLink, transfers: list[Outgoing], blocked_s: dict[bytes, float]) -> LinkReport:
+def _link_report(link: SendLink, transfers: list[Outgoing], blocked_s: dict[Outgoing, float]) -> LinkReport:
     """`blocked_s`: for how long each transfer had waited for credit at the last report."""
-    progress = {each.ticket.transfer: each.progress() for each in transfers}
+    progress = {each: each.progress() for each in transfers}
     # Until its first credit a transfer sends nothing, over connections that are up.
     blocked = [
-        each.blocked_s - blocked_s.get(key, 0.0) > REPORT_INTERVAL_S / 2
+        each.blocked_s - blocked_s.get(outgoing, 0.0) > REPORT_INTERVAL_S / 2
         or (each.bytes_queued > 0 and each.first_sent_at is None and link.connections > 0)
-        for key, each in progress.items()
+        for outgoing, each in progress.items()
     ]
     return LinkReport(
         link=link.ticket.link,
@@ -165,4 +180,23 @@ def _link_report(link: SendLink, transfers: list[Outgoing], blocked_s: dict[byte
         transfers=len(transfers),
         waiting_bytes=sum(max(0, each.bytes_queued - each.bytes_acknowledged) for each in progress.values()),
         blocked=all(blocked),
+    )
+
+
+def _not_opened(outlet: Outlet, reason: str) -> TransferReport:
+    return TransferReport(
+        transfer=outlet.ticket.transfer,
+        delivered=False,
+        reason=reason,
+        frames=0,
+        raw_bytes=0,
+        wire_bytes=0,
+        span_s=0.0,
+        visible_s=0.0,
+        hidden_fraction=1.0,
+        link=outlet.ticket.link,
+        mode=outlet.pacing,
+        paths={},
+        resent_bytes=0,
+        blocked_s=0.0,
     )

@@ -9,15 +9,38 @@ scratch block with the backend's own writer, reads the raw memory back and inver
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .protocol import Slice
 
 _DIGIT = 128  # 0..127 are exact in bf16, fp16 and fp32
 
 
 class LayoutError(Exception):
     """The backend's cache layout is none that can be read back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What part of a model's KV one worker holds, numbered as in the whole model, and in which form."""
+
+    layers: range
+    heads: range
+    head_dim: int
+    dtype: torch.dtype
+
+    def holds(self, part: Slice) -> bool:
+        """Whether all of it is here."""
+        layers, heads = self.layers, self.heads
+        return (
+            layers.start <= part.first_layer
+            and part.last_layer <= layers.stop
+            and heads.start <= part.first_head
+            and part.last_head <= heads.stop
+        )
 
 
 class LayerCache:

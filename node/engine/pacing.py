@@ -7,9 +7,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
-from ...kernels.format import Codec, WireDtype, payload_bytes
+from ...kernels.codec import wire_dtype
+from ...kernels.format import Codec, payload_bytes
 from ...kvtransport.figures import LinkFigures
 from ...kvtransport.layerwise import KVShape, LayerwiseEstimator, Mode, SendMode
+from .layout import Shard
 from .protocol import Outlet
 
 _TYPICAL_TOKENS = 512
@@ -43,8 +45,8 @@ class Pacing:
 class Pacer:
     """What one engine has measured, for all its transfers. Used by several threads."""
 
-    def __init__(self, layers: int, heads: int, head_dim: int, dtype: WireDtype) -> None:
-        self._layers, self._heads, self._head_dim, self._dtype = layers, heads, head_dim, dtype
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
         self._lock = threading.Lock()
         self._estimators: dict[str, LayerwiseEstimator] = {}
 
@@ -52,13 +54,16 @@ class Pacer:
         return f"<Pacer {self._estimators}>"
 
     def transfer(self, codec: str, tokens: int, outlet: Outlet) -> Pacing:
-        """How to hand over a prompt of `tokens`."""
+        """How to hand over a prompt of `tokens`. Estimated is all that this worker has of it: a link that carries half
+        of that is as good as one that is twice as fast."""
         streams = sum(path.streams for path in outlet.paths)
-        link = LinkFigures(rtt_s=outlet.rtt_s, one_stream_gbps=outlet.gbps / max(1, streams), capacity_gbps=outlet.gbps)
+        carried = len(outlet.slice.layers) * len(outlet.slice.heads)
+        gbps = outlet.gbps * len(self._shard.layers) * len(self._shard.heads) / carried
+        link = LinkFigures(rtt_s=outlet.rtt_s, one_stream_gbps=gbps / max(1, streams), capacity_gbps=gbps)
         with self._lock:
             mode = self._estimator(codec).decide(tokens, link, streams)
         if outlet.pacing != "auto" and mode.mode.value != outlet.pacing:
-            group = self._layers if outlet.pacing == "serialised" else 1
+            group = len(self._shard.layers) if outlet.pacing == "serialised" else 1
             mode = replace(mode, mode=SendMode(outlet.pacing), layers_per_group=group, why="asked for")
         return Pacing(mode, self, codec)
 
@@ -81,8 +86,14 @@ class Pacer:
     def _estimator(self, codec: str) -> LayerwiseEstimator:
         known = self._estimators.get(codec)
         if known is None:
+            shard = self._shard
             size = payload_bytes(
-                Codec(codec), self._dtype, start=0, tokens=_TYPICAL_TOKENS, heads=self._heads, head_dim=self._head_dim
+                Codec(codec),
+                wire_dtype(shard.dtype),
+                start=0,
+                tokens=_TYPICAL_TOKENS,
+                heads=len(shard.heads),
+                head_dim=shard.head_dim,
             )
-            known = self._estimators[codec] = LayerwiseEstimator(KVShape(self._layers, size / _TYPICAL_TOKENS))
+            known = self._estimators[codec] = LayerwiseEstimator(KVShape(len(shard.layers), size / _TYPICAL_TOKENS))
         return known

@@ -1,36 +1,42 @@
 """The main program of an engine process: one vLLM engine, driven by messages from the node's agent.
 
 One thread owns the engine and runs the loop; a reader and a writer thread serve the message socket, a third
-receives sockets of KV transfers, and each transfer has its own (see `transfers`). When the agent closes the
-message socket, or dies, the process ends.
+receives sockets of KV transfers, which a switchboard hands to the workers they are for. With tensor parallelism
+vLLM's workers are processes of their own. When the agent closes the message socket, or dies, all of them end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
 import signal
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from . import protocol
-from .connector import P2PConnector, receive_params, send_params
-from .hub import TransferHub
+from .device import DeviceKind, choose, device_of, measure
+from .kv.connector import ConnectorSettings, P2PConnector, transfer_config
+from .kv.step_work import Opening, transfer_params
+from .kv.switchboard import Switchboard
 from .logfile import redirect_output
+from .pipeline.pipes import Arrivals, PipelineError
+from .pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_stage, take_seat
+from .scratch import own_temporary_folder
+from .stats import StepMeter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 _log = logging.getLogger(__name__)
 
-SUPPORTED_VLLM = "0.32."
-CPU_KV_CACHE_MIB = 256
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 IDLE_WAIT_S = 0.001  # between steps while only KV transfers are awaited
 
@@ -49,31 +55,28 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(messages, inbox), name="agent-reader", daemon=True).start()
     started = time.monotonic()
+    switchboard = Switchboard(config.tp, outbox.send)
+    arrivals = Arrivals(config.pipes)
+    threading.Thread(target=_accept, args=(sockets, switchboard, arrivals), name="kv-acceptor", daemon=True).start()
     try:
+        if config.stage > 0:
+            make_config = partial(stage_config, config, switchboard)
+            return run_stage(config, outbox, inbox, switchboard, arrivals, make_config)
+        if config.partition:
+            check_pipeline(config)
+            take_seat(config, arrivals, end_process(outbox))
         with own_temporary_folder():
-            runner = EngineRunner(config, outbox)
-    except StartError as error:
+            runner = EngineRunner(config, outbox, switchboard)
+    except (StartError, PipelineError) as error:
         _log.exception("the engine does not start")
         outbox.send(protocol.StartFailed(reason=str(error)))
         outbox.flush()
         return 1
-    threading.Thread(target=_accept, args=(sockets, runner.hub), name="kv-acceptor", daemon=True).start()
     outbox.send(runner.ready(time.monotonic() - started))
     runner.loop(inbox)
     outbox.flush()
+    runner.close()
     return 0
-
-
-@contextlib.contextmanager
-def own_temporary_folder() -> Iterator[None]:
-    """Where vLLM puts the rendezvous file that it needs while it starts, and does not remove."""
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="p2pserve-engine-", ignore_cleanup_errors=True) as folder:
-        tempfile.tempdir = folder
-        try:
-            yield
-        finally:
-            tempfile.tempdir = before
 
 
 class Outbox:
@@ -122,7 +125,7 @@ def _read(messages: socket.socket, inbox: queue.SimpleQueue[protocol.ToEngine]) 
                 _log.warning("refused a message of the agent: %s", error)
 
 
-def _accept(sockets: socket.socket, hub: TransferHub) -> None:
+def _accept(sockets: socket.socket, switchboard: Switchboard, arrivals: Arrivals) -> None:
     """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
     while True:
         try:
@@ -132,43 +135,47 @@ def _accept(sockets: socket.socket, hub: TransferHub) -> None:
         if not hello:
             return
         for descriptor in descriptors:
-            hub.attach(hello, socket.socket(fileno=descriptor))
+            connection = socket.socket(fileno=descriptor)
+            if not arrivals.put(hello, connection):
+                switchboard.attach(hello, connection)
 
 
 class EngineRunner:
     """A vLLM engine and the loop around it. Everything but the constructor runs on one thread."""
 
-    def __init__(self, config: protocol.EngineConfig, outbox: Outbox) -> None:
+    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, switchboard: Switchboard) -> None:
         self._config = config
         self._outbox = outbox
-        self._engine = build_engine(config)
-        self._scheduler: Any = self._engine.engine_core.engine_core.scheduler  # in-process engine core
-        geometry = P2PConnector.geometry
-        assert geometry is not None  # register_kv_caches has run
-        self.hub = TransferHub(geometry, config.transfer_buffer_mib << 20, outbox.send)
-        P2PConnector.hub = self.hub
-        self._geometry = geometry
+        self._switchboard = switchboard
+        self._engine = build_engine(config, switchboard)
+        self._core: Any = self._engine.engine_core.engine_core  # in-process
+        self._scheduler: Any = self._core.scheduler
+        if config.tp > 1:
+            self._core.model_executor.register_failure_callback(_worker_lost)
+        connector = self._scheduler.get_kv_connector()
+        assert isinstance(connector, P2PConnector)
+        self._transfers = connector.scheduler_side
         self._live: dict[str, float] = {}  # request -> its deadline, on this process's clock
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reported: protocol.EngineStats | None = None
+        self._meter = StepMeter(self._scheduler, time.monotonic)
 
     def ready(self, load_s: float) -> protocol.Ready:
         """Describe the engine, with the speed of its device measured now."""
         import vllm
-        from vllm.platforms import current_platform
 
-        model = self._engine.model_config
-        tflops, memory_gbps = measure_device(current_platform.device_type, model.dtype)
+        model, device = self._engine.model_config, device_kind()
+        tflops, memory_gbps = measure(device_of(device), model.dtype)
         cache = self._engine.vllm_config.cache_config
         return protocol.Ready(
             pid=os.getpid(),
-            engine=f"vllm{'-cpu' if current_platform.is_cpu() else ''} {vllm.__version__}",
-            device=current_platform.device_type,
+            engine=f"vllm{'-cpu' if device == 'cpu' else ''} {vllm.__version__}",
+            device=device,
             dtype=str(model.dtype).removeprefix("torch."),
-            layers=self._geometry.layers,
-            kv_heads=self._geometry.heads,
-            head_dim=self._geometry.head_dim,
+            layers=model.get_total_num_hidden_layers(),
+            kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
             vocabulary=self._vocabulary,
             max_model_len=model.max_model_len,
             kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
@@ -178,6 +185,12 @@ class EngineRunner:
             memory_gbps=memory_gbps,
         )
 
+    def close(self) -> None:
+        """See worker processes and other stages off, so that none outlives this one."""
+        if self._config.tp > 1 or self._config.partition:
+            self._core.model_executor.shutdown()
+        self._switchboard.close()
+
     def loop(self, inbox: queue.SimpleQueue[protocol.ToEngine]) -> None:
         """Serve until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
         while True:
@@ -186,7 +199,9 @@ class EngineRunner:
                 if isinstance(message, protocol.Stop):
                     return
                 self._handle(message)
+            begun = time.monotonic()
             outputs = self._engine.step()
+            self._transfers.stepped(time.monotonic() - begun)
             late = self._expire()
             self._publish(outputs, late)
             if not outputs and not late and not self._scheduler.running:
@@ -194,7 +209,7 @@ class EngineRunner:
 
     def _busy(self) -> bool:
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.
-        return bool(self._scheduler.has_requests())
+        return bool(self._scheduler.has_requests() or self._core.batch_queue)
 
     def _handle(self, message: protocol.ToEngine) -> None:
         match message:
@@ -209,12 +224,12 @@ class EngineRunner:
             case protocol.Cancel(request=request):
                 if self._live.pop(request, None) is not None:
                     self._engine.abort_request([request])
-            case protocol.AbortTransfer(transfer=transfer, reason=reason):
-                self.hub.abort(transfer, reason)
-            case protocol.SetPaths(link=link, paths=paths):
-                self.hub.set_paths(link, paths)
-            case protocol.CloseLink(link=link, reason=reason):
-                self.hub.close_link(link, reason)
+            case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+                # With the next step, so that it does not overtake what has been submitted; without one, directly.
+                if self._busy():
+                    self._transfers.pass_on(message)
+                else:
+                    self._switchboard.carry_out(message)
             case protocol.Stop():
                 raise AssertionError("handled by the loop")
 
@@ -222,16 +237,11 @@ class EngineRunner:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        worst = max(submit.prompt)
+        if submit.receive and not 1 <= submit.receive_tokens <= len(submit.prompt):
+            raise ValueError(f"KV of {submit.receive_tokens} tokens is to come, of a prompt of {len(submit.prompt)}")
+        worst = max(submit.prompt, default=0)
         if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
-        params: dict[str, Any] | None = None
-        if submit.send is not None and submit.outlet is not None:
-            params = send_params(submit.send.transfer)
-            self.hub.send(submit.send, submit.outlet, len(submit.prompt))
-        elif submit.receive is not None and submit.inlet is not None:
-            params = receive_params(submit.receive.transfer, submit.receive_tokens)
-            self.hub.expect(submit.receive, submit.inlet, submit.receive_tokens)
         sampling = submit.sampling
         self._live[submit.request] = time.monotonic() + submit.deadline_s
         self._engine.add_request(
@@ -247,16 +257,12 @@ class EngineRunner:
                 stop_token_ids=[] if sampling.ignore_eos else list(self._eos),
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
-                extra_args={"kv_transfer_params": params} if params else None,
+                extra_args=_transfer_arguments(submit),
             ),
         )
 
     def _give_up(self, submit: protocol.Submit, reason: str) -> None:
         self._live.pop(submit.request, None)
-        for ticket in (submit.send, submit.receive):
-            if ticket is not None:
-                self.hub.abort(ticket.transfer, "the request was refused")
-                self.hub.close_incoming(ticket.transfer)
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
         self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
 
@@ -284,9 +290,14 @@ class EngineRunner:
                 )
             )
         stats = self._stats()
-        if news or stats != self._reported:  # also when requests have gone without a word: routes follow the load
+        pausing = not self._busy()
+        if pausing:
+            self._meter.pause()
+        iterations = self._meter.tally.take(time.monotonic(), at_once=pausing)
+        # Also when requests have gone without a word: routes follow the load.
+        if news or iterations or stats != self._reported:
             self._reported = stats
-            self._outbox.send(protocol.Step(outputs=tuple(news), stats=stats))
+            self._outbox.send(protocol.Step(outputs=tuple(news), stats=stats, iterations=iterations))
 
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self._scheduler.get_request_counts()
@@ -296,46 +307,36 @@ class EngineRunner:
         )
 
 
-def build_engine(config: protocol.EngineConfig) -> Any:
-    """Make a single-process vLLM engine with the KV connector. Raises StartError with the first cause."""
-    import vllm
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
+def _worker_lost() -> None:
+    """By a thread of vLLM's: the engine's own may wait for that worker for ever."""
+    _log.error("a worker process is gone, and this engine with it")
+    os._exit(1)
 
-    if not vllm.__version__.startswith(SUPPORTED_VLLM):
-        raise StartError(f"vLLM {vllm.__version__} is installed; p2pserve works with {SUPPORTED_VLLM}x")
-    on_cpu = current_platform.is_cpu()
-    # On a CPU 16-bit products round differently with each batch shape, and greedy answers would depend on who
-    # else is being served; float32 costs little there and makes a replayed request exact.
-    dtype = config.dtype if config.dtype != "auto" else "float32" if on_cpu else "auto"
-    settings: dict[str, Any] = {"dtype": dtype}
-    kv_cache_mib = config.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
-    if kv_cache_mib is not None:
-        settings["kv_cache_memory_bytes"] = kv_cache_mib << 20
-    if config.max_model_len is not None:
-        settings["max_model_len"] = config.max_model_len
+
+def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
+    """What the connector is to know of a request."""
+    if not submit.send and not submit.receive:
+        return None
+    opening = Opening(
+        transfer=(submit.send or submit.receive)[0].ticket.transfer,
+        tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
+        send=submit.send,
+        receive=submit.receive,
+    )
+    return {"kv_transfer_params": transfer_params(opening)}
+
+
+def build_engine(config: protocol.EngineConfig, switchboard: Switchboard) -> Any:
+    """Make a vLLM engine with the KV connector in this process. Raises StartError with the first cause."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
     try:
-        return LLMEngine.from_engine_args(
-            EngineArgs(
-                **settings,
-                model=config.model,
-                max_num_batched_tokens=config.max_batched_tokens,
-                max_num_seqs=config.max_requests,
-                gpu_memory_utilization=0.01 if on_cpu else 0.92,
-                enforce_eager=on_cpu,
-                skip_tokenizer_init=True,
-                disable_log_stats=True,
-                enable_prefix_caching=True,
-                kv_transfer_config=KVTransferConfig(
-                    kv_connector="P2PConnector",
-                    kv_connector_module_path="p2pserve.node.engine.connector",
-                    kv_role="kv_both",
-                    kv_load_failure_policy="recompute",
-                ),
-            )
-        )
+        vllm_config = engine_args(config, switchboard).create_engine_config()
+        # Set after vLLM has, which spawns on a CPU: worker processes then import for a quarter of a minute what this
+        # one has from the fork server. Where a GPU is in use already, vLLM spawns them all the same.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except Exception as error:
         # vLLM's configuration errors come wrapped in pages of context; the first line says what is wrong.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -343,6 +344,66 @@ def build_engine(config: protocol.EngineConfig) -> Any:
         if len(text) > MAX_REASON:
             text = f"{text[:MAX_REASON]}..."
         raise StartError(f"vLLM cannot load {config.model}: {text}") from error
+
+
+def stage_config(config: protocol.EngineConfig, switchboard: Switchboard) -> VllmConfig:
+    """vLLM's configuration of the same engine, for a worker that the head calls."""
+    return engine_args(config, switchboard).create_engine_config()
+
+
+def engine_args(config: protocol.EngineConfig, switchboard: Switchboard) -> EngineArgs:
+    """What vLLM is told of this engine, or of this stage of it. Sets what vLLM reads from the environment."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = engine_arguments(config)
+    settings = ConnectorSettings(
+        switchboard=switchboard.name, buffer_bytes=(config.transfer_buffer_mib << 20) // config.tp
+    )
+    return EngineArgs(**arguments, **_joined(config), kv_transfer_config=transfer_config(settings))
+
+
+def _joined(config: protocol.EngineConfig) -> dict[str, Any]:
+    """How the workers of this engine find together."""
+    if config.partition:
+        environment, arguments = pipeline_arguments(config)
+        os.environ.update(environment)
+        return arguments
+    if config.tp == 1:
+        return {"distributed_executor_backend": "uni"}
+    if device_kind() == "cpu":
+        from torch._dynamo import config as compiler
+
+        # Although told not to compile, vLLM compiles the look-up in a split embedding, at the first request, for
+        # seconds.
+        compiler.disable = True
+    return {"tensor_parallel_size": config.tp, "distributed_executor_backend": "mp"}
+
+
+def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
+    """Fields of `EngineArgs` for this model on this device, without those that join the engine with others. Sets what
+    vLLM reads from the environment."""
+    choices = choose(
+        device_kind(), dtype=config.dtype, kv_cache_mib=config.kv_cache_mib, stages=max(1, len(config.partition))
+    )
+    os.environ.update(choices.environment)
+    return {
+        **choices.arguments,
+        "model": config.model,
+        "max_model_len": config.max_model_len,
+        "block_size": config.block_size,
+        "max_num_batched_tokens": config.max_batched_tokens,
+        "max_num_seqs": config.max_requests,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+
+
+def device_kind() -> DeviceKind:
+    """What vLLM computes on here."""
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else "cuda"
 
 
 def eos_tokens(model_config: Any) -> tuple[int, ...]:
@@ -355,30 +416,3 @@ def eos_tokens(model_config: Any) -> tuple[int, ...]:
         elif isinstance(value, list):
             found.update(value)
     return tuple(sorted(found))
-
-
-def measure_device(device: str, dtype: Any, budget_s: float = 0.1) -> tuple[float, float]:
-    """Return (TFLOP/s of a 1024^3 matrix product, GB/s of a 64 MiB copy, read and write counted), medians."""
-    import torch
-
-    a = torch.rand(1024, 1024, device=device).to(dtype)
-    source = torch.empty(64 << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def median_seconds(work: Any) -> float:
-        work()
-        samples: list[float] = []
-        until = time.perf_counter() + budget_s
-        while time.perf_counter() < until or len(samples) < 3:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            work()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            samples.append(time.perf_counter() - begin)
-        return sorted(samples)[len(samples) // 2]
-
-    product_s = median_seconds(lambda: a @ a)
-    copy_s = median_seconds(lambda: target.copy_(source))
-    return 2 * 1024**3 / product_s / 1e12, 2 * source.numel() / copy_s / 1e9

@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from ...coordinator.profile import StepSample
 from ...kvtransport.dialling import Path
 from ...kvtransport.tickets import LinkTicket, TransferTicket
 
@@ -32,22 +33,43 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all messages of this protocol."""
 
 
+class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """This end of an encrypted message pipe between two stages of a replica.
+
+    `control` pipes join the head, stage 0, and every other stage; `data` pipes join each stage and the next one. The
+    lower stage dials the higher: without `dial` the socket will come over the descriptor socket.
+    """
+
+    stage: Count  # at the other end
+    kind: Literal["control", "data"]
+    ticket: LinkTicket
+    dial: Path | None = None
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one engine process is started with.
 
     `kv_cache_mib` and `max_batched_tokens` trade memory and step time for throughput: the first bounds how
     many tokens are held at once, the second how long one chunk of a prefill may delay the decodes beside it.
+
+    `tp` workers share each layer of this box. A replica that spans boxes has one process for each of its stages:
+    `partition` names the layers of all of them, `stage` which one this is, `pipes` its ways to the others.
     """
 
     model: str  # a local folder in Hugging Face format
     dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
     max_model_len: int | None = None  # None: the model's own
     kv_cache_mib: int | None = None  # None: what vLLM finds free on a GPU, 256 MiB on a CPU
+    block_size: int | None = None  # positions in a block of the paged cache; None: vLLM's choice for the device
     max_batched_tokens: int = 512
     max_requests: int = 64
     threads: int = 1
     transfer_buffer_mib: int = 256  # decoded KV held for requests that the scheduler has not admitted yet
     log_file: str | None = None
+    tp: Annotated[int, msgspec.Meta(ge=1)] = 1
+    partition: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()
+    stage: Count = 0
+    pipes: tuple[PipeEnd, ...] = ()
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,13 +83,51 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ignore_eos: bool = False
 
 
-class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The link that a transfer takes, and the ways to dial it. The paths of a link are those named last.
+class Rank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker of an engine: pipeline stage and place in the tensor-parallel group of that stage."""
 
-    `gbps` and `rtt_s` are what the node predicts of them together. `pacing` auto lets the engine decide, by what it
-    has measured, whether layers leave one by one; `layerwise` and `serialised` decide it.
+    stage: Count = 0
+    tp: Count = 0
+
+
+class Slice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rectangle of a model's KV: layers `[first_layer, last_layer)` and KV heads `[first_head, last_head)`, both as
+    numbered in the whole model."""
+
+    first_layer: Count
+    last_layer: Count
+    first_head: Count
+    last_head: Count
+
+    def __post_init__(self) -> None:
+        if self.first_layer >= self.last_layer or self.first_head >= self.last_head:
+            raise ValueError(
+                f"a slice of layers [{self.first_layer}, {self.last_layer}) and heads "
+                f"[{self.first_head}, {self.last_head}) is empty"
+            )
+
+    @property
+    def layers(self) -> range:
+        """The layers, as numbered in the model."""
+        return range(self.first_layer, self.last_layer)
+
+    @property
+    def heads(self) -> range:
+        """The KV heads, as numbered in the model."""
+        return range(self.first_head, self.last_head)
+
+
+class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one worker of this replica sends to one worker of another, the link that it takes and the ways to dial it.
+
+    The paths of a link are those named last. `gbps` and `rtt_s` are what the node predicts of them together. `pacing`
+    auto lets the engine decide, by what it has measured, whether layers leave one by one; `layerwise` and `serialised`
+    decide it.
     """
 
+    rank: Rank = Rank()
+    slice: Slice
+    ticket: TransferTicket
     link: LinkTicket
     paths: tuple[Path, ...]
     gbps: Figure
@@ -75,22 +135,39 @@ class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pacing: Literal["auto", "layerwise", "serialised"] = "auto"
 
 
-class Submit(Message, frozen=True, kw_only=True, tag="submit"):
-    """Run a request. With `send`, its prompt's KV is pushed over `outlet` and the sampled token means nothing.
+class Inlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one worker of this replica receives from one worker of another, and on which link."""
 
-    With `receive`, the first `receive_tokens` positions of KV are expected from another engine on the link
-    `inlet`, and are computed here when they do not arrive.
+    rank: Rank = Rank()
+    slice: Slice
+    ticket: TransferTicket
+    link: LinkTicket
+
+
+class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+    """Run a request. With `send`, its prompt's KV is pushed over these outlets and the sampled token means nothing.
+
+    With `receive`, the first `receive_tokens` positions of KV are expected from another engine at these inlets, and
+    are computed here as far as they do not arrive. All tickets of a request name the same transfer; each, its link.
     """
 
     request: str
     prompt: tuple[int, ...]
     sampling: Sampling
     deadline_s: float
-    send: TransferTicket | None = None
-    outlet: Outlet | None = None
-    receive: TransferTicket | None = None
-    inlet: LinkTicket | None = None
+    send: tuple[Outlet, ...] = ()
+    receive: tuple[Inlet, ...] = ()
     receive_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.send and self.receive:
+            raise ValueError("a request either sends the KV of its prompt or receives it")
+        ends: tuple[Outlet | Inlet, ...] = (*self.send, *self.receive)
+        if len({end.ticket.transfer for end in ends}) > 1:
+            raise ValueError("the tickets of a request name different transfers")
+        for end in ends:
+            if end.ticket.link != end.link.link:
+                raise ValueError("a ticket is for another link than the one beside it")
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -149,6 +226,12 @@ class StartFailed(Message, frozen=True, kw_only=True, tag="start-failed"):
     reason: str
 
 
+class EngineFailed(Message, frozen=True, kw_only=True, tag="failed"):
+    """The process ends, because a replica that spans boxes is broken. `reason` is one line for the user."""
+
+    reason: str
+
+
 class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one step added to a request. `finish`: stop, length, deadline, error or refused; None while it runs."""
 
@@ -168,11 +251,30 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_free_tokens: Count
 
 
+class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's steps since they were last told of: how many, sums over them, and a few as they were.
+
+    `decode_tokens` counts one for each request that decoded in a step, `decode_context` the positions that it held.
+    `preemptions`: requests that lost their blocks to others and start again.
+    """
+
+    steps: Count
+    seconds: Figure
+    longest_s: Figure
+    prefill_tokens: Count
+    decode_tokens: Count
+    decode_context: Count
+    preemptions: Count
+    samples: tuple[StepSample, ...]
+
+
 class Step(Message, frozen=True, kw_only=True, tag="step"):
-    """One message for all requests that a step moved."""
+    """One message for all requests that a step moved. `iterations` comes with one every 100 ms, and when the engine
+    has nothing more to do."""
 
     outputs: tuple[NewTokens, ...]
     stats: EngineStats
+    iterations: Iterations | None = None
 
 
 class TransferReport(Message, frozen=True, kw_only=True, tag="transfer"):
@@ -222,7 +324,7 @@ class LinkReport(Message, frozen=True, kw_only=True, tag="link"):
 
 
 ToEngine = Submit | Cancel | AbortTransfer | SetPaths | CloseLink | Stop
-FromEngine = Ready | StartFailed | Step | TransferReport | LinkReport
+FromEngine = Ready | StartFailed | EngineFailed | Step | TransferReport | LinkReport
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -7,8 +7,8 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from p2pserve.kernels.codec import codec_from_wire, decode, dtype_from_wire, tor
 from p2pserve.kvtransport.channel import parse_link_hello
 from p2pserve.kvtransport.dialling import Path as KvPath
 from p2pserve.kvtransport.endpoint import Endpoint
+from p2pserve.kvtransport.reslice import ShardLayout, reslice
 from p2pserve.kvtransport.sockets import read_link_hello
 from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine import protocol
@@ -29,6 +30,7 @@ from p2pserve.node.engine_link import EngineLink, EngineStartError, ForkServer, 
 
 BLOCK = 128  # vLLM's on a CPU
 COUNT = 16
+ALL = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)  # of the random model
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
 
 
@@ -53,15 +55,18 @@ class Engine:
 
     link: EngineLink | None = None
     results: dict[str, Result] = field(default_factory=dict)
-    reports: dict[bytes, protocol.TransferReport] = field(default_factory=dict)
+    reports: dict[tuple[bytes, bytes], protocol.TransferReport] = field(default_factory=dict)
     links: list[protocol.LinkReport] = field(default_factory=list)
+    iterations: list[protocol.Iterations] = field(default_factory=list)
     stats: protocol.EngineStats | None = None
     _news: trio.Event = field(default_factory=trio.Event)
 
     def on_message(self, message: protocol.FromEngine) -> None:
         match message:
-            case protocol.Step(outputs=outputs, stats=stats):
+            case protocol.Step(outputs=outputs, stats=stats, iterations=iterations):
                 self.stats = stats
+                if iterations is not None:
+                    self.iterations.append(iterations)
                 for output in outputs:
                     result = self.results.setdefault(output.request, Result())
                     result.tokens += output.tokens
@@ -69,8 +74,9 @@ class Engine:
                     result.finish = output.finish or result.finish
                     assert (output.finish == "refused") == bool(output.reason)
             case protocol.TransferReport():
-                assert message.transfer not in self.reports, "a transfer ends once"
-                self.reports[message.transfer] = message
+                key = (message.transfer, message.link)
+                assert key not in self.reports, "a transfer ends once on each of its links"
+                self.reports[key] = message
             case protocol.LinkReport():
                 self.links.append(message)
             case _:
@@ -93,6 +99,11 @@ class Engine:
             while not condition():
                 await self._news.wait()
 
+    async def report(self, way: "Way") -> protocol.TransferReport:
+        """How a transfer that it sends has ended."""
+        await self.until(lambda: way.key in self.reports)
+        return self.reports[way.key]
+
     async def finished(self, request: str) -> Result:
         await self.until(lambda: request in self.results and self.results[request].finish != "")
         return self.results[request]
@@ -103,21 +114,20 @@ class Engine:
         *,
         count: int = COUNT,
         deadline_s: float = 60.0,
-        send: "Way | None" = None,
-        receive: "Way | None" = None,
+        send: "Ways" = (),
+        receive: "Ways" = (),
         receive_tokens: int | None = None,
     ) -> str:
         request = secrets.token_hex(4)
+        send, receive = ((ways,) if isinstance(ways, Way) else ways for ways in (send, receive))
         self.send(
             protocol.Submit(
                 request=request,
                 prompt=prompt,
                 sampling=protocol.Sampling(max_tokens=1 if send else count, ignore_eos=True),
                 deadline_s=deadline_s,
-                send=send.ticket if send else None,
-                outlet=send.outlet if send else None,
-                receive=receive.ticket if receive else None,
-                inlet=receive.link if receive else None,
+                send=tuple(way.outlet for way in send),
+                receive=tuple(way.inlet for way in receive),
                 receive_tokens=(len(prompt) if receive_tokens is None else receive_tokens) if receive else 0,
             )
         )
@@ -128,6 +138,11 @@ class Engine:
         return await self.finished(self.submit(prompt, count=count))
 
     @property
+    def prefilled(self) -> int:
+        """How many positions of prompts it has computed."""
+        return sum(each.prefill_tokens for each in self.iterations)
+
+    @property
     def free(self) -> int:
         assert self.stats is not None
         return self.stats.kv_free_tokens
@@ -135,21 +150,63 @@ class Engine:
 
 @dataclass(frozen=True)
 class Way:
-    """A transfer, the link it takes, and where that is dialled."""
+    """A transfer, the link it takes, and where that is dialled: what one worker sends to one other."""
 
     ticket: TransferTicket
     link: LinkTicket
     port: int
     pacing: Literal["auto", "layerwise", "serialised"] = "auto"
+    slice: protocol.Slice = ALL
+    source: int = 0  # the tensor-parallel ranks at both ends
+    target: int = 0
+    pace_bytes_s: int = 0
+
+    @property
+    def key(self) -> tuple[bytes, bytes]:
+        """What its report is known by."""
+        return self.ticket.transfer, self.ticket.link
 
     @property
     def outlet(self) -> protocol.Outlet:
-        path = KvPath("127.0.0.1", self.port)
-        return protocol.Outlet(link=self.link, paths=(path,), gbps=10.0, rtt_s=0.0001, pacing=self.pacing)
+        path = KvPath("127.0.0.1", self.port, pace_bytes_s=self.pace_bytes_s)
+        return protocol.Outlet(
+            rank=protocol.Rank(tp=self.source),
+            slice=self.slice,
+            ticket=self.ticket,
+            link=self.link,
+            paths=(path,),
+            gbps=10.0,
+            rtt_s=0.0001,
+            pacing=self.pacing,
+        )
+
+    @property
+    def inlet(self) -> protocol.Inlet:
+        return protocol.Inlet(rank=protocol.Rank(tp=self.target), slice=self.slice, ticket=self.ticket, link=self.link)
 
     def again(self) -> "Way":
         """Another transfer on the same link."""
         return replace(self, ticket=issue_transfer(self.link.link, "raw", 30.0, secrets.token_bytes))
+
+
+Ways = Way | Sequence[Way]
+
+
+def ways_between(source_tp: int, target_tp: int, port: int) -> list[Way]:
+    """One prompt's KV from every worker of an engine to every worker of another that shares heads with it."""
+    transfer = secrets.token_bytes(16)
+    ways = []
+    for piece in reslice(ShardLayout(source_tp, (4,), 2), ShardLayout(target_tp, (4,), 2)):
+        link = issue_link(600.0, secrets.token_bytes)
+        ticket = TransferTicket(transfer=transfer, link=link.link, codec="raw", deadline_s=30.0)
+        part = protocol.Slice(
+            first_layer=piece.layers.start,
+            last_layer=piece.layers.stop,
+            first_head=piece.heads.start,
+            last_head=piece.heads.stop,
+        )
+        ways.append(Way(ticket, link, port, slice=part, source=piece.source.tp, target=piece.target.tp))
+    return ways
 
 
 @contextmanager
@@ -184,8 +241,7 @@ async def hand_off(prefill: Engine, decode_: Engine, prompt: tuple[int, ...]) ->
 async def delivered(prefill: Engine, decode_: Engine, way: Way, request: str) -> Result:
     """What the second engine made of it, once the first has reported success."""
     result = await decode_.finished(request)
-    await prefill.until(lambda: way.ticket.transfer in prefill.reports)
-    report = prefill.reports[way.ticket.transfer]
+    report = await prefill.report(way)
     assert report.delivered, report.reason
     return result
 
@@ -223,6 +279,171 @@ def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], random
                 assert first.cached >= length - 1, f"prompt of {length} tokens was computed again"
                 again = await hand_off(prefill, decode_, prompt)
                 assert again.tokens == expected.tokens, f"second prompt of {length} tokens"
+
+    trio.run(main)
+
+
+def test_workers_that_share_heads_exchange_their_parts(engine_channels: list[int], random_model: Path) -> None:
+    """One worker to two, two to one, and two to two."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            one, two, other = await start(), await start(tp=2), await start(tp=2)
+            for source, source_tp, target, target_tp in ((one, 1, two, 2), (two, 2, one, 1), (two, 2, other, 2)):
+                for length in (1, 129, 300):
+                    prompt = prompt_of(length, seed=10 * source_tp + target_tp)
+                    with socket.create_server(("127.0.0.1", 0)) as listener:
+                        ways = ways_between(source_tp, target_tp, listener.getsockname()[1])
+                        assert len(ways) == 2
+                        request = target.submit(prompt, receive=ways)
+                        source.submit(prompt, send=ways)
+                        for _ in ways:
+                            target.attach(*await accepted(listener))
+                        result = await target.finished(request)
+                        for way in ways:
+                            await delivered(source, target, way, request)
+                            assert source.reports[way.key].raw_bytes == length * 4 * 2 * 64 * 4  # one head
+                    assert result.cached >= length - 1
+                    fresh = target if source is one else one
+                    assert result.tokens == (await fresh.generate(prompt)).tokens
+
+    trio.run(main)
+
+
+# Of a prompt of 300 in blocks of 32 there and 128 here: none of a block, part of one, around its end, all but a little.
+PARTS = (1, 17, 77, 127, 128, 130, 200, 256, 299, 300)
+
+
+def test_any_part_of_a_prompt_may_be_handed_over_and_what_is_there_already_is_not_sent(
+    engine_channels: list[int], random_model: Path
+) -> None:
+    """Whatever the blocks on both sides; the rest is computed here. Again, the blocks that are cached stay at home."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            prefill, decode_ = await start(block_size=32), await start()
+            with listening() as (way, listener):
+                for number, part in enumerate(PARTS):
+                    prompt = prompt_of(300, seed=part)
+                    for again in (False, True):
+                        way = way.again()
+                        request = decode_.submit(prompt, receive=way, receive_tokens=part)
+                        prefill.submit(prompt[:part], send=way)
+                        if not number and not again:
+                            decode_.attach(*await accepted(listener))
+                        if again and part <= 2 * BLOCK:  # the whole prompt's blocks were cached when it was answered
+                            result = await decode_.finished(request)
+                            assert "no longer needed" in (await prefill.report(way)).reason
+                        else:
+                            result = await delivered(prefill, decode_, way, request)
+                            sent = part - 2 * BLOCK if again else part
+                            assert prefill.reports[way.key].raw_bytes == sent * 4 * 2 * 2 * 64 * 4
+                        assert result.tokens == (await prefill.generate(prompt)).tokens, f"{part} of 300, {again=}"
+                        assert result.cached >= min(part, 299)
+
+    trio.run(main)
+
+
+def test_engines_change_roles_while_they_serve(engine_channels: list[int], random_model: Path) -> None:
+    """Each prefills for the other, decodes for it and serves alone, all at the same time: nothing is loaded again, and
+    no request is dropped."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            pair = await start(), await start()
+            prompts = [prompt_of(length, seed=7) for length in (9, 140, 300, 64, 200, 33, 256, 129)]
+            asked: list[tuple[Engine, str]] = []
+            links: list[Way] = []
+            with ExitStack() as stack:
+                for role, prompt in enumerate(prompts):
+                    prefill, decode_ = pair if role % 2 else pair[::-1]
+                    asked.append((prefill, prefill.submit(prompt, count=48)))  # alone, meanwhile
+                    way, listener = stack.enter_context(listening())
+                    links.append(way)
+                    asked.append((decode_, decode_.submit(prompt, receive=way, count=48)))
+                    prefill.submit(prompt, send=way)
+                    decode_.attach(*await accepted(listener))
+                results = [await engine.finished(request) for engine, request in asked]
+                for role, way in enumerate(links):
+                    assert (await pair[1 - role % 2].report(way)).delivered
+            for alone, handed in zip(results[::2], results[1::2], strict=True):
+                assert alone.finish == handed.finish == "length"
+                assert alone.tokens == handed.tokens
+                assert len(alone.tokens) == 48
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("how", ["stalled", "slow"])
+def test_kv_that_comes_too_slowly_is_computed_as_far_as_it_is_missing(
+    engine_channels: list[int], random_model: Path, how: str
+) -> None:
+    """Long before its deadline: as soon as computing the rest is clearly sooner."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            prefill, decode_ = await start(), await start()
+            await decode_.generate(prompt_of(300, seed=1))  # it knows how fast it is
+            prompt = prompt_of(300)
+            with listening(deadline_s=300.0) as (way, listener):
+                request = decode_.submit(prompt, receive=way)
+                prefill.submit(prompt, send=replace(way, pace_bytes_s=0 if how == "stalled" else 40_000))
+                hello, connection = await accepted(listener)
+                near, far = tcp_pair()
+                decode_.attach(hello, far)
+                with near, connection, pumping(near, connection):
+                    if how == "stalled":  # one block of 128 tokens in all 4 layers, and something of the next
+                        await trio.to_thread.run_sync(forward, connection, near, 800 << 10)
+                        result = await decode_.finished(request)
+                    else:
+                        with pumping(connection, near):
+                            result = await decode_.finished(request)
+                await prefill.until(lambda: way.key in prefill.reports)
+            assert "computing the rest takes" in prefill.reports[way.key].reason
+            kept = BLOCK if how == "stalled" else 0
+            await decode_.until(lambda: decode_.prefilled == 300 + 300 - kept)
+            assert result.tokens == (await prefill.generate(prompt)).tokens
+
+    trio.run(main)
+
+
+def test_requests_that_lose_their_blocks_are_computed_again(engine_channels: list[int], random_model: Path) -> None:
+    """More requests than the cache has room for: those whose KV has come are preempted like any other."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            prefill, decode_ = await start(), await start(kv_cache_mib=5)  # ten blocks
+            prompts = [prompt_of(250, seed=seed) for seed in range(5)]
+            with listening() as (way, listener):
+                ways = [way.again() for _ in prompts]
+                asked = [decode_.submit(p, receive=w, count=100) for p, w in zip(prompts, ways, strict=True)]
+                for prompt, each in zip(prompts, ways, strict=True):
+                    prefill.submit(prompt, send=each)
+                decode_.attach(*await accepted(listener))
+                results = [await decode_.finished(request) for request in asked]
+            for prompt, result in zip(prompts, results, strict=True):
+                assert result.tokens == (await prefill.generate(prompt, count=100)).tokens
+            assert sum(each.preemptions for each in decode_.iterations) > 0
+
+    trio.run(main)
+
+
+def test_an_engine_whose_worker_is_killed_ends(engine_channels: list[int], random_model: Path) -> None:
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            engine = await start(tp=2)
+            await engine.generate(prompt_of(5))
+            assert engine.link is not None
+            assert engine.link.ready is not None
+            main_process = psutil.Process(engine.link.ready.pid)
+            workers = [child for child in main_process.children() if child.name() != "python"]
+            request = engine.submit(prompt_of(9), count=400)
+            await engine.until(lambda: request in engine.results)
+            workers[0].kill()
+            with trio.fail_after(60):
+                assert "status 1" in await engine.link.wait_gone()
+            for worker in workers:
+                await trio.to_thread.run_sync(worker.wait, 30)
 
     trio.run(main)
 
@@ -333,8 +554,8 @@ def test_a_broken_transfer_is_computed_again(
                     else:
                         decode_.send(protocol.CloseLink(link=way.link.link, reason="the prefill node was lost"))
                     result = await decode_.finished(request)
-                    await prefill.until(lambda: transfer in prefill.reports)
-                assert not prefill.reports[transfer].delivered
+                    await prefill.until(lambda: way.key in prefill.reports)
+                assert not prefill.reports[way.key].delivered
             assert result.tokens == (await prefill.generate(prompt)).tokens
             await decode_.until(lambda: decode_.free == free)
 
@@ -387,7 +608,7 @@ def test_a_link_stays_warm_for_the_next_transfer(engine_channels: list[int], ran
                     result = await delivered(prefill, decode_, way_, request)
                     assert result.tokens == (await prefill.generate(prompt)).tokens
                     assert result.cached >= len(prompt) - 1
-                    report = prefill.reports[way_.ticket.transfer]
+                    report = prefill.reports[way_.key]
                     assert pacing in (report.mode, "auto")
                     assert list(report.paths) == ["direct"]
                     assert report.paths["direct"] >= report.raw_bytes == len(prompt) * 4 * 2 * 2 * 64 * 4
@@ -413,7 +634,7 @@ def test_a_transfer_goes_on_over_other_paths(engine_channels: list[int], random_
                 for _ in range(2):
                     decode_.attach(*await accepted(listener))
                 result = await delivered(prefill, decode_, way, request)
-            report = prefill.reports[way.ticket.transfer]
+            report = prefill.reports[way.key]
             assert {label for label, size in report.paths.items() if size} == {"other"}
             assert result.tokens == (await prefill.generate(prompt)).tokens
 
@@ -466,8 +687,8 @@ def test_cancelling_gives_all_memory_back(engine_channels: list[int], random_mod
                     await engine.until(lambda: engine.free < free)
                     engine.send(protocol.Cancel(request=request))
                     await engine.until(lambda: engine.free == free)
-                    await prefill.until(lambda: way.ticket.transfer in prefill.reports)
-                    assert not prefill.reports[way.ticket.transfer].delivered
+                    await prefill.until(lambda: way.key in prefill.reports)
+                    assert not prefill.reports[way.key].delivered
             request = engine.submit(prompt, count=200)
             await engine.until(lambda: request in engine.results)
             engine.send(protocol.Cancel(request=request))
@@ -488,7 +709,7 @@ def test_a_request_ends_at_its_deadline(engine_channels: list[int], random_model
             free = engine.free
             for ticket_s in (None, 30.0):
                 with listening(ticket_s or 1.0) as (way, _):
-                    receive = way if ticket_s else None
+                    receive = way if ticket_s else ()
                     request = engine.submit(prompt_of(9), count=480, deadline_s=0.1, receive=receive)
                     result = await engine.finished(request)
                 assert result.finish == "deadline"
@@ -549,8 +770,8 @@ async def read_kv(engine: Engine, prompt: tuple[int, ...]) -> dict[int, tuple[to
         engine.submit(prompt, send=way)
         hello, connection = await accepted(listener)
         await trio.to_thread.run_sync(receive, way, hello, connection)
-        await engine.until(lambda: way.ticket.transfer in engine.reports)
-        assert engine.reports[way.ticket.transfer].delivered
+        await engine.until(lambda: way.key in engine.reports)
+        assert engine.reports[way.key].delivered
     layers = {}
     for layer, pieces in parts.items():
         ordered = [pieces[first] for first in sorted(pieces)]

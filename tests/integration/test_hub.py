@@ -23,12 +23,25 @@ from p2pserve.kvtransport.receiving import MIN_WINDOW_BYTES
 from p2pserve.kvtransport.send_link import Outgoing as SendingEnd
 from p2pserve.kvtransport.sockets import read_link_hello
 from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
-from p2pserve.node.engine import transfers
+from p2pserve.node.engine import outgoing as sending
+from p2pserve.node.engine.device import CpuDevice
 from p2pserve.node.engine.hub import TransferHub
-from p2pserve.node.engine.protocol import LinkReport, Outlet, TransferReport
-from p2pserve.node.engine.transfers import Geometry, Incoming, LayerPiece, Outgoing
+from p2pserve.node.engine.incoming import Incoming, LayerPiece
+from p2pserve.node.engine.layout import Shard
+from p2pserve.node.engine.outgoing import LayerCopy, Outgoing
+from p2pserve.node.engine.protocol import (
+    CloseLink,
+    Inlet,
+    LinkReport,
+    Outlet,
+    SetPaths,
+    Slice,
+    TransferReport,
+)
 
-GEOMETRY = Geometry(layers=2, heads=2, head_dim=64, dtype=torch.float32)
+LAYERS, HEADS, HEAD_DIM = 2, 2, 64
+SHARD = Shard(layers=range(LAYERS), heads=range(HEADS), head_dim=HEAD_DIM, dtype=torch.float32)
+ALL = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 LINK = issue_link(600.0, random.Random(1).randbytes)
 TOKENS = 8
 LIMIT = 4 << 20
@@ -66,7 +79,7 @@ class Reports:
 
 
 def make_hub(reports: Reports | None = None, *, limit: int = LIMIT, grace_s: float = 10.0) -> TransferHub:
-    hub = TransferHub(GEOMETRY, limit, (reports or Reports()).tell)
+    hub = TransferHub(SHARD, limit, (reports or Reports()).tell)
     hub._endpoint.settings = replace(hub._endpoint.settings, grace_s=grace_s)
     return hub
 
@@ -115,17 +128,21 @@ def into(hub: TransferHub) -> Callable[[LinkHello, socket.socket], None]:
     return lambda hello, sock: hub.attach(hello.pack(), sock)
 
 
-def outlet_of(*paths: Path, link: LinkTicket = LINK) -> Outlet:
-    return Outlet(link=link, paths=paths, gbps=1.0, rtt_s=0.001)
+def outlet_of(*paths: Path, ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: Slice = ALL) -> Outlet:
+    return Outlet(slice=part, ticket=ticket, link=link, paths=paths, gbps=1.0, rtt_s=0.001)
+
+
+def inlet_of(ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: Slice = ALL) -> Inlet:
+    return Inlet(slice=part, ticket=ticket, link=link)
 
 
 def values(layer: int, tokens: int) -> torch.Tensor:
     """KV whose every value tells its layer."""
-    return torch.full((tokens, GEOMETRY.heads, GEOMETRY.head_dim), float(layer + 1))
+    return torch.full((tokens, HEADS, HEAD_DIM), float(layer + 1))
 
 
-def piece(layer: int, start: int, tokens: int) -> LayerPiece:
-    return LayerPiece(layer, start, values(layer, tokens), -values(layer, tokens))
+def piece(layer: int, start: int, tokens: int) -> LayerCopy:
+    return LayerCopy(layer, start, CpuDevice().to_host(values(layer, tokens), -values(layer, tokens)))
 
 
 def frame(layer: int, start: int, tokens: int) -> KVFrame:
@@ -133,12 +150,12 @@ def frame(layer: int, start: int, tokens: int) -> KVFrame:
     return KVFrame(
         layer=layer,
         head_first=0,
-        head_last=GEOMETRY.heads,
+        head_last=HEADS,
         start=start,
         tokens=tokens,
         codec=Codec.RAW.wire,
         dtype=wire_dtype(filled.dtype).wire,
-        head_dim=GEOMETRY.head_dim,
+        head_dim=HEAD_DIM,
         payload=encode(Codec.RAW, filled, -filled, start=start, layer=layer),
     )
 
@@ -168,19 +185,19 @@ def connected(hub: TransferHub, ticket: TransferTicket = TICKET) -> Iterator[Sen
         yield Sender(endpoint, endpoint.sending(LINK, [listener.path]).open(ticket), listener)
 
 
-def started(hub: TransferHub, ticket: TransferTicket = TICKET, tokens: int = TOKENS) -> Incoming:
+def started(hub: TransferHub, ticket: TransferTicket = TICKET) -> Incoming:
     """A receiving end whose engine has blocks."""
-    hub.expect(ticket, LINK, tokens)
+    hub.expect([inlet_of(ticket)], TOKENS)
     incoming = hub.incoming(ticket.transfer)
     assert incoming is not None
-    incoming.start()
+    incoming.start(0)
     return incoming
 
 
 def settled(incoming: Incoming) -> str | None:
     """Its outcome, once its thread has ended."""
     for thread in threading.enumerate():
-        if thread.name == f"kv-decode-{incoming.ticket.transfer.hex()[:8]}":
+        if thread.name == f"kv-decode-{incoming.transfer.hex()[:8]}":
             thread.join(5)
     return incoming.outcome(0.0)
 
@@ -198,7 +215,7 @@ def test_a_connection_may_come_before_its_request(order: str) -> None:
         while order == "connection first" and not sender.listener.accepted:
             time.sleep(0.001)
         incoming = hub.incoming(TICKET.transfer) or started(hub)
-        for layer in range(GEOMETRY.layers):
+        for layer in range(LAYERS):
             sender.end.send(frame(layer, 0, TOKENS))
         sender.end.finish(TOKENS)
         wait_for(incoming, layers=2)
@@ -214,11 +231,11 @@ def test_a_connection_may_come_before_its_request(order: str) -> None:
 
 def test_nothing_comes_before_the_engine_has_blocks() -> None:
     hub = make_hub()
-    hub.expect(TICKET, LINK, TOKENS)
+    hub.expect([inlet_of()], TOKENS)
     incoming = hub.incoming(TICKET.transfer)
     assert incoming is not None
     with connected(hub) as sender:
-        for layer in range(GEOMETRY.layers):
+        for layer in range(LAYERS):
             sender.end.send(frame(layer, 0, TOKENS))
         sender.end.finish(TOKENS)
         while not sender.endpoint.statistics()[0].connections:
@@ -226,7 +243,7 @@ def test_nothing_comes_before_the_engine_has_blocks() -> None:
         assert sender.end.wait(0.1).name == "open"
         assert sender.end.progress().bytes_acknowledged == 0
         assert incoming.take() == []
-        incoming.start()
+        incoming.start(0)
         wait_for(incoming, layers=2)
         hub.abort(TICKET.transfer, "enough")
 
@@ -241,17 +258,17 @@ def test_a_hello_that_is_none_closes_its_connection() -> None:
 
 
 def test_what_arrived_before_an_abort_is_still_there_to_be_written() -> None:
-    """`arrived_tokens` counts it: blocks that are counted but never written would hold another request's KV."""
+    """`progress` counts it: blocks that are counted but never written would hold another request's KV."""
     hub = make_hub()
     incoming = started(hub)
     with connected(hub) as sender:
-        for layer in range(GEOMETRY.layers):
+        for layer in range(LAYERS):
             sender.end.send(frame(layer, 0, 4))
         wait_for(incoming, layers=2)
         hub.abort(TICKET.transfer, "the prefill node was lost")
         assert incoming.outcome(0.0) == "the prefill node was lost"
         taken = {piece.layer: piece.start + len(piece.k) for piece in incoming.take()}
-        assert min(taken.get(layer, 0) for layer in range(GEOMETRY.layers)) == incoming.arrived_tokens() == 4
+        assert min(taken.get(layer, 0) for layer in range(LAYERS)) == incoming.progress()[1] == 4
         assert "the prefill node was lost" in sender.end.wait(5).reason
 
 
@@ -269,9 +286,9 @@ def test_what_a_broken_link_leaves_counts_as_far_as_all_layers_have_it(how: str)
         elif how == "hung up":
             sender.endpoint.close("leaving")
         else:
-            hub.close_link(LINK.link, "the node at the other end is gone")
+            hub.carry_out(CloseLink(link=LINK.link, reason="the node at the other end is gone"))
         assert settled(incoming)
-    assert incoming.arrived_tokens() == 3
+    assert incoming.progress()[1] == 3
     assert len(incoming.take()) == 2
 
 
@@ -315,7 +332,7 @@ def test_positions_that_nobody_asked_for_are_a_failure(start: int) -> None:
 
 
 def test_kv_of_another_model_is_a_failure() -> None:
-    hub = TransferHub(replace(GEOMETRY, head_dim=128), LIMIT, Reports().tell)
+    hub = TransferHub(replace(SHARD, head_dim=128), LIMIT, Reports().tell)
     incoming = started(hub)
     with connected(hub) as sender:
         sender.end.send(frame(0, 0, TOKENS))
@@ -325,7 +342,7 @@ def test_kv_of_another_model_is_a_failure() -> None:
 
 def test_no_kv_before_the_deadline_is_a_failure() -> None:
     hub = make_hub()
-    hub.expect(TICKET, LINK, TOKENS)
+    hub.expect([inlet_of()], TOKENS)
     incoming = hub.incoming(TICKET.transfer)
     assert incoming is not None
     assert incoming.outcome(incoming._expires_at) is None
@@ -336,24 +353,27 @@ def test_no_kv_before_the_deadline_is_a_failure() -> None:
 def test_an_engine_that_has_blocks_too_late_is_told_so(ended: str) -> None:
     """`start` runs in the engine's thread: it must not raise there."""
     hub = make_hub()
-    hub.expect(TICKET, LINK, TOKENS)
+    hub.expect([inlet_of()], TOKENS)
     incoming = hub.incoming(TICKET.transfer)
     assert incoming is not None
     if ended == "aborted":
         hub.abort(TICKET.transfer, "stopped")
     else:
-        hub.close_link(LINK.link, "gone")
-        assert incoming._receiving.wait(5).name == "failed"
-    incoming.start()
+        hub.carry_out(CloseLink(link=LINK.link, reason="gone"))
+        assert incoming._ends[0][1].wait(5).name == "failed"
+    incoming.start(0)
     assert settled(incoming)
 
 
 def test_a_small_buffer_holds_what_it_may_and_stops_nothing() -> None:
     """The engine takes nothing for a while: what waits decoded stays within the bound, and all of it comes in time."""
     tokens, layers, limit = 256, 8, 300_000  # a layer has 262,144 bytes: one at a time
-    hub = TransferHub(replace(GEOMETRY, layers=layers), limit, Reports().tell)
+    hub = TransferHub(replace(SHARD, layers=range(layers)), limit, Reports().tell)
     assert limit < MIN_WINDOW_BYTES
-    incoming = started(hub, tokens=tokens)
+    hub.expect([inlet_of(part=Slice(first_layer=0, last_layer=layers, first_head=0, last_head=HEADS))], tokens)
+    incoming = hub.incoming(TICKET.transfer)
+    assert incoming is not None
+    incoming.start(0)
     with connected(hub) as sender:
         for layer in range(layers):
             sender.end.send(frame(layer, 0, tokens))
@@ -381,27 +401,22 @@ class TwoHubs:
     listener: Listener
     reports: Reports
 
-    @property
-    def outlet(self) -> Outlet:
-        return outlet_of(self.listener.path)
-
     def open(self, ticket: TransferTicket = TICKET, *, start: bool = True) -> tuple[Outgoing, Incoming]:
-        self.receiver.expect(ticket, LINK, TOKENS)
+        self.receiver.expect([inlet_of(ticket)], TOKENS)
         incoming = self.receiver.incoming(ticket.transfer)
         assert incoming is not None
         if start:
-            incoming.start()
-        self.sender.send(ticket, self.outlet, TOKENS)
-        outgoing = self.sender.outgoing(ticket.transfer)
-        assert outgoing is not None
+            incoming.start(0)
+        self.sender.send(outlet_of(self.listener.path, ticket=ticket), TOKENS)
+        (outgoing,) = self.sender.outgoing(ticket.transfer)
         return outgoing, incoming
 
     def finish(self, outgoing: Outgoing, incoming: Incoming) -> TransferReport:
         """Both engines do their part."""
-        for layer in range(GEOMETRY.layers):
+        for layer in range(LAYERS):
             outgoing.push(piece(layer, 0, TOKENS))
         outgoing.prefill_done(TOKENS)
-        wait_for(incoming, layers=GEOMETRY.layers)
+        wait_for(incoming, layers=LAYERS)
         incoming.take()
         incoming.applied()
         return self.reports.end(outgoing.ticket)
@@ -425,15 +440,15 @@ def test_a_delivered_transfer_is_reported_with_its_figures() -> None:
         assert report.delivered
         assert report.reason == ""
         assert report.link == LINK.link
-        assert report.frames == GEOMETRY.layers
-        assert report.raw_bytes == GEOMETRY.layers * 2 * TOKENS * GEOMETRY.heads * GEOMETRY.head_dim * 4
+        assert report.frames == LAYERS
+        assert report.raw_bytes == LAYERS * 2 * TOKENS * HEADS * HEAD_DIM * 4
         assert report.raw_bytes < report.wire_bytes < report.raw_bytes + 1000
         assert list(report.paths) == ["direct"]
         assert report.paths["direct"] >= report.raw_bytes
         assert report.resent_bytes == 0
         assert report.mode == "layerwise"
         assert 0 <= report.visible_s <= report.span_s
-        assert hubs.sender.outgoing(TICKET.transfer) is None
+        assert hubs.sender.outgoing(TICKET.transfer) == ()
         assert hubs.sender._budget._held == 0
         hubs.sender._endpoint.check_integrity()
 
@@ -468,15 +483,18 @@ def test_a_transfer_moves_to_other_paths() -> None:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can be there
         nowhere = Path("127.0.0.1", taken.getsockname()[1], label="nowhere")
         incoming = started(hubs.receiver)
-        hubs.sender.send(TICKET, outlet_of(nowhere), TOKENS)
-        outgoing = hubs.sender.outgoing(TICKET.transfer)
-        assert outgoing is not None
-        hubs.sender.set_paths(LINK.link, (hubs.listener.path,))
+        hubs.sender.send(outlet_of(nowhere), TOKENS)
+        (outgoing,) = hubs.sender.outgoing(TICKET.transfer)
+        hubs.sender.carry_out(SetPaths(link=LINK.link, paths=(hubs.listener.path,)))
         report = hubs.finish(outgoing, incoming)
         assert report.delivered
         assert {label for label, size in report.paths.items() if size} == {"direct"}
-        hubs.sender.set_paths(b"?" * 16, (hubs.listener.path,))  # of a link that is no more: no matter
-        hubs.receiver.set_paths(LINK.link, (hubs.listener.path,))  # nor is it for the end that does not dial
+        hubs.sender.carry_out(
+            SetPaths(link=b"?" * 16, paths=(hubs.listener.path,))
+        )  # of a link that is no more: no matter
+        hubs.receiver.carry_out(
+            SetPaths(link=LINK.link, paths=(hubs.listener.path,))
+        )  # nor is it for the end that does not dial
 
 
 def test_a_link_that_is_closed_ends_its_transfers_and_the_next_begins_anew() -> None:
@@ -485,7 +503,7 @@ def test_a_link_that_is_closed_ends_its_transfers_and_the_next_begins_anew() -> 
         for outgoing, incoming in pairs:  # both ends know each other
             outgoing.push(piece(0, 0, TOKENS))
             wait_for(incoming, layers=1)
-        hubs.sender.close_link(LINK.link, "the node at the other end is gone")
+        hubs.sender.carry_out(CloseLink(link=LINK.link, reason="the node at the other end is gone"))
         for seed in (1, 2):
             report = hubs.reports.end(ticket_of(seed))
             assert not report.delivered
@@ -516,21 +534,25 @@ def test_a_link_whose_other_end_has_ended_is_made_anew(side: str) -> None:
 def test_a_ticket_serves_once() -> None:
     with two_hubs() as hubs:
         outgoing, incoming = hubs.open()
+        hubs.sender.send(outlet_of(hubs.listener.path), TOKENS)
+        assert "has been used before" in hubs.reports.end(TICKET).reason
         with pytest.raises(TransferError):
-            hubs.sender.send(TICKET, hubs.outlet, TOKENS)
-        with pytest.raises(TransferError):
-            hubs.receiver.expect(TICKET, LINK, TOKENS)
+            hubs.receiver.expect([inlet_of()], TOKENS)
+        hubs.reports.ends.clear()
         assert hubs.finish(outgoing, incoming).delivered
 
 
 def test_a_ticket_of_another_link_opens_nothing() -> None:
     other = issue_link(600.0, random.Random(2).randbytes)
-    hub = make_hub()
+    reports = Reports()
+    hub = make_hub(reports)
+    hub.send(outlet_of(Path("127.0.0.1", 1), link=other), TOKENS)
+    report = reports.end(TICKET)
+    assert not report.delivered
+    assert "the ticket is for link" in report.reason
     with pytest.raises(TransferError, match="the ticket is for link"):
-        hub.send(TICKET, outlet_of(Path("127.0.0.1", 1), link=other), TOKENS)
-    with pytest.raises(TransferError, match="the ticket is for link"):
-        hub.expect(TICKET, issue_link(600.0, random.Random(3).randbytes), TOKENS)
-    assert hub.outgoing(TICKET.transfer) is None
+        hub.expect([inlet_of(link=issue_link(600.0, random.Random(3).randbytes))], TOKENS)
+    assert hub.outgoing(TICKET.transfer) == ()
     assert hub.incoming(TICKET.transfer) is None
     hub._endpoint.close()
 
@@ -542,14 +564,14 @@ def test_a_sender_that_nobody_answers_reports_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         hub = make_hub(reports)
-        hub.send(ticket, outlet_of(Path("127.0.0.1", taken.getsockname()[1])), TOKENS)
+        hub.send(outlet_of(Path("127.0.0.1", taken.getsockname()[1]), ticket=ticket), TOKENS)
         report = reports.end(ticket)  # although its prefill has not begun
         hub.abort(ticket.transfer, "late")
         hub._endpoint.close()
     assert not report.delivered
     assert report.reason
     assert len(reports.ends) == 1
-    assert hub.outgoing(ticket.transfer) is None
+    assert hub.outgoing(ticket.transfer) == ()
 
 
 def test_what_the_receiver_gives_up_is_reported_before_its_prefill_begins() -> None:
@@ -558,7 +580,7 @@ def test_what_the_receiver_gives_up_is_reported_before_its_prefill_begins() -> N
         outgoing, _ = hubs.open()
         hubs.receiver.abort(TICKET.transfer, "the request was cancelled")
         assert "the request was cancelled" in hubs.reports.end(TICKET).reason
-        for layer in range(GEOMETRY.layers):  # the engine learns of it only between two steps
+        for layer in range(LAYERS):  # the engine learns of it only between two steps
             outgoing.push(piece(layer, 0, TOKENS))
         outgoing.prefill_done(TOKENS)
         outgoing.abort("again")
@@ -593,11 +615,11 @@ def test_an_abort_is_reported_once_whenever_it_comes(when: str) -> None:
 def test_a_link_that_cannot_keep_up_costs_the_transfer_and_not_the_engine() -> None:
     """`push` returns at once although nothing moves, and what is held stays within the bound."""
     one = piece(0, 0, TOKENS)
-    with two_hubs(limit=3 * one.nbytes) as hubs:
+    with two_hubs(limit=3 * one.values.nbytes) as hubs:
         outgoing, _ = hubs.open(start=False)
         for layer in range(64):
             outgoing.push(piece(layer % 2, 0, TOKENS))
-            assert hubs.sender._budget._held <= 3 * one.nbytes
+            assert hubs.sender._budget._held <= 3 * one.values.nbytes
         report = hubs.reports.end(TICKET)
         assert not report.delivered
         assert "the send buffer is full" in report.reason
@@ -610,7 +632,7 @@ def test_kv_that_cannot_be_encoded_fails_its_transfer_and_names_the_place() -> N
         outgoing, incoming = hubs.open(ticket := ticket_of(codec="kv4"))
         bad = values(1, TOKENS)
         bad[3, 1, 5] = float("nan")
-        outgoing.push(LayerPiece(1, 0, bad, values(1, TOKENS)))
+        outgoing.push(LayerCopy(1, 0, CpuDevice().to_host(bad, values(1, TOKENS))))
         report = hubs.reports.end(ticket)
         assert not report.delivered
         assert "layer 1" in report.reason
@@ -628,7 +650,7 @@ def test_even_a_bug_in_an_encoder_ends_in_a_report(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(threading, "excepthook", logged.append)
     with two_hubs() as hubs:
         outgoing, incoming = hubs.open()
-        monkeypatch.setattr(transfers, "encode", buggy)
+        monkeypatch.setattr(sending, "encode", buggy)
         outgoing.push(piece(0, 0, TOKENS))
         report = hubs.reports.end(TICKET)
         assert not report.delivered
@@ -641,9 +663,9 @@ def test_even_a_bug_in_an_encoder_ends_in_a_report(monkeypatch: pytest.MonkeyPat
 def test_a_link_with_open_transfers_tells_how_it_gets_on_and_then_falls_silent() -> None:
     with two_hubs() as hubs:
         outgoing, incoming = hubs.open(start=False)
-        for layer in range(GEOMETRY.layers):
+        for layer in range(LAYERS):
             outgoing.push(piece(layer, 0, TOKENS))
-        size = outgoing.link.wire_bytes(0) + 2 * TOKENS * GEOMETRY.heads * GEOMETRY.head_dim * 4
+        size = outgoing.link.wire_bytes(0) + 2 * TOKENS * HEADS * HEAD_DIM * 4
         hubs.reports.until(
             lambda: any(report.blocked and report.waiting_bytes >= 2 * size for report in hubs.reports.links)
         )
@@ -651,7 +673,7 @@ def test_a_link_with_open_transfers_tells_how_it_gets_on_and_then_falls_silent()
         assert (told.link, told.transfers) == (LINK.link, 1)
         assert [path.label for path in told.paths] == ["direct"]
         assert told.paths[0].bytes_acknowledged == 0
-        incoming.start()
+        incoming.start(0)
         outgoing.prefill_done(TOKENS)
         wait_for(incoming, layers=2)
         hubs.reports.until(
@@ -665,3 +687,104 @@ def test_a_link_with_open_transfers_tells_how_it_gets_on_and_then_falls_silent()
         incoming.applied()
         assert hubs.reports.end(TICKET).delivered
         assert not hubs.sender._sending.is_set()
+
+
+# ---- parts of one prompt ------------------------------------------------------------------------------------
+
+
+def heads_of(first: int, last: int) -> Slice:
+    return Slice(first_layer=0, last_layer=LAYERS, first_head=first, last_head=last)
+
+
+def test_what_the_receiver_has_already_is_not_sent() -> None:
+    """It says so before anything leaves, and the rest is all that is encoded."""
+    with two_hubs() as hubs:
+        outgoing, incoming = hubs.open(start=False)
+        incoming.start(6)
+        report = hubs.finish(outgoing, incoming)
+        assert report.delivered
+        assert outgoing.first == 6
+        assert report.raw_bytes == LAYERS * 2 * 2 * HEADS * HEAD_DIM * 4  # two of eight positions
+        assert incoming.progress() == (1.0, 2)
+
+
+def test_what_was_encoded_before_the_receiver_spoke_is_taken_as_far_as_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "CREDIT_WAIT_S", 0.0)
+    with two_hubs() as hubs:
+        outgoing, incoming = hubs.open(start=False)
+        for layer in range(LAYERS):
+            outgoing.push(piece(layer, 0, 4))
+            outgoing.push(piece(layer, 4, TOKENS - 4))
+        outgoing.prefill_done(TOKENS)
+        hubs.reports.until(lambda: any(report.waiting_bytes for report in hubs.reports.links))
+        while outgoing.progress().frames < 2 * LAYERS:
+            time.sleep(0.001)
+        incoming.start(6)
+        wait_for(incoming, layers=LAYERS)
+        assert [(each.start, len(each.k)) for each in incoming.take()] == [(6, 2)] * LAYERS
+        incoming.applied()
+        assert hubs.reports.end(TICKET).delivered
+
+
+def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> None:
+    """Each on a link of its own: the prompt is complete when both are, and what both have counts as prefix."""
+    links = [issue_link(600.0, random.Random(seed).randbytes) for seed in (4, 5)]
+    tickets = [TransferTicket(transfer=b"t" * 16, link=link.link, codec="raw", deadline_s=30.0) for link in links]
+    parts = [heads_of(0, 1), heads_of(1, 2)]
+    reports, hub = Reports(), make_hub()
+    senders = [TransferHub(replace(SHARD, heads=part.heads), LIMIT, reports.tell) for part in parts]
+    with listening(into(hub)) as listener:
+        hub.expect([inlet_of(*each) for each in zip(tickets, links, parts, strict=True)], TOKENS)
+        incoming = hub.incoming(b"t" * 16)
+        assert incoming is not None
+        incoming.start(0)
+        ends: list[Outgoing] = []
+        for sender, ticket, link, part in zip(senders, tickets, links, parts, strict=True):
+            sender.send(outlet_of(listener.path, ticket=ticket, link=link, part=part), TOKENS)
+            ends += sender.outgoing(ticket.transfer)
+        for number, end in enumerate(ends):
+            for layer in range(LAYERS):
+                kv = values(layer, TOKENS)[:, :1] + 10 * number
+                end.push(LayerCopy(layer, 0, CpuDevice().to_host(kv, -kv)))
+            end.prefill_done(TOKENS)
+            wait_for(incoming, layers=(number + 1) * LAYERS)
+            assert incoming.progress() == ((0.5, 0) if number == 0 else (1.0, TOKENS))
+        pieces = incoming.take()
+        assert sorted((each.layer, each.head) for each in pieces) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert all(each.k[0, 0, 0] == each.layer + 1 + 10 * each.head for each in pieces)
+        incoming.applied()
+        reports.until(lambda: len(reports.ends) == 2)
+        assert all(report.delivered for report in reports.ends)
+        for each in (hub, *senders):
+            each._endpoint.close()
+
+
+def test_one_sender_that_fails_ends_it_for_the_other() -> None:
+    links = [issue_link(600.0, random.Random(seed).randbytes) for seed in (4, 5)]
+    tickets = [TransferTicket(transfer=b"t" * 16, link=link.link, codec="raw", deadline_s=30.0) for link in links]
+    parts = [heads_of(0, 1), heads_of(1, 2)]
+    reports, sender, hub = Reports(), make_hub(), make_hub()
+    sender._report = reports.tell
+    with listening(into(hub)) as listener:
+        hub.expect([inlet_of(*each) for each in zip(tickets, links, parts, strict=True)], TOKENS)
+        incoming = hub.incoming(b"t" * 16)
+        assert incoming is not None
+        incoming.start(0)
+        for ticket, link, part in zip(tickets, links, parts, strict=True):
+            sender.send(outlet_of(listener.path, ticket=ticket, link=link, part=part), TOKENS)
+        sender.outgoing(b"t" * 16)[0].abort("its worker is gone")
+        reports.until(lambda: len(reports.ends) == 2)
+        assert all("its worker is gone" in report.reason for report in reports.ends)
+        assert "its worker is gone" in (settled(incoming) or "")
+        for each in (hub, sender):
+            each._endpoint.close()
+
+
+def test_a_part_that_this_worker_does_not_hold_is_not_sent() -> None:
+    reports = Reports()
+    hub = make_hub(reports)
+    hub.send(outlet_of(Path("127.0.0.1", 1), part=heads_of(1, 3)), TOKENS)
+    assert "is not held by this worker" in reports.end(TICKET).reason
+    assert hub.outgoing(TICKET.transfer) == ()

@@ -3,22 +3,24 @@
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kernels.format import WireDtype
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.layerwise import Mode, SendMode
-from p2pserve.kvtransport.tickets import LinkTicket
+from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket
+from p2pserve.node.engine.layout import Shard
 from p2pserve.node.engine.pacing import Pacer, Pacing
-from p2pserve.node.engine.protocol import Outlet
+from p2pserve.node.engine.protocol import Outlet, Slice
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
+TICKET = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="kv4", deadline_s=30.0)
 LAYERS = 24
 
 
 def pacer_of(layers: int = LAYERS) -> Pacer:
-    return Pacer(layers, 8, 128, WireDtype.BF16)
+    return Pacer(Shard(layers=range(layers), heads=range(8), head_dim=128, dtype=torch.bfloat16))
 
 
 def outlet_of(
@@ -26,9 +28,11 @@ def outlet_of(
     rtt_s: float = 0.001,
     pacing: Literal["auto", "layerwise", "serialised"] = "auto",
     streams: tuple[int, ...] = (4,),
+    heads: int = 8,
 ) -> Outlet:
     paths = tuple(Path("192.0.2.1", 1, label=f"path{i}", streams=n) for i, n in enumerate(streams))
-    return Outlet(link=LINK, paths=paths, gbps=gbps, rtt_s=rtt_s, pacing=pacing)
+    part = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=heads)
+    return Outlet(slice=part, ticket=TICKET, link=LINK, paths=paths, gbps=gbps, rtt_s=rtt_s, pacing=pacing)
 
 
 def handed_over(pacing: Pacing, layers: int) -> list[int]:
@@ -77,6 +81,14 @@ def test_the_engine_decides_by_what_it_has_measured_and_by_the_link() -> None:
     assert long.mode.mode is SendMode.LAYERWISE
     assert long.mode.visible_layerwise_s < long.mode.visible_serialised_s
     assert handed_over(short, LAYERS) == handed_over(long, LAYERS) == list(range(LAYERS))
+
+
+def test_a_link_that_carries_half_of_it_is_as_good_as_one_twice_as_fast() -> None:
+    pacer = pacer_of()
+    measured(pacer)
+    half, whole = outlet_of(gbps=0.5, heads=4), outlet_of(gbps=1.0)
+    assert pacer.transfer("kv4", 500, half).mode == pacer.transfer("kv4", 500, whole).mode
+    assert pacer.transfer("kv4", 500, outlet_of(gbps=0.5)).mode != pacer.transfer("kv4", 500, whole).mode
 
 
 def test_a_link_that_moves_nothing_is_no_reason_to_fail() -> None:

@@ -30,13 +30,31 @@ PATHS = (
     Path("192.0.2.1", 4000, streams=8),
     Path("relay.example", 1, label="p2", streams=64, relay=PERMIT, congestion="bbr", pace_bytes_s=10),
 )
-OUTLET = protocol.Outlet(link=LINK, paths=PATHS, gbps=0.7, rtt_s=0.1, pacing="serialised")
+PART = protocol.Slice(first_layer=4, last_layer=8, first_head=0, last_head=1)
+OUTLET = protocol.Outlet(
+    rank=protocol.Rank(stage=1, tp=2),
+    slice=PART,
+    ticket=TRANSFER,
+    link=LINK,
+    paths=PATHS,
+    gbps=0.7,
+    rtt_s=0.1,
+    pacing="serialised",
+)
+INLET = protocol.Inlet(slice=PART, ticket=TRANSFER, link=LINK)
+OTHER_LINK = LinkTicket(link=b"o" * 16, secret=b"s" * 32, lease_s=600.0)
+OTHER_INLET = protocol.Inlet(
+    rank=protocol.Rank(tp=1),
+    slice=protocol.Slice(first_layer=4, last_layer=8, first_head=1, last_head=2),
+    ticket=TransferTicket(transfer=b"t" * 16, link=OTHER_LINK.link, codec="kv4", deadline_s=30.0),
+    link=OTHER_LINK,
+)
 SAMPLING = protocol.Sampling(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=11, ignore_eos=True)
 STATS = protocol.EngineStats(running=1, waiting=2, kv_usage=0.25, kv_free_tokens=4096)
 TO_ENGINE: list[Message] = [
-    protocol.Submit(request="a", prompt=(1, 2, 3), sampling=SAMPLING, deadline_s=1.5, send=TRANSFER, outlet=OUTLET),
+    protocol.Submit(request="a", prompt=(1, 2, 3), sampling=SAMPLING, deadline_s=1.5, send=(OUTLET,)),
     protocol.Submit(
-        request="b", prompt=(0,), sampling=SAMPLING, deadline_s=9, receive=TRANSFER, inlet=LINK, receive_tokens=1
+        request="b", prompt=(0,), sampling=SAMPLING, deadline_s=9, receive=(INLET, OTHER_INLET), receive_tokens=1
     ),
     protocol.Cancel(request="a"),
     protocol.AbortTransfer(transfer=b"t" * 16, reason="no route"),
@@ -89,6 +107,7 @@ FROM_ENGINE: list[Message] = [
         waiting_bytes=5,
         blocked=True,
     ),
+    protocol.EngineFailed(reason="a stage is gone"),
 ]
 PACKETS: list[Message] = [
     protocol.Spawn(engine=3, config=protocol.EngineConfig(model="/models/a", kv_cache_mib=64, log_file="engine.log")),
@@ -104,7 +123,7 @@ DECODERS: dict[str, msgspec.msgpack.Decoder[protocol.ToEngine] | msgspec.msgpack
 
 def test_every_message_of_the_protocol_is_in_these_lists() -> None:
     listed = {type(message) for message in (*TO_ENGINE, *FROM_ENGINE, *PACKETS)}
-    assert listed == set(Message.__subclasses__())
+    assert listed == {kind for kind in Message.__subclasses__() if kind.__module__ == protocol.__name__}
 
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
@@ -149,6 +168,16 @@ def test_garbage_is_refused_or_is_a_message(name: str, body: bytes) -> None:
     assert isinstance(found, Message)
 
 
+def with_(value: msgspec.Struct, **changes: object) -> dict[str, object]:
+    """The fields of a value as they are packed, some of them changed."""
+    return {**msgspec.to_builtins(value, builtin_types=(bytes,)), **changes}
+
+
+def other_transfer() -> dict[str, object]:
+    """A ticket of another transfer than that of the inlet beside it."""
+    return with_(OTHER_INLET.ticket, transfer=b"u" * 16)
+
+
 @pytest.mark.parametrize(
     ("message", "field", "bad"),
     [
@@ -157,14 +186,20 @@ def test_garbage_is_refused_or_is_a_message(name: str, body: bytes) -> None:
         (FROM_ENGINE[2], "stats", [0, 0, 0.0, -5]),
         (FROM_ENGINE[0], "layers", "four"),
         (TO_ENGINE[0], "prompt", "abc"),
-        (TO_ENGINE[0], "outlet", {**msgspec.to_builtins(OUTLET), "gbps": float("inf")}),
-        (TO_ENGINE[0], "outlet", {**msgspec.to_builtins(OUTLET), "rtt_s": -0.1}),
-        (TO_ENGINE[0], "outlet", {**msgspec.to_builtins(OUTLET), "pacing": "sometimes"}),
-        (TO_ENGINE[0], "send", {"transfer": bytes(16), "link": LINK.link, "codec": "raw", "deadline_s": 1.0}),
-        (TO_ENGINE[0], "send", {"transfer": b"t" * 16, "link": LINK.link, "codec": "zip", "deadline_s": 1.0}),
-        (TO_ENGINE[0], "send", {"transfer": b"t" * 16, "link": LINK.link, "codec": "raw", "deadline_s": float("nan")}),
-        (TO_ENGINE[1], "inlet", {"link": b"l" * 15, "secret": b"s" * 32, "lease_s": 1.0}),
-        (TO_ENGINE[1], "inlet", {"link": b"l" * 16, "secret": b"", "lease_s": 1.0}),
+        (TO_ENGINE[0], "send", [with_(OUTLET, gbps=float("inf"))]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, rtt_s=-0.1)]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, pacing="sometimes")]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, rank={"tp": -1})]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, slice=with_(PART, last_layer=4))]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, slice=with_(PART, first_head=1))]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, ticket=with_(TRANSFER, transfer=bytes(16)))]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, ticket=with_(TRANSFER, codec="zip"))]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, ticket=with_(TRANSFER, deadline_s=float("nan")))]),
+        (TO_ENGINE[0], "send", [with_(OUTLET, ticket=with_(TRANSFER, link=b"o" * 16))]),
+        (TO_ENGINE[0], "receive", [with_(INLET)]),
+        (TO_ENGINE[1], "receive", [with_(INLET, link=with_(LINK, link=b"l" * 15))]),
+        (TO_ENGINE[1], "receive", [with_(INLET, link=with_(LINK, secret=b""))]),
+        (TO_ENGINE[1], "receive", [with_(INLET), with_(OTHER_INLET, ticket=other_transfer())]),
         (TO_ENGINE[4], "paths", [{"host": "", "port": 1}]),
         (TO_ENGINE[4], "paths", [{"host": "h\n", "port": 1}]),
         (TO_ENGINE[4], "paths", [{"host": "h", "port": 0}]),

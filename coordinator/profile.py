@@ -1,0 +1,81 @@
+"""How long an engine takes, as eight constants that are fitted to its own steps (Xiong et al., equations 3 and 4).
+
+A phase's step over b requests of length L is modelled as
+
+    seconds = token_s * b * L  +  request_s * b  +  length_s * L  +  step_s
+
+For prefill, L is how many positions each request has computed in the step; for decode, how many it holds already. With
+continuous batching the requests of a step differ in length: b * L is then their sum, and L their mean.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]  # neither NaN nor infinite
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One step of an engine: what it has computed, and how long that took.
+
+    A request that computes one position counts as decoding, whatever it is called: that is what it costs. Others count
+    as prefilling. `decode_context` is how many positions the decoding ones held before, all together.
+    """
+
+    seconds: Seconds
+    prefill_requests: Count
+    prefill_tokens: Count
+    decode_requests: Count
+    decode_context: Count
+
+
+class PhaseCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The four constants of a phase: p1 to p4 of the paper for prefill, p5 to p8 for decode."""
+
+    token_s: Seconds = 0.0
+    request_s: Seconds = 0.0
+    length_s: Seconds = 0.0
+    step_s: Seconds = 0.0
+
+    def seconds(self, requests: float, length: float) -> float:
+        """Of a step over so many requests of this length (their mean)."""
+        return self.token_s * requests * length + self.request_s * requests + self.length_s * length + self.step_s
+
+    def marginal_s(self, requests: float, length: float) -> float:
+        """What these requests add to a step that runs anyway."""
+        return self.seconds(requests, length) - self.step_s if requests else 0.0
+
+
+class PhaseFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A phase's constants, from how many samples, and the median of |predicted - measured| / measured over them."""
+
+    cost: PhaseCost
+    samples: Count
+    error: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class LatencyProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine's own steps say of it; a phase that it has not run often enough is None."""
+
+    prefill: PhaseFit | None = None
+    decode: PhaseFit | None = None
+
+
+def prompt_s(prefill: PhaseCost, tokens: int, chunk: int) -> float:
+    """Seconds to prefill one prompt alone, at most `chunk` positions a step."""
+    whole, rest = divmod(tokens, chunk)
+    return whole * prefill.seconds(1, chunk) + (prefill.seconds(1, rest) if rest else 0.0)
+
+
+def batch_prefill_s(prefill: PhaseCost, requests: int, length: float) -> float:
+    """Seconds to prefill a batch in one step: equation 3."""
+    return prefill.seconds(requests, length)
+
+
+def batch_decode_s(decode: PhaseCost, requests: int, prompt: float, output: int) -> float:
+    """Seconds until each of a batch has `output` tokens after a prompt of `prompt`: equation 4 in closed form."""
+    mean_length = prompt + (output + 1) / 2
+    return output * decode.seconds(requests, mean_length)

@@ -1,0 +1,331 @@
+"""What our engine processes cost over vLLM itself: `python -m p2pserve.node.engine.bench`.
+
+Everything is measured beside the same vLLM with the same settings, driven in this process by the plainest loop there
+is: no connector, no agent protocol, no process of ours. Both take turns, so that a busy machine falls on both; figures
+are medians over the pairs.
+
+- throughput_ratio_32: tokens per second of 32 requests at once, ours over vLLM's.
+- ttft_added_ms: until the first token of one prompt on idle engines; prefill and decode on two engines, KV in `raw`.
+- pipeline_step_added_ms: per token of one request; a replica of two stages, joined over loopback.
+- second_engine_s: from asking a fork server that has started an engine for another one, until that is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+import trio
+
+from ...coordinator.profile import LatencyProfile, PhaseFit, StepSample
+from ...coordinator.profile_fit import SampleBook
+from ...kvtransport.errors import TransferError
+from ..engine_link import EngineError, fork_server_command, open_fork_server
+from ..models import Model, ModelError, open_model
+from . import protocol
+from .logfile import redirect_output
+from .trial import Trial, TrialEngine, open_trial
+
+THREADS: Final = 1
+LATER_ENGINES: Final = 3
+STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 64, 128
+TTFT_PROMPT: Final = 256
+STEP_PROMPT, STEP_TOKENS = 32, 65
+# Batches for the profile: (requests, prompt tokens of each)
+SWEEP: Final = ((1, 16), (1, 100), (1, 200), (1, 400), (2, 64), (3, 150), (4, 32), (8, 60), (16, 30), (32, 16))
+SWEEP_TOKENS: Final = 24
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement of both, in the unit of the figure."""
+
+    ours: float
+    vllm: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All figures, what they were computed from, and the profile of our engine's own steps."""
+
+    model: str
+    engine: str
+    throughput_ratio_32: float
+    ttft_added_ms: float
+    pipeline_step_added_ms: float
+    second_engine_s: float
+    throughput_tokens_s: list[Pair]
+    ttft_ms: list[Pair]
+    step_ms: list[Pair]
+    later_engines_s: list[float]
+    first_engine_s: float
+    preload_s: float
+    profile: LatencyProfile
+    steps: list[StepSample]
+
+
+@final
+class PlainEngine:
+    """vLLM in this process."""
+
+    def __init__(self, config: protocol.EngineConfig) -> None:
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from .process import engine_arguments
+        from .scratch import own_temporary_folder
+
+        torch.set_num_threads(config.threads)
+        with own_temporary_folder():
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config)))
+        self._requests = 0
+
+    def run(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[float]]:
+        """Answer all prompts at once, with `count` tokens each: the seconds after which each token came."""
+        from vllm import RequestOutput, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=count,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        times: dict[str, list[float]] = {}
+        began = time.monotonic()
+        for prompt in prompts:
+            self._requests += 1
+            times[str(self._requests)] = []
+            self._engine.add_request(str(self._requests), {"prompt_token_ids": list(prompt)}, sampling)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                assert isinstance(output, RequestOutput)
+                times[output.request_id] += [time.monotonic() - began] * len(output.outputs[0].token_ids)
+        return list(times.values())
+
+
+@final
+class Bench:
+    """Measures ours and vLLM's in turn."""
+
+    def __init__(self, trial: Trial, plain: PlainEngine, vocabulary: int, repeats: int) -> None:
+        self._trial = trial
+        self._plain = plain
+        self._vocabulary = vocabulary
+        self._repeats = repeats
+        self._rng = random.Random(1)
+
+    def prompts(self, count: int, tokens: int) -> list[list[int]]:
+        """Prompts that no prefix cache has seen."""
+        return [[self._rng.randrange(1, self._vocabulary) for _ in range(tokens)] for _ in range(count)]
+
+    async def _pairs(self, ours: Callable[[], Awaitable[float]], vllm: Callable[[], float]) -> list[Pair]:
+        await ours()  # both warm
+        vllm()
+        return [Pair(ours=await ours(), vllm=vllm()) for _ in range(self._repeats)]
+
+    async def throughput(self, engine: TrialEngine) -> list[Pair]:
+        """Tokens per second of many requests that come at once."""
+
+        async def ours() -> float:
+            prompts = self.prompts(STREAMS, STREAM_PROMPT)
+            began = time.monotonic()
+            requests = [engine.submit(prompt, STREAM_TOKENS) for prompt in prompts]
+            last = max([(await engine.answer(request)).last_at for request in requests])
+            return STREAMS * STREAM_TOKENS / (last - began)
+
+        def vllm() -> float:
+            times = self._plain.run(self.prompts(STREAMS, STREAM_PROMPT), STREAM_TOKENS)
+            return STREAMS * STREAM_TOKENS / max(each[-1] for each in times)
+
+        return await self._pairs(ours, vllm)
+
+    async def first_token(self, prefill: TrialEngine, decode: TrialEngine) -> list[Pair]:
+        """Milliseconds until the first token of one prompt, its KV handed from one engine to the other."""
+        link = self._trial.join(decode)
+
+        async def ours() -> float:
+            (prompt,) = self.prompts(1, TTFT_PROMPT)
+            send, receive = self._trial.hand_off(link, "raw", decode.ready)
+            began = time.monotonic()
+            request = decode.submit(prompt, 1, receive=receive, receive_tokens=len(prompt))
+            prefill.submit(prompt, 1, send=send)
+            answer = await decode.answer(request)
+            await prefill.report(send[0].ticket.transfer)
+            if answer.cached < len(prompt) - 1:
+                raise TransferError(f"only {answer.cached} of {len(prompt)} positions were handed over")
+            return (answer.first_at - began) * 1e3
+
+        def vllm() -> float:
+            return self._plain.run(self.prompts(1, TTFT_PROMPT), 1)[0][0] * 1e3
+
+        return await self._pairs(ours, vllm)
+
+    async def step(self, head: TrialEngine) -> list[Pair]:
+        """Milliseconds per token of one request."""
+
+        async def ours() -> float:
+            (prompt,) = self.prompts(1, STEP_PROMPT)
+            answer = await head.generate(prompt, STEP_TOKENS)
+            return (answer.last_at - answer.first_at) / (STEP_TOKENS - 1) * 1e3
+
+        def vllm() -> float:
+            (times,) = self._plain.run(self.prompts(1, STEP_PROMPT), STEP_TOKENS)
+            return (times[-1] - times[0]) / (STEP_TOKENS - 1) * 1e3
+
+        return await self._pairs(ours, vllm)
+
+    async def steps(self, engine: TrialEngine) -> list[StepSample]:
+        """Samples of the engine's own steps, over batches of many shapes."""
+        del engine.iterations[:]
+        for requests, tokens in SWEEP * 2:
+            asked = [engine.submit(prompt, SWEEP_TOKENS) for prompt in self.prompts(requests, tokens)]
+            for request in asked:
+                await engine.answer(request)
+        return [sample for told in engine.iterations for sample in told.samples]
+
+
+async def run(model: Model, repeats: int) -> Report:
+    """Start the engines and measure. Raises ModelError, EngineError, TransferError, OSError."""
+    with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "engine.log"
+        config = protocol.EngineConfig(model=str(model.fetch()), threads=THREADS, log_file=str(log))
+        async with open_fork_server(log=log, threads=THREADS) as server, open_trial(server) as trial:
+            plain = PlainEngine(config)
+            await server.wait_ready()
+            started: list[TrialEngine] = []
+            seconds: list[float] = []
+            for _ in range(1 + LATER_ENGINES):
+                began = time.monotonic()
+                started.append(await trial.start(config))
+                seconds.append(time.monotonic() - began)
+            first, second, *others = started
+            for engine in others:
+                engine.stop()
+            bench = Bench(trial, plain, model.info.vocabulary, repeats)
+            throughput = await bench.throughput(first)
+            ttft = await bench.first_token(first, second)
+            samples = await bench.steps(first)
+            half = model.info.layers // 2
+            step = await bench.step(await trial.start_pipeline(config, (half, model.info.layers - half)))
+            book = SampleBook()
+            book.add(samples)
+            return Report(
+                model=model.info.name,
+                engine=first.ready.engine,
+                throughput_ratio_32=statistics.median(pair.ours / pair.vllm for pair in throughput),
+                ttft_added_ms=_added(ttft),
+                pipeline_step_added_ms=_added(step),
+                second_engine_s=statistics.median(seconds[1:]),
+                throughput_tokens_s=throughput,
+                ttft_ms=ttft,
+                step_ms=step,
+                later_engines_s=seconds[1:],
+                first_engine_s=seconds[0],
+                preload_s=server.preload_s or 0.0,
+                profile=book.profile(),
+                steps=samples,
+            )
+
+
+def _added(pairs: list[Pair]) -> float:
+    return statistics.median(pair.ours - pair.vllm for pair in pairs)
+
+
+def table(report: Report) -> str:
+    """For people."""
+
+    def line(what: str, figure: str, target: str, beside: str) -> str:
+        return f"{what:32} {figure:>9}  {target:>8}   {beside}"
+
+    def both(pairs: list[Pair], unit: str) -> str:
+        ours, vllm = (statistics.median(getattr(pair, name) for pair in pairs) for name in ("ours", "vllm"))
+        return f"ours {ours:.1f}, vLLM {vllm:.1f} {unit}"
+
+    starts = ", ".join(f"{seconds:.2f}" for seconds in report.later_engines_s)
+    before = f"the first {report.first_engine_s:.2f} s, after {report.preload_s:.1f} s of imports"
+    ratio, ttft = f"{report.throughput_ratio_32:.3f}", f"{report.ttft_added_ms:.2f} ms"
+    step, second = f"{report.pipeline_step_added_ms:.2f} ms", f"{report.second_engine_s:.2f} s"
+    return "\n".join(
+        [
+            f"{report.model}, {report.engine}, medians of {len(report.ttft_ms)} pairs",
+            line("", "", "target", ""),
+            line(f"throughput of {STREAMS} streams", ratio, ">= 0.85", both(report.throughput_tokens_s, "tokens/s")),
+            line("added to the first token", ttft, "<= 10 ms", both(report.ttft_ms, "ms")),
+            line("added to a step by two stages", step, "<= 3 ms", both(report.step_ms, "ms")),
+            line("another engine is ready after", second, "<= 2 s", f"{starts} s; {before}"),
+            "profile of our engine's steps, in microseconds:",
+            _phase("prefill", report.profile.prefill),
+            _phase("decode", report.profile.decode),
+        ]
+    )
+
+
+def _phase(name: str, fit: PhaseFit | None) -> str:
+    if fit is None:
+        return f"  {name}: not enough steps"
+    constants = (fit.cost.token_s, fit.cost.request_s, fit.cost.length_s, fit.cost.step_s)
+    token, request, length, step = (value * 1e6 for value in constants)
+    return (
+        f"  {name:8} {token:.2f} a token, {request:.1f} a request, {length:.2f} a position of length, {step:.0f} a "
+        f"step; off by {fit.error:.1%} (median of {fit.samples} steps)"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m p2pserve.node.engine.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="bundled", help="a folder, a Hugging Face id, or bundled (the default)")
+    parser.add_argument("--repeats", type=int, default=9, help="pairs for each figure (default: 9)")
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    report: Report | None = None
+    try:
+        model = open_model(options.model)
+        # What our engines find in theirs. torch, OpenMP and vLLM read it when they are imported, which is later.
+        _, environment = fork_server_command([], log=None, threads=THREADS)
+        os.environ.update(environment)
+        with _quiet():
+            report = trio.run(run, model, options.repeats)
+    except* (ModelError, EngineError, TransferError, OSError) as errors:
+        sys.stderr.write(f"bench: {_first(errors)}\n")
+    if report is None:
+        return 1
+    text = msgspec.json.format(msgspec.json.encode(report)).decode() if options.format == "json" else table(report)
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what vLLM writes, C++ code's included, out of the report."""
+    kept = os.dup(1), os.dup(2)
+    redirect_output(Path(os.devnull))
+    try:
+        yield
+    finally:
+        for number, descriptor in enumerate(kept, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

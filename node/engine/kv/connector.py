@@ -1,0 +1,223 @@
+"""vLLM's KV connector: layers leave for the decode engine while the next ones are being computed.
+
+vLLM makes one instance for its scheduler and one in each worker, and carries a value from the first to the others with
+each step (`step_work`). Requests are matched to transfers by the transfer id, never by vLLM's request id, which differs
+between engines.
+
+Every load is reported to vLLM exactly once by every worker, whether it arrived, failed or was cancelled. After a
+failure the blocks beyond the prefix that has arrived are reported as invalid and vLLM computes them (policy
+"recompute").
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from ....kvtransport.reslice import Rank as ShardRank
+from ....kvtransport.reslice import ShardLayout
+from ..hub import TransferHub
+from ..protocol import Rank
+from .scheduler_side import SchedulerSide
+from .step_work import LoadProgress, StepWork
+from .switchboard import WorkerLine
+from .worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_SETTINGS: Final = "p2pserve"
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose cache cannot be handed over through vLLM's connector interface."""
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What every instance is told. `switchboard`: the name of this box's (see `switchboard`); `buffer_bytes`: KV that
+    one worker may hold for its transfers, in each direction."""
+
+    switchboard: str
+    buffer_bytes: int
+
+
+def transfer_config(settings: ConnectorSettings) -> KVTransferConfig:
+    """The part of vLLM's configuration that makes it use this connector."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="P2PConnector",
+        kv_connector_module_path=__name__,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={_SETTINGS: msgspec.to_builtins(settings)},
+    )
+
+
+class P2PConnector(KVConnectorBase_V1):
+    """Push connector over p2pserve's own encrypted links."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_unsupported(kv_cache_config)
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._scheduler_side = SchedulerSide(block_size, time.monotonic)
+        else:
+            self._worker_side = _worker_side(vllm_config)
+
+    # ---- scheduler's side -------------------------------------------------------------------------------
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """Of the instance beside the scheduler."""
+        assert self._scheduler_side is not None, "this instance is a worker's"
+        return self._scheduler_side
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Layers are copied before they are sent, so blocks may be freed at any time."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A fully captured graph would replay without the layer hooks, and no KV would ever leave."""
+        return True
+
+    def on_new_request(self, request: Request) -> None:
+        """See `SchedulerSide`."""
+        self.scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerSide`."""
+        return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See `SchedulerSide`."""
+        self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepWork:
+        """See `SchedulerSide`."""
+        return self.scheduler_side.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What all workers together have said after a step."""
+        progress = connector_output.kv_connector_worker_meta
+        assert progress is None or isinstance(progress, LoadProgress)
+        self.scheduler_side.update_progress(progress, connector_output.finished_recving or set())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `SchedulerSide`. Its blocks may be freed."""
+        self.scheduler_side.request_finished(request)
+        return False, None
+
+    # ---- worker's side ----------------------------------------------------------------------------------
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """Of an instance in a worker."""
+        assert self._worker_side is not None, "this instance is the scheduler's"
+        return self._worker_side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `WorkerSide.register`."""
+        self.worker_side.register(self._layers, kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker_side.begin(self._work())
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Between two layers of a forward pass."""
+        if self.has_connector_metadata():  # not while vLLM tries the model out
+            self.worker_side.save_layer(self._work(), layer_name)
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: the copies are ours."""
+        if self.has_connector_metadata():
+            self.worker_side.end(self._work())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Between two forward passes."""
+        if self.has_connector_metadata():
+            self.worker_side.load(self._work())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a forward pass never waits for the network."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that ended since the last step."""
+        finished, failed = self.worker_side.take_finished()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed loads that hold nothing useful."""
+        return self.worker_side.take_invalid()
+
+    def build_connector_worker_meta(self) -> LoadProgress | None:
+        """How far loads are."""
+        return self.worker_side.take_progress()
+
+    def shutdown(self) -> None:
+        """The instance is not used again."""
+        if self._worker_side is not None:
+            self._worker_side.close()
+
+    def _work(self) -> StepWork:
+        work = self._get_connector_metadata()
+        assert isinstance(work, StepWork)
+        return work
+
+
+def refuse_unsupported(kv_cache_config: KVCacheConfig) -> None:
+    """Raises UnsupportedModelError for caches that are more than K and V of every token."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        # This connector does not claim hybrid caches, so vLLM joins sliding windows and full attention in one group;
+        # what it cannot join (state-space layers) has no KV that could be handed over.
+        raise UnsupportedModelError(
+            f"this model keeps {len(groups)} kinds of cache; only plain attention can be handed over"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):  # not those derived from them, as MLA's is
+        raise UnsupportedModelError(f"this model's cache is {type(spec).__name__}, not K and V that can be handed over")
+
+
+def _worker_side(vllm_config: VllmConfig) -> WorkerSide:
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    if multiprocessing.parent_process() is not None:
+        # Forked while temporary files went to a folder that is removed once the engine has started.
+        tempfile.tempdir = None
+    assert vllm_config.kv_transfer_config is not None
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    settings = msgspec.convert(extra[_SETTINGS], ConnectorSettings)
+    rank = Rank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
+    kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    one_stage = ShardLayout(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads)
+    return WorkerSide(
+        rank,
+        one_stage.heads_of(ShardRank(0, rank.tp)),
+        lambda shard: WorkerLine(settings.switchboard, lambda tell: TransferHub(shard, settings.buffer_bytes, tell)),
+    )

@@ -1,0 +1,160 @@
+"""The connector's instance beside vLLM's scheduler: which positions of which requests leave or come with each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from ..patience import Patience
+from ..protocol import AbortTransfer, CloseLink, SetPaths
+from .step_work import PARAMS_KEY, LoadProgress, LoadWork, Opening, SendWork, StepWork
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+NULL_BLOCK = 0  # stands where a sliding window has left a block behind
+LOOK_INTERVAL_S = 0.05  # how often the workers are asked how much has come
+
+
+@dataclass(slots=True)
+class _Send:
+    transfer: bytes
+    tokens: int
+    sent: int = 0
+
+
+@dataclass(slots=True)
+class _Receive:
+    transfer: bytes
+    tokens: int
+    asked: bool = False  # blocks were allocated once; after a preemption there is nothing left to wait for
+
+
+@final
+class SchedulerSide:
+    """Called by vLLM's scheduler, between two steps. `block_size`: positions in one block of the paged cache."""
+
+    def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
+        self._block_size = block_size
+        self._clock = clock
+        self._sends: dict[str, _Send] = {}
+        self._receives: dict[str, _Receive] = {}
+        self._next = StepWork()
+        self._patience = Patience()
+        self._looked_at = -LOOK_INTERVAL_S
+        self._prefill_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<SchedulerSide sends={len(self._sends)} receives={len(self._receives)} {self._patience}>"
+
+    # ---- for the engine's loop --------------------------------------------------------------------------
+
+    def pass_on(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+        """Something the agent wants of the workers, in order with the requests it has submitted."""
+        self._next.orders.append(order)
+
+    def stepped(self, seconds: float) -> None:
+        """The step that was built last has taken so long."""
+        self._patience.on_prefill(self._prefill_tokens, seconds)
+        self._prefill_tokens = 0
+
+    # ---- for vLLM's scheduler ---------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Have the ends of its transfer opened, before the request gets blocks."""
+        opening: Opening | None = (request.kv_transfer_params or {}).get(PARAMS_KEY)
+        if opening is None:
+            return
+        if opening.send:
+            self._sends[request.request_id] = _Send(opening.transfer, opening.tokens)
+        else:
+            self._receives[request.request_id] = _Receive(opening.transfer, opening.tokens)
+        self._next.orders.append(opening)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many positions after the local prefix hit will come from the other engine. Asked repeatedly."""
+        receive = self._receives.get(request.request_id)
+        if receive is None or receive.asked or receive.tokens <= num_computed_tokens:
+            return 0, False
+        return receive.tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks exist: the workers may load into them."""
+        receive = self._receives.get(request.request_id)
+        if receive is None or receive.asked:
+            return
+        receive.asked = True
+        if num_external_tokens == 0:  # all of it was in the local prefix cache
+            self._next.cancelled.append(receive.transfer)
+            return
+        block_ids = list(blocks.get_block_ids()[0])
+        behind = next((i for i, block in enumerate(block_ids) if block != NULL_BLOCK), len(block_ids))
+        first = max(receive.tokens - num_external_tokens, min(behind * self._block_size, receive.tokens - 1))
+        self._next.loads.append(
+            LoadWork(
+                request=request.request_id,
+                transfer=receive.transfer,
+                block_ids=block_ids,
+                first=first,
+                last=receive.tokens,
+                all_or_nothing=behind > 0,
+            )
+        )
+        self._patience.begin(request.request_id, first, receive.tokens, self._clock())
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepWork:
+        """Collect this step's work."""
+        work, self._next = self._next, StepWork()
+        self._look(work)
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._prefill_tokens = sum(tokens for tokens in scheduled.values() if tokens > 1)
+        if self._sends:
+            self._add_sends(work, scheduler_output)
+        return work
+
+    def _add_sends(self, work: StepWork, scheduler_output: SchedulerOutput) -> None:
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        state = scheduler_output.kv_connector_block_state
+        for request, scheduled in scheduler_output.num_scheduled_tokens.items():
+            send = self._sends.get(request)
+            if send is None or state is None:
+                continue
+            last = min(computed[request] + scheduled, send.tokens)
+            table = state.get_block_ids(request)
+            if last <= send.sent or table is None:
+                continue
+            work.sends.append(SendWork(send.transfer, list(table[0]), send.sent, last, final=last == send.tokens))
+            send.sent = last
+
+    def _look(self, work: StepWork) -> None:
+        """Now and then: ask how much has come, and give up what comes too late."""
+        now = self._clock()
+        if not self._patience.waiting or now < self._looked_at + LOOK_INTERVAL_S:
+            return
+        self._looked_at = now
+        work.report_progress = True
+        for request, reason in self._patience.give_up(now).items():
+            work.orders.append(AbortTransfer(transfer=self._receives[request].transfer, reason=reason))
+
+    def update_progress(self, progress: LoadProgress | None, finished: set[str]) -> None:
+        """What the workers have said after a step."""
+        now = self._clock()
+        for request, arrived in ({} if progress is None else progress.arrived).items():
+            self._patience.on_arrival(request, arrived.part, arrived.tokens, now)
+        for request in finished:
+            self._patience.end(request)
+
+    def request_finished(self, request: Request) -> None:
+        """The request is over, for whatever reason. Nothing needs its blocks any more."""
+        send = self._sends.pop(request.request_id, None)
+        if send is not None and send.sent < send.tokens:
+            self._next.cancelled.append(send.transfer)
+        receive = self._receives.pop(request.request_id, None)
+        if receive is not None:
+            self._next.cancelled.append(receive.transfer)
+            self._patience.end(request.request_id)

@@ -1,0 +1,103 @@
+"""What the connector's instances say to each other: the scheduler's to every worker's with each step, and back.
+
+All of it is plain values, because workers may be other processes, and stages of a pipeline other boxes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from ..protocol import AbortTransfer, CloseLink, Inlet, Outlet, SetPaths
+
+PARAMS_KEY = "p2pserve"
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """The ends of one request's transfer, of all workers: each opens those of its own rank.
+
+    `tokens`: how many positions of the prompt are sent, or expected.
+    """
+
+    transfer: bytes
+    tokens: int
+    send: tuple[Outlet, ...] = ()
+    receive: tuple[Inlet, ...] = ()
+
+
+Order = Opening | AbortTransfer | SetPaths | CloseLink
+
+
+def transfer_params(opening: Opening) -> dict[str, Any]:
+    """`kv_transfer_params` of a request: how it finds its transfer. vLLM's request ids differ between engines."""
+    return {PARAMS_KEY: opening}
+
+
+@dataclass(frozen=True, slots=True)
+class SendWork:
+    """Positions `[first, last)` that this step completes; `final` when what is to be sent ends with them."""
+
+    transfer: bytes
+    block_ids: list[int]
+    first: int
+    last: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWork:
+    """Positions `[first, last)` that are to be loaded into a request's blocks. `all_or_nothing`: a sliding window has
+    left positions before `first` behind, so if the load fails, the prompt must be computed from its beginning."""
+
+    request: str
+    transfer: bytes
+    block_ids: list[int]
+    first: int
+    last: int
+    all_or_nothing: bool
+
+
+@dataclass
+class StepWork(KVConnectorMetadata):
+    """What the scheduler's instance tells the workers' with a step. `orders` are carried out first, as they come;
+    `cancelled` names transfers that nobody wants any more, after the loads that this step begins. `report_progress`:
+    say how far all loads are (`LoadProgress`), so that the answers of all workers are of the same step.
+    """
+
+    orders: list[Order] = field(default_factory=list)
+    sends: list[SendWork] = field(default_factory=list)
+    loads: list[LoadWork] = field(default_factory=list)
+    cancelled: list[bytes] = field(default_factory=list)
+    report_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """How much of a load is there: `part` of all its layers, heads and positions, and how many `tokens` of the prompt
+    are complete from the first one on."""
+
+    part: float
+    tokens: int
+
+
+@dataclass
+class LoadProgress(KVConnectorWorkerMetadata):
+    """How far the loads are that a worker still waits for, by request. Of several workers, the one that is behind
+    counts."""
+
+    arrived: dict[str, Arrived] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.arrived)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadProgress:
+        """With what another worker says."""
+        assert isinstance(other, LoadProgress)
+        merged = dict(self.arrived)
+        for request, one in other.arrived.items():
+            two = merged.get(request, one)
+            merged[request] = Arrived(min(one.part, two.part), min(one.tokens, two.tokens))
+        return LoadProgress(merged)

@@ -1,0 +1,218 @@
+"""The pipes of one stage: opening them, and a thread on each that reads."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from ....kvtransport.channel import LinkHello, parse_link_hello
+from ....kvtransport.errors import ProtocolError, TransferError
+from ....kvtransport.pipe import Pipe, accept_pipe, dial_pipe
+from ..protocol import PipeEnd
+from .codec import CodecError
+from .vocabulary import CODEC
+
+__all__ = ["Arrivals", "Inflow", "OnLost", "Outflow", "PipelineError", "Reader", "StageLost", "open_pipes"]
+
+CONNECT_S = 600.0
+"""How long the other stages may take to start: their boxes may be fetching a model. The agent may end it sooner."""
+HANDSHAKE_S = 10.0
+_RETRY_S = 0.25
+_ARRIVALS_KEPT = 16
+
+
+class PipelineError(Exception):
+    """This replica cannot be run, or no longer; the text is one line for the user."""
+
+
+class StageLost(PipelineError):
+    """Another stage of the replica is gone."""
+
+
+OnLost = Callable[[PipelineError], None]
+
+
+@final
+class Arrivals:
+    """Accepted connections whose hello names a link of a pipe, until somebody opens it."""
+
+    def __init__(self, ends: Sequence[PipeEnd]) -> None:
+        self._links = {end.ticket.link for end in ends if end.dial is None}
+        self._waiting: list[tuple[LinkHello, socket.socket]] = []
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return f"<Arrivals expected={len(self._links)} waiting={len(self._waiting)}>"
+
+    def put(self, hello: bytes, connection: socket.socket) -> bool:
+        """Whether a connection with this hello is for a pipe; if so, it is taken over."""
+        try:
+            parsed = parse_link_hello(hello)
+        except ProtocolError:
+            return False
+        if parsed.link not in self._links:
+            return False
+        with self._changed:
+            self._waiting.append((parsed, connection))
+            surplus = self._waiting[:-_ARRIVALS_KEPT]
+            del self._waiting[:-_ARRIVALS_KEPT]
+            self._changed.notify_all()
+        for _, old in surplus:
+            old.close()
+        return True
+
+    def take(self, link: bytes, until: float) -> tuple[LinkHello, socket.socket] | None:
+        """The next connection of that link; None if there is none by that moment of the monotonic clock."""
+        with self._changed:
+            while True:
+                for at, (hello, _) in enumerate(self._waiting):
+                    if hello.link == link:
+                        return self._waiting.pop(at)
+                if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
+                    return None
+
+
+def open_pipes(ends: Sequence[PipeEnd], arrivals: Arrivals, timeout_s: float = CONNECT_S) -> dict[PipeEnd, Pipe]:
+    """All pipes of this stage, opened at the same time, because the others wait for one another too.
+
+    Raises StageLost for the first that cannot be opened; the others are closed again.
+    """
+    until = time.monotonic() + timeout_s
+    opened: queue.SimpleQueue[tuple[PipeEnd, Pipe | StageLost]] = queue.SimpleQueue()
+    given_up = threading.Event()
+
+    def attempt(end: PipeEnd) -> None:
+        try:
+            opened.put((end, _open(end, arrivals, until, given_up)))
+        except StageLost as error:
+            opened.put((end, error))
+
+    for end in ends:
+        threading.Thread(target=attempt, args=(end,), name=f"pipe-{end.kind}-{end.stage}", daemon=True).start()
+    pipes: dict[PipeEnd, Pipe] = {}
+    failure: StageLost | None = None
+    for _ in ends:
+        end, pipe = opened.get()
+        if isinstance(pipe, Pipe):
+            pipes[end] = pipe
+        else:
+            failure = failure or pipe
+            given_up.set()
+    if failure is not None:
+        for pipe in pipes.values():
+            pipe.close(str(failure))
+        raise failure
+    return pipes
+
+
+def _open(end: PipeEnd, arrivals: Arrivals, until: float, given_up: threading.Event) -> Pipe:
+    """Try, once at least, until it is there. Raises StageLost."""
+    why = "it has not come"
+    rng = random.Random(end.ticket.link)
+    while True:
+        try:
+            if end.dial is not None:
+                return dial_pipe(end.ticket, end.dial, timeout=HANDSHAKE_S)
+            arrival = arrivals.take(end.ticket.link, min(until, time.monotonic() + 1.0))
+            if arrival is not None:
+                hello, connection = arrival
+                return accept_pipe(end.ticket, hello, connection, timeout=HANDSHAKE_S)
+        except TransferError as error:
+            why = str(error)
+            given_up.wait(_RETRY_S * rng.uniform(1, 2))
+        if given_up.is_set() or time.monotonic() >= until:
+            raise StageLost(f"no {end.kind} pipe to stage {end.stage}: {why}")
+
+
+@final
+class Reader:
+    """A thread that takes messages from a pipe until it ends. `on_message` and `on_end` are called by that thread;
+    what is no message of ours ends the pipe."""
+
+    def __init__(self, pipe: Pipe, name: str, on_message: Callable[[Any], None], on_end: Callable[[str], None]) -> None:
+        self._pipe = pipe
+        self._on_message = on_message
+        self._on_end = on_end
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<Reader {self._pipe}>"
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._on_message(CODEC.decode(self._pipe.receive()))
+            except (TransferError, CodecError) as error:
+                self._pipe.close(str(error))
+                self._on_end(str(error))
+                return
+
+
+@final
+class Inflow:
+    """Activations from the stage before, in order."""
+
+    def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost) -> None:
+        self._stage = stage
+        self._on_lost = on_lost
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._reader = Reader(pipe, f"activations-from-{stage}", self._queue.put, self._end)
+
+    def __repr__(self) -> str:
+        return f"<Inflow from stage {self._stage}: {self._reader}>"
+
+    def get(self) -> Any:
+        """Wait for the next. Raises StageLost."""
+        item = self._queue.get()
+        if isinstance(item, StageLost):
+            self._queue.put(item)
+            raise item
+        return item
+
+    def _end(self, reason: str) -> None:
+        lost = StageLost(f"stage {self._stage} is lost: {reason}")
+        self._on_lost(lost)  # first: it ends the process with the reason, before anybody trips over the loss
+        self._queue.put(lost)
+
+
+@final
+class Outflow:
+    """Activations to the stage behind. `put` waits for nothing: a thread sends, while the next batch is computed.
+
+    How many wait is bounded by the batches in flight, of which there are as many as stages.
+    """
+
+    def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost) -> None:
+        self._pipe = pipe
+        self._stage = stage
+        self._on_lost = on_lost
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        # Nothing comes back; but whoever reads hears that the other end is alive, and when it is not.
+        self._reader = Reader(pipe, f"activations-to-{stage}", self._refuse, self._end)
+        threading.Thread(target=self._run, name=f"activations-to-{stage}-writer", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<Outflow to stage {self._stage}: {self._reader}>"
+
+    def put(self, value: Callable[[], object]) -> None:
+        """Send what this returns; it is called by the thread that sends, and may wait for a copy from a device."""
+        self._queue.put(value)
+
+    def _run(self) -> None:
+        while True:
+            value = self._queue.get()
+            try:
+                self._pipe.send(CODEC.encode(value()))
+            except TransferError:
+                return  # the reader says so
+
+    def _refuse(self, message: Any) -> None:
+        raise CodecError(f"a {type(message).__name__} from the stage behind, which has nothing to say here")
+
+    def _end(self, reason: str) -> None:
+        self._on_lost(StageLost(f"stage {self._stage} is lost: {reason}"))

@@ -1,0 +1,167 @@
+"""vLLM's worker as a stage of a pipeline: everything is vLLM's own but the group of stages that it believes to be in.
+
+vLLM makes workers by the name of their class, and finds the groups they are in through module globals; so a process
+has one seat in one pipeline, taken before its engine is built.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_file_store_init_method
+from vllm.v1.worker import cpu_worker, gpu_worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from ..device import DeviceKind, device_of
+from ..scratch import own_temporary_folder
+from .group import HIDDEN, RESIDUAL, SocketGroup
+from .pipes import Inflow, Outflow
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sequence import IntermediateTensors
+
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of this process in its pipeline, and its ways to the stages before and behind it."""
+
+    stage: int
+    partition: tuple[int, ...]
+    before: Inflow | None
+    behind: Outflow | None
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.partition)
+
+
+class StageWorker(gpu_worker.Worker):
+    """A worker that is one stage. `seat` is set once, before vLLM makes the worker."""
+
+    seat: ClassVar[Seat | None] = None
+    module: ClassVar[ModuleType] = gpu_worker  # where its base class looks for the function that joins the world
+
+    def init_device(self) -> None:
+        """Join a world of this process alone, then take the seat among the stages."""
+        with _joining(self.module, _seat()):
+            super().init_device()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load this stage's layers, and make the buffers for what comes from the stage before."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if not parallel_state.get_pp_group().is_first_rank:
+            # vLLM does so in the run that measures memory, which a CPU skips.
+            runner = self.model_runner
+            runner.intermediate_tensors = self._empty_activations(runner.max_num_tokens)
+
+    def merges(self) -> bool:
+        """Whether it is the same, to the last bit, for this stage to be given hidden states and residual added up.
+
+        Its first layer begins with a norm that adds them, and hands the sum on as the residual. Whether that norm
+        rounds the sum before it goes on is up to its kernel, so the question is put to it.
+        """
+        empty = self._empty_activations(_PROBE_TOKENS)
+        norms = (getattr(module, "input_layernorm", None) for module in self._model.modules())
+        norm = next((norm for norm in norms if norm is not None), None)
+        if norm is None or empty.tensors.keys() != {HIDDEN, RESIDUAL}:
+            return False
+        random = torch.Generator().manual_seed(0)
+        hidden, residual = (
+            torch.randn(empty[HIDDEN].shape, generator=random).to(empty[HIDDEN].dtype).to(self.device) for _ in range(2)
+        )
+        with torch.inference_mode():
+            apart = norm(hidden.clone(), residual.clone())
+            merged = norm(hidden + residual, torch.zeros_like(hidden))
+        return all(torch.equal(one, other) for one, other in zip(apart, merged, strict=True))
+
+    def merge_activations(self, behind: list[bool]) -> None:
+        """`behind`: for each stage but the first, whether it is to be given hidden states and residual added up."""
+        group = cast("SocketGroup", parallel_state.get_pp_group())
+        group.merges = not group.is_last_rank and behind[group.rank]
+
+    @property
+    def _model(self) -> Any:
+        return self.model_runner.get_model()
+
+    def _empty_activations(self, tokens: int) -> IntermediateTensors:
+        made = self._model.make_empty_intermediate_tensors(
+            batch_size=tokens, dtype=self.model_config.dtype, device=self.device
+        )
+        return cast("IntermediateTensors", made)
+
+
+def _seat() -> Seat:
+    if StageWorker.seat is None:
+        raise RuntimeError("this process has no seat in a pipeline")
+    return StageWorker.seat
+
+
+class CPUStageWorker(StageWorker, CPUWorker):
+    """The same on a machine without a GPU."""
+
+    module: ClassVar[ModuleType] = cpu_worker
+
+
+def worker_class() -> str:
+    """What vLLM is told to make its workers of."""
+    kind = CPUStageWorker if current_platform.is_cpu() else StageWorker
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def make_worker(config: VllmConfig) -> Any:
+    """This process's worker, in vLLM's wrapper, with its layers loaded."""
+    seat = _seat()
+    worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=seat.stage)
+    with own_temporary_folder():
+        arguments = {
+            "vllm_config": config,
+            "local_rank": 0,
+            "rank": seat.stage,
+            "distributed_init_method": get_file_store_init_method(),
+            "is_driver_worker": True,
+            "shared_worker_lock": multiprocessing.Lock(),
+        }
+        worker.init_worker(all_kwargs=[arguments])
+        worker.init_device()
+    worker.load_model()
+    current_platform.update_block_size_for_backend(config)
+    return worker
+
+
+@contextmanager
+def _joining(module: Any, seat: Seat) -> Iterator[None]:
+    """While the worker sets up its device: it joins a world of its own, and takes its seat."""
+    join = module.init_worker_distributed_environment
+
+    def join_alone(config: VllmConfig, rank: int, *args: Any, **kwargs: Any) -> None:
+        parallel = config.parallel_config
+        parallel.pipeline_parallel_size, parallel.world_size, parallel.rank = 1, 1, 0
+        try:
+            join(config, 0, *args, **kwargs)
+        finally:
+            parallel.pipeline_parallel_size = parallel.world_size = seat.stages
+            parallel.rank = rank
+        kind = cast("DeviceKind", current_platform.device_type)
+        group = SocketGroup(
+            parallel_state.get_pp_group(), seat.stage, seat.stages, seat.before, seat.behind, device_of(kind)
+        )
+        parallel_state._PP = cast("Any", group)  # noqa: SLF001 (there is no other way to it)
+
+    module.init_worker_distributed_environment = join_alone
+    try:
+        yield
+    finally:
+        module.init_worker_distributed_environment = join

@@ -1,0 +1,158 @@
+"""What the engine's steps were like, small enough to be told to the agent ten times a second.
+
+A small model makes a step in 2 ms. So steps are summed up, and a few of them are kept as they were, spread evenly over
+the time: the coordinator's profile is fitted to those.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar, final
+
+from ...coordinator.profile import StepSample
+from .protocol import Iterations
+
+INTERVAL_S: Final = 0.1
+SAMPLES_KEPT: Final = 4  # of steps with prefill in them, and as many of the others
+
+T = TypeVar("T")
+
+
+@final
+class Thinned(Generic[T]):
+    """At most `limit` of the values added, evenly spread: whenever there are too many, every other one goes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._every = 1
+        self._seen = 0
+        self._kept: list[T] = []
+
+    def add(self, value: T) -> None:
+        """Keep the value, or not."""
+        if self._seen % self._every == 0:
+            if len(self._kept) == self._limit:
+                del self._kept[1::2]
+                self._every *= 2
+            if self._seen % self._every == 0:
+                self._kept.append(value)
+        self._seen += 1
+
+    @property
+    def kept(self) -> tuple[T, ...]:
+        """In the order in which they were added."""
+        return tuple(self._kept)
+
+
+@final
+class Tally:
+    """Sums over steps, until they are taken."""
+
+    def __init__(self) -> None:
+        self._taken_at = 0.0
+        self._clear()
+
+    def __repr__(self) -> str:
+        return f"<Tally of {self._steps} steps>"
+
+    def _clear(self) -> None:
+        self._steps = self._preemptions = self._prefill = self._decode = self._context = 0
+        self._seconds = self._longest = 0.0
+        self._prefills: Thinned[StepSample] = Thinned(SAMPLES_KEPT)
+        self._decodes: Thinned[StepSample] = Thinned(SAMPLES_KEPT)
+
+    def add(self, step: StepSample, preempted: int) -> None:
+        """Count a step, before which so many requests had lost their blocks."""
+        self._steps += 1
+        self._preemptions += preempted
+        self._prefill += step.prefill_tokens
+        self._decode += step.decode_requests
+        self._context += step.decode_context
+        self._seconds += step.seconds
+        self._longest = max(self._longest, step.seconds)
+        (self._prefills if step.prefill_requests else self._decodes).add(step)
+
+    def take(self, now: float, *, at_once: bool) -> Iterations | None:
+        """The sums since they were last taken: None when that is too short a while ago, unless `at_once`, and when
+        there has been no step."""
+        if not self._steps or not (at_once or now - self._taken_at >= INTERVAL_S):
+            return None
+        found = Iterations(
+            steps=self._steps,
+            seconds=self._seconds,
+            longest_s=self._longest,
+            prefill_tokens=self._prefill,
+            decode_tokens=self._decode,
+            decode_context=self._context,
+            preemptions=self._preemptions,
+            samples=self._prefills.kept + self._decodes.kept,
+        )
+        self._taken_at = now
+        self._clear()
+        return found
+
+
+@final
+class StepMeter:
+    """Times the steps of a vLLM scheduler and counts what is in them.
+
+    A step lasts until its output has been taken in, from when the one before it had, or, after a pause or with several
+    batches in flight, from when it was scheduled. So what the loop does between two steps counts: requests wait for it.
+    """
+
+    def __init__(self, scheduler: Any, clock: Callable[[], float]) -> None:
+        self.tally = Tally()
+        self._clock = clock
+        self._in_flight: deque[float] = deque()  # when each began; steps end in the order in which they began
+        self._ended: float | None = None
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        # vLLM has a hook for neither; its own statistics know neither context nor single steps.
+        scheduler.schedule = self._timed_schedule
+        scheduler.update_from_output = self._timed_update
+
+    def pause(self) -> None:
+        """The engine has nothing to do: the next step begins when it is scheduled."""
+        self._ended = None
+
+    def _timed_schedule(self, *arguments: Any, **settings: Any) -> Any:
+        alone = not self._in_flight
+        self._in_flight.append(self._ended if alone and self._ended is not None else self._clock())
+        return self._schedule(*arguments, **settings)
+
+    def _timed_update(self, scheduled: Any, output: Any) -> Any:
+        result = self._update(scheduled, output)
+        now = self._clock()
+        began = self._in_flight.popleft()
+        if scheduled.total_num_scheduled_tokens:
+            self.tally.add(sample_of(scheduled, now - began), len(scheduled.preempted_req_ids or ()))
+            self._ended = now
+        else:
+            self._ended = None  # only KV is awaited
+        return result
+
+
+def sample_of(scheduled: Any, seconds: float) -> StepSample:
+    """What vLLM's `SchedulerOutput` has let requests compute."""
+    counts: dict[str, int] = scheduled.num_scheduled_tokens
+    decoding = prefilling = context = 0
+    cached = scheduled.scheduled_cached_reqs
+    for request, held in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        if counts[request] == 1:
+            decoding += 1
+            context += held
+        else:
+            prefilling += 1
+    for new in scheduled.scheduled_new_reqs:
+        if counts[new.req_id] == 1:
+            decoding += 1
+            context += new.num_computed_tokens
+        else:
+            prefilling += 1
+    return StepSample(
+        seconds=seconds,
+        prefill_requests=prefilling,
+        prefill_tokens=scheduled.total_num_scheduled_tokens - decoding,
+        decode_requests=decoding,
+        decode_context=context,
+    )

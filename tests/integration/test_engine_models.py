@@ -1,0 +1,132 @@
+"""Models other than Llama, tiny and random: KV that one engine hands to another gives the tokens of a single engine."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from p2pserve.node.engine import protocol
+from p2pserve.node.engine.trial import TrialEngine, open_trial
+from p2pserve.node.engine_link import EngineStartError, open_fork_server
+
+VOCABULARY, LAYERS, WINDOW = 512, 4, 64
+COUNT = 12
+PROMPTS = ((5, 5), (130, 130), (300, 300), (300, 170))  # (length, how many positions of KV are handed over)
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+# Name -> configuration class of transformers and what is particular to it.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "layer_types": ALTERNATING}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"sliding_window": WINDOW, "layer_types": ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
+
+# What cannot be handed over: one latent vector instead of K and V.
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek": (
+        "DeepseekV2Config",
+        {
+            "num_key_value_heads": 2,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": LAYERS,
+            "n_routed_experts": 4,
+        },
+    ),
+}
+
+
+def make_model(folder: Path, name: str, **changes: object) -> Path:
+    """A random model of this architecture, as its own authors' code would save it."""
+    import transformers
+
+    kind, particular = (MODELS | REFUSED)[name]
+    config = getattr(transformers, kind)(**{**COMMON, **particular, **changes})
+    torch.manual_seed(3)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def prompt_of(length: int, seed: str) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(1, VOCABULARY) for _ in range(length)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], tmp_path: Path, name: str) -> None:
+    """Over several chunks and beyond the sliding windows; in part, and all of it again beside what is cached. KV that
+    does not come is computed, although its place has been made without what the windows have left behind."""
+
+    async def main() -> None:
+        config = protocol.EngineConfig(
+            model=str(make_model(tmp_path, name)),
+            dtype="float32",
+            kv_cache_mib=16,
+            max_batched_tokens=128,
+            block_size=32,
+        )
+        async with (
+            open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server,
+            open_trial(server) as trial,
+        ):
+            prefill, decode = await trial.start(config), await trial.start(config)
+            link = trial.join(decode)
+            for length, handed in PROMPTS:
+                prompt = prompt_of(length, f"{name} {handed}")
+                for _ in range(2 if handed == length else 1):
+                    send, receive = trial.hand_off(link, "raw", prefill.ready)
+                    request = decode.submit(prompt, COUNT, receive=receive, receive_tokens=handed)
+                    prefill.submit(prompt[:handed], 1, send=send)
+                    answer = await decode.answer(request)
+                    assert (await prefill.report(send[0].ticket.transfer)).delivered
+                    assert answer.cached >= min(handed, length - 1)
+                    assert answer.tokens == (await prefill.generate(prompt, COUNT)).tokens, (length, handed)
+            prompt = prompt_of(300, f"{name} given up")
+            _, receive = trial.hand_off(link, "raw", prefill.ready)
+            request = decode.submit(prompt, COUNT, receive=receive, receive_tokens=300)
+            assert decode.link is not None
+            decode.link.send(protocol.AbortTransfer(transfer=receive[0].ticket.transfer, reason="its prefill is lost"))
+            assert (await decode.answer(request)).tokens == (await prefill.generate(prompt, COUNT)).tokens
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_without_k_and_v_is_refused(engine_channels: list[int], tmp_path: Path, name: str) -> None:
+    async def main() -> None:
+        config = protocol.EngineConfig(model=str(make_model(tmp_path, name)), kv_cache_mib=16, max_batched_tokens=128)
+        async with open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server:
+            engine = TrialEngine()
+            with pytest.raises(EngineStartError, match="can be handed over") as caught:
+                await server.start_engine(config, engine.on_message)
+            assert "\n" not in str(caught.value)
+
+    trio.run(main)

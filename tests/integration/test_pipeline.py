@@ -1,0 +1,267 @@
+"""Replicas whose stages are processes of their own: the same tokens as one engine's, KV straight from stage to stage,
+and an end with a reason when a stage is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+from safetensors.numpy import save_file
+
+from p2pserve.kvtransport.dialling import Path as KvPath
+from p2pserve.kvtransport.reslice import ShardLayout, reslice
+from p2pserve.kvtransport.tickets import TransferTicket, issue_transfer
+from p2pserve.node.engine import protocol
+from p2pserve.node.engine.trial import Trial, TrialEngine, open_trial
+from p2pserve.node.engine_link import EngineStartError, open_fork_server
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY = 6, 4, 2, 32, 128, 256, 512
+CHUNK = 64  # less than most prompts: prefill comes in chunks, several of them under way at once
+COUNT = 12
+LENGTHS = (1, 5, 17, 63, 64, 65, 100, 128, 129, 150, 200, 31, 90, 11, 2, 77)
+
+Body = Callable[[Trial, protocol.EngineConfig], Awaitable[None]]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(1, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+def write_model(folder: Path) -> None:
+    """A tiny random Llama, with a file for each layer, as large models are cut up."""
+    rng = np.random.default_rng(5)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    shapes = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }
+    files = {
+        f"layer-{layer}.safetensors": {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+        for layer in range(LAYERS)
+    }
+    files["first.safetensors"] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    files["last.safetensors"] = {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    for file, tensors in files.items():
+        values = {
+            name: (rng.standard_normal(shape) * 0.2 if len(shape) == 2 else rng.uniform(0.5, 1.5, shape))
+            for name, shape in tensors.items()
+        }
+        save_file({n: v.astype(np.float32) for n, v in values.items()}, folder / file, metadata={"format": "pt"})
+    index = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def run(engine_channels: list[int], model: Path) -> Callable[[Body], None]:
+    """Runs a body with a trial of its own, on the module's fork server."""
+
+    async def main(body: Body) -> None:
+        config = protocol.EngineConfig(
+            model=str(model), dtype="float32", kv_cache_mib=32, max_batched_tokens=CHUNK, max_requests=32
+        )
+        async with (
+            open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server,
+            open_trial(server) as trial,
+        ):
+            await server.wait_ready()
+            with trio.fail_after(60):
+                await body(trial, config)
+
+    return lambda body: trio.run(main, body)
+
+
+async def answers(engine: TrialEngine) -> list[list[int]]:
+    """To all prompts, asked at the same time."""
+    requests = [engine.submit(prompt, COUNT) for prompt in prompts()]
+    return [(await engine.answer(request)).tokens for request in requests]
+
+
+@asynccontextmanager
+async def replica(trial: Trial, config: protocol.EngineConfig, *partition: int) -> AsyncIterator[list[TrialEngine]]:
+    """Stages, the head first; one engine if there is no partition to speak of. They end with the block."""
+    if len(partition) == 1:
+        stages = [await trial.start(config)]
+    else:
+        stages = await trial.start_stages(config, partition)
+    try:
+        yield stages
+    finally:
+        for stage in stages:
+            stage.stop()
+
+
+@pytest.fixture(scope="module")
+def known() -> list[list[int]]:
+    """What one engine answers to all prompts, from the first test that asks for it on."""
+    return []
+
+
+async def expected(trial: Trial, config: protocol.EngineConfig, known: list[list[int]]) -> list[list[int]]:
+    if not known:
+        async with replica(trial, config, LAYERS) as (engine,):
+            known += await answers(engine)
+    assert len({*map(tuple, known)}) == len(LENGTHS)
+    return known
+
+
+def pid_of(engine: TrialEngine) -> int:
+    return engine.ready.pid
+
+
+async def how_it_ended(engine: TrialEngine) -> str:
+    assert engine.link is not None
+    with trio.fail_after(30):
+        return await engine.link.wait_gone()
+
+
+@pytest.mark.parametrize("partition", [(2, 4), (5, 1), (1, 3, 2)])
+def test_tokens_are_those_of_one_engine(
+    run: Callable[[Body], None], known: list[list[int]], partition: tuple[int, ...]
+) -> None:
+    async def body(trial: Trial, config: protocol.EngineConfig) -> None:
+        one = await expected(trial, config, known)
+        async with replica(trial, config, *partition) as stages:
+            assert await answers(stages[0]) == one
+            assert [stage.ready.layers for stage in stages] == [LAYERS, *partition[1:]]
+
+    run(body)
+
+
+@pytest.mark.parametrize(("source", "target"), [((2, 4), (6,)), ((6,), (4, 2)), ((2, 4), (5, 1))])
+def test_kv_goes_from_each_stage_to_the_stage_that_needs_it(
+    run: Callable[[Body], None], known: list[list[int]], source: tuple[int, ...], target: tuple[int, ...]
+) -> None:
+    async def body(trial: Trial, config: protocol.EngineConfig) -> None:
+        one = await expected(trial, config, known)
+        async with replica(trial, config, *source) as prefill, replica(trial, config, *target) as decode:
+            pieces = reslice(ShardLayout(1, source, KV_HEADS), ShardLayout(1, target, KV_HEADS))
+            links = [trial.join(decode[piece.target.stage]) for piece in pieces]
+            requests: list[tuple[str, bytes]] = []
+            for prompt in prompts():
+                ticket = issue_transfer(links[0].link, "raw", 60, os.urandom)
+                outlets, inlets = [], []
+                for piece, link in zip(pieces, links, strict=True):
+                    own = TransferTicket(ticket.transfer, link.link, ticket.codec, ticket.deadline_s)
+                    part = protocol.Slice(
+                        first_layer=piece.layers.start,
+                        last_layer=piece.layers.stop,
+                        first_head=piece.heads.start,
+                        last_head=piece.heads.stop,
+                    )
+                    outlets.append(
+                        protocol.Outlet(
+                            rank=protocol.Rank(stage=piece.source.stage),
+                            slice=part,
+                            ticket=own,
+                            link=link,
+                            paths=(KvPath("127.0.0.1", trial._port),),
+                            gbps=10,
+                            rtt_s=0.0001,
+                        )
+                    )
+                    inlets.append(
+                        protocol.Inlet(rank=protocol.Rank(stage=piece.target.stage), slice=part, ticket=own, link=link)
+                    )
+                request = decode[0].submit(prompt, COUNT, receive=tuple(inlets), receive_tokens=len(prompt))
+                prefill[0].submit(prompt, 1, send=tuple(outlets))
+                requests.append((request, ticket.transfer))
+            for tokens, prompt, (request, _) in zip(one, prompts(), requests, strict=True):
+                answer = await decode[0].answer(request)
+                assert answer.tokens == tokens
+                assert answer.cached >= len(prompt) - 1  # the last position is computed again, for its logits
+            # Each stage has told its own agent of what it has sent itself.
+            senders = {piece.source.stage for piece in pieces}
+            for stage in senders:
+                for _, transfer in requests:
+                    report = await prefill[stage].report(transfer)
+                    assert report.delivered
+
+    run(body)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_stage_ends_the_replica(run: Callable[[Body], None], lost: int) -> None:
+    async def body(trial: Trial, config: protocol.EngineConfig) -> None:
+        async with replica(trial, config, 2, 2, 2) as stages:
+            request = stages[0].submit(prompts()[9], 300)  # under way while it happens
+            head = stages[0]
+            await head._until(lambda: request in head.answers and len(head.answers[request].tokens) >= 3)
+            os.kill(pid_of(stages[lost]), signal.SIGKILL)
+            for number, stage in enumerate(stages):
+                ended = await how_it_ended(stage)
+                if number == lost:
+                    assert "SIGKILL" in ended
+                else:
+                    assert "is lost" in ended, ended
+
+    run(body)
+
+
+def test_each_stage_needs_its_own_files_only(
+    run: Callable[[Body], None], known: list[list[int]], model: Path, tmp_path: Path
+) -> None:
+    async def body(trial: Trial, config: protocol.EngineConfig) -> None:
+        one = await expected(trial, config, known)
+        partition = (2, 4)
+        needed = ({"first", "layer-0", "layer-1"}, {"layer-2", "layer-3", "layer-4", "layer-5", "last"})
+        folders = []
+        for stage, names in enumerate(needed):
+            folder = tmp_path / str(stage)
+            folder.mkdir()
+            for name in ("config.json", "model.safetensors.index.json", *(f"{name}.safetensors" for name in names)):
+                (folder / name).symlink_to(model / name)
+            folders.append(str(folder))
+        stages = await trial.start_stages(config, partition, folders)
+        assert await answers(stages[0]) == one
+
+    run(body)
+
+
+def test_what_a_stage_cannot_load_is_told_at_the_head(run: Callable[[Body], None], tmp_path: Path) -> None:
+    async def body(trial: Trial, config: protocol.EngineConfig) -> None:
+        with pytest.raises(EngineStartError, match=r"stage 1 is lost: .*nothing"):
+            await trial.start_stages(config, (3, 3), [config.model, str(tmp_path / "nothing")])
+        with pytest.raises(EngineStartError, match="tp is 2"):
+            await trial.start_stages(msgspec.structs.replace(config, tp=2), (3, 3))
+
+    run(body)

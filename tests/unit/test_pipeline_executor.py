@@ -1,0 +1,236 @@
+"""The head's end of a pipeline, against a stage that the test plays."""
+
+import secrets
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from p2pserve.kvtransport.channel import LinkHello, Role
+from p2pserve.kvtransport.dialling import Path
+from p2pserve.kvtransport.pipe import Pipe, PipeSettings, greet
+from p2pserve.kvtransport.tickets import issue_link
+from p2pserve.node.engine.pipeline.executor import PipelineExecutor, RemoteStage
+from p2pserve.node.engine.pipeline.pipes import Arrivals, Inflow, Outflow, PipelineError, StageLost, open_pipes
+from p2pserve.node.engine.pipeline.stage import check_pipeline
+from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Answer, Call, Failed
+from p2pserve.node.engine.protocol import EngineConfig, PipeEnd
+
+PATIENT = PipeSettings(beat_s=30, lost_s=60)
+
+
+def piped() -> tuple[Pipe, Pipe]:
+    ours, theirs = socket.socketpair()
+    ticket = issue_link(60, secrets.token_bytes)
+    hello = LinkHello(ticket.link, bytes(16), Role.SENDER)
+
+    def accept() -> Pipe:
+        theirs.recv(48, socket.MSG_WAITALL)
+        return greet(theirs, ticket, hello, dials=False, timeout=20, settings=PATIENT)
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(accept)
+        return greet(ours, ticket, hello, dials=True, timeout=20, settings=PATIENT), other.result(20)
+
+
+class Local:
+    """Stands in for the head's own worker."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        self.calls.append("execute_model")
+        return None if scheduler_output.num_scheduled_tokens else ModelRunnerOutput([], {})
+
+    def sample_tokens(self, grammar_output: object) -> ModelRunnerOutput:
+        self.calls.append("sample_tokens")
+        return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(finished_recving={"a"}))
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+
+class Setting:
+    """A head of two stages; `other` is the far end of its control pipe."""
+
+    def __init__(self) -> None:
+        self.lost: list[PipelineError] = []
+        pipe, self.other = piped()
+        self.stage = RemoteStage(1, pipe, self.lost.append)
+        self.head: Any = object.__new__(PipelineExecutor)
+        self.head._number = 0
+        self.head._worker = Local()
+        self.head.kv_output_aggregator = None
+        self.head.stages = (self.stage,)
+
+    def heard(self) -> Call:
+        call = CODEC.decode(self.other.receive())
+        assert isinstance(call, Call)
+        return call
+
+    def say(self, message: object) -> None:
+        self.other.send(CODEC.encode(message))
+
+    def step(self, tokens: int = 1) -> Any:
+        """A batch, as vLLM's engine core starts one."""
+        scheduled = SchedulerOutput.make_empty()
+        scheduled.num_scheduled_tokens = {"a": tokens} if tokens else {}
+        scheduled.total_num_scheduled_tokens = tokens
+        first = self.head.execute_model(scheduled, non_block=True)
+        return self.head.sample_tokens(None, non_block=True) if tokens else first
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    made = Setting()
+    yield made
+    made.other.close()
+    made.stage.close("")
+
+
+def output(token: int) -> ModelRunnerOutput:
+    return ModelRunnerOutput(["a"], {"a": 0}, [[token]])
+
+
+def test_batches_are_told_before_those_ahead_are_answered(setting: Setting) -> None:
+    steps = [setting.step(), setting.step()]
+    calls = [setting.heard() for _ in range(4)]
+    assert [call.method for call in calls] == ["execute_model", "sample_tokens"] * 2
+    assert [call.answers for call in calls] == [False, True] * 2
+    for token, call in enumerate(calls[1::2]):
+        setting.say(Answer(call.number, output(token)))
+    assert [step.result().sampled_token_ids for step in steps] == [[[0]], [[1]]]
+    assert not setting.lost
+
+
+def test_a_step_without_tokens_is_answered_at_once(setting: Setting) -> None:
+    step = setting.step(tokens=0)
+    call = setting.heard()
+    assert (call.method, call.answers) == ("execute_model", True)
+    setting.say(Answer(call.number, output(5)))
+    assert step.result().sampled_token_ids == [[5]]
+
+
+def test_what_all_connectors_say_is_joined(setting: Setting) -> None:
+    class Aggregator:
+        def aggregate(self, outputs: list[ModelRunnerOutput], output_rank: int) -> list[ModelRunnerOutput]:
+            assert output_rank == 1
+            return outputs
+
+    setting.head.kv_output_aggregator = Aggregator()
+    step = setting.step()
+    setting.heard()
+    setting.say(Answer(setting.heard().number, output(7)))
+    mine, theirs = step.result()
+    assert mine.kv_connector_output.finished_recving == {"a"}
+    assert theirs.sampled_token_ids == [[7]]
+
+
+def test_other_calls_return_what_each_stage_says_the_heads_first(setting: Setting) -> None:
+    future = setting.head.collective_rpc("get_supported_tasks", non_block=True)
+    setting.say(Answer(setting.heard().number, ("generate", "more")))
+    assert future.result() == [("generate",), ("generate", "more")]
+
+
+@pytest.mark.parametrize("method", ["apply_model", "__class__", print])
+def test_what_stages_are_not_asked(setting: Setting, method: object) -> None:
+    with pytest.raises(PipelineError, match="nothing that the stages"):
+        setting.head.collective_rpc(method)
+
+
+def test_a_stage_that_fails_says_why(setting: Setting) -> None:
+    step = setting.step()
+    setting.say(Failed("no memory left"))
+    with pytest.raises(StageLost, match="stage 1 is lost: no memory left"):
+        step.result()
+    assert [str(error) for error in setting.lost] == ["stage 1 is lost: no memory left"]
+    with pytest.raises(StageLost, match="no memory left"):
+        setting.step()
+
+
+def test_a_stage_that_is_gone_fails_what_waits_for_it_once(setting: Setting) -> None:
+    steps = [setting.step(), setting.step()]
+    setting.other.close("its box is taken back")
+    for step in steps:
+        with pytest.raises(StageLost, match="its box is taken back"):
+            step.result()
+    assert len(setting.lost) == 1
+
+
+@pytest.mark.parametrize("message", [Answer(99, None), Activations(False, {}), 5])
+def test_an_answer_to_nothing_ends_the_pipe(setting: Setting, message: object) -> None:
+    step = setting.step()
+    setting.say(message)
+    with pytest.raises(StageLost, match="answers nothing"):
+        step.result()
+
+
+def test_a_stage_that_is_alive_but_silent_is_given_up(setting: Setting) -> None:
+    step = setting.step()
+    with pytest.raises(StageLost, match="alive, but has not answered"):
+        step.result(timeout=0.01)
+    assert len(setting.lost) == 1
+
+
+def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
+    one, two = piped()
+    lost: list[PipelineError] = []
+    out, into = Outflow(one, 1, lost.append), Inflow(two, 0, lost.append)
+    for n in range(5):
+        out.put(partial(Activations, n % 2 == 0, {}))
+    assert [into.get().merged for _ in range(5)] == [True, False] * 2 + [True]
+    two.close("the stage ends")
+    for _ in range(2):
+        with pytest.raises(StageLost, match="stage 0 is lost: the stage ends"):
+            into.get()
+    one.close()
+
+
+def test_pipes_that_cannot_be_opened_name_the_stage() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    end = PipeEnd(stage=2, kind="data", ticket=issue_link(60, secrets.token_bytes), dial=Path("127.0.0.1", port))
+    with pytest.raises(StageLost, match=f"no data pipe to stage 2: 127.0.0.1:{port}"):
+        open_pipes([end], Arrivals([end]), timeout_s=0.01)
+    ends = [PipeEnd(stage=0, kind="control", ticket=end.ticket)]
+    with pytest.raises(StageLost, match="no control pipe to stage 0: it has not come"):
+        open_pipes(ends, Arrivals(ends), timeout_s=0.01)
+
+
+def test_connections_of_others_are_left_to_them() -> None:
+    end = PipeEnd(stage=0, kind="control", ticket=issue_link(60, secrets.token_bytes))
+    arrivals = Arrivals([end])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert not arrivals.put(LinkHello(b"x" * 16, bytes(16), Role.SENDER).pack(), ours)
+        assert not arrivals.put(b"no hello", ours)
+        assert arrivals.put(LinkHello(end.ticket.link, bytes(16), Role.SENDER).pack(), ours)
+        taken = arrivals.take(end.ticket.link, until=0)
+        assert taken is not None
+        assert taken[1] is ours
+        assert arrivals.take(end.ticket.link, until=0) is None
+
+
+def place(**changes: Any) -> EngineConfig:
+    ticket = issue_link(60, secrets.token_bytes)
+    ends = (PipeEnd(stage=0, kind="control", ticket=ticket), PipeEnd(stage=0, kind="data", ticket=ticket))
+    return EngineConfig(model="m", **{"partition": (1, 1), "stage": 1, "pipes": ends, **changes})
+
+
+def test_places_that_cannot_be_taken_are_refused() -> None:
+    check_pipeline(place())
+    for changes, text in (
+        ({"tp": 2}, "tp is 2"),
+        ({"stage": 2}, "no such stage"),
+        ({"pipes": ()}, "needs these pipes: control 0, data 0"),
+        ({"stage": 0}, "needs these pipes: control 1, data 1"),
+        ({"partition": (1, 1, 1)}, "needs these pipes: control 0, data 0, data 2"),
+    ):
+        with pytest.raises(PipelineError, match=text):
+            check_pipeline(place(**changes))
