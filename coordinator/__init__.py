@@ -9,23 +9,28 @@ in.
 from .capacity import BoxView, CapacityError, LinkView
 from .plan import Pairing, Phase, Plan, PlanError, Replica, Stage
 from .planner import PREFILL_TFLOP_PER_DECODE_GB, make_plan
+from .profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
 from .router import Load, LoadError, NoRoute, Route, route
 
 __all__ = [
     "PREFILL_TFLOP_PER_DECODE_GB",
     "BoxView",
     "CapacityError",
+    "LatencyProfile",
     "LinkView",
     "Load",
     "LoadError",
     "NoRoute",
     "Pairing",
     "Phase",
+    "PhaseCost",
+    "PhaseFit",
     "Plan",
     "PlanError",
     "Replica",
     "Route",
     "Stage",
+    "StepSample",
     "make_plan",
     "route",
 ]

@@ -104,14 +104,20 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     `weight` is the product `X_i * Y_ij` of ThunderServe section 3.3: X_i of the requests go to prefill
     replica i, Y_ij of those on to decode replica j. A mixed replica that keeps its requests is paired with
-    itself.
+    itself. `prefill_share` is the part of each prompt that the prefill replica reads, from its beginning; the
+    decode replica reads the rest beside its decodes, as in Cronus.
     """
 
     prefill: str
     decode: str
     weight: float
+    prefill_share: float = 1.0
 
     def __post_init__(self) -> None:
+        _require(
+            0.0 < self.prefill_share <= 1.0,
+            f"pairing {self.prefill} -> {self.decode}: prefill_share {self.prefill_share} is not above 0 and at most 1",
+        )
         _require(
             isfinite(self.weight) and 0.0 <= self.weight <= 1.0 + WEIGHT_TOLERANCE,
             f"pairing {self.prefill} -> {self.decode}: weight {self.weight} is not between 0 and 1",

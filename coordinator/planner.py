@@ -1,7 +1,8 @@
 """Which box prefills, which decodes, and how requests are shared among them.
 
-`make_plan` is a pure function of what it is given. It decides in this order: who can be used, who keeps a
-role, who takes a new one, how requests are shared, whether any of that is worth a new plan.
+`make_plan` is a pure function of what it is given. It decides in this order: who can be used, which boxes hold the
+model together (`pipelines`), who keeps a role, who takes a new one, how requests are shared, whether any of that is
+worth a new plan.
 
 The share of prefill boxes comes from a balance of two costs. A request costs compute to read its prompt and
 memory traffic to write its tokens, so the boxes that prefill carry
@@ -17,8 +18,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from .capacity import BoxView, LinkView
-from .plan import Pairing, Phase, Plan, PlanError, Replica, Stage
+from .capacity import BoxView, LinkView, RoundTrips
+from .pipelines import Group, group_boxes
+from .plan import Pairing, Phase, Plan, PlanError, Replica
 
 PREFILL_TFLOP_PER_DECODE_GB = 0.14
 """Prefill work over decode work of an average request, in TFLOP per GB of memory traffic.
@@ -30,9 +32,6 @@ boxes."""
 
 RTT_SCALE_S = 0.05
 """A link of this round trip gets half the weight of one without any: weight ~ 1 / (1 + rtt / RTT_SCALE_S)."""
-
-UNKNOWN_RTT_S = 0.2
-"""What a link counts for until it is measured: like one between continents."""
 
 WEIGHT_HYSTERESIS = 0.1
 """Weights that all moved by less than this are not worth a new plan: every plan is signed and gossiped."""
@@ -49,9 +48,9 @@ def make_plan(
     codec: str,
     prefill_tflop_per_decode_gb: float = PREFILL_TFLOP_PER_DECODE_GB,
 ) -> Plan | None:
-    """The plan for a service, `previous` itself where nothing changes, None where no box is ready.
+    """The plan for a service, `previous` itself where nothing changes, None where no box or group of boxes is ready.
 
-    The order of `boxes` and `links` does not matter; ties go by peer id. A box keeps its role while both
+    The order of `boxes` and `links` does not matter; ties go by peer id. A replica keeps its role while both
     roles stay filled. A new epoch is a change: its coordinator states the decisions again under its own
     number. Raises `PlanError` if a new plan would not be newer than `previous`.
     """
@@ -61,13 +60,14 @@ def make_plan(
         raise PlanError(f"prefill_tflop_per_decode_gb is {prefill_tflop_per_decode_gb}; it must be above 0")
     why: list[str] = []
     offered = sorted((box for box in boxes if box.service == service and box.usable), key=_by_peer)
-    usable = _usable(offered, why)
-    if not usable:
+    round_trips = RoundTrips(links)
+    groups = group_boxes(_usable(offered, why), round_trips, previous, why)
+    if not groups:
         return None
     why += _departures(offered, previous)
-    phases = _phases(usable, previous, prefill_tflop_per_decode_gb, why)
-    replicas = tuple(_replica(box, phases[box.peer]) for box in usable)
-    pairings = _pairings(usable, phases, _rtts(links), why)
+    phases = _phases(groups, previous, prefill_tflop_per_decode_gb, why)
+    replicas = tuple(Replica(id=group.head, phase=phases[group.head], stages=group.stages) for group in groups)
+    pairings = _pairings(groups, phases, round_trips, why)
     if previous is not None:
         same = replicas == previous.replicas and _close(pairings, previous.pairings)
         if same and (epoch, codec) == (previous.epoch, previous.codec):
@@ -100,7 +100,7 @@ def _usable(offered: list[BoxView], why: list[str]) -> list[BoxView]:
     counts = Counter(box.layers for box in offered)
     layers = max(counts, key=lambda number: (counts[number], number), default=0)
     why += [
-        f"{box.peer} left out: it holds {box.layers} layers, the model has {layers}"
+        f"{box.peer} left out: its model has {box.layers} layers, that of the others {layers}"
         for box in offered
         if box.layers != layers
     ]
@@ -114,99 +114,79 @@ def _departures(offered: Sequence[BoxView], previous: Plan | None) -> list[str]:
     return [f"boxes of the previous plan that are gone, draining or not ready: {len(gone)}"] if gone else []
 
 
-def _phases(usable: Sequence[BoxView], previous: Plan | None, ratio: float, why: list[str]) -> dict[str, Phase]:
-    """Every box's role: what it had, then what the balance asks of the new ones, then what must be filled."""
-    if len(usable) == 1:
-        why.append(f"{usable[0].peer} does both phases: it is the only box")
-        return {usable[0].peer: Phase.MIXED}
-    phases = _kept(usable, previous)
-    why += [f"{box.peer} keeps {phases[box.peer]}" for box in usable if box.peer in phases]
-    fresh = sorted((box for box in usable if box.peer not in phases), key=_by_intensity)
-    prefills = _best_split(usable, phases, fresh, ratio)
-    for rank, box in enumerate(fresh):
-        phases[box.peer] = Phase.PREFILL if rank < prefills else Phase.DECODE
+def _phases(groups: Sequence[Group], previous: Plan | None, ratio: float, why: list[str]) -> dict[str, Phase]:
+    """Every replica's role: what it had, then what the balance asks of the new ones, then what must be filled."""
+    if len(groups) == 1:
+        why.append(f"{groups[0].head} does both phases: it is the only replica")
+        return {groups[0].head: Phase.MIXED}
+    phases = _kept(groups, previous)
+    why += [f"{group.head} keeps {phases[group.head]}" for group in groups if group.head in phases]
+    fresh = sorted((group for group in groups if group.head not in phases), key=_by_intensity)
+    prefills = _best_split(groups, phases, fresh, ratio)
+    for rank, group in enumerate(fresh):
+        phases[group.head] = Phase.PREFILL if rank < prefills else Phase.DECODE
         why.append(
-            f"{box.peer} takes {phases[box.peer]}: {box.compute_intensity:.0f} FLOP per byte is rank "
-            f"{rank + 1} of {len(fresh)} new boxes, of which the balance puts {prefills} to prefill"
+            f"{group.head} takes {phases[group.head]}: {group.compute_intensity:.0f} FLOP per byte is rank "
+            f"{rank + 1} of {len(fresh)} new ones, of which the balance puts {prefills} to prefill"
         )
     for missing in (Phase.PREFILL, Phase.DECODE):
         if missing not in phases.values():
-            ranked = sorted(usable, key=_by_intensity)
+            ranked = sorted(groups, key=_by_intensity)
             chosen = ranked[0] if missing is Phase.PREFILL else ranked[-1]
-            phases[chosen.peer] = missing
-            why.append(f"{chosen.peer} changes to {missing}: no box was left for it")
+            phases[chosen.head] = missing
+            why.append(f"{chosen.head} changes to {missing}: none was left for it")
     return phases
 
 
-def _kept(usable: Sequence[BoxView], previous: Plan | None) -> dict[str, Phase]:
-    """The roles that go on. A mixed box has none to keep: with a second box there is a choice to make."""
+def _kept(groups: Sequence[Group], previous: Plan | None) -> dict[str, Phase]:
+    """The roles that go on. A mixed replica has none to keep: with a second one there is a choice to make."""
     if previous is None:
         return {}
-    before = {box.peer: previous.phase_of(box.peer) for box in usable}
+    before = {group.head: previous.phase_of(group.head) for group in groups}
     return {peer: phase for peer, phase in before.items() if phase in (Phase.PREFILL, Phase.DECODE)}
 
 
-def _best_split(usable: Sequence[BoxView], kept: dict[str, Phase], fresh: Sequence[BoxView], ratio: float) -> int:
+def _best_split(groups: Sequence[Group], kept: dict[str, Phase], fresh: Sequence[Group], ratio: float) -> int:
     """How many of `fresh`, from its front, should prefill: the most requests per second, then the fewest.
 
     A split that fills both roles carries more than none, so it wins over one that does not, wherever one
     exists.
     """
-    tflops = sum(box.compute_tflops for box in usable if kept.get(box.peer) is Phase.PREFILL)
-    gbps = sum(box.memory_gbps for box in usable if kept.get(box.peer) is Phase.DECODE)
+    tflops = sum(group.compute_tflops for group in groups if kept.get(group.head) is Phase.PREFILL)
+    gbps = sum(group.memory_gbps for group in groups if kept.get(group.head) is Phase.DECODE)
 
     def carried(prefills: int) -> float:
-        compute = tflops + sum(box.compute_tflops for box in fresh[:prefills])
-        memory = gbps + sum(box.memory_gbps for box in fresh[prefills:])
+        compute = tflops + sum(group.compute_tflops for group in fresh[:prefills])
+        memory = gbps + sum(group.memory_gbps for group in fresh[prefills:])
         return min(compute / ratio, memory)
 
     return max(range(len(fresh) + 1), key=lambda prefills: (carried(prefills), -prefills))
 
 
-def _replica(box: BoxView, phase: Phase) -> Replica:
-    """A box with the whole model is a replica, named after it so that a change of role keeps the name."""
-    stage = Stage(peer=box.peer, tp=box.tp, first_layer=0, last_layer=box.layers)
-    return Replica(id=box.peer, phase=phase, stages=(stage,))
-
-
 def _pairings(
-    usable: Sequence[BoxView],
-    phases: dict[str, Phase],
-    rtts: dict[tuple[str, str], float],
-    why: list[str],
+    groups: Sequence[Group], phases: dict[str, Phase], round_trips: RoundTrips, why: list[str]
 ) -> tuple[Pairing, ...]:
-    """X by compute; Y by memory bandwidth and nearness. A single box is paired with itself."""
-    if len(usable) == 1:
-        return (Pairing(prefill=usable[0].peer, decode=usable[0].peer, weight=1.0),)
-    prefills = [box for box in usable if phases[box.peer] is Phase.PREFILL]
-    decodes = [box for box in usable if phases[box.peer] is Phase.DECODE]
-    all_compute = sum(box.compute_tflops for box in prefills)
+    """X by compute; Y by memory bandwidth and nearness of the heads. A single replica is paired with itself."""
+    if len(groups) == 1:
+        return (Pairing(prefill=groups[0].head, decode=groups[0].head, weight=1.0),)
+    prefills = [group for group in groups if phases[group.head] is Phase.PREFILL]
+    decodes = [group for group in groups if phases[group.head] is Phase.DECODE]
+    all_compute = sum(group.compute_tflops for group in prefills)
     pairs: list[Pairing] = []
     for source in prefills:
-        pull = [target.memory_gbps / (1.0 + _rtt(rtts, source.peer, target.peer) / RTT_SCALE_S) for target in decodes]
+        pull = [
+            target.memory_gbps / (1.0 + round_trips.between(source.head, target.head) / RTT_SCALE_S)
+            for target in decodes
+        ]
         share = source.compute_tflops / all_compute
         for target, force in zip(decodes, pull, strict=True):
             weight = share * force / sum(pull)
-            pairs.append(Pairing(prefill=source.peer, decode=target.peer, weight=weight))
+            pairs.append(Pairing(prefill=source.head, decode=target.head, weight=weight))
     why.append(
         f"requests go over {len(prefills)} x {len(decodes)} pairs: prefill by compute, "
         "decode by memory bandwidth and round trip"
     )
     return tuple(pairs)
-
-
-def _rtts(links: Iterable[LinkView]) -> dict[tuple[str, str], float]:
-    """The round trip of each directed link; of several figures for one link the largest."""
-    rtts: dict[tuple[str, str], float] = {}
-    for link in links:
-        pair = (link.source, link.target)
-        rtts[pair] = max(link.rtt_s, rtts.get(pair, 0.0))
-    return rtts
-
-
-def _rtt(rtts: dict[tuple[str, str], float], source: str, target: str) -> float:
-    """Measured on the way the KV goes, else on the way back (the same round trip), else assumed."""
-    return rtts.get((source, target), rtts.get((target, source), UNKNOWN_RTT_S))
 
 
 def _close(new: tuple[Pairing, ...], old: tuple[Pairing, ...]) -> bool:
@@ -222,6 +202,6 @@ def _by_peer(box: BoxView) -> str:
     return box.peer
 
 
-def _by_intensity(box: BoxView) -> tuple[float, str]:
+def _by_intensity(group: Group) -> tuple[float, str]:
     """The most compute per byte first."""
-    return (-box.compute_intensity, box.peer)
+    return (-group.compute_intensity, group.head)

@@ -8,6 +8,7 @@ the queue. A side whose free KV cannot hold the prompt comes after all others: t
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
@@ -44,10 +45,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Replica ids for one request; `prefill` None: the decode replica reads the prompt as well."""
+    """Replica ids for one request; `prefill` None: the decode replica reads the prompt as well.
+
+    `split` is how many tokens of the prompt the prefill replica reads, from its beginning: any number from 1 to all
+    of them, or 0 without such a replica.
+    """
 
     prefill: str | None
     decode: str
+    split: int = 0
 
 
 class _Queue(NamedTuple):
@@ -75,7 +81,7 @@ def route(
     usable = {item.id: item for item in plan.replicas if exclude.isdisjoint(item.peers)}
     queues = _queues(usable, loads, prompt_tokens)
     found = (
-        _best_pair(plan, queues)
+        _best_pair(plan, queues, prompt_tokens)
         or _best_alone(plan, queues, [item for item in usable.values() if item.decodes])
         or _best_alone(plan, queues, [item for item in usable.values() if item.phase is Phase.PREFILL])
     )
@@ -88,37 +94,41 @@ def route(
 
 
 def _queues(usable: Mapping[str, Replica], loads: Iterable[Load], prompt_tokens: int) -> dict[str, _Queue]:
-    """Each replica's queue: as long as its longest stage's, with the room of its tightest."""
+    """Each replica's queue, as its head reports it: the box that schedules for all stages."""
     by_peer = {load.peer: load for load in loads}
-    known = [by_peer[peer] for item in usable.values() for peer in item.peers if peer in by_peer]
-    busiest = max((load.outstanding for load in known), default=0)
-    queues: dict[str, _Queue] = {}
-    for item in usable.values():
-        reports = [by_peer.get(peer) for peer in item.peers]
-        outstanding = max(busiest if load is None else load.outstanding for load in reports)
-        unfit = any(load is not None and load.kv_free_tokens < prompt_tokens for load in reports)
-        queues[item.id] = _Queue(outstanding, int(unfit))
-    return queues
+    reports = {item.id: by_peer.get(item.head) for item in usable.values()}
+    busiest = max((load.outstanding for load in reports.values() if load is not None), default=0)
+    return {
+        name: _Queue(busiest, 0) if load is None else _Queue(load.outstanding, int(load.kv_free_tokens < prompt_tokens))
+        for name, load in reports.items()
+    }
 
 
-def _best_pair(plan: Plan, queues: Mapping[str, _Queue]) -> Route | None:
+def _best_pair(plan: Plan, queues: Mapping[str, _Queue], prompt_tokens: int) -> Route | None:
     """Among usable pairs with weight: fits first, then prefill queue over X plus decode queue over Y."""
     pairs = [pair for pair in plan.pairings if pair.weight > 0.0 and pair.prefill in queues and pair.decode in queues]
     total = sum(pair.weight for pair in pairs)
     from_prefill: defaultdict[str, float] = defaultdict(float)
     for pair in pairs:
         from_prefill[pair.prefill] += pair.weight
-    ranked: list[tuple[int, float, str, str]] = []
+    ranked: list[tuple[int, float, str, str, float]] = []
     for pair in pairs:
         prefill, decode = queues[pair.prefill], queues[pair.decode]
         x = from_prefill[pair.prefill] / total
         y = pair.weight / from_prefill[pair.prefill]
         cost = (prefill.outstanding + 1) / x + (decode.outstanding + 1) / y
-        ranked.append((prefill.unfit + decode.unfit, cost, pair.prefill, pair.decode))
+        ranked.append((prefill.unfit + decode.unfit, cost, pair.prefill, pair.decode, pair.prefill_share))
     if not ranked:
         return None
-    _, _, prefill_id, decode_id = min(ranked)
-    return Route(prefill=None if prefill_id == decode_id else prefill_id, decode=decode_id)
+    _, _, prefill_id, decode_id, share = min(ranked)
+    if prefill_id == decode_id:
+        return Route(prefill=None, decode=decode_id)
+    return Route(prefill=prefill_id, decode=decode_id, split=_split(prompt_tokens, share))
+
+
+def _split(prompt_tokens: int, share: float) -> int:
+    """The share in whole tokens: at least one, and never more than there are."""
+    return min(prompt_tokens, max(1, ceil(prompt_tokens * share)))
 
 
 def _best_alone(plan: Plan, queues: Mapping[str, _Queue], replicas: list[Replica]) -> Route | None:

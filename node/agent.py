@@ -13,8 +13,9 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import msgspec
 import trio
@@ -35,17 +36,13 @@ from ..kvtransport.relay import Relay
 from . import hardware, messages
 from .coordination import Coordinator
 from .data_port import DataPort, RelayDesk
-from .engine import protocol
 from .gateway import Connections, Gateway
 from .home import NodeError, leave_node, locked
+from .hosting import EngineKnobs, Host, Offer, engine_config, look_at
 from .joining import Invitation, accept, new_network, tokens
 from .kv_ways import KvWays, WaySettings
-from .model import Model, open_model
 from .prober import Neighbour, Prober
-from .supervisor import Supervisor
-from .text import TextModel
 from .view import NetworkView
-from .worker import Worker
 
 __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
 
@@ -55,17 +52,6 @@ LINKS_INTERVAL_S = 2.0
 RTT_NEWS = 0.25  # a round trip is worth telling again when it has moved by this fraction
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineKnobs:
-    """Settings of a node's engine; see `engine.protocol.EngineConfig` for what they cost."""
-
-    dtype: str = "auto"
-    kv_cache_mib: int | None = None
-    max_batched_tokens: int = 512
-    max_model_len: int | None = None
-    threads: int = 0  # 0: all cores but one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +94,13 @@ async def run_node(
     """
     # What the user may have mistyped is looked at before anything is made or taken.
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
-    model = await trio.to_thread.run_sync(open_model, settings.model) if settings.model is not None else None
-    text = await trio.to_thread.run_sync(TextModel, model.folder) if model is not None else None
+    found = hardware.probe()
+    offer: Offer | None = None
+    if settings.model is not None:
+        offer = await trio.to_thread.run_sync(look_at, settings.model, found, settings.engine)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
-        await Node(settings, membership, model, text, say).run(stop, task_status)
+        await Node(settings, membership, found, offer, say).run(stop, task_status)
 
 
 @final
@@ -123,16 +111,15 @@ class Node:
         self,
         settings: NodeSettings,
         membership: Invitation,
-        model: Model | None,
-        text: TextModel | None,
+        found: hardware.Hardware,
+        offer: Offer | None,
         say: Say,
     ) -> None:
         self._settings = settings
         self._membership = membership
-        self._model = model
-        self._text = text
+        self._hardware = found
         self._say = say
-        self._hardware = hardware.probe()
+        self._offer = offer
         self._view = NetworkView()
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
@@ -140,7 +127,7 @@ class Node:
         self._port: DataPort | None = None
         self._ways: KvWays | None = None
         self._desk: RelayDesk | None = None
-        self._worker: Worker | None = None
+        self._host: Host | None = None
         self._gateway: Gateway | None = None
         self._leader: tuple[PeerId, int] | None = None
         self._known: set[PeerId] = set()
@@ -187,44 +174,31 @@ class Node:
         network.handle("status", messages.StatusQuery, self._on_status(network), client=True)
         network.on_peer_lost(self._on_peer_lost)
         ways = self._ways = self._measure(network, nursery)
-        if self._model is None or self._text is None:
+        offer = self._offer
+        if offer is None:
             return
-        info = self._model.info
-        ways.serve(info)
+        ways.serve(offer.model.info)
 
         async def wait_changed() -> None:
             await network.wait_changed(network.revision)
 
-        worker = Worker(service=info.service, ways=ways, notify=network.notify)
-        gateway = Gateway(
+        assert self._desk is not None  # made with the ways
+        log = self._settings.home / "engine.log"
+        config = engine_config(offer.model, self._hardware, self._settings.engine, log)
+        host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
+        gateway = self._gateway = Gateway(
             view=self._view,
             connections=Connections(network.request, network.notify, wait_changed),
-            model=info,
-            text=self._text,
+            model=offer.model.info,
+            text=offer.text,
             nursery=nursery,
         )
-        self._worker, self._gateway = worker, gateway
-        network.handle("decode.open", messages.DecodeOpen, worker.open_decode)
-        network.handle("prefill.open", messages.PrefillOpen, worker.open_prefill)
-        network.handle("link.open", messages.LinkOpen, worker.open_link)
         network.handle("generate", messages.Generate, gateway.generate, client=True)
-        notices: dict[str, tuple[type[messages.Message], Callable[[PeerId, Role, Any], None]]] = {
-            "request.stop": (messages.StopRequest, worker.stop_request),
-            "transfer.stop": (messages.StopTransfer, worker.stop_transfer),
-            "tokens": (messages.Tokens, gateway.on_tokens),
-            "prefill.ended": (messages.PrefillEnded, gateway.on_prefill_ended),
-            "generate.stop": (messages.StopRequest, gateway.stop),
-        }
-        for method, (body, handler) in notices.items():
-            network.on_notice(method, body, handler, client=method == "generate.stop")
-        supervisor = Supervisor(
-            self._engine_config(self._model),
-            worker=worker,
-            log=self._settings.home / "engine.log",
-            channel=self._settings.engine_channel,
-            on_change=self._on_engine,
-        )
-        nursery.start_soon(supervisor.run)
+        network.on_notice("generate.stop", messages.StopRequest, gateway.stop, client=True)
+        network.on_notice("tokens", messages.Tokens, gateway.on_tokens)
+        network.on_notice("prefill.ended", messages.PrefillEnded, gateway.on_prefill_ended)
+
+        nursery.start_soon(partial(host.run, log, self._settings.engine_channel, self._on_engine))
 
     def _measure(self, network: Network, nursery: trio.Nursery) -> KvWays:
         """What every node does for the others' KV, with an engine or without: measure links, forward, sort sockets."""
@@ -234,8 +208,8 @@ class Node:
         desk = self._desk = RelayDesk(relay, settings.box)
 
         def set_paths(link: bytes, paths: tuple[KvPath, ...]) -> None:
-            if self._worker is not None:
-                self._worker.set_paths(link, paths)
+            if self._host is not None:
+                self._host.worker.set_paths(link, paths)
 
         ways = KvWays(
             network.peer_id,
@@ -253,14 +227,16 @@ class Node:
                 for member in self._others(network, MemberState.ALIVE)
             ],
             activity=lambda: Activity(
-                transfers=ways.transfers, engine_busy=self._worker is not None and not self._worker.idle
+                transfers=ways.transfers, engine_busy=self._host is not None and not self._host.worker.idle
             ),
             nursery=nursery,
             rng=random.Random(),
         )
         network.handle("relay.open", messages.RelayOpen, desk.on_open)
         network.handle("probe.open", messages.ProbeOpen, prober.on_open)
-        self._port = DataPort(nursery, relay=relay, prober=prober, worker=lambda: self._worker)
+        self._port = DataPort(
+            nursery, relay=relay, prober=prober, worker=lambda: self._host.worker if self._host else None
+        )
         nursery.start_soon(prober.run)
         return ways
 
@@ -275,29 +251,19 @@ class Node:
             and member.address.port
         ]
 
-    def _engine_config(self, model: Model) -> protocol.EngineConfig:
-        knobs = self._settings.engine
-        return protocol.EngineConfig(
-            model=str(model.folder),
-            dtype=knobs.dtype,
-            max_model_len=knobs.max_model_len,
-            kv_cache_mib=knobs.kv_cache_mib,
-            max_batched_tokens=knobs.max_batched_tokens,
-            threads=knobs.threads or max(1, self._hardware.cores - 1),
-            log_file=str(self._settings.home / "engine.log"),
-        )
-
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
-        self._engine = engine
+        before, self._engine = self._engine, engine
         self._news.set()
-        if engine.state == "ready":
+        if engine.state == "ready" and not engine.kv_tokens:  # a stage: its head has the scheduler
+            self._say("stage ready: the head of its replica serves requests")
+        elif engine.state == "ready":
             self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache")
-        elif engine.detail:
+        elif engine.detail and (engine.state != "loading" or before is None or before.state != "loading"):
             self._say(f"engine {engine.state}: {engine.detail}")
 
     def _on_peer_lost(self, peer: PeerId) -> None:
-        if self._worker is not None:
-            self._worker.peer_lost(peer)
+        if self._host is not None:
+            self._host.worker.peer_lost(peer)
         if self._gateway is not None:
             self._gateway.peer_lost(peer)
 
@@ -363,10 +329,12 @@ class Node:
         return messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            model=self._model.info if self._model is not None else None,
+            model=self._offer.model.info if self._offer is not None else None,
             engine=self._engine,
-            stats=self._worker.stats if self._worker is not None else None,
+            stats=self._host.worker.stats if self._host is not None else None,
             rtt_s=rtts,
+            fits=self._host.share.layers if self._host is not None else 0,
+            tp=self._host.share.tp if self._host is not None else 1,
         )
 
     async def _tell_links(self, network: Network) -> None:
@@ -407,6 +375,8 @@ class Node:
                 self._view.consider_plan(leader[0], leader[1], payload)  # our own word counts without its echo
                 self._publish(network, messages.PLAN, payload)
                 self._say_plan(network.peer_id)
+            if self._host is not None and not self._draining:
+                self._host.follow(self._view.plan)
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
             await trio.sleep(WATCH_INTERVAL_S)
 
@@ -449,10 +419,10 @@ class Node:
         """Take no new work, tell everyone, and wait for what is running."""
         self._draining = True
         self._news.set()
-        for part in (self._worker, self._gateway):
-            if part is not None:
-                part.drain()
-        parts = [part for part in (self._worker, self._gateway) if part is not None]
+        worker = self._host.worker if self._host is not None else None
+        parts = [part for part in (worker, self._gateway) if part is not None]
+        for part in parts:
+            part.drain()
         if not all(part.idle for part in parts):
             self._say(f"draining: waiting up to {self._settings.drain_s:g} s for running requests")
         with trio.move_on_after(self._settings.drain_s):

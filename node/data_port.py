@@ -1,6 +1,7 @@
 """Bulk connections that arrive at the node's port: each says in its first bytes what it is, and goes where it belongs.
 
-p2pKV   a connection of a KV link   -> the engine process, with its hello
+p2pKV   a connection of a KV link,
+        or of a pipe to a stage     -> the engine process, with its hello
 p2pKR   something to be forwarded   -> the relay
 p2pBW   one of a bandwidth burst    -> the prober
 """

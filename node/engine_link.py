@@ -27,7 +27,6 @@ ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_CI_ENV": "1",
     "HF_HUB_OFFLINE": "1",  # the agent has fetched the model
     "TRANSFORMERS_OFFLINE": "1",
@@ -61,6 +60,12 @@ class ForkServer:
         self._ready = trio.Event()
         self._failure: str | None = None
         self.preload_s: float | None = None
+        self.version = ""  # vLLM's, once it is ready
+
+    @property
+    def gone(self) -> bool:
+        """Whether no engine can be started on it any more."""
+        return self._failure is not None
 
     async def wait_ready(self) -> None:
         """Wait until engines can be forked. Raises EngineStartError."""
@@ -92,7 +97,11 @@ class ForkServer:
                 link.close()
                 raise EngineStartError(f"the fork server is gone: {error.strerror}") from error
         self._nursery.start_soon(link.serve)
-        await link.wait_started(self._log)
+        try:
+            await link.wait_started(self._log)
+        except trio.Cancelled:
+            link.close()
+            raise
         return link
 
     async def serve(self) -> None:
@@ -107,8 +116,8 @@ class ForkServer:
                 self._ready.set()
                 return
             match protocol.fork_server_event.decode(packet):
-                case protocol.Preloaded(seconds=seconds):
-                    self.preload_s = seconds
+                case protocol.Preloaded(version=version, seconds=seconds):
+                    self.preload_s, self.version = seconds, version
                     self._ready.set()
                 case protocol.PreloadFailed(reason=reason):
                     self._failure = reason
@@ -249,6 +258,8 @@ class EngineLink:
 
     def exit_text(self) -> str:
         """How the process ended."""
+        if self.ready is not None and self._failure is not None:
+            return f"ended: {self._failure}"
         if self._status is None:
             return "ended"
         if self._status < 0:
@@ -317,6 +328,8 @@ class EngineLink:
             case protocol.StartFailed(reason=reason):
                 self._failure = reason
                 self._started.set()
+            case protocol.EngineFailed(reason=reason):
+                self._failure = reason  # its end follows at once
             case _:
                 self._on_message(message)
 

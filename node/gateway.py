@@ -12,14 +12,14 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 import trio
 
 from ..bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
-from ..coordinator import NoRoute, Route, route
+from ..coordinator import NoRoute, Stage, route
 from . import messages
-from .model import ModelInfo
+from .models import ModelInfo
 from .request import LiveRequest, check, tokenize
 from .text import PromptError, TextModel
 from .view import NetworkView
@@ -37,18 +37,36 @@ class _Refused(Exception):
     """An engine says that it can never serve this request: another one would say the same."""
 
 
+class _Chosen(NamedTuple):
+    """Where a request goes: the heads of two replicas, or of one."""
+
+    decode: PeerId
+    prefill: PeerId | None
+    stages: tuple[Stage, ...]  # of the replica that prefills
+    split: int  # tokens of the prompt that it reads; the decode node reads the rest
+
+
 @final
 @dataclass(slots=True)
 class _Attempt:
     """One try at a request, on one route. `id` is new for each, so that late messages of another are told apart."""
 
     id: str
-    decode: PeerId
-    prefill: PeerId | None
+    route: _Chosen
     codec: str
     send: trio.MemorySendChannel[Event]
     events: trio.MemoryReceiveChannel[Event]
     prefill_open: bool = False
+
+    @property
+    def decode(self) -> PeerId:
+        """The node that writes the tokens."""
+        return self.route.decode
+
+    @property
+    def prefill(self) -> PeerId | None:
+        """The node that reads the prompt, if it is another one."""
+        return self.route.prefill
 
 
 @final
@@ -232,7 +250,7 @@ class Gateway:
         send, receive = trio.open_memory_channel[Event](float("inf"))
         plan = self._view.plan
         progress.codec = plan.codec if plan is not None else progress.codec
-        attempt = _Attempt(secrets.token_hex(12), *chosen, progress.codec, send, receive)
+        attempt = _Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive)
         self._attempts[attempt.id] = attempt
         progress.route = (attempt.prefill, attempt.decode)
         peers = [attempt.decode, *([attempt.prefill] if attempt.prefill else [])]
@@ -250,8 +268,8 @@ class Gateway:
             if attempt.prefill is not None and attempt.prefill_open:
                 self._tell(attempt.prefill, "request.stop", stop)
 
-    async def _choose(self, live: LiveRequest, progress: _Progress) -> tuple[PeerId, PeerId | None]:
-        """`(decode, prefill)` of the route; waits for an engine while one may come. Raises NoRoute."""
+    async def _choose(self, live: LiveRequest, progress: _Progress) -> _Chosen:
+        """Route the request; waits for an engine while one may come. Raises NoRoute."""
         give_up = trio.current_time() + NO_ENGINE_GRACE_S
         while True:
             try:
@@ -265,25 +283,28 @@ class Gateway:
             with trio.move_on_after(1.0):
                 await self._connections.wait_changed()
 
-    def _route(self, live: LiveRequest, progress: _Progress) -> tuple[PeerId, PeerId | None]:
+    def _route(self, live: LiveRequest, progress: _Progress) -> _Chosen:
         view, plan = self._view, self._view.plan
         if plan is None or plan.service != self._model.service:
             raise NoRoute("the coordinator has made no plan for it yet")
         unusable = {
-            peer
-            for peer in map(PeerId, plan.peers)
-            if not view.serving(peer, plan.service) or progress.failed.get(peer) == view.starts(peer)
+            replica.head
+            for replica in plan.replicas
+            if not view.serving(replica, plan.service)
+            or progress.failed.get(PeerId(replica.head)) == view.starts(PeerId(replica.head))
         }
         tokens = len(live.prompt) + len(live.tokens)
         loads = view.loads(self._in_flight)
-        found: Route = route(plan, loads, prompt_tokens=tokens, exclude=frozenset(unusable))
+        found = route(plan, loads, prompt_tokens=tokens, exclude=frozenset(unusable))
         decode = plan.replica(found.decode)
         prefill = plan.replica(found.prefill) if found.prefill is not None else None
         assert decode is not None  # the router names replicas of the plan
-        return PeerId(decode.head), PeerId(prefill.head) if prefill is not None else None
+        if prefill is None:
+            return _Chosen(PeerId(decode.head), None, (), 0)
+        return _Chosen(PeerId(decode.head), PeerId(prefill.head), prefill.stages, found.split)
 
     async def _open(self, attempt: _Attempt, live: LiveRequest, progress: _Progress) -> bool:
-        """Decode side first: it must have blocks and a ticket before the first layer leaves."""
+        """Decode side first: it must have blocks and tickets before the first layer leaves."""
         prompt, sampling = live.replay()
         deadline_s = max(0.05, progress.deadline - trio.current_time())
         try:
@@ -296,9 +317,9 @@ class Gateway:
                     prompt=prompt,
                     sampling=sampling,
                     deadline_s=deadline_s,
-                    receive_tokens=len(prompt) if attempt.prefill is not None else 0,
+                    receive_tokens=attempt.route.split,
                     codec=attempt.codec,
-                    prefill=attempt.prefill or "",
+                    prefill=attempt.route.stages,
                 ),
                 messages.DecodeOpened,
                 timeout=OPEN_TIMEOUT_S,
@@ -307,7 +328,7 @@ class Gateway:
             self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {error}")
             return False
         assert isinstance(opened, messages.DecodeOpened)
-        if attempt.prefill is None or opened.ticket is None:
+        if attempt.prefill is None or not opened.parts:
             return True
         attempt.prefill_open = True  # from now on it may be at work, whether or not its answer gets here
         try:
@@ -317,10 +338,9 @@ class Gateway:
                 messages.PrefillOpen(
                     request=attempt.id,
                     service=self._model.service,
-                    prompt=prompt,
+                    prompt=prompt[: attempt.route.split],
                     deadline_s=deadline_s,
-                    ticket=opened.ticket,
-                    decode=attempt.decode,
+                    parts=opened.parts,
                 ),
                 messages.Opened,
                 timeout=OPEN_TIMEOUT_S,

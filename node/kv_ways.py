@@ -26,11 +26,11 @@ from ..kvtransport.paths import Flow, Job, KVPath, Network, PathChoice, choose
 from ..kvtransport.permits import Permit
 from ..kvtransport.sites import infer
 from ..kvtransport.steering import PathController
-from ..kvtransport.tickets import LinkTicket, TransferTicket
+from ..kvtransport.tickets import LinkTicket
 from . import messages
 from .engine import protocol
-from .kv_links import OutgoingLinks
-from .model import ModelInfo
+from .kv_links import Ends, OutgoingLinks
+from .models import ModelInfo
 
 __all__ = ["KvWays", "WaySettings"]
 
@@ -69,7 +69,7 @@ class WaySettings:
 class _Way:
     """A link in use: where it leads, the choice that holds, and what its paths had moved at the last look."""
 
-    peer: PeerId
+    ends: Ends
     job: Job
     choice: PathChoice
     controller: PathController
@@ -79,6 +79,11 @@ class _Way:
     at: float = 0.0
     used_at: float = 0.0
     steering: bool = False
+
+    @property
+    def peer(self) -> PeerId:
+        """The node it leads to."""
+        return self.ends.peer
 
     def moving(self, now: float) -> bool:
         """Whether something was under way lately; an engine that has nothing more to send just falls silent."""
@@ -214,17 +219,19 @@ class KvWays:
 
     # ---- a transfer -----------------------------------------------------------------------------------------
 
-    async def outlet(self, peer: PeerId, service: str, ticket: TransferTicket, tokens: int) -> protocol.Outlet:
-        """The link to a node's engine and the paths to take for a prompt of so many tokens.
+    async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
+        """The link for a part of a prompt of so many tokens, and the paths to take.
 
         Raises NetworkError when the link cannot be had, TransferError when there is no path.
         """
         self._service = service
-        link = await self._link(peer, ticket)
+        piece, ticket = part.piece, part.ticket
+        ends = Ends(PeerId(piece.target_peer), piece.source, piece.target)
+        link = await self._link(ends, ticket.link)
         job = Job(
             source=self.own,
-            target=peer,
-            bytes=self._kv_bytes(ticket.codec, tokens),
+            target=ends.peer,
+            bytes=self._kv_bytes(ticket.codec, tokens, piece.slice),
             usd_per_s=self.settings.usd_per_s,
             max_usd_per_gb=self.settings.max_usd_per_gb,
         )
@@ -233,11 +240,17 @@ class KvWays:
         way = self._ways.get(link.link)  # as it is now: others may have used it meanwhile
         waiting = way.waiting if way is not None and way.moving(now) else 0
         seen, at = (way.seen, way.at) if way is not None else ({}, now)
-        job = replace(job, bytes=job.bytes + waiting, relays=self._relays(peer))
+        job = replace(job, bytes=job.bytes + waiting, relays=self._relays(ends.peer))
         controller = PathController(job, choice, now=now)
-        self._ways[link.link] = _Way(peer, job, choice, controller, seen, seen, waiting, at, now)
+        self._ways[link.link] = _Way(ends, job, choice, controller, seen, seen, waiting, at, now)
         return protocol.Outlet(
-            link=link, paths=paths, gbps=choice.taken.gbps, rtt_s=max(path.rtt_s for path in choice.paths)
+            rank=piece.source,
+            slice=piece.slice,
+            ticket=ticket,
+            link=link,
+            paths=paths,
+            gbps=choice.taken.gbps,
+            rtt_s=max(path.rtt_s for path in choice.paths),
         )
 
     def on_link_report(self, report: protocol.LinkReport) -> None:
@@ -284,25 +297,25 @@ class KvWays:
         self._links.forget_all()
         self._ways.clear()
 
-    def peer_lost(self, peer: PeerId) -> LinkTicket | None:
-        """A node is gone; returns the link that ended with it."""
+    def peer_lost(self, peer: PeerId) -> list[LinkTicket]:
+        """A node is gone; returns the links that ended with it."""
         for pair in [pair for pair in self._permits if peer in pair]:
             del self._permits[pair]
         self._ways = {link: way for link, way in self._ways.items() if way.peer != peer}
-        return self._links.forget(peer)
+        return self._links.forget_peer(peer)
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    async def _link(self, peer: PeerId, ticket: TransferTicket) -> LinkTicket:
+    async def _link(self, ends: Ends, wanted: bytes) -> LinkTicket:
         """The link that the ticket is for. The one known here may be of an earlier life of either end: the next
         question is then answered with the present one."""
-        link = await self._links.to(peer, self._lives.get(peer, 0))
-        if link.link != ticket.link:
-            self._links.forget(peer)
-            link = await self._links.to(peer, self._lives.get(peer, 0))
-        if link.link != ticket.link:
-            raise TicketError(f"link {ticket.link.hex()} of the ticket is not the one that {peer} has opened")
-        for old in [old for old, way in self._ways.items() if way.peer == peer and old != link.link]:
+        link = await self._links.to(ends, self._lives.get(ends.peer, 0))
+        if link.link != wanted:
+            self._links.forget(ends)
+            link = await self._links.to(ends, self._lives.get(ends.peer, 0))
+        if link.link != wanted:
+            raise TicketError(f"link {wanted.hex()} of the ticket is not the one that {ends.peer} has opened")
+        for old in [old for old, way in self._ways.items() if way.ends == ends and old != link.link]:
             del self._ways[old]
             self._set_paths(old, ())  # nobody answers there any more
         return link
@@ -321,20 +334,20 @@ class KvWays:
             if paths is not None:
                 return choice, paths
 
-    async def _open_link(self, peer: PeerId) -> LinkTicket:
-        body = messages.LinkOpen(service=self._service)
-        opened = await self._ask(peer, "link.open", body, messages.LinkOpened, timeout=ASK_TIMEOUT_S)
+    async def _open_link(self, ends: Ends) -> LinkTicket:
+        body = messages.LinkOpen(service=self._service, source=ends.source, target=ends.target)
+        opened = await self._ask(ends.peer, "link.open", body, messages.LinkOpened, timeout=ASK_TIMEOUT_S)
         assert isinstance(opened, messages.LinkOpened)
         return opened.link
 
-    def _kv_bytes(self, codec: str, tokens: int) -> int:
+    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
         model = self._model
         if model is None:
             return max(1, tokens)
         one = payload_bytes(
-            Codec(codec), self._dtype, start=0, tokens=tokens, heads=model.kv_heads, head_dim=model.head_dim
+            Codec(codec), self._dtype, start=0, tokens=tokens, heads=len(piece.heads), head_dim=model.head_dim
         )
-        return one * model.layers
+        return one * len(piece.layers)
 
     def _relays(self, target: PeerId) -> frozenset[str]:
         """Members that forward, that both ends have figures of, and that have not refused lately."""

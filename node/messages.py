@@ -4,9 +4,14 @@ A request's life: client -> gateway `generate`; gateway -> decode node `decode.o
 gateway -> prefill node `prefill.open` with that ticket; decode node -> gateway `tokens`, prefill node -> gateway
 `prefill.ended`; gateway -> client `chunk`, the last one with the figures of the request.
 
-KV needs more than the request's ticket: prefill node -> decode node `link.open`, once for all transfers between
-their engines; prefill node -> a third `relay.open` where the way through it is the better one; and any node ->
+KV needs more than the request's tickets: sending node -> receiving node `link.open`, once for all transfers between
+two of their workers; sending node -> a third `relay.open` where the way through it is the better one; and any node ->
 any other `probe.open` before it sends a burst to measure the link.
+
+The head of a replica that spans boxes speaks for all its stages. It has each of them start its engine process with
+`stage.open`, and says `stage.loaded` when the model is ready; for each request it asks them with `stage.inlets` and
+`stage.outlets` for their ends of the KV hand-off, is told by `stage.transfer` how their part of it ended, and calls it
+off with `stage.abort`.
 """
 
 from __future__ import annotations
@@ -15,15 +20,15 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ..coordinator import Plan
+from ..coordinator import Plan, Stage
 from ..kvtransport.burst_ticket import BurstTicket
 from ..kvtransport.figures import BoxFigures, LinkFigures
 from ..kvtransport.permits import Permit
 from ..kvtransport.probe import BurstRequest
-from ..kvtransport.tickets import LinkTicket, TransferTicket
-from .engine.protocol import Count, EngineStats, Figure, Sampling
+from ..kvtransport.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
+from .engine.protocol import Count, EngineStats, Figure, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
 from .hardware import Hardware
-from .model import ModelInfo
+from .models import ModelInfo
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
@@ -35,6 +40,10 @@ Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
+TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
+MAX_STAGES: Final = 64
+MAX_PIECES: Final = 4096
+Stages = Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +51,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
-    """The engine of a node: `state` is starting, ready, restarting or failed."""
+    """The engine of a node.
+
+    `state` is waiting (for a plan that gives it layers), loading, starting, ready, restarting or failed. `stages` are
+    those of the replica it is part of, when there are several.
+    """
 
     state: str
     detail: str = ""
@@ -55,10 +68,14 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     max_model_len: Count = 0
     starts: Count = 0
     pid: int = 0  # of the engine process, on its own box
+    stages: Stages = ()
 
 
 class Advert(Message, frozen=True, kw_only=True):
-    """What a node tells everyone about itself. Signed and versioned by the membership layer."""
+    """What a node tells everyone about itself. Signed and versioned by the membership layer.
+
+    `fits` is how many layers of its model it has memory for, on the `tp` GPUs that share each of them.
+    """
 
     hardware: Hardware
     draining: bool
@@ -66,6 +83,8 @@ class Advert(Message, frozen=True, kw_only=True):
     engine: EngineAdvert | None = None
     stats: EngineStats | None = None
     rtt_s: dict[Name, Figure] = {}
+    fits: Count = 0
+    tp: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
@@ -76,9 +95,30 @@ class LinkTable(Message, frozen=True, kw_only=True):
     links: dict[Name, LinkFigures] = {}
 
 
+class Piece(Message, frozen=True, kw_only=True):
+    """A rectangle of a prompt's KV, and the two workers between which it passes."""
+
+    source_peer: Name
+    source: Rank
+    target_peer: Name
+    target: Rank
+    slice: Slice
+
+
+class Part(Message, frozen=True, kw_only=True):
+    """A piece for which the target's box has issued a ticket."""
+
+    piece: Piece
+    ticket: TransferTicket
+
+
+Pieces = Annotated[tuple[Piece, ...], msgspec.Meta(max_length=MAX_PIECES)]
+Parts = Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PIECES)]
+
+
 class DecodeOpen(Message, frozen=True, kw_only=True):
-    """Serve a request to its end. `receive_tokens` > 0 asks for a ticket under which `prefill` may push that prefix's
-    KV."""
+    """Serve a request to its end. `receive_tokens` > 0 asks for tickets under which the replica of the stages `prefill`
+    may push that prefix's KV."""
 
     request: RequestId
     service: str
@@ -87,34 +127,87 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
     deadline_s: Deadline
     receive_tokens: Count
     codec: str
-    prefill: str = ""
+    prefill: Stages = ()
 
 
 class DecodeOpened(Message, frozen=True, kw_only=True):
-    """The request is queued at its engine; `ticket` is for the prefill node."""
+    """The request is queued at its engine; `parts` are for the prefill node. All are of one transfer."""
 
-    ticket: TransferTicket | None = None
+    parts: Parts = ()
 
 
 class PrefillOpen(Message, frozen=True, kw_only=True):
-    """Compute the prompt's KV and push it to `decode`, which issued the ticket."""
+    """Compute the KV of this (part of a) prompt and push it where `parts` say."""
 
     request: RequestId
     service: str
     prompt: Prompt
     deadline_s: Deadline
-    ticket: TransferTicket
-    decode: Name
+    parts: Annotated[Parts, msgspec.Meta(min_length=1)]
 
 
 class Opened(Message, frozen=True, kw_only=True):
     """Accepted."""
 
 
-class LinkOpen(Message, frozen=True, kw_only=True):
-    """Ask a node for the link over which this node's engine may push KV into the one of `service` there."""
+class StageOpen(Message, frozen=True, kw_only=True):
+    """Start the engine process of a stage. Answered when it can be dialled; nothing is loaded by then.
+
+    The stage finds out itself where the other ends of its `pipes` can be dialled.
+    """
 
     service: str
+    stages: Stages
+    stage: Annotated[int, msgspec.Meta(ge=1)]
+    pipes: Annotated[tuple[PipeEnd, ...], msgspec.Meta(max_length=2 * MAX_STAGES)]
+
+
+class StageLoaded(Message, frozen=True, kw_only=True):
+    """The replica is ready: all its stages have loaded their layers."""
+
+
+class StageInlets(Message, frozen=True, kw_only=True):
+    """Make ready to receive these pieces of a transfer."""
+
+    transfer: TransferId
+    codec: str
+    deadline_s: Deadline
+    pieces: Pieces
+
+
+class StageInletsOpened(Message, frozen=True, kw_only=True):
+    """The receiving ends, in the order of the pieces."""
+
+    inlets: tuple[Inlet, ...]
+
+
+class StageOutlets(Message, frozen=True, kw_only=True):
+    """Find ways for these parts of the KV of so many tokens."""
+
+    tokens: Count
+    parts: Parts
+
+
+class StageOutletsOpened(Message, frozen=True, kw_only=True):
+    """The sending ends, in the order of the parts."""
+
+    outlets: tuple[Outlet, ...]
+
+
+class StageAbort(Message, frozen=True, kw_only=True):
+    """Send and expect nothing more of a transfer."""
+
+    transfer: TransferId
+    reason: str
+
+
+class LinkOpen(Message, frozen=True, kw_only=True):
+    """Ask a node for the link over which the worker `source` of this node's engine may push KV into the worker `target`
+    of the one of `service` there."""
+
+    service: str
+    source: Rank = Rank()
+    target: Rank = Rank()
 
 
 class LinkOpened(Message, frozen=True, kw_only=True):
@@ -166,6 +259,15 @@ class TransferFigures(Message, frozen=True, kw_only=True):
     paths: dict[str, int] = {}
     resent_bytes: int = 0
     usd: float = 0.0
+
+
+class StageTransfer(Message, frozen=True, kw_only=True):
+    """How one part of a transfer ended, as the stage saw it that sent it over `link`."""
+
+    transfer: TransferId
+    link: bytes
+    failed: str = ""
+    figures: TransferFigures
 
 
 class PrefillEnded(Message, frozen=True, kw_only=True):

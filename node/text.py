@@ -9,7 +9,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from .model import ModelError, read_json
+from .models import ModelError, read_json
 
 
 class PromptError(Exception):

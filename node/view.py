@@ -9,11 +9,13 @@ from typing import final
 import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
-from ..coordinator import BoxView, LinkView, Load, Plan
-from .messages import Advert, LinkTable
+from ..coordinator import BoxView, LinkView, Load, Plan, Replica
+from .messages import Advert, EngineAdvert, LinkTable
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
-
+UNMEASURED_GPU = (100.0, 1000.0)
+UNMEASURED_CPU = (0.5, 10.0)
+"""TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
 
 _adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
@@ -88,54 +90,59 @@ class NetworkView:
         self.plan = plan
         return True
 
-    def serving(self, peer: PeerId, service: str) -> bool:
-        """Whether new requests of the service may go to this peer."""
-        advert = self.adverts.get(peer)
-        return (
-            advert is not None
-            and not advert.draining
-            and advert.engine is not None
-            and advert.engine.state == "ready"
-            and advert.model is not None
-            and advert.model.service == service
-        )
+    def serving(self, replica: Replica, service: str) -> bool:
+        """Whether new requests of the service may go to the head of this replica: it is ready, with these stages."""
+        here = [self._offer(peer, service) for peer in replica.peers]
+        if any(advert is None or advert.draining for advert in here):
+            return False
+        head = self._engine_of(replica.head)
+        stages = replica.stages if len(replica.stages) > 1 else ()
+        return head is not None and head.state == "ready" and head.stages == stages
 
     def hopeful(self, service: str) -> bool:
-        """Whether an engine of the service is starting, so that waiting for it makes sense."""
+        """Whether an engine of the service is being started, so that waiting for it makes sense."""
         return any(
             advert.model is not None
             and advert.model.service == service
             and advert.engine is not None
-            and advert.engine.state in ("starting", "restarting")
+            and advert.engine.state in ("starting", "loading", "restarting")
             and not advert.draining
             for advert in self.adverts.values()
         )
 
     def starts(self, peer: PeerId) -> int:
         """How often this peer's engine has been started: tells a restarted engine from the one that failed."""
-        advert = self.adverts.get(peer)
-        return advert.engine.starts if advert is not None and advert.engine is not None else 0
+        engine = self._engine_of(peer)
+        return engine.starts if engine is not None else 0
 
     def boxes(self, service: str) -> list[BoxView]:
-        """What the planner may use. A box whose engine has never run has no measured figures and is left out."""
+        """What the planner may use. A box that serves alone counts from its engine's first start on; one that has
+        room for some layers only, from the moment it waits for them."""
         found = []
-        for peer, advert in self.adverts.items():
-            engine, model = advert.engine, advert.model
-            if engine is None or model is None or model.service != service:
+        for peer in self.adverts:
+            advert, engine = self._offer(peer, service), self._engine_of(peer)
+            if advert is None or advert.model is None or engine is None:
                 continue
-            if min(engine.tflops, engine.memory_gbps) < MIN_FIGURE:
+            hardware, fits = advert.hardware, min(advert.fits, advert.model.layers)
+            measured = min(engine.tflops, engine.memory_gbps) >= MIN_FIGURE
+            if fits == advert.model.layers and not measured:
                 continue
+            per_gpu = tuple(figure * advert.tp for figure in UNMEASURED_GPU)
+            guessed = per_gpu if hardware.gpus else UNMEASURED_CPU
+            tflops, memory_gbps = (engine.tflops, engine.memory_gbps) if measured else guessed
             found.append(
                 BoxView(
                     peer=peer,
                     service=service,
-                    layers=model.layers,
-                    ready=engine.state == "ready",
+                    layers=advert.model.layers,
+                    fits=fits,
+                    ready=engine.state == "ready" if fits == advert.model.layers else engine.state != "failed",
                     draining=advert.draining,
-                    compute_tflops=engine.tflops,
-                    memory_gbps=engine.memory_gbps,
-                    memory_gib=sum(gpu.memory_gib for gpu in advert.hardware.gpus) or advert.hardware.memory_gib,
+                    compute_tflops=tflops,
+                    memory_gbps=memory_gbps,
+                    memory_gib=sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib,
                     kv_tokens=engine.kv_tokens,
+                    tp=advert.tp,
                 )
             )
         return found
@@ -168,3 +175,12 @@ class NetworkView:
                 )
             )
         return loads
+
+    def _offer(self, peer: str, service: str) -> Advert | None:
+        """The advert of a box, if it offers the service."""
+        advert = self.adverts.get(PeerId(peer))
+        return advert if advert is not None and advert.model is not None and advert.model.service == service else None
+
+    def _engine_of(self, peer: str) -> EngineAdvert | None:
+        advert = self.adverts.get(PeerId(peer))
+        return advert.engine if advert is not None else None

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 from ..bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ..kvtransport.dialling import Path
-from ..kvtransport.errors import TicketError, TransferError
-from ..kvtransport.tickets import TransferTicket, issue_transfer
+from ..kvtransport.errors import TransferError
 from . import messages
 from .engine import protocol
 from .engine_link import EngineLink, EngineLost
-from .kv_links import IncomingLinks
-from .kv_ways import KvWays
+from .hand_off import Ended, HandOffs, Notify
+from .place import Place
 
-# A decode engine waits this long for KV at most; then it computes the prompt itself.
-MAX_TRANSFER_S = 120.0
 PREFILL_SAMPLING = protocol.Sampling(max_tokens=1)  # vLLM must sample something; nobody reads it
 
-Notify = Callable[[PeerId, str, messages.Message], None]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     gateway: PeerId
     request: str
-    transfer: bytes | None
-    other: PeerId | None  # the node at the other end of the transfer
+    transfer: bytes | None = None
 
 
 @final
@@ -38,15 +30,15 @@ class Worker:
     """The engine's side of requests. Called from the agent's event loop.
 
     `notify(gateway, method, message)` sends to a gateway; it raises PeerLost for one that is gone or does not read.
-    `ways` knows how KV gets to other nodes.
+    `hand_offs` agrees with other boxes how KV passes between the engines.
     """
 
-    def __init__(self, *, service: str, ways: KvWays, notify: Notify) -> None:
+    def __init__(self, *, service: str, hand_offs: HandOffs, notify: Notify) -> None:
         self._service = service
-        self._ways = ways
-        self._inlets = IncomingLinks(secrets.token_bytes)
+        self._hand_offs = hand_offs
         self._notify = notify
         self._engine: EngineLink | None = None
+        self._pipes: frozenset[bytes] = frozenset()
         self._decodes: dict[str, _Job] = {}
         self._prefills: dict[str, _Job] = {}
         self._accepting = True
@@ -60,11 +52,10 @@ class Worker:
         """Whether no request is in the engine."""
         return not self._decodes and not self._prefills
 
-    def use(self, engine: EngineLink) -> None:
-        """Send work to this engine from now on."""
-        self._engine = engine
-        if engine.ready is not None:
-            self._ways.engine_ready(engine.ready.dtype)
+    def use(self, engine: EngineLink, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
+        """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
+        self._engine, self._pipes = engine, pipes
+        self._hand_offs.use(place, engine.ready.dtype if engine.ready is not None else "")
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
@@ -72,10 +63,9 @@ class Worker:
 
     def engine_lost(self, how: str) -> None:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
-        self._engine = None
+        self._engine, self._pipes = None, frozenset()
         self.stats = None
-        self._inlets.forget_all()
-        self._ways.engine_lost()
+        self._hand_offs.engine_lost()
         decodes, self._decodes = self._decodes, {}
         prefills, self._prefills = self._prefills, {}
         failed = f"the engine process {how}"
@@ -90,70 +80,73 @@ class Worker:
             self._cancel_decode(request)
         for request in [request for request, job in self._prefills.items() if job.gateway == peer]:
             self._cancel_prefill(request)
-        for ticket in (self._inlets.forget_peer(peer), self._ways.peer_lost(peer)):
-            if ticket is not None:
-                self._send(protocol.CloseLink(link=ticket.link, reason="the node at the other end is gone"))
+        for link in self._hand_offs.peer_lost(peer):
+            self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
     def set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
         """Take other ways for what the engine sends over a link."""
         self._send(protocol.SetPaths(link=link, paths=paths))
 
-    async def open_link(self, peer: PeerId, role: Role, body: messages.LinkOpen) -> messages.LinkOpened:
-        """The link over which this peer's engine may push KV into ours."""
-        self._engine_for(body.service)
-        return messages.LinkOpened(link=self._inlets.of(peer))
-
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
-        """Queue a request; with `receive_tokens`, first make a ticket for its KV."""
-        engine = self._engine_for(body.service)
+        """Queue a request; with `receive_tokens`, first make tickets for its KV."""
+        self._engine_for(body.service)
         _refuse_known(body.request, self._decodes)
-        source = PeerId(body.prefill) if body.receive_tokens and body.prefill else None
-        inlet = self._inlets.of(source) if source is not None else None
-        ticket = _ticket(body, inlet.link) if inlet is not None else None
-        self._submit(
-            engine,
-            protocol.Submit(
-                request=_decode_id(body.request),
-                prompt=body.prompt,
-                sampling=body.sampling,
-                deadline_s=body.deadline_s,
-                receive=ticket,
-                inlet=inlet,
-                receive_tokens=body.receive_tokens if ticket is not None else 0,
-            ),
-        )
-        transfer = ticket.transfer if ticket is not None else None
-        self._decodes[body.request] = _Job(gateway, body.request, transfer, source)
-        return messages.DecodeOpened(ticket=ticket)
+        if body.receive_tokens > len(body.prompt):
+            raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
+        # Known from here on, so that it can be stopped while the other stages are being asked.
+        job = self._decodes[body.request] = _Job(gateway, body.request)
+        inlets: tuple[protocol.Inlet, ...] = ()
+        parts: tuple[messages.Part, ...] = ()
+        try:
+            if body.receive_tokens and body.prefill:
+                inlets, parts = await self._hand_offs.receive(body)
+                job.transfer = parts[0].ticket.transfer
+            self._submit(
+                job,
+                self._decodes,
+                protocol.Submit(
+                    request=_decode_id(body.request),
+                    prompt=body.prompt,
+                    sampling=body.sampling,
+                    deadline_s=body.deadline_s,
+                    receive=inlets,
+                    receive_tokens=body.receive_tokens if inlets else 0,
+                ),
+            )
+        except BaseException as error:
+            if self._decodes.get(body.request) is job:
+                del self._decodes[body.request]
+            if isinstance(error, NetworkError) and not isinstance(error, RemoteError):
+                raise RemoteError("no-stage", f"a stage of this replica does not answer: {error}") from error
+            raise
+        return messages.DecodeOpened(parts=parts)
 
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
-        """Compute a prompt's KV and push it under the ticket."""
+        """Compute a prompt's KV and push it where the parts say."""
         self._engine_for(body.service)
         _refuse_known(body.request, self._prefills)
-        decode = PeerId(body.decode)
-        if decode == self._ways.own:
-            raise RemoteError("invalid", "decode: this node prefills; name another one to decode")
-        # Known from here on, so that it can be stopped while the link is being agreed on.
-        job = self._prefills[body.request] = _Job(gateway, body.request, body.ticket.transfer, decode)
+        transfer = body.parts[0].ticket.transfer
+        # Known from here on, so that it can be stopped while the links are being agreed on.
+        job = self._prefills[body.request] = _Job(gateway, body.request, transfer)
         try:
-            outlet = await self._ways.outlet(decode, body.service, body.ticket, len(body.prompt))
-            if self._prefills.get(body.request) is not job:
-                raise RemoteError("stopped", "the request was stopped before its prefill had begun")
+            outlets = await self._hand_offs.send(body.parts, len(body.prompt))
             self._submit(
-                self._engine_for(body.service),
+                job,
+                self._prefills,
                 protocol.Submit(
                     request=_prefill_id(body.request),
                     prompt=body.prompt,
                     sampling=PREFILL_SAMPLING,
                     deadline_s=body.deadline_s,
-                    send=body.ticket,
-                    outlet=outlet,
+                    send=outlets,
                 ),
             )
         except BaseException as error:
+            self._hand_offs.abort(transfer, "the prefill did not begin")
             if self._prefills.get(body.request) is job:
                 del self._prefills[body.request]
             if isinstance(error, NetworkError | TransferError) and not isinstance(error, RemoteError):
+                decode = body.parts[0].piece.target_peer
                 raise RemoteError("no-path", f"no KV can be pushed to {decode}: {error}") from error
             raise
         return messages.Opened()
@@ -170,13 +163,24 @@ class Worker:
         """No KV will come for this request: its engine computes the prompt."""
         job = self._decodes.get(body.request)
         if job is not None and job.gateway == gateway and job.transfer is not None:
-            self._send(protocol.AbortTransfer(transfer=job.transfer, reason=body.reason))
+            self._abort(job.transfer, body.reason)
+
+    def stage_abort(self, head: PeerId, role: Role, body: messages.StageAbort) -> None:
+        """The head of this replica calls a transfer off."""
+        if self._hand_offs.is_head(head):
+            self._hand_offs.forget(body.transfer)
+            self._send(protocol.AbortTransfer(transfer=body.transfer, reason=body.reason))
+
+    def stage_transfer(self, stage: PeerId, role: Role, body: messages.StageTransfer) -> None:
+        """A stage of this replica says how its part of a transfer ended."""
+        self._on_ended(self._hand_offs.on_stage_transfer(stage, body))
 
     def attach(self, link: bytes, hello: bytes, connection: socket.socket) -> None:
-        """Hand an accepted connection of a KV link to the engine, if the link is one of ours; closes this process's
+        """Hand an accepted connection of a KV link or a pipe to the engine, if it is one of ours; closes this process's
         copy."""
         with connection:
-            if self._inlets.knows(link) and self._engine is not None and self._engine.running:
+            expected = link in self._pipes or self._hand_offs.knows(link)
+            if expected and self._engine is not None and self._engine.running:
                 try:
                     self._engine.attach(hello, connection)
                 except EngineLost:
@@ -190,9 +194,9 @@ class Worker:
                 for output in outputs:
                     self._on_tokens(output)
             case protocol.TransferReport():
-                self._on_transfer(message)
+                self._on_ended(self._hand_offs.on_report(message))
             case protocol.LinkReport():
-                self._ways.on_link_report(message)
+                self._hand_offs.on_link_report(message)
             case protocol.Ready() | protocol.StartFailed():
                 pass  # the link has dealt with these
 
@@ -225,29 +229,21 @@ class Worker:
         if not told:
             self._cancel_decode(request)  # an answer with a gap would be worse than none
 
-    def _on_transfer(self, report: protocol.TransferReport) -> None:
-        for request, job in self._prefills.items():
-            if job.transfer == report.transfer:
-                figures = messages.TransferFigures(
-                    raw_bytes=report.raw_bytes,
-                    wire_bytes=report.wire_bytes,
-                    frames=report.frames,
-                    span_s=report.span_s,
-                    visible_s=report.visible_s,
-                    hidden_fraction=report.hidden_fraction,
-                    mode=report.mode,
-                    paths=report.paths,
-                    resent_bytes=report.resent_bytes,
-                    usd=self._ways.on_transfer(job.other, report) if job.other is not None else 0.0,
-                )
-                self._end_prefill(request, "" if report.delivered else report.reason or "not delivered", figures)
-                if not report.delivered:
-                    self._send(protocol.Cancel(request=_prefill_id(request)))  # nobody will read the rest of it
-                return
+    def _on_ended(self, ended: Ended | None) -> None:
+        if ended is None:
+            return
+        found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)
+        if found is not None:
+            self._end_prefill(found, ended.failed, ended.figures)
+            if ended.failed:  # nobody will read the rest of it
+                self._send(protocol.Cancel(request=_prefill_id(found)))
+                self._send(protocol.AbortTransfer(transfer=ended.transfer, reason=ended.failed))
 
     def _end_prefill(self, request: str, failed: str, figures: messages.TransferFigures | None) -> None:
         job = self._prefills.pop(request, None)
         if job is not None:
+            if failed and job.transfer is not None:
+                self._hand_offs.abort(job.transfer, failed)
             ended = messages.PrefillEnded(request=request, failed=failed, figures=figures)
             self._tell(job.gateway, "prefill.ended", ended)
 
@@ -263,13 +259,18 @@ class Worker:
             raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
         if not self._accepting:
             raise RemoteError("draining", "this node is leaving and takes no new requests")
-        if self._engine is None or not self._engine.running:
+        place = self._hand_offs.place
+        if self._engine is None or not self._engine.running or place is None:
             raise RemoteError("no-engine", "the engine process of this node is not running")
+        if not place.is_head:
+            raise RemoteError("not-head", f"this node is a stage of a replica whose requests {place.head} takes")
         return self._engine
 
-    def _submit(self, engine: EngineLink, submit: protocol.Submit) -> None:
+    def _submit(self, job: _Job, jobs: dict[str, _Job], submit: protocol.Submit) -> None:
+        if jobs.get(job.request) is not job:
+            raise RemoteError("stopped", "the request was stopped before it had begun")
         try:
-            engine.send(submit)
+            self._engine_for(self._service).send(submit)
         except EngineLost as error:
             raise RemoteError("no-engine", str(error)) from error
 
@@ -279,10 +280,14 @@ class Worker:
 
     def _cancel_prefill(self, request: str) -> None:
         prefill = self._prefills.pop(request, None)
-        if prefill is not None:
+        if prefill is not None and prefill.transfer is not None:
             self._send(protocol.Cancel(request=_prefill_id(request)))
-            if prefill.transfer is not None:  # the prompt may be done while its KV is still being sent
-                self._send(protocol.AbortTransfer(transfer=prefill.transfer, reason="the request was cancelled"))
+            # The prompt may be done while its KV is still being sent.
+            self._abort(prefill.transfer, "the request was cancelled")
+
+    def _abort(self, transfer: bytes, reason: str) -> None:
+        self._send(protocol.AbortTransfer(transfer=transfer, reason=reason))
+        self._hand_offs.abort(transfer, reason)
 
     def _send(self, message: protocol.Message) -> None:
         if self._engine is not None and self._engine.running:
@@ -301,11 +306,3 @@ def _decode_id(request: str) -> str:
 
 def _prefill_id(request: str) -> str:
     return f"prefill:{request}"
-
-
-def _ticket(body: messages.DecodeOpen, link: bytes) -> TransferTicket:
-    deadline_s = min(body.deadline_s / 2, MAX_TRANSFER_S)
-    try:
-        return issue_transfer(link, body.codec, deadline_s, secrets.token_bytes)
-    except TicketError as error:
-        raise RemoteError("invalid", str(error)) from error

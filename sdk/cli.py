@@ -105,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_status(commands)
     _add_path(commands)
+    _add_selftest(commands)
     _add_demo(commands)
     return parser
 
@@ -224,6 +225,16 @@ def _add_path(commands: Commands[_Parser]) -> None:
     _add_prices(parser)
     _add_network(parser, "p2p_client_...")
     _add_patience(parser)
+
+
+def _add_selftest(commands: Commands[_Parser]) -> None:
+    _command(
+        commands,
+        "selftest",
+        "check that the vLLM of this box works with p2pserve; a node does so by itself with versions it does not know",
+        "p2pserve selftest",
+        ("text", "json"),
+    )
 
 
 def _add_patience(parser: argparse.ArgumentParser) -> None:
@@ -353,6 +364,16 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
     )
     engine.add_argument(
         "--max-model-len", type=_positive, metavar="N", help="prompt and answer together (default: the model's)"
+    )
+    engine.add_argument(
+        "--tp", type=_positive, metavar="N", help="GPUs that share each layer (default: all of the box; 1 without any)"
+    )
+    engine.add_argument(
+        "--memory-gib",
+        type=_figure,
+        metavar="GIB",
+        help="for weights and KV, at most (default: what the box has); a box without room for the whole model waits "
+        "for others to hold it together with",
     )
     engine.add_argument(
         "--threads", type=_count, default=0, metavar="N", help="of a CPU engine (default: all cores but one)"

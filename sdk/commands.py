@@ -17,6 +17,7 @@ import trio
 from ..bootstrap import parse_address
 from ..kvtransport.figures import BoxFigures
 from ..node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
+from ..node.engine.selftest import check_installation, selftest_log
 from ..node.kv_ways import WaySettings
 from ..node.messages import RequestFigures
 from .client import Client
@@ -104,6 +105,18 @@ def path(arguments: Namespace) -> int:
     return 0
 
 
+def selftest(arguments: Namespace) -> int:
+    """`p2pserve selftest`."""
+    verdict = trio.run(check_installation)
+    if arguments.format == "json":
+        print(json.dumps(msgspec.to_builtins(verdict)))
+    elif verdict.passed:
+        print(f"vLLM {verdict.versions.vllm} works with p2pserve ({verdict.seconds:.1f} s)")
+    else:
+        print(f"vLLM {verdict.versions.vllm} does not work with p2pserve: {verdict.reason}; see {selftest_log()}")
+    return 0 if verdict.passed else 1
+
+
 COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
     "bootstrap": bootstrap,
     "join": join,
@@ -111,6 +124,7 @@ COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
     "generate": generate,
     "status": status,
     "path": path,
+    "selftest": selftest,
 }
 
 
@@ -185,6 +199,8 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             max_batched_tokens=arguments.max_batched_tokens,
             max_model_len=arguments.max_model_len,
             threads=arguments.threads,
+            tp=arguments.tp,
+            memory_gib=arguments.memory_gib,
         ),
         drain_s=arguments.drain_s,
         engine_channel=getattr(arguments, "engine_channel", None),

@@ -10,6 +10,7 @@ import heapq
 import json
 import logging
 import signal
+import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from rich.console import Console
 from ..node.engine import protocol
 from ..node.engine_link import EngineLink, open_fork_server
 from ..node.messages import Generate, Status
-from ..node.model import BUNDLED, Model, open_model
+from ..node.models import BUNDLED, Model, TerminalProgress, open_model
 from ..node.request import tokenize
 from ..node.text import PromptError, TextModel
 from .client import AsyncClient
@@ -103,6 +104,7 @@ def run_demo(arguments: Namespace) -> int:
     as_json = arguments.format == "json"
     console = open_console(stderr=as_json)
     model = open_model(settings.model)
+    model.fetch(report=TerminalProgress(sys.stderr, time.monotonic))
     demo = Demo(settings, model, prepare(settings, model), console)
     report = trio.run(demo.run)
     if report is None:

@@ -9,7 +9,7 @@ import msgspec
 from rich.table import Table
 
 from ..node.messages import NodeStatus, RequestFigures, Status
-from ..node.model import ModelInfo
+from ..node.models import ModelInfo
 from .requests import Generation
 from .status_view import short
 

@@ -6,7 +6,7 @@ from ..bootstrap.errors import AddressError, NetworkError, TokenError
 from ..kvtransport.errors import FiguresError
 from ..node.engine_link import EngineError
 from ..node.home import NodeError
-from ..node.model import ModelError
+from ..node.models import ModelError
 from ..node.text import PromptError
 from .errors import ClientError, DemoFailed, InvalidAddress, InvalidRequest, UsageError, first_of
 

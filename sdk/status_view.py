@@ -7,6 +7,7 @@ from rich.table import Table
 
 from ..bootstrap import Role
 from ..node.messages import Advert, NodeStatus, Status
+from ..node.place import Place
 
 __all__ = ["COLUMNS", "node_row", "open_console", "plan_lines", "print_status", "short"]
 
@@ -65,7 +66,7 @@ def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
         node.address,
         rtt,
         advert.hardware.summary(),
-        _engine(advert),
+        _engine(advert, node.peer),
         advert.model.service if advert.model is not None else "-",
         _load(advert),
     )
@@ -83,12 +84,17 @@ def plan_lines(status: Status) -> list[str]:
     if plan is None:
         return [*lines, "plan: none yet"]
     lines.append(f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}")
+    for replica in plan.replicas:
+        if len(replica.stages) > 1:
+            spans = ", ".join(str(Place(replica.stages, i)) + f" on {short(p)}" for i, p in enumerate(replica.peers))
+            lines.append(f"  replica {short(replica.id)} spans boxes: {spans}")
     for pair in plan.pairings:
         if pair.prefill == pair.decode:
             lines.append(f"  {pair.weight:4.0%} of requests on {short(pair.decode)}")
         else:
             lines.append(
-                f"  {pair.weight:4.0%} of requests prefill on {short(pair.prefill)}, decode on {short(pair.decode)}"
+                f"  {pair.weight:4.0%} of requests prefill{_part(pair.prefill_share)} on {short(pair.prefill)}, "
+                f"decode on {short(pair.decode)}"
             )
     return [*lines, *(f"  why: {reason}" for reason in plan.why)]
 
@@ -98,12 +104,22 @@ def short(peer: str) -> str:
     return f"..{peer[-6:]}"
 
 
-def _engine(advert: Advert) -> str:
+def _engine(advert: Advert, peer: str) -> str:
     engine = advert.engine
     if engine is None:
         return "-"
-    parts = [engine.state, f"{engine.engine} on {engine.device}" if engine.engine else "", engine.detail]
+    place = next((Place(engine.stages, i) for i, stage in enumerate(engine.stages) if stage.peer == peer), None)
+    parts = [
+        engine.state,
+        f"stage {place}" if place else "",
+        f"{engine.engine} on {engine.device}" if engine.engine else "",
+        engine.detail,
+    ]
     return ", ".join(part for part in parts if part)
+
+
+def _part(prefill_share: float) -> str:
+    return "" if prefill_share == 1.0 else f" the first {prefill_share:.0%} of the prompt"
 
 
 def _load(advert: Advert) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ def engine_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[i
     for channel in channels:
         os.close(channel)
     try:
-        server.wait(5)
+        server.wait(30)
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
@@ -165,13 +165,24 @@ def engine_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[i
 
 @asynccontextmanager
 async def open_cluster(
-    channels: list[int], home: Path, model: Path | str, nodes: int, *, codec: str = "raw"
+    channels: list[int],
+    home: Path,
+    model: Path | str,
+    nodes: int,
+    *,
+    codec: str = "raw",
+    knobs: tuple[dict[str, Any], ...] = (),
 ) -> AsyncIterator[Cluster]:
-    """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server."""
+    """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server.
+
+    `knobs` has what is different for the engines of the first nodes.
+    """
     said: list[str] = []
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
 
-        async def start(name: str, token: str | None, channel: int | None) -> tuple[Started, trio.Event]:
+        async def start(
+            name: str, token: str | None, channel: int | None, changes: dict[str, Any]
+        ) -> tuple[Started, trio.Event]:
             stop = trio.Event()
             settings = NodeSettings(
                 home=home / name,
@@ -179,7 +190,7 @@ async def open_cluster(
                 bootstrap=token,
                 model=str(model) if channel is not None else None,
                 codec=codec,
-                engine=KNOBS,
+                engine=replace(KNOBS, **changes),
                 drain_s=1,
                 engine_channel=channel,
             )
@@ -190,8 +201,11 @@ async def open_cluster(
 
             return await nursery.start(run), stop
 
-        bootstrap, bootstrap_stop = await start("bootstrap", None, None)
-        started = [await start(f"node{i}", bootstrap.tokens["worker"], channels.pop()) for i in range(nodes)]
+        bootstrap, bootstrap_stop = await start("bootstrap", None, None, {})
+        started = [
+            await start(f"node{i}", bootstrap.tokens["worker"], channels.pop(), dict(*knobs[i : i + 1]))
+            for i in range(nodes)
+        ]
         client = await stack.enter_async_context(open_client(bootstrap))
         stops = [stop for _, stop in started]
         yield Cluster(bootstrap, [each for each, _ in started], client, stops, said)
@@ -208,7 +222,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from p2pserve.node.model import BUNDLED
+    from p2pserve.node.models import BUNDLED
 
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(7)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from p2pserve.node.bundled.evaluate import HELD_OUT, bits_per_byte, held_out_sources
 from p2pserve.node.bundled.train import card, train_tokenizer, training_sources
-from p2pserve.node.model import BUNDLED, open_model
+from p2pserve.node.models import BUNDLED, open_model
 
 TARGET = 1.45  # `xz -9e` needs 1.73 bits per byte for the same modules
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from p2pserve.node.model import BUNDLED
+from p2pserve.node.models import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "p2pserve.sdk.cli", "demo", "--nodes", "2", "--codec", "raw", "--format", "json"]

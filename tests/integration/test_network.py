@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 from p2pserve.bootstrap import PeerId, RemoteError
@@ -23,41 +22,16 @@ from p2pserve.kvtransport.probe import ProbeSettings
 from p2pserve.node import messages
 from p2pserve.node.bundled.evaluate import held_out_sources
 from p2pserve.node.kv_ways import KvWays
-from p2pserve.node.model import BUNDLED
+from p2pserve.node.models import BUNDLED
 from p2pserve.node.prober import Prober
 from p2pserve.node.text import TextModel
 from p2pserve.node.worker import Worker
 
+from .answers import greedy, prompts
+
 pytestmark = pytest.mark.timeout(180)
 
 TOKENS = 24
-LENGTHS = (1, 7, 64, 129, 300, 400)  # below, at and beyond vLLM's block of 128, and several chunks of 128
-
-
-def prompts(text: TextModel, lengths: tuple[int, ...] = LENGTHS) -> list[str]:
-    """Held-out Python, cut to about these numbers of tokens."""
-    ids = text.encode(held_out_sources()["heapq"])
-    decoder = text._tokenizer
-    return [decoder.decode(list(ids[40 : 40 + n])) for n in lengths]
-
-
-def greedy(model: Path, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What `transformers` answers in float32, step by step."""
-    from transformers import AutoModelForCausalLM
-
-    llm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids, cache = torch.tensor([prompt]), None
-    answer: list[int] = []
-    with torch.no_grad():
-        while len(answer) < count:
-            out = llm(ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            token = int(out.logits[0, -1].argmax())
-            answer.append(token)
-            if token == llm.config.eos_token_id:
-                break
-            ids = torch.tensor([[token]])
-    return answer
 
 
 def test_answers_equal_those_of_transformers(cluster: Any, random_model: Path, tmp_path: Path) -> None:
@@ -189,6 +163,38 @@ def test_a_killed_engine_changes_no_token(cluster: Any, random_model: Path, tmp_
     trio.run(main)
 
 
+def test_an_engine_that_is_killed_twice_comes_back_and_status_says_so(
+    cluster: Any, random_model: Path, tmp_path: Path
+) -> None:
+    text = TextModel(random_model)
+    prompt = prompts(text, (20,))[0]
+    expected = greedy(random_model, text.encode(prompt), 4)
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 1) as network:
+            await network.wait_plan(1)
+            peer = network.nodes[0].peer
+
+            async def engine(state: str) -> messages.EngineAdvert:
+                with trio.fail_after(60):
+                    while True:
+                        (advert,) = [node.advert for node in (await network.status()).nodes if node.peer == peer]
+                        if advert.engine.state == state:
+                            found: messages.EngineAdvert = advert.engine
+                            return found
+                        await trio.sleep(0.02)
+
+            for starts in (1, 2):
+                assert (await engine("ready")).starts == starts
+                os.kill(await network.engine_pid(peer), signal.SIGKILL)
+                assert "SIGKILL" in (await engine("restarting")).detail
+            assert (await engine("ready")).starts == 3
+            answer = await network.client.generate(peer, prompt, max_tokens=4)
+            assert answer.tokens == expected
+
+    trio.run(main)
+
+
 def test_no_engine_left_is_a_clear_error_in_time(cluster: Any, random_model: Path, tmp_path: Path) -> None:
     """With the only node leaving, a request ends in an error before its deadline."""
 
@@ -298,13 +304,18 @@ def test_links_stay_warm_and_what_they_carry_is_told(
     hasty = partial(ProbeSettings, ping_every_s=0.5, retry_s=1.0, burst_bytes=16_000_000)
     monkeypatch.setattr(probe, "ProbeSettings", hasty)
     idle = trio.Event()  # a burst may teach a node to use more streams: not between the requests
-    run = Prober.run
+    run, measure = Prober.run, KvWays._measure
+
+    def measure_when_idle(self: KvWays, *seen: Any) -> None:
+        if idle.is_set():  # so may what a transfer shows, on a busy machine
+            measure(self, *seen)
 
     async def run_when_idle(self: Prober) -> None:
         await idle.wait()
         await run(self)
 
     monkeypatch.setattr(Prober, "run", run_when_idle)
+    monkeypatch.setattr(KvWays, "_measure", measure_when_idle)
     text = TextModel(random_model)
     asked = prompts(text, (250, 300, 350))
 

@@ -16,16 +16,25 @@ from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Ro
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.kvtransport.tickets import TransferTicket
 from p2pserve.node import messages
+from p2pserve.node.engine.protocol import Rank, Slice
 from p2pserve.node.gateway import FIGURES_GRACE_S, NO_ENGINE_GRACE_S, Connections, Gateway
 from p2pserve.node.hardware import Hardware
-from p2pserve.node.model import BUNDLED, ModelInfo
+from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.text import TextModel
 from p2pserve.node.view import NetworkView
 
 TEXT = TextModel(BUNDLED)
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(
-    service=SERVICE, name="tiny", layers=4, hidden=128, kv_heads=2, head_dim=64, vocabulary=4096, max_model_len=512
+    service=SERVICE,
+    name="tiny",
+    layers=4,
+    hidden=128,
+    kv_heads=2,
+    head_dim=64,
+    vocabulary=4096,
+    max_model_len=512,
+    weights=WeightSizes(layers=(1 << 20,) * 4, embeddings=1 << 20, head=256),
 )
 PROMPT = "def f(x):\n"
 PROMPT_TOKENS = TEXT.encode(PROMPT)
@@ -34,6 +43,16 @@ ANSWER = TEXT.encode(SOURCE)
 CLIENT = PeerId("client")
 P, P2, D, D2 = PeerId("p1"), PeerId("p2"), PeerId("d1"), PeerId("d2")
 TICKET = TransferTicket(transfer=b"t" * 16, link=b"l" * 16, codec="raw", deadline_s=30.0)
+PART = messages.Part(
+    piece=messages.Piece(
+        source_peer="p",
+        source=Rank(),
+        target_peer="d",
+        target=Rank(),
+        slice=Slice(first_layer=0, last_layer=4, first_head=0, last_head=2),
+    ),
+    ticket=TICKET,
+)
 LATENCY_S = 0.01
 STEP_S = 0.02
 FIGURES = messages.TransferFigures(
@@ -58,7 +77,7 @@ async def elapse(seconds: float) -> None:
         await trio.sleep_forever()
 
 
-def plan_of(*peers: PeerId) -> Plan:
+def plan_of(*peers: PeerId, prefill_share: float = 1.0) -> Plan:
     """Prefill boxes are called p.., decode boxes d..; one alone does both."""
     phases = {peer: Phase.PREFILL if peer.startswith("p") else Phase.DECODE for peer in peers}
     if len(peers) == 1:
@@ -68,7 +87,7 @@ def plan_of(*peers: PeerId) -> Plan:
         for peer, phase in phases.items()
     )
     pairs = [(p.id, d.id) for p in replicas for d in replicas if p.prefills and d.decodes]
-    pairings = tuple(Pairing(prefill=p, decode=d, weight=1 / len(pairs)) for p, d in pairs)
+    pairings = tuple(Pairing(prefill=p, decode=d, weight=1 / len(pairs), prefill_share=prefill_share) for p, d in pairs)
     return Plan(epoch=1, version=1, service=SERVICE, replicas=replicas, pairings=pairings, codec="raw", why=())
 
 
@@ -125,6 +144,10 @@ class World:
             engine=messages.EngineAdvert(state=state, tflops=1.0, memory_gbps=1.0, kv_tokens=10_000, starts=starts),
         )
         self._change()
+
+    def state_of(self, peer: PeerId) -> str:
+        advert = self.view.adverts[peer]
+        return advert.engine.state if advert.engine is not None else ""
 
     def follow(self, *peers: PeerId) -> None:
         """A plan over these peers, whose engines are ready."""
@@ -222,8 +245,9 @@ class World:
             raise RequestTimeout(f"{peer} did not answer")
         run = self._decode if kind == "decode" else self._prefill
         self.nursery.start_soon(run, job, body, fault)
-        ticket = TICKET if kind == "decode" and body.receive_tokens else None
-        return messages.DecodeOpened(ticket=ticket) if kind == "decode" else messages.Opened()
+        if kind == "prefill":
+            return messages.Opened()
+        return messages.DecodeOpened(parts=(PART,) if body.receive_tokens else ())
 
     # ---- the workers ----------------------------------------------------------------------------------------
 
@@ -244,7 +268,8 @@ class World:
                 self._tokens(job.peer, messages.Tokens(request=job.request, refused="the prompt is too long"))
                 return
             if body.receive_tokens:
-                assert body.receive_tokens == len(body.prompt)
+                assert 1 <= body.receive_tokens <= len(body.prompt)
+                assert body.prefill
                 await job.kv.wait()
             made = 0
             while made < min(total, good):
@@ -475,6 +500,25 @@ def test_an_answer_does_not_wait_long_for_figures_that_do_not_come() -> None:
             assert world.ended[name] - begun == pytest.approx(12 * STEP_S + FIGURES_GRACE_S)
             assert world.tokens() == ANSWER[:12]
             assert world.sent("request.stop") == [P]
+
+    virtually(main)
+
+
+@pytest.mark.parametrize(("share", "split"), [(1.0, len(PROMPT_TOKENS)), (0.5, -(-len(PROMPT_TOKENS) // 2)), (1e-9, 1)])
+def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int) -> None:
+    """Any part from the first token on; the decode node has all of the prompt and reads the rest."""
+
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            world.view.plan = plan_of(P, D, prefill_share=share)
+            await world.answer()
+            assert world.tokens() == ANSWER[:12]
+            (_, _, decode), (_, _, prefill) = world.opened
+            assert isinstance(decode, messages.DecodeOpen)
+            assert (decode.prompt, decode.receive_tokens) == (PROMPT_TOKENS, split)
+            assert [stage.peer for stage in decode.prefill] == [P]
+            assert isinstance(prefill, messages.PrefillOpen)
+            assert (prefill.prompt, prefill.parts) == (PROMPT_TOKENS[:split], (PART,))
 
     virtually(main)
 
@@ -849,7 +893,7 @@ async def chaos(world: World, rng: random.Random, until: float) -> None:
             world.set_engine(peer, starts=1)
         elif rng.random() < 0.3 and len(world.dead) < 3:
             world.lose(peer)
-        elif world.view.serving(peer, SERVICE):
+        elif world.state_of(peer) == "ready":
             world.engine_lost(peer)
         else:
             world.set_engine(peer, starts=world.view.starts(peer) + 1)

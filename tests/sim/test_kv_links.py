@@ -1,4 +1,4 @@
-"""Which links an engine has: one per peer, agreed on once, and never one of an earlier life."""
+"""Which links an engine has: one for each two workers, agreed on once, and never one of an earlier life."""
 
 import random
 
@@ -8,9 +8,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pserve.bootstrap import NetworkError, PeerId, RequestTimeout
 from p2pserve.kvtransport.tickets import LinkTicket, issue_link
-from p2pserve.node.kv_links import LEASE_S, IncomingLinks, OutgoingLinks
+from p2pserve.node.engine.protocol import Rank
+from p2pserve.node.kv_links import LEASE_S, Ends, IncomingLinks, OutgoingLinks
 
-P, Q = PeerId("p"), PeerId("q")
+P, Q = (Ends(PeerId(peer), Rank(), Rank()) for peer in "pq")
+P1 = P._replace(source=Rank(stage=1))
 
 
 async def elapse(seconds: float) -> None:
@@ -19,25 +21,25 @@ async def elapse(seconds: float) -> None:
         await trio.sleep_forever()
 
 
-def test_each_sender_has_one_link() -> None:
+def test_each_two_workers_have_one_link() -> None:
     links = IncomingLinks(random.Random(1).randbytes)
     ticket = links.of(P)
     assert links.of(P) is ticket
     assert ticket.lease_s == LEASE_S
-    other = links.of(Q)
-    assert {ticket.link, ticket.secret}.isdisjoint({other.link, other.secret})
+    for other in (links.of(Q), links.of(P1), links.of(P._replace(target=Rank(tp=1)))):
+        assert {ticket.link, ticket.secret}.isdisjoint({other.link, other.secret})
+        assert links.knows(other.link)
     assert links.knows(ticket.link)
-    assert links.knows(other.link)
     assert not links.knows(b"?" * 16)
-    assert repr(links) == "<IncomingLinks 2>"
+    assert repr(links) == "<IncomingLinks 4>"
 
 
 def test_a_sender_that_is_gone_leaves_no_link_behind() -> None:
     links = IncomingLinks(random.Random(1).randbytes)
-    ticket, other = links.of(P), links.of(Q)
-    assert links.forget_peer(P) == ticket
-    assert links.forget_peer(P) is None
-    assert not links.knows(ticket.link)
+    ticket, second, other = links.of(P), links.of(P1), links.of(Q)
+    assert links.forget_peer(P.peer) == [ticket, second]
+    assert links.forget_peer(P.peer) == []
+    assert not any(links.knows(each.link) for each in (ticket, second))
     assert links.knows(other.link)
     again = links.of(P)
     assert again.link != ticket.link
@@ -51,18 +53,18 @@ class Asked:
     """A node that answers with the link of its present life, after a second."""
 
     def __init__(self) -> None:
-        self.questions: list[PeerId] = []
-        self.answers: dict[PeerId, LinkTicket | NetworkError] = {}
+        self.questions: list[Ends] = []
+        self.answers: dict[Ends, LinkTicket | NetworkError] = {}
         self._random = random.Random(2)
 
-    def new(self, peer: PeerId) -> LinkTicket:
-        ticket = self.answers[peer] = issue_link(LEASE_S, self._random.randbytes)
+    def new(self, ends: Ends) -> LinkTicket:
+        ticket = self.answers[ends] = issue_link(LEASE_S, self._random.randbytes)
         return ticket
 
-    async def __call__(self, peer: PeerId) -> LinkTicket:
-        self.questions.append(peer)
+    async def __call__(self, ends: Ends) -> LinkTicket:
+        self.questions.append(ends)
         await elapse(1.0)
-        answer = self.answers[peer]
+        answer = self.answers[ends]
         if isinstance(answer, NetworkError):
             raise answer
         return answer
@@ -71,22 +73,23 @@ class Asked:
 def test_callers_share_one_question() -> None:
     async def main() -> None:
         asked = Asked()
-        expected = {P: asked.new(P), Q: asked.new(Q)}
+        expected = {P: asked.new(P), Q: asked.new(Q), P1: asked.new(P1)}
         links = OutgoingLinks(asked)
-        found: list[tuple[PeerId, LinkTicket]] = []
+        found: list[tuple[Ends, LinkTicket]] = []
 
-        async def use(peer: PeerId) -> None:
-            found.append((peer, await links.to(peer, 1)))
+        async def use(ends: Ends) -> None:
+            found.append((ends, await links.to(ends, 1)))
 
         async with trio.open_nursery() as nursery:
-            for peer in (P, P, Q, P):
-                nursery.start_soon(use, peer)
-        assert sorted(asked.questions) == [P, Q]
-        assert trio.current_time() == pytest.approx(1.0)  # two peers do not wait for each other
-        assert len(found) == 4
-        assert all(ticket == expected[peer] for peer, ticket in found)
+            for ends in (P, P, Q, P, P1):
+                nursery.start_soon(use, ends)
+        assert len(asked.questions) == 3
+        assert set(asked.questions) == {P, Q, P1}
+        assert trio.current_time() == pytest.approx(1.0)  # nobody waits for another's question
+        assert len(found) == 5
+        assert all(ticket == expected[ends] for ends, ticket in found)
         assert await links.to(P, 1) == expected[P]
-        assert len(asked.questions) == 2
+        assert len(asked.questions) == 3
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
@@ -145,14 +148,18 @@ def test_what_is_forgotten_is_asked_for_again() -> None:
         asked = Asked()
         first = asked.new(P)
         links = OutgoingLinks(asked)
-        assert links.forget(P) is None
+        links.forget(P)
         await links.to(P, 1)
-        assert links.forget(P) == first
+        links.forget(P)
+        assert links.forget_peer(P.peer) == []
+        assert await links.to(P, 1) == first
+        assert links.forget_peer(Q.peer) == []
+        assert links.forget_peer(P.peer) == [first]
         second = asked.new(P)
         assert await links.to(P, 1) == second
         links.forget_all()
         assert repr(links) == "<OutgoingLinks 0>"
-        await links.to(P, 1)
-        assert len(asked.questions) == 3
+        assert await links.to(P, 1) == second
+        assert len(asked.questions) == 4
 
     trio.run(main, clock=MockClock(autojump_threshold=0))

@@ -24,11 +24,19 @@ from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link,
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.kv_ways import FRESH_S, LIMITED_BYTES, PERMIT_MARGIN_S, REFUSED_S, KvWays, WaySettings
-from p2pserve.node.model import ModelInfo
+from p2pserve.node.models import ModelInfo, WeightSizes
 
 S, T, R, R2 = PeerId("source"), PeerId("target"), PeerId("relay-1"), PeerId("relay-2")
 MODEL = ModelInfo(
-    service="tiny", name="tiny", layers=32, hidden=4096, kv_heads=8, head_dim=128, vocabulary=4096, max_model_len=4096
+    service="tiny",
+    name="tiny",
+    layers=32,
+    hidden=4096,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=4096,
+    max_model_len=4096,
+    weights=WeightSizes(layers=(400_000_000,) * 32, embeddings=33_000_000, head=33_000_000),
 )
 LONG = 4000  # tokens: half a GB in 16 bit
 MB = 1_000_000
@@ -39,6 +47,18 @@ async def elapse(seconds: float) -> None:
     """Let virtual time pass."""
     with trio.move_on_after(seconds):
         await trio.sleep_forever()
+
+
+WHOLE = protocol.Slice(first_layer=0, last_layer=MODEL.layers, first_head=0, last_head=MODEL.kv_heads)
+RANK = protocol.Rank()
+
+
+def part_of(
+    peer: PeerId, ticket: TransferTicket, piece: protocol.Slice = WHOLE, target: protocol.Rank = RANK
+) -> messages.Part:
+    """What one worker here sends to one worker of another node."""
+    found = messages.Piece(source_peer=S, source=RANK, target_peer=peer, target=target, slice=piece)
+    return messages.Part(piece=found, ticket=ticket)
 
 
 def figures(gbps: float, rtt_s: float = 0.02, **more: Any) -> LinkFigures:
@@ -111,7 +131,8 @@ class World:
         if peer in self.faults:
             raise self.faults[peer]
         if method == "link.open":
-            assert body == messages.LinkOpen(service="tiny")
+            assert isinstance(body, messages.LinkOpen)
+            assert body.service == "tiny"
             return messages.LinkOpened(link=self.links[peer])
         assert isinstance(body, messages.RelayOpen)
         address = self.addresses[PeerId(body.target)]
@@ -130,7 +151,7 @@ class World:
         return issue_transfer(self.links[peer].link, codec, 30.0, self.rng.randbytes)
 
     async def outlet(self, peer: PeerId = T, tokens: int = LONG, codec: str = "kv4") -> protocol.Outlet:
-        return await self.ways.outlet(peer, "tiny", self.ticket(peer, codec), tokens)
+        return await self.ways.outlet(part_of(peer, self.ticket(peer, codec)), "tiny", tokens)
 
     def report(self, moved: dict[str, int], waiting: int, *, blocked: bool = False, peer: PeerId = T) -> None:
         """What the engine says of a link."""
@@ -384,9 +405,29 @@ def test_a_ticket_of_a_link_that_its_node_does_not_know_is_refused() -> None:
         async with open_world() as world:
             forged = issue_transfer(b"?" * 16, "kv4", 30.0, world.rng.randbytes)
             with pytest.raises(TransferError, match="not the one"):
-                await world.ways.outlet(T, "tiny", forged, LONG)
+                await world.ways.outlet(part_of(T, forged), "tiny", LONG)
             assert len(world.asked) == 2
             assert (await world.outlet()).link == world.links[T]
+
+    play(main)
+
+
+def test_each_two_workers_have_a_link_of_their_own_and_a_part_of_the_bytes() -> None:
+    async def main() -> None:
+        async with open_world() as world:
+            half = protocol.Slice(first_layer=0, last_layer=MODEL.layers // 2, first_head=0, last_head=1)
+            whole = await world.outlet(tokens=100, codec="raw")
+            expected = world.ways._ways[whole.link.link].job.bytes * len(half.layers) * len(half.heads)
+            first, second = whole.link, issue_link(600.0, world.rng.randbytes)
+            world.links[T] = second  # what the other worker's question is answered with
+            part = part_of(T, world.ticket(codec="raw"), half, protocol.Rank(tp=1))
+            outlet = await world.ways.outlet(part, "tiny", 100)
+            assert (outlet.link, outlet.slice, outlet.ticket) == (second, half, part.ticket)
+            sent = world.ways._ways[second.link].job.bytes
+            assert sent == pytest.approx(expected / (MODEL.layers * MODEL.kv_heads), rel=0.01)
+            assert world.asked == [(T, "link.open"), (T, "link.open")]
+            assert world.paths == []  # the first link is no earlier life of the second
+            assert world.ways.peer_lost(T) == [first, second]
 
     play(main)
 
@@ -415,8 +456,8 @@ def test_what_ends_with_a_node_or_with_this_nodes_engine() -> None:
     async def main() -> None:
         async with open_world() as world:
             await world.outlet()
-            assert world.ways.peer_lost(T) == world.links[T]
-            assert world.ways.peer_lost(T) is None
+            assert world.ways.peer_lost(T) == [world.links[T]]
+            assert world.ways.peer_lost(T) == []
             assert world.ways.choice(T) is None
             world.report({"direct": 1}, 1)  # on its way when the node was lost
             await world.outlet()

@@ -19,12 +19,16 @@ def box(
     ready: bool = True,
     draining: bool = False,
     layers: int = 8,
+    fits: int | None = None,
+    tp: int = 1,
     emulated: bool = False,
 ) -> BoxView:
     return BoxView(
         peer=peer,
         service="llama",
         layers=layers,
+        fits=layers if fits is None else fits,
+        tp=tp,
         ready=ready,
         draining=draining,
         compute_tflops=tflops,
@@ -286,3 +290,107 @@ def test_planning_again_changes_nothing(fleet: list[BoxView], mesh: list[LinkVie
     plan = plan_of(*fleet, links=tuple(mesh))
     if plan is not None:
         assert plan_of(*fleet, links=tuple(mesh), previous=plan) is plan
+
+
+# ---- replicas that span boxes ---------------------------------------------------------------------------------
+
+
+def layers_of(plan: Plan) -> list[list[tuple[str, int]]]:
+    """Boxes and layers of each replica."""
+    return [[(stage.peer, stage.layers) for stage in replica.stages] for replica in plan.replicas]
+
+
+@pytest.mark.parametrize(
+    ("fits", "expected"),
+    [
+        ({"a": 4, "b": 4}, [[("a", 4), ("b", 4)]]),
+        ({"a": 6, "b": 3}, [[("a", 5), ("b", 3)]]),  # 5.33 and 2.67
+        ({"a": 3, "b": 6}, [[("b", 5), ("a", 3)]]),  # the largest is the head
+        ({"a": 7, "b": 1}, [[("a", 7), ("b", 1)]]),
+        ({"a": 5, "b": 2, "c": 2, "d": 1}, [[("a", 4), ("b", 2), ("c", 2)]]),  # d is not needed
+        ({"a": 4, "b": 4, "c": 4, "d": 4}, [[("a", 4), ("b", 4)], [("c", 4), ("d", 4)]]),
+        ({"a": 8, "b": 4, "c": 4}, [[("a", 8)], [("b", 4), ("c", 4)]]),
+        ({"a": 3, "b": 3, "c": 3}, [[("a", 3), ("b", 3), ("c", 2)]]),
+        ({"a": 8, "b": 3, "c": 0}, [[("a", 8)]]),
+    ],
+)
+def test_boxes_too_small_for_the_model_hold_it_together(
+    fits: dict[str, int], expected: list[list[tuple[str, int]]]
+) -> None:
+    plan = some_plan(*(box(peer, fits=layers) for peer, layers in fits.items()))
+    assert layers_of(plan) == expected
+
+
+def test_boxes_that_are_too_small_even_together_are_no_plan() -> None:
+    assert plan_of(box("a", fits=4), box("b", fits=3)) is None
+    plan = some_plan(box("a", fits=4), box("b", fits=3), box("w"), box("n", fits=0))
+    assert plan.peers == ("w",)
+    assert any("wait" in line and "7 of 8" in line for line in plan.why)
+    assert any("without room" in line for line in plan.why)
+
+
+def test_nearby_boxes_form_a_replica_in_the_order_of_their_distance() -> None:
+    boxes = [box("head", fits=3), *(box(peer, fits=2) for peer in ("far", "mid", "near", "next"))]
+    rtts = {"near": 0.001, "next": 0.002, "mid": 0.05, "far": 0.15}
+    links = [LinkView(source="head", target=peer, rtt_s=rtt) for peer, rtt in rtts.items()]
+    links += [LinkView(source="near", target=peer, rtt_s=rtts[peer]) for peer in ("next", "mid", "far")]
+    links += [LinkView(source="next", target=peer, rtt_s=rtts[peer]) for peer in ("mid", "far")]
+    links.append(LinkView(source="mid", target="far", rtt_s=rtts["far"]))
+    plan = some_plan(*boxes, links=tuple(links))
+    assert [peer for peer, _ in layers_of(plan)[0]] == ["head", "near", "next", "mid"]
+
+
+def test_boxes_of_different_widths_are_not_mixed() -> None:
+    plan = some_plan(box("a", fits=4, tp=2), box("b", fits=4), box("c", fits=4, tp=2), box("d", fits=4))
+    assert [[stage.peer for stage in replica.stages] for replica in plan.replicas] == [["a", "c"], ["b", "d"]]
+    assert {stage.tp for stage in plan.replicas[0].stages} == {2}
+    assert plan_of(box("a", fits=4, tp=2), box("b", fits=4)) is None
+
+
+def test_a_pipeline_is_kept_while_its_boxes_are_there() -> None:
+    old = some_plan(box("a", fits=4), box("b", fits=4))
+    larger = [box(peer, fits=7) for peer in ("x", "y")]
+    both = some_plan(box("a", fits=4), box("b", fits=5), *larger, previous=old)
+    assert layers_of(both) == [[("a", 4), ("b", 4)], [("x", 4), ("y", 4)]]
+    for lost in (box("b", fits=3), box("b", fits=4, ready=False), box("b", fits=4, draining=True)):
+        again = some_plan(box("a", fits=4), lost, *larger, previous=both)
+        assert layers_of(again)[-1] == [("x", 4), ("y", 4)]
+        assert not any(("b", 4) in stages for stages in layers_of(again))
+    same = plan_of(box("b", fits=5), *larger, box("a", fits=4), previous=both)
+    assert same is both
+
+
+def test_a_pipeline_counts_as_fast_as_its_slowest_stage() -> None:
+    """4 of 8 layers on a box of 100 TFLOP/s: 200 for the whole model, if the other stage keeps up."""
+    plan = some_plan(box("a", 400.0, 1000.0, fits=4), box("b", 100.0, 4000.0, fits=4), box("w", 150.0, 1000.0))
+    assert roles(plan) == {"a": D, "w": P}  # 200 TFLOP/s over 2000 GB/s, against 150 over 1000
+    fast = some_plan(box("a", 400.0, 1000.0, fits=4), box("b", 400.0, 1000.0, fits=4), box("w", 150.0, 1000.0))
+    assert roles(fast) == {"a": P, "w": D}
+
+
+some_fits = st.lists(st.integers(0, 12), min_size=1, max_size=9)
+
+
+@given(some_fits, st.integers(1, 12), st.randoms(use_true_random=False))
+def test_whatever_the_boxes_every_replica_holds_the_model_and_no_box_more_than_fits(
+    fits: list[int], layers: int, rng: Random
+) -> None:
+    boxes = [box(f"b{i}", layers=layers, fits=min(each, layers)) for i, each in enumerate(fits)]
+    links = tuple(
+        LinkView(source=one.peer, target=two.peer, rtt_s=rng.random()) for one in boxes for two in boxes if one != two
+    )
+    plan = plan_of(*boxes, links=links)
+    waiting = [one for one in boxes if not one.whole]
+    if plan is None:
+        assert len(waiting) == len(boxes)
+        assert sum(one.fits for one in waiting) < layers
+        return
+    room = {one.peer: one.fits for one in boxes}
+    for replica in plan.replicas:
+        assert replica.layers == layers
+        assert all(stage.layers <= room[stage.peer] for stage in replica.stages)
+        assert all(sum(room[peer] for peer in replica.peers if peer != out) < layers for out in replica.peers[1:])
+    assert sum(one.fits for one in boxes if one.peer not in plan.peers) < layers
+    shuffled = rng.sample(boxes, len(boxes))
+    assert plan_of(*shuffled, links=links) == plan
+    assert plan_of(*shuffled, links=links, previous=plan) is plan

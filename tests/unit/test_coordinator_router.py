@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,7 +77,7 @@ def test_no_route_says_so_in_one_line() -> None:
     assert text == "no box can take a request for llama: all 1 replicas of plan 2.5 are excluded (m, x)"
 
 
-def test_a_replica_is_as_busy_as_its_busiest_stage_and_goes_with_its_first_lost_box() -> None:
+def test_a_replica_is_as_busy_as_its_head_and_goes_with_its_first_lost_box() -> None:
     stages = (
         Stage(peer="a", tp=1, first_layer=0, last_layer=2),
         Stage(peer="b", tp=1, first_layer=2, last_layer=4),
@@ -85,10 +86,10 @@ def test_a_replica_is_as_busy_as_its_busiest_stage_and_goes_with_its_first_lost_
     short = Replica(id="c", phase=M, stages=(Stage(peer="c", tp=1, first_layer=0, last_layer=4),))
     pairings = tuple(Pairing(prefill=item, decode=item, weight=0.5) for item in ("ab", "c"))
     plan = Plan(epoch=1, version=1, service="s", replicas=(long, short), pairings=pairings, codec="raw", why=())
-    loads = [load("a"), load("b", 5), load("c", 2)]
-    assert route(plan, loads, prompt_tokens=1) == Route(prefill=None, decode="c")
-    loads = [load("a"), load("b", free=1), load("c", 2)]
-    assert route(plan, loads, prompt_tokens=10) == Route(prefill=None, decode="c")
+    assert route(plan, [load("a", 3), load("c", 2)], prompt_tokens=1).decode == "c"
+    assert route(plan, [load("a", free=1), load("c", 2)], prompt_tokens=10).decode == "c"
+    other_stage = load("b", 5, free=0)  # it schedules nothing itself
+    assert route(plan, [load("a"), other_stage, load("c", 2)], prompt_tokens=10).decode == "ab"
     found = route(plan, [load("a"), load("b"), load("c", 2)], prompt_tokens=1, exclude=frozenset("b"))
     assert found == Route(prefill=None, decode="c")
 
@@ -119,6 +120,23 @@ def test_shares_follow_the_plan_when_nothing_finishes() -> None:
         running.update([found.prefill, found.decode])
     assert running["p1"] == pytest.approx(120, abs=10)
     assert running["d1"] == pytest.approx(100, abs=10)
+
+
+@given(st.integers(1, 5000), st.floats(min_value=1e-9, max_value=1.0))
+def test_the_split_is_a_share_of_the_prompt_in_whole_tokens(tokens: int, share: float) -> None:
+    plan = plan_of({"p": P, "d": D}, {("p", "d"): 1.0})
+    pairing = Pairing(prefill="p", decode="d", weight=1.0, prefill_share=share)
+    found = route(msgspec.structs.replace(plan, pairings=(pairing,)), [], prompt_tokens=tokens)
+    assert found.prefill == "p"
+    assert 1 <= found.split <= tokens
+    assert share * tokens <= found.split + 1e-6 * tokens
+    assert found.split - 1 < share * tokens
+    assert route(plan, [], prompt_tokens=tokens).split == tokens  # all of it, unless the plan says otherwise
+
+
+def test_a_replica_that_reads_the_whole_prompt_itself_splits_nothing() -> None:
+    assert route(ALONE, [], prompt_tokens=9).split == 0
+    assert route(TWO_BY_TWO, [], prompt_tokens=9, exclude=frozenset({"p1", "p2"})).split == 0
 
 
 counts = st.integers(min_value=0, max_value=50)

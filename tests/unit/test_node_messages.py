@@ -1,4 +1,5 @@
-"""What nodes say to each other about links: it arrives unchanged, and what cannot be is refused before anybody acts."""
+"""What nodes say to each other about links and stages: it arrives unchanged, and what cannot be is refused before
+anybody acts."""
 
 from typing import Any
 
@@ -6,13 +7,14 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import DECODE_ERRORS, PeerId
+from p2pserve.coordinator import Stage
 from p2pserve.kvtransport.burst_ticket import BurstTicket
 from p2pserve.kvtransport.figures import BoxFigures, LinkFigures
 from p2pserve.kvtransport.permits import Permit
 from p2pserve.kvtransport.probe import BurstRequest
 from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket
 from p2pserve.node import messages
-from p2pserve.node.engine.protocol import Sampling
+from p2pserve.node.engine.protocol import Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
 from p2pserve.node.view import NetworkView
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -30,10 +32,27 @@ BURST = BurstRequest(peer="p", streams=4, seconds=1.0, max_bytes=1 << 20, overdu
 TICKET = BurstTicket(b"b" * 16, b"k" * 32, 4, 1.0, 1 << 20, 0.01)
 FIGURES = LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=1.0)
 TABLE = messages.LinkTable(site="fra", box=BoxFigures(up_gbps=1.0, relay_budget_bytes=5), links={"p": FIGURES})
+STAGES = (Stage(peer="p", tp=1, first_layer=0, last_layer=3), Stage(peer="q", tp=1, first_layer=3, last_layer=4))
+RANK, SLICE = Rank(stage=1), Slice(first_layer=3, last_layer=4, first_head=0, last_head=2)
+PIECE = messages.Piece(source_peer="q", source=RANK, target_peer="d", target=Rank(tp=1), slice=SLICE)
+PART = messages.Part(piece=PIECE, ticket=TRANSFER)
+OUTLET = Outlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK, paths=(), gbps=1.0, rtt_s=0.1)
+TRANSFERRED = messages.TransferFigures(
+    raw_bytes=1, wire_bytes=1, frames=1, span_s=0.1, visible_s=0.1, hidden_fraction=0.0
+)
 MESSAGES: list[messages.Message] = [
     TABLE,
     messages.LinkTable(),
     messages.LinkOpen(service="tiny"),
+    messages.LinkOpen(service="tiny", source=RANK, target=Rank(tp=3)),
+    messages.StageOpen(service="tiny", stages=STAGES, stage=1, pipes=(PipeEnd(stage=0, kind="control", ticket=LINK),)),
+    messages.StageLoaded(),
+    messages.StageInlets(transfer=TRANSFER.transfer, codec="raw", deadline_s=1.0, pieces=(PIECE,)),
+    messages.StageInletsOpened(inlets=(Inlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK),)),
+    messages.StageOutlets(tokens=5, parts=(PART,)),
+    messages.StageOutletsOpened(outlets=(OUTLET,)),
+    messages.StageTransfer(transfer=TRANSFER.transfer, link=LINK.link, figures=TRANSFERRED),
+    messages.StageAbort(transfer=TRANSFER.transfer, reason="x"),
     messages.LinkOpened(link=LINK),
     messages.RelayOpen(target="q"),
     messages.RelayOpened(permit=PERMIT),
@@ -48,10 +67,10 @@ MESSAGES: list[messages.Message] = [
         deadline_s=1.0,
         receive_tokens=2,
         codec="kv4",
-        prefill="p",
+        prefill=STAGES,
     ),
-    messages.DecodeOpened(ticket=TRANSFER),
-    messages.PrefillOpen(request="r", service="tiny", prompt=(1, 2), deadline_s=1.0, ticket=TRANSFER, decode="d"),
+    messages.DecodeOpened(parts=(PART,)),
+    messages.PrefillOpen(request="r", service="tiny", prompt=(1, 2), deadline_s=1.0, parts=(PART,)),
 ]
 
 
@@ -92,11 +111,19 @@ HOSTILE: list[tuple[type[messages.Message], dict[str, Any]]] = [
     *((messages.ProbeOpen, {"burst": changed(BURST, max_bytes=bad)}) for bad in (0, 5_000_000_000)),
     (messages.ProbeOpened, {"ticket": changed(TICKET, burst=b"")}),
     (messages.ProbeOpened, {"ticket": changed(TICKET, rtt_s=NAN)}),
-    (messages.DecodeOpened, {"ticket": changed(TRANSFER, transfer=bytes(16))}),
-    (messages.DecodeOpened, {"ticket": changed(TRANSFER, codec="zip")}),
-    (messages.DecodeOpened, {"ticket": changed(TRANSFER, deadline_s=NAN)}),
-    (messages.PrefillOpen, changed(MESSAGES[-1], decode="")),
-    (messages.PrefillOpen, changed(MESSAGES[-1], ticket=changed(TRANSFER, link=b""))),
+    *(
+        (messages.DecodeOpened, {"parts": [changed(PART, ticket=changed(TRANSFER, **bad))]})
+        for bad in ({"transfer": bytes(16)}, {"codec": "zip"}, {"deadline_s": NAN}, {"link": b""})
+    ),
+    *(
+        (messages.DecodeOpened, {"parts": [changed(PART, piece=changed(PIECE, **bad))]})
+        for bad in ({"source_peer": ""}, {"target": {"stage": -1}}, {"slice": changed(SLICE, last_layer=3)})
+    ),
+    (messages.DecodeOpened, {"parts": [changed(PART)] * (messages.MAX_PIECES + 1)}),
+    (messages.PrefillOpen, changed(MESSAGES[-1], parts=[])),
+    (messages.StageAbort, {"transfer": b"short", "reason": "x"}),
+    (messages.StageInlets, {"transfer": bytes(17), "codec": "raw", "deadline_s": 1.0, "pieces": []}),
+    (messages.StageOpen, {"service": "tiny", "stages": [], "stage": 0, "pipes": []}),
 ]
 
 

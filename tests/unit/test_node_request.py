@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
-from p2pserve.node.model import BUNDLED
+from p2pserve.node.models import BUNDLED
 from p2pserve.node.request import DEFAULT_MAX_TOKENS, MAX_SEED, MAX_STOPS, LiveRequest, check, tokenize
 from p2pserve.node.text import PromptError, TextModel
 

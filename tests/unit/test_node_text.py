@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from p2pserve.node.model import BUNDLED, ModelError
+from p2pserve.node.models import BUNDLED, ModelError
 from p2pserve.node.text import PromptError, StopFinder, TextDecoder, TextModel
 
 TEXT = TextModel(BUNDLED)

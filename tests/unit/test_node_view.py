@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId
-from p2pserve.coordinator import Phase, Plan
+from p2pserve.coordinator import Phase, Plan, Replica, Stage
 from p2pserve.node.coordination import Coordinator
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert
-from p2pserve.node.model import ModelInfo
+from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.view import NetworkView, decode_adverts, decode_plan
 
 A, B, C = PeerId("peer-a"), PeerId("peer-b"), PeerId("peer-c")
@@ -25,6 +25,7 @@ def advert(
     draining: bool = False,
     stats: EngineStats | None = None,
     rtt_s: dict[str, float] | None = None,
+    fits: int = 4,
     **engine: Any,
 ) -> Advert:
     figures = {"tflops": 1.0, "memory_gbps": 10.0, "kv_tokens": 1000, "starts": 1, **engine}
@@ -35,7 +36,12 @@ def advert(
         engine=EngineAdvert(state=state, **figures) if state is not None else None,
         stats=stats,
         rtt_s=rtt_s or {},
+        fits=fits,
     )
+
+
+def alone(peer: PeerId) -> Replica:
+    return Replica(id=peer, phase=Phase.MIXED, stages=(Stage(peer=peer, tp=1, first_layer=0, last_layer=4),))
 
 
 def _model(service: str) -> ModelInfo:
@@ -48,6 +54,7 @@ def _model(service: str) -> ModelInfo:
         head_dim=64,
         vocabulary=4096,
         max_model_len=512,
+        weights=WeightSizes(layers=(1 << 20,) * 4, embeddings=1 << 20, head=256),
     )
 
 
@@ -94,7 +101,7 @@ def test_adverts_survive_and_garbage_is_named() -> None:
             advert(),
             hardware=Hardware(cores=1, memory_gib=1.0, processor="x", gpus=(Gpu(name="g", memory_gib=-1, uuid="u"),)),
         ),
-        msgspec.structs.replace(advert(), model=msgspec.structs.replace(_model(SERVICE), layers=0)),
+        msgspec.structs.replace(advert(), model=msgspec.structs.replace(_model(SERVICE), hidden=0)),
     ],
 )
 def test_figures_that_cannot_be_are_refused_before_anyone_computes_with_them(bad: Advert) -> None:
@@ -207,9 +214,42 @@ def test_a_plan_that_breaks_a_rule_is_none() -> None:
 )
 def test_new_requests_go_to_ready_engines_of_the_service(each: Advert, serving: bool, hopeful: bool) -> None:
     view = view_of(a=each)
-    assert view.serving(A, SERVICE) is serving
+    assert view.serving(alone(A), SERVICE) is serving
     assert view.hopeful(SERVICE) is hopeful
-    assert not view.serving(B, SERVICE)
+    assert not view.serving(alone(B), SERVICE)
+
+
+TWO = (Stage(peer=A, tp=1, first_layer=0, last_layer=3), Stage(peer=B, tp=1, first_layer=3, last_layer=4))
+
+
+@pytest.mark.parametrize(
+    ("head", "other", "serving"),
+    [
+        (advert(stages=TWO, fits=3), advert(stages=TWO, fits=1), True),
+        (advert(stages=TWO, fits=3), advert("loading", stages=TWO, fits=1), True),  # its head knows better
+        (advert("loading", stages=TWO, fits=3), advert(stages=TWO, fits=1), False),
+        (advert(stages=TWO, fits=3), advert(stages=TWO, fits=1, draining=True), False),
+        (advert(stages=TWO, fits=3), advert(service="other"), False),
+        (advert(stages=TWO, fits=3), None, False),
+        (advert(stages=TWO[::-1], fits=3), advert(stages=TWO, fits=1), False),  # a plan that has passed
+        (advert(), advert(), False),
+    ],
+)
+def test_a_replica_that_spans_boxes_serves_when_its_head_is_ready_with_these_stages(
+    head: Advert, other: Advert | None, serving: bool
+) -> None:
+    view = view_of(a=head, **({"b": other} if other is not None else {}))
+    assert view.serving(Replica(id=A, phase=Phase.MIXED, stages=TWO), SERVICE) is serving
+
+
+@pytest.mark.parametrize("state", ["waiting", "loading", "ready", "restarting"])
+def test_boxes_that_wait_for_layers_are_planned_with_before_anything_runs_there(state: str) -> None:
+    unmeasured: dict[str, Any] = {"tflops": 0.0, "memory_gbps": 0.0, "starts": 0}
+    view = view_of(a=advert(state, fits=3, **unmeasured), b=advert("waiting", fits=1, **unmeasured))
+    (replica,) = plan_for(view).replicas
+    assert replica.stages == TWO
+    view.adverts[B] = advert("failed", fits=1, **unmeasured)
+    assert Coordinator(A, "raw").decide(view, (A, 1)) is None
 
 
 @pytest.mark.parametrize("out", [advert("failed"), advert("restarting"), advert(draining=True)])
@@ -221,11 +261,13 @@ def test_the_planner_leaves_out_who_cannot_serve(out: Advert) -> None:
 
 def test_boxes_and_links_are_what_was_advertised() -> None:
     gpus = (Gpu(name="g", memory_gib=40.0, uuid="1"), Gpu(name="g", memory_gib=40.0, uuid="2"))
-    both = msgspec.structs.replace(advert(), hardware=Hardware(cores=1, memory_gib=9.0, processor="x", gpus=gpus))
+    hardware = Hardware(cores=1, memory_gib=9.0, processor="x", gpus=gpus)
+    both = msgspec.structs.replace(advert(), hardware=hardware, tp=2)
     view = view_of(a=both, b=advert(rtt_s={"peer-a": 0.25}), c=advert(service="other"))
     boxes = {box.peer: box for box in view.boxes(SERVICE)}
     assert set(boxes) == {A, B}
     assert (boxes[A].memory_gib, boxes[B].memory_gib) == (80.0, 8.0)
+    assert [(box.tp, box.fits, box.layers) for box in (boxes[A], boxes[B])] == [(2, 4, 4), (1, 4, 4)]
     assert [(link.source, link.target, link.rtt_s) for link in view.links()] == [(B, A, 0.25)]
     assert view.services() == ("other", SERVICE)
 

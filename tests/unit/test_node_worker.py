@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role, Unreachable
+from p2pserve.coordinator import Stage
 from p2pserve.kvtransport.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.errors import TransferError
@@ -18,13 +19,15 @@ from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link,
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine_link import EngineLink, EngineLost
+from p2pserve.node.hand_off import MAX_TRANSFER_S, HandOffs
 from p2pserve.node.kv_ways import KvWays
-from p2pserve.node.worker import MAX_TRANSFER_S, Worker
+from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.place import Place
+from p2pserve.node.worker import Worker
 
 A, B = PeerId("gateway-a"), PeerId("gateway-b")
 OWN, P, D = PeerId("own"), PeerId("prefill-node"), PeerId("decode-node")
 LINK = issue_link(600.0, random.Random(99).randbytes)
-OUTLET = protocol.Outlet(link=LINK, paths=(Path("192.0.2.7", 4321, streams=2),), gbps=1.0, rtt_s=0.01)
 SERVICE = "tiny-1234"
 SAMPLING = protocol.Sampling(max_tokens=5)
 STATS = protocol.EngineStats(1, 0, 0.5, 100)
@@ -45,11 +48,41 @@ READY = protocol.Ready(
     memory_gbps=1.0,
 )
 
+MODEL = ModelInfo(
+    service=SERVICE,
+    name="tiny",
+    layers=4,
+    hidden=128,
+    kv_heads=2,
+    head_dim=64,
+    vocabulary=4096,
+    max_model_len=512,
+    weights=WeightSizes(layers=(1000,) * 4, embeddings=500, head=500),
+)
+WHOLE = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)
+RANK = protocol.Rank()
+PATHS = (Path("192.0.2.7", 4321, streams=2),)
+
 T = TypeVar("T")
+
+
+def alone(peer: str) -> tuple[Stage, ...]:
+    """The stages of a replica of one box."""
+    return (Stage(peer=peer, tp=1, first_layer=0, last_layer=4),)
 
 
 def ticket_of(seed: int = 0) -> TransferTicket:
     return issue_transfer(LINK.link, "raw", 30.0, random.Random(seed).randbytes)
+
+
+def part_of(seed: int = 0, target: str = D) -> messages.Part:
+    """All of a prompt's KV, from this box to another."""
+    piece = messages.Piece(source_peer=OWN, source=RANK, target_peer=target, target=RANK, slice=WHOLE)
+    return messages.Part(piece=piece, ticket=ticket_of(seed))
+
+
+def outlet_of(seed: int = 0) -> protocol.Outlet:
+    return protocol.Outlet(slice=WHOLE, ticket=ticket_of(seed), link=LINK, paths=PATHS, gbps=1.0, rtt_s=0.01)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -68,22 +101,21 @@ class ScriptedWays:
     own = OWN
 
     def __init__(self) -> None:
-        self.outlets: list[protocol.Outlet | BaseException] = []
+        self.faults: list[BaseException] = []
         self.during: Callable[[], None] = lambda: None
-        self.asked: list[tuple[PeerId, str, TransferTicket, int]] = []
+        self.asked: list[tuple[messages.Part, str, int]] = []
         self.lost: list[PeerId] = []
         self.links: dict[PeerId, LinkTicket] = {}
         self.link_reports: list[protocol.LinkReport] = []
         self.transfers: list[tuple[PeerId, protocol.TransferReport]] = []
         self.engines: list[str] = []
 
-    async def outlet(self, peer: PeerId, service: str, ticket: TransferTicket, tokens: int) -> protocol.Outlet:
-        self.asked.append((peer, service, ticket, tokens))
+    async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
+        self.asked.append((part, service, tokens))
         self.during()
-        found = self.outlets.pop(0) if self.outlets else OUTLET
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if self.faults:
+            raise self.faults.pop(0)
+        return protocol.Outlet(slice=part.piece.slice, ticket=part.ticket, link=LINK, paths=PATHS, gbps=1.0, rtt_s=0.01)
 
     def engine_ready(self, dtype: str) -> None:
         self.engines.append(dtype)
@@ -91,9 +123,9 @@ class ScriptedWays:
     def engine_lost(self) -> None:
         self.engines.append("lost")
 
-    def peer_lost(self, peer: PeerId) -> LinkTicket | None:
+    def peer_lost(self, peer: PeerId) -> list[LinkTicket]:
         self.lost.append(peer)
-        return self.links.pop(peer, None)
+        return [self.links.pop(peer)] if peer in self.links else []
 
     def on_link_report(self, report: protocol.LinkReport) -> None:
         self.link_reports.append(report)
@@ -101,6 +133,10 @@ class ScriptedWays:
     def on_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float:
         self.transfers.append((peer, report))
         return 0.25
+
+
+async def ask_nobody(peer: PeerId, method: str, body: messages.Message, *rest: Any, **more: Any) -> messages.Message:
+    raise AssertionError(f"{peer} was asked for {method}")
 
 
 class World:
@@ -113,10 +149,14 @@ class World:
         self.told: list[tuple[PeerId, str, messages.Message]] = []
         self.gone: set[PeerId] = set()
         self.ways = ScriptedWays()
-        self.worker = Worker(service=SERVICE, ways=cast(KvWays, self.ways), notify=self._notify)
+        self.hand_offs = HandOffs(model=MODEL, ways=cast(KvWays, self.ways), ask=ask_nobody, notify=self._notify)
+        self.worker = Worker(service=SERVICE, hand_offs=self.hand_offs, notify=self._notify)
         self.engine = EngineLink(trio.socket.from_stdlib_socket(ours), self.sockets, self.worker.on_engine_message)
         self.engine.ready = READY
-        self.worker.use(self.engine)
+        self.use()
+
+    def use(self) -> None:
+        self.worker.use(self.engine, Place(alone(OWN), 0))
 
     def _notify(self, peer: PeerId, method: str, message: messages.Message) -> None:
         if peer in self.gone:
@@ -153,7 +193,7 @@ class World:
             "deadline_s": 60.0,
             "receive_tokens": 3,
             "codec": "raw",
-            "prefill": P,
+            "prefill": alone(P),
         }
         body = messages.DecodeOpen(**{**fields, **changes})
         return run(self.worker.open_decode(gateway, Role.WORKER, body))
@@ -164,8 +204,7 @@ class World:
             "service": SERVICE,
             "prompt": (1, 2, 3),
             "deadline_s": 60.0,
-            "ticket": ticket_of(seed),
-            "decode": D,
+            "parts": (part_of(seed),),
         }
         body = messages.PrefillOpen(**{**fields, **changes})
         return run(self.worker.open_prefill(gateway, Role.WORKER, body))
@@ -176,7 +215,7 @@ class World:
     def link(self, peer: PeerId, service: str = SERVICE) -> LinkTicket:
         """What a node is answered that wants to push KV here."""
         body = messages.LinkOpen(service=service)
-        return run(self.worker.open_link(peer, Role.WORKER, body)).link
+        return run(self.hand_offs.open_link(peer, Role.WORKER, body)).link
 
     def report(self, transfer: bytes, reason: str = "") -> None:
         self.worker.on_engine_message(
@@ -222,28 +261,31 @@ def tokens(request: str = "r", *ids: int, **fields: Any) -> messages.Tokens:
 
 
 def test_a_decode_request_gets_a_ticket_for_the_link_of_its_prefill_node(world: World) -> None:
-    ticket = world.decode(deadline_s=60.0, codec="kv4").ticket
-    assert ticket is not None
-    assert (ticket.codec, ticket.deadline_s) == ("kv4", 30.0)
-    inlet = world.link(P)
-    assert ticket.link == inlet.link
+    (part,) = world.decode(deadline_s=60.0, codec="kv4").parts
+    assert (part.ticket.codec, part.ticket.deadline_s) == ("kv4", 30.0)
+    assert part.piece == messages.Piece(source_peer=P, source=RANK, target_peer=OWN, target=RANK, slice=WHOLE)
+    link = world.link(P)
     expected = protocol.Submit(
         request="decode:r",
         prompt=(1, 2, 3),
         sampling=SAMPLING,
         deadline_s=60.0,
-        receive=ticket,
-        inlet=inlet,
+        receive=(protocol.Inlet(slice=WHOLE, ticket=part.ticket, link=link),),
         receive_tokens=3,
     )
     assert world.asked() == [expected]
     assert not world.worker.idle
 
 
+def ticket(opened: messages.DecodeOpened) -> TransferTicket:
+    (part,) = opened.parts
+    return part.ticket
+
+
 def test_every_ticket_has_an_id_of_its_own_and_the_link_of_its_sender(world: World) -> None:
-    tickets = [world.decode(str(i), prefill=f"p{i % 2}").ticket for i in range(20)]
-    assert len({ticket.transfer for ticket in tickets if ticket}) == 20
-    assert [ticket.link for ticket in tickets if ticket] == [world.link(PeerId(f"p{i % 2}")).link for i in range(20)]
+    tickets = [ticket(world.decode(str(i), prefill=alone(f"p{i % 2}"))) for i in range(20)]
+    assert len({each.transfer for each in tickets}) == 20
+    assert [each.link for each in tickets] == [world.link(PeerId(f"p{i % 2}")).link for i in range(20)]
     assert world.link(PeerId("p0")) != world.link(PeerId("p1"))
 
 
@@ -266,39 +308,60 @@ def test_links_are_opened_for_the_service_that_is_served_here(world: World) -> N
     assert world.link(P) == first
     world.worker.engine_lost("ended")
     assert refused() == "no-engine"
-    world.worker.use(world.engine)
-    assert world.link(P) != first  # the receiving end of the first one is gone
+    world.use()
+    again = world.link(P)
+    assert again != first  # the receiving end of the first one is gone
     world.worker.drain()
-    assert refused() == "draining"
+    assert world.link(P) == again  # for what is still being finished
 
 
 def test_kv_is_not_awaited_for_hours(world: World) -> None:
-    ticket = world.decode(deadline_s=86400.0).ticket
-    assert ticket is not None
-    assert ticket.deadline_s == MAX_TRANSFER_S
+    assert ticket(world.decode(deadline_s=86400.0)).deadline_s == MAX_TRANSFER_S
 
 
-@pytest.mark.parametrize("changes", [{"receive_tokens": 0}, {"prefill": ""}, {"receive_tokens": 0, "prefill": ""}])
+@pytest.mark.parametrize("changes", [{"receive_tokens": 0}, {"prefill": ()}, {"receive_tokens": 0, "prefill": ()}])
 def test_a_request_of_one_box_needs_no_ticket(world: World, changes: dict[str, Any]) -> None:
-    assert world.decode(**changes).ticket is None
+    assert world.decode(**changes).parts == ()
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
-    assert (submit.receive, submit.inlet, submit.send, submit.outlet, submit.receive_tokens) == (
-        None,
-        None,
-        None,
-        None,
-        0,
-    )
+    assert (submit.receive, submit.send, submit.receive_tokens) == ((), (), 0)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_any_part_of_a_prompt_may_be_read_elsewhere(world: World, split: int) -> None:
+    world.decode(receive_tokens=split)
+    (submit,) = world.asked()
+    assert isinstance(submit, protocol.Submit)
+    assert (submit.prompt, submit.receive_tokens, len(submit.receive)) == ((1, 2, 3), split, 1)
+
+
+def test_more_tokens_than_there_are_cannot_come(world: World) -> None:
+    assert refusal(world, "decode", receive_tokens=4) == "invalid"
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (Stage(peer="p", tp=1, first_layer=0, last_layer=5),),
+        (Stage(peer="p", tp=1, first_layer=1, last_layer=4),),
+        (Stage(peer="p", tp=1, first_layer=0, last_layer=2), Stage(peer="p", tp=1, first_layer=2, last_layer=4)),
+        (Stage(peer="p", tp=1, first_layer=0, last_layer=2), Stage(peer="q", tp=2, first_layer=2, last_layer=4)),
+        (Stage(peer="p", tp=3, first_layer=0, last_layer=4),),
+    ],
+    ids=["too many layers", "a gap", "a box twice", "unequal tp", "heads that cannot be shared"],
+)
+def test_stages_that_are_no_replica_of_this_model_are_the_askers_fault(world: World, stages: tuple[Stage, ...]) -> None:
+    assert refusal(world, "decode", prefill=stages) == "invalid"
+    assert world.worker.idle
 
 
 def test_a_prefill_request_takes_its_ticket_along(world: World) -> None:
     assert world.prefill() == messages.Opened()
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
-    assert (submit.request, submit.send, submit.sampling.max_tokens) == ("prefill:r", ticket_of(0), 1)
-    assert (submit.outlet, submit.receive, submit.inlet) == (OUTLET, None, None)
-    assert world.ways.asked == [(D, SERVICE, ticket_of(0), 3)]
+    assert (submit.request, submit.send, submit.sampling.max_tokens) == ("prefill:r", (outlet_of(),), 1)
+    assert submit.receive == ()
+    assert world.ways.asked == [(part_of(), SERVICE, 3)]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +376,7 @@ def test_a_prefill_request_takes_its_ticket_along(world: World) -> None:
 def test_a_prefill_without_a_way_to_its_decode_node_is_refused(
     world: World, error: Exception, code: str, said: str
 ) -> None:
-    world.ways.outlets = [error]
+    world.ways.faults = [error]
     with pytest.raises(RemoteError) as caught:
         world.prefill()
     assert caught.value.code == code
@@ -324,14 +387,14 @@ def test_a_prefill_without_a_way_to_its_decode_node_is_refused(
 
 
 def test_a_bug_on_the_way_to_an_outlet_leaves_nothing_behind(world: World) -> None:
-    world.ways.outlets = [ZeroDivisionError("a bug")]
+    world.ways.faults = [ZeroDivisionError("a bug")]
     with pytest.raises(ZeroDivisionError):
         world.prefill()
     assert world.worker.idle
 
 
 def test_kv_for_this_very_node_is_the_askers_fault(world: World) -> None:
-    assert refusal(world, "prefill", decode=OWN) == "invalid"
+    assert refusal(world, "prefill", parts=(part_of(target=OWN),)) == "invalid"
     assert world.ways.asked == []
     assert world.worker.idle
 
@@ -366,7 +429,7 @@ def test_an_id_that_another_has_taken_meanwhile_stays_anothers(world: World) -> 
     with pytest.raises(RemoteError):
         world.prefill("r", A)
     (submit,) = [message for message in world.asked() if isinstance(message, protocol.Submit)]
-    assert submit.send == ticket_of(1)
+    assert submit.send == (outlet_of(1),)
     world.report(ticket_of(1).transfer)
     assert [peer for peer, _, _ in world.news()] == [B]
     assert world.worker.idle
@@ -390,7 +453,7 @@ def test_what_is_refused_never_reaches_the_engine(world: World, kind: str) -> No
     assert refusal(world, kind, service="another") == "wrong-service"
     world.worker.engine_lost("ended")
     assert refusal(world, kind) == "no-engine"
-    world.worker.use(world.engine)
+    world.use()
     world.worker.drain()
     assert refusal(world, kind) == "draining"
     assert world.worker.idle
@@ -405,8 +468,10 @@ def test_an_engine_that_has_just_died_gets_nothing(world: World, kind: str) -> N
 
 
 def test_a_node_whose_engine_never_started_refuses() -> None:
-    worker = Worker(service=SERVICE, ways=cast(KvWays, ScriptedWays()), notify=lambda *_: None)
-    body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, ticket=ticket_of(), decode=D)
+    ways = cast(KvWays, ScriptedWays())
+    hand_offs = HandOffs(model=MODEL, ways=ways, ask=ask_nobody, notify=lambda *_: None)
+    worker = Worker(service=SERVICE, hand_offs=hand_offs, notify=lambda *_: None)
+    body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, parts=(part_of(),))
     with pytest.raises(RemoteError) as caught:
         run(worker.open_prefill(A, Role.WORKER, body))
     assert caught.value.code == "no-engine"
@@ -508,7 +573,10 @@ def test_the_transfers_report_ends_the_prefill_and_its_sampled_token_does_not(wo
     assert isinstance(message, messages.PrefillEnded)
     assert message.failed == "cut"
     assert world.worker.idle
-    assert world.asked() == [protocol.Cancel(request="prefill:s")]  # the rest of the prompt is for nobody
+    assert world.asked() == [  # the rest of the prompt is for nobody
+        protocol.Cancel(request="prefill:s"),
+        protocol.AbortTransfer(transfer=ticket_of(2).transfer, reason="cut"),
+    ]
     world.report(ticket_of(2).transfer, "cut")
     assert world.news() == []
 
@@ -524,14 +592,13 @@ def test_a_prefill_that_ends_early_is_reported(world: World, finish: str) -> Non
 
 
 def test_no_more_kv_is_passed_on_by_its_gateway_only(world: World) -> None:
-    ticket = world.decode().ticket
-    assert ticket is not None
+    found = ticket(world.decode())
     world.asked()
     body = messages.StopTransfer(request="r", reason="prefill failed")
     world.worker.stop_transfer(B, Role.WORKER, body)
     assert world.asked() == []
     world.worker.stop_transfer(A, Role.WORKER, body)
-    assert world.asked() == [protocol.AbortTransfer(transfer=ticket.transfer, reason="prefill failed")]
+    assert world.asked() == [protocol.AbortTransfer(transfer=found.transfer, reason="prefill failed")]
     world.decode("alone", receive_tokens=0)
     world.asked()
     world.worker.stop_transfer(A, Role.WORKER, messages.StopTransfer(request="alone", reason="x"))
@@ -540,11 +607,10 @@ def test_no_more_kv_is_passed_on_by_its_gateway_only(world: World) -> None:
 
 
 def test_an_accepted_socket_goes_to_the_engine_with_its_hello(world: World) -> None:
-    ticket = world.decode().ticket
-    assert ticket is not None
+    found = ticket(world.decode())
     hello = bytes(range(LINK_HELLO_BYTES))
     near, far = socket.socketpair()
-    world.worker.attach(ticket.link, hello, near)
+    world.worker.attach(found.link, hello, near)
     assert near.fileno() == -1  # this process's copy is closed
     told, descriptors, _, _ = socket.recv_fds(world.engine_sockets, 64, 1)
     with far, socket.socket(fileno=descriptors[0]) as handed:
@@ -578,9 +644,8 @@ def fill(link: EngineLink) -> None:
 
 @pytest.mark.parametrize("case", ["unknown", "sender gone", "engine lost", "engine does not read", "engine hung up"])
 def test_a_socket_that_nobody_waits_for_is_closed(world: World, case: str) -> None:
-    ticket = world.decode().ticket
-    assert ticket is not None
-    link = b"?" * 16 if case == "unknown" else ticket.link
+    found = ticket(world.decode())
+    link = b"?" * 16 if case == "unknown" else found.link
     if case == "sender gone":
         world.worker.peer_lost(P)
     elif case == "engine lost":
@@ -658,15 +723,15 @@ def test_a_lost_node_takes_its_links_along(world: World) -> None:
 
 
 def test_other_paths_and_what_links_do_pass_between_engine_and_ways(world: World) -> None:
-    world.worker.set_paths(LINK.link, OUTLET.paths)
-    assert world.asked() == [protocol.SetPaths(link=LINK.link, paths=OUTLET.paths)]
+    world.worker.set_paths(LINK.link, PATHS)
+    assert world.asked() == [protocol.SetPaths(link=LINK.link, paths=PATHS)]
     report = protocol.LinkReport(link=LINK.link, paths=(), transfers=1, waiting_bytes=5, blocked=False)
     world.worker.on_engine_message(report)
     assert world.ways.link_reports == [report]
     assert world.ways.engines == ["float32"]
     world.worker.engine_lost("ended")
     assert world.ways.engines == ["float32", "lost"]
-    world.worker.set_paths(LINK.link, OUTLET.paths)
+    world.worker.set_paths(LINK.link, PATHS)
     assert world.asked() == []
 
 

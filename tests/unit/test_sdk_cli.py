@@ -12,7 +12,7 @@ import p2pserve.sdk
 from p2pserve.bootstrap import AddressError, PortInUse, Refused, TokenError, Unreachable
 from p2pserve.node.engine_link import EngineStartError
 from p2pserve.node.home import NodeError
-from p2pserve.node.model import ModelError
+from p2pserve.node.models import ModelError
 from p2pserve.node.text import PromptError
 from p2pserve.sdk import commands
 from p2pserve.sdk.cli import build_parser, main

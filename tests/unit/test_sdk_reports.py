@@ -13,7 +13,7 @@ from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
-from p2pserve.node.model import ModelInfo
+from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.commands import figures_line
 from p2pserve.sdk.demo import run_demo
 from p2pserve.sdk.demo_report import (
@@ -31,7 +31,17 @@ from p2pserve.sdk.requests import Generation
 from p2pserve.sdk.status_view import COLUMNS, node_row, plan_lines, print_status
 
 BOOT, FIRST, SECOND = "12D3boot01", "12D3first1", "12D3second"
-MODEL = ModelInfo(service="m-1", name="m", layers=2, hidden=8, kv_heads=1, head_dim=4, vocabulary=9, max_model_len=99)
+MODEL = ModelInfo(
+    service="m-1",
+    name="m",
+    layers=2,
+    hidden=8,
+    kv_heads=1,
+    head_dim=4,
+    vocabulary=9,
+    max_model_len=99,
+    weights=WeightSizes(layers=(1,) * 2, embeddings=1, head=1),
+)
 
 
 def advert(state: str = "ready", **changes: Any) -> Advert:
@@ -107,6 +117,31 @@ def test_the_page_shows_plan_pairings_and_reasons() -> None:
     lines = plan_lines(status(coordinator=None))
     assert (lines[0], lines[-1]) == ("coordinator: none is elected", "plan: none yet")
     assert "  100% of requests on ..first1" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
+
+
+def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:
+    stages = (
+        Stage(peer=FIRST, tp=1, first_layer=0, last_layer=10),
+        Stage(peer=SECOND, tp=1, first_layer=10, last_layer=22),
+        Stage(peer=BOOT, tp=1, first_layer=22, last_layer=32),
+    )
+    engine = EngineAdvert(state="loading", detail="downloads a.safetensors: 45 % of 3.1 GB", stages=stages)
+    row = node_row(node(SECOND, advert=advert(engine=engine)), status())
+    assert row[7] == "loading, stage 2/3 layers 10-21, downloads a.safetensors: 45 % of 3.1 GB"
+    replica = Replica(id=FIRST, phase=Phase.MIXED, stages=stages)
+    pair = Pairing(prefill=FIRST, decode=FIRST, weight=1.0)
+    spread = Plan(epoch=3, version=1, service="m-1", replicas=(replica,), pairings=(pair,), codec="kv4", why=())
+    expected = (
+        "  replica ..first1 spans boxes: 1/3 layers 0-9 on ..first1, 2/3 layers 10-21 on ..second, "
+        "3/3 layers 22-31 on ..boot01"
+    )
+    assert expected in plan_lines(status(plan=spread))
+
+
+def test_a_split_of_prompts_is_shown() -> None:
+    pair = Pairing(prefill=FIRST, decode=SECOND, weight=1.0, prefill_share=0.4)
+    lines = plan_lines(status(plan=msgspec.structs.replace(SPLIT, pairings=(pair,))))
+    assert "  100% of requests prefill the first 40% of the prompt on ..first1, decode on ..second" in lines
 
 
 def test_the_watcher_says_each_thing_once() -> None:

@@ -7,7 +7,7 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.node.hardware import Hardware
 from p2pserve.node.messages import Advert, Chunk, EngineAdvert
-from p2pserve.node.model import ModelInfo
+from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import InvalidRequest
 from p2pserve.sdk.requests import Candidate, Diverged, Piece, Replay, build_request, gateways
 
@@ -94,6 +94,7 @@ def candidate(
         head_dim=1,
         vocabulary=1,
         max_model_len=1,
+        weights=WeightSizes(layers=(1,), embeddings=1, head=1),
     )
     advert = Advert(
         hardware=Hardware(cores=1, memory_gib=1.0, processor="x"),

@@ -36,7 +36,7 @@ from p2pserve.node.messages import (
     StatusQuery,
     StopRequest,
 )
-from p2pserve.node.model import ModelInfo
+from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk import AsyncClient, Client
 from p2pserve.sdk.errors import (
     ClientClosed,
@@ -50,7 +50,17 @@ from p2pserve.sdk.session import Session, enter
 
 NOW = 1_700_000_000.0
 WORDS = ("one ", "two ", "three ", "four ")
-MODEL = ModelInfo(service="m-1", name="m", layers=1, hidden=1, kv_heads=1, head_dim=1, vocabulary=9, max_model_len=99)
+MODEL = ModelInfo(
+    service="m-1",
+    name="m",
+    layers=1,
+    hidden=1,
+    kv_heads=1,
+    head_dim=1,
+    vocabulary=9,
+    max_model_len=99,
+    weights=WeightSizes(layers=(1,) * 1, embeddings=1, head=1),
+)
 ADVERTISED = Advert(
     hardware=Hardware(cores=1, memory_gib=1.0, processor="x"),
     draining=False,

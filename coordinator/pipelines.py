@@ -1,0 +1,127 @@
+"""Which boxes hold the model together when none of them can hold it alone.
+
+A box whose memory holds only some of the layers waits until a plan makes it a stage of a replica. Here such boxes are
+grouped: pipelines that run are kept while their boxes are there, and new ones are made of what is left, of boxes near
+each other and as few as possible, because every stage adds a network hop to every step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .capacity import BoxView, RoundTrips
+from .plan import Plan, Replica, Stage
+
+__all__ = ["Group", "group_boxes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Boxes that together hold the model once: a replica that has no phase yet.
+
+    Its figures are those of one box that would do the whole model as fast as the slowest stage does its layers,
+    which is what a pipeline reaches with a batch in flight for each stage.
+    """
+
+    stages: tuple[Stage, ...]
+    compute_tflops: float
+    memory_gbps: float
+
+    @property
+    def head(self) -> str:
+        """The box with the first layer, after which the replica is named: a change of role keeps the name."""
+        return self.stages[0].peer
+
+    @property
+    def compute_intensity(self) -> float:
+        """FLOP per byte: high suits prefill, low suits decode."""
+        return self.compute_tflops * 1e3 / self.memory_gbps
+
+
+def group_boxes(
+    boxes: Sequence[BoxView], round_trips: RoundTrips, previous: Plan | None, why: list[str]
+) -> list[Group]:
+    """The replicas that these boxes of one model can be, in the order of their heads' peer ids.
+
+    `why` gets a line for each new pipeline, and one for the boxes that have to wait.
+    """
+    groups = [_group([box], (box.layers,)) for box in boxes if box.whole]
+    partial = {box.peer: box for box in boxes if box.fits and not box.whole}
+    for replica in previous.replicas if previous is not None else ():
+        if _goes_on(replica, partial):
+            members = [partial.pop(peer) for peer in replica.peers]
+            groups.append(_group(members, [stage.layers for stage in replica.stages]))
+    for tp in sorted({box.tp for box in partial.values()}):
+        free = [box for box in partial.values() if box.tp == tp]
+        while found := _pipeline(free, round_trips):
+            groups.append(_group(found, _shares(found)))
+            free = [box for box in free if box not in found]
+            spans = ", ".join(f"{stage.layers} on {stage.peer}" for stage in groups[-1].stages)
+            why.append(f"{len(found)} boxes form one replica, layers in proportion to memory: {spans}")
+        if free:
+            held, layers = sum(box.fits for box in free), free[0].layers
+            why.append(f"boxes that wait for more memory to join them: {len(free)}, with room for {held} of {layers}")
+    hopeless = sum(not box.fits for box in boxes)
+    if hopeless:
+        why.append(f"boxes without room for a single layer, left out: {hopeless}")
+    return sorted(groups, key=lambda group: group.head)
+
+
+def _goes_on(replica: Replica, partial: dict[str, BoxView]) -> bool:
+    """Whether every box of a pipeline is still there and still holds its layers."""
+    held = [(partial.get(stage.peer), stage) for stage in replica.stages]
+    return len(held) > 1 and all(
+        box is not None and box.tp == stage.tp and box.fits >= stage.layers and box.layers == replica.layers
+        for box, stage in held
+    )
+
+
+def _pipeline(free: Sequence[BoxView], round_trips: RoundTrips) -> list[BoxView]:
+    """Boxes for one more replica, in the order of their stages; none when all of them together are too small.
+
+    The largest begins, the nearest to those there is added until the model fits, and whoever is not needed after all
+    leaves again, the smallest first. The largest is the head, and each stage is followed by the nearest left.
+    """
+    if not free or sum(box.fits for box in free) < free[0].layers:
+        return []
+    rest = sorted(free, key=lambda box: (-box.fits, box.peer))
+    chosen = [rest.pop(0)]
+    while sum(box.fits for box in chosen) < chosen[0].layers:
+        nearest = min(rest, key=lambda box: (max(round_trips.between(one.peer, box.peer) for one in chosen), box.peer))
+        rest.remove(nearest)
+        chosen.append(nearest)
+    for box in sorted(chosen[1:], key=lambda box: (box.fits, box.peer)):
+        if sum(one.fits for one in chosen) - box.fits >= box.layers:
+            chosen.remove(box)
+    chain, left = chosen[:1], chosen[1:]
+    while left:
+        last = chain[-1].peer
+        chain.append(min(left, key=lambda box: (round_trips.between(last, box.peer), box.peer)))
+        left.remove(chain[-1])
+    return chain
+
+
+def _shares(chain: Sequence[BoxView]) -> list[int]:
+    """Layers for each box in proportion to what fits it, by largest remainders.
+
+    Every share is at least one layer and at most what fits: the chain holds the model, and would not without any one
+    of its boxes.
+    """
+    layers, room = chain[0].layers, sum(box.fits for box in chain)
+    shares = [layers * box.fits // room for box in chain]
+    by_remainder = sorted(range(len(chain)), key=lambda i: (-(layers * chain[i].fits % room), i))
+    for i in by_remainder[: layers - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def _group(chain: Sequence[BoxView], shares: Sequence[int]) -> Group:
+    stages: list[Stage] = []
+    first = 0
+    for box, share in zip(chain, shares, strict=True):
+        stages.append(Stage(peer=box.peer, tp=box.tp, first_layer=first, last_layer=first + share))
+        first += share
+    return Group(
+        stages=tuple(stages),
+        compute_tflops=min(box.compute_tflops * first / share for box, share in zip(chain, shares, strict=True)),
+        memory_gbps=min(box.memory_gbps * first / share for box, share in zip(chain, shares, strict=True)),
+    )

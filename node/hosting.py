@@ -1,0 +1,210 @@
+"""What a box does with its engine: how much of the model it takes, and its part in requests and replicas."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import trio
+
+from ..bootstrap import Address, PeerId, Role
+from ..bootstrap.network import Network
+from ..coordinator import Plan, Stage
+from . import messages
+from .engine import protocol
+from .fitting import default_tp, layers_that_fit, room_on
+from .hand_off import HandOffs
+from .hardware import Hardware
+from .home import NodeError
+from .kv_ways import KvWays
+from .models import Model, ModelInfo, Progress, TerminalProgress, open_model
+from .place import Place, place_in
+from .stages import Stages
+from .supervisor import Supervisor
+from .text import TextModel
+from .worker import Worker
+
+__all__ = ["EngineKnobs", "Host", "Offer", "Share", "engine_config", "look_at", "share_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKnobs:
+    """Settings of a node's engine; see `engine.protocol.EngineConfig` for what they cost."""
+
+    dtype: str = "auto"
+    kv_cache_mib: int | None = None
+    max_batched_tokens: int = 512
+    max_model_len: int | None = None
+    threads: int = 0  # 0: all cores but one
+    tp: int | None = None  # None: all GPUs
+    memory_gib: float | None = None  # for weights and KV; None: what the box has
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How many layers of the model a box takes at most, each shared by `tp` workers."""
+
+    layers: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a box has to serve with: the model, its tokenizer, and how much of it fits."""
+
+    model: Model
+    text: TextModel
+    share: Share
+
+
+def look_at(name: str, hardware: Hardware, knobs: EngineKnobs) -> Offer:
+    """Find the model and see how much of it fits; blocks. Raises ModelError or NodeError."""
+    model = open_model(name)
+    share = share_of(model.info, hardware, knobs)
+    return Offer(model, TextModel(model.folder), share)
+
+
+def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> Share:
+    """The whole model where there is room for it, else what fits one GPU: then the box is to be a stage.
+
+    Raises NodeError.
+    """
+    tp = knobs.tp or default_tp(hardware, model.kv_heads)
+    if model.kv_heads % tp and tp % model.kv_heads:
+        raise NodeError(f"tp: {tp} workers cannot share the {model.kv_heads} KV heads of {model.name} evenly")
+    if hardware.gpus and tp > len(hardware.gpus):
+        raise NodeError(f"tp: {tp} is more than the {len(hardware.gpus)} GPUs of this box")
+
+    def fits(width: int) -> int:
+        room = room_on(
+            hardware, tp=width, memory_gib=knobs.memory_gib, dtype=knobs.dtype, kv_cache_mib=knobs.kv_cache_mib
+        )
+        return layers_that_fit(model, room, max_model_len=knobs.max_model_len)
+
+    if fits(tp) == model.layers:
+        return Share(model.layers, tp)
+    if knobs.tp is not None and knobs.tp > 1:
+        raise NodeError(
+            f"tp: {model.name} does not fit this box, which could only be a stage of a replica that spans several, and "
+            "a stage has one worker; leave --tp out"
+        )
+    layers = fits(1)
+    if layers == 0:
+        raise NodeError(
+            f"model {model.name}: not one of its {model.layers} layers fits the memory of this box; take a smaller "
+            "model, --max-model-len or --kv-cache-mib"
+        )
+    return Share(layers, 1)
+
+
+def engine_config(model: Model, hardware: Hardware, knobs: EngineKnobs, log: Path) -> protocol.EngineConfig:
+    """The settings of this box's engine processes, whatever part of the model they get."""
+    return protocol.EngineConfig(
+        model=str(model.folder),
+        dtype=knobs.dtype,
+        max_model_len=knobs.max_model_len,
+        kv_cache_mib=knobs.kv_cache_mib,
+        max_batched_tokens=knobs.max_batched_tokens,
+        threads=knobs.threads or max(1, hardware.cores - 1),
+        log_file=str(log),
+    )
+
+
+@final
+class Host:
+    """The engine of this box, and everything that others may ask of it."""
+
+    def __init__(
+        self,
+        offer: Offer,
+        config: protocol.EngineConfig,
+        *,
+        network: Network,
+        ways: KvWays,
+        where: Callable[[PeerId], Address | None],
+    ) -> None:
+        model = self._model = offer.model
+        self._config = config
+        self._own = network.peer_id
+        self.share = offer.share
+        hand_offs = HandOffs(model=model.info, ways=ways, ask=network.request, notify=network.notify)
+        self.worker = Worker(service=model.info.service, hand_offs=hand_offs, notify=network.notify)
+        self._stages = Stages(
+            service=model.info.service,
+            ask=network.request,
+            notify=network.notify,
+            where=where,
+            random=secrets.token_bytes,
+        )
+        self._supervisor: Supervisor | None = None
+        worker = self.worker
+        network.handle("decode.open", messages.DecodeOpen, worker.open_decode)
+        network.handle("prefill.open", messages.PrefillOpen, worker.open_prefill)
+        network.handle("link.open", messages.LinkOpen, hand_offs.open_link)
+        network.handle("stage.open", messages.StageOpen, self._stages.on_open)
+        network.handle("stage.inlets", messages.StageInlets, hand_offs.open_inlets)
+        network.handle("stage.outlets", messages.StageOutlets, hand_offs.open_outlets)
+        notices: dict[str, tuple[type[messages.Message], Callable[[PeerId, Role, Any], None]]] = {
+            "request.stop": (messages.StopRequest, worker.stop_request),
+            "transfer.stop": (messages.StopTransfer, worker.stop_transfer),
+            "stage.loaded": (messages.StageLoaded, self._stages.on_stage_loaded),
+            "stage.transfer": (messages.StageTransfer, worker.stage_transfer),
+            "stage.abort": (messages.StageAbort, worker.stage_abort),
+        }
+        for method, (body, handler) in notices.items():
+            network.on_notice(method, body, handler)
+
+    async def run(self, log: Path, channel: int | None, on_change: Callable[[messages.EngineAdvert], None]) -> None:
+        """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start
+        of a box that serves alone fails."""
+        supervisor = self._supervisor = Supervisor(
+            self._config,
+            worker=self.worker,
+            stages=self._stages,
+            fetch=self._fetch,
+            log=log,
+            channel=channel,
+            on_change=on_change,
+        )
+        if self._serves_alone:
+            layers = self._model.info.layers
+            stage = Stage(peer=self._own, tp=self.share.tp, first_layer=0, last_layer=layers)
+            supervisor.assign(Place((stage,), 0))
+        await supervisor.run()
+
+    def follow(self, plan: Plan | None) -> None:
+        """A plan may give this box layers, or take them away."""
+        if self._supervisor is not None and not self._serves_alone:
+            self._supervisor.assign(place_in(plan, self._own, self._model.info.service))
+
+    @property
+    def _serves_alone(self) -> bool:
+        return self.share.layers == self._model.info.layers
+
+    async def _fetch(self, place: Place, say: Callable[[str], None]) -> Path:
+        """Download what the place needs and is not here. Raises ModelError."""
+        token = trio.lowlevel.current_trio_token()
+        terminal = TerminalProgress(sys.stderr, time.monotonic)
+        told = -1
+        called_off = False
+
+        def report(progress: Progress) -> None:
+            nonlocal told
+            if called_off:
+                raise NodeError("the download has been called off")
+            terminal(progress)
+            if progress.percent != told:
+                told = progress.percent
+                token.run_sync_soon(say, f"downloads {progress.file}: {told} % of {progress.total_bytes / 1e9:.1f} GB")
+
+        try:
+            return await trio.to_thread.run_sync(
+                self._model.fetch, place.stage.first_layer, place.stage.last_layer, report, abandon_on_cancel=True
+            )
+        finally:
+            called_off = True
