@@ -164,14 +164,14 @@ def quantise_values(v: torch.Tensor) -> Values:
     unit = (unit_of(units) * power_of_two(-shift)).view(1, 1, n)
     x = rotated.view(1, value_groups(head_dim), -1, n)
     zero_range = None if head_dim < SMALL_HEAD_CHANNELS else (-ZERO_BIAS, 127)
-    grids = _code(x, x.aminmax(dim=2), torch.zeros_like(unit), unit, zero_range)
-    zeros, steps, codes = (part.squeeze(0) for part in grids)
+    coded = _code(x, x.aminmax(dim=2), torch.zeros_like(unit), unit, zero_range)
+    zeros, steps, codes = (part.squeeze(0) for part in coded)
     if zero_range:
-        stored = zeros + ZERO_BIAS, pack(even(steps - 1).unflatten(0, (-1, 2))).flatten(0, 1)
+        grids, pairs = zeros + ZERO_BIAS, pack(even(steps - 1).unflatten(0, (-1, 2))).flatten(0, 1)
     else:
         centres = (zeros + _CENTRE_CODE * steps) / _CENTRE_UNITS + _CENTRE_BIAS
-        stored = steps - _LEAST_SMALL_STEP + 8 * centres, zeros.new_empty(0, n)
-    return Values(units.to(torch.uint8), *(part.to(torch.uint8) for part in stored), pack(even(codes)).flatten(0, 1))
+        grids, pairs = steps - _LEAST_SMALL_STEP + 8 * centres, zeros.new_empty(0, n, dtype=torch.uint8)
+    return Values(units.to(torch.uint8), grids.to(torch.uint8), pairs, pack(even(codes)).flatten(0, 1))
 
 
 def dequantise_values(values: Values, head_dim: int) -> torch.Tensor:
