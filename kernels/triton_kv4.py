@@ -233,9 +233,9 @@ def _quantise_values(
         at = column[None, :]
         tl.store(units + column, unit_code.to(tl.uint8), mask=valid)
         if small:
-            stored = (zero + 8.0 * step) * 2.0 + 128.0 + (step - 9.0)
+            grid = (zero + 8.0 * step) * 2.0 + 128.0 + (step - 9.0)
         else:
-            stored = zero + 128.0
+            grid = zero + 128.0
             nibbles = tl.where(there, step.to(tl.int32) - 1, 0)
             if many > 1:
                 nibbles = tl.reshape(nibbles, (many // 2, 2, block)) << (4 * tl.arange(0, 2)[None, :, None])
@@ -243,7 +243,7 @@ def _quantise_values(
             pair = tl.arange(0, (many + 1) // 2)
             mask = (pair < (groups + 1) // 2)[:, None] & valid[None, :]
             tl.store(steps + pair[:, None] * vectors + at, nibbles.to(tl.uint8), mask=mask)
-        tl.store(zeros + group[:, None] * vectors + at, stored.to(tl.uint8), mask=there & valid[None, :])
+        tl.store(zeros + group[:, None] * vectors + at, grid.to(tl.uint8), mask=there & valid[None, :])
         to = (group[:, None] * half + lane[None, :])[:, :, None] * vectors + column[None, None, :]
         mask = (there & (lane < half)[None, :])[:, :, None] & valid[None, None, :]
         tl.store(codes + to, packed.to(tl.uint8), mask=mask)
@@ -271,14 +271,14 @@ def _dequantise_values(
         valid = column < vectors
         here, at = real[:, None] & valid[None, :], column[None, :]
         packed = tl.load(codes + (group * half + lane)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
-        stored = tl.load(zeros + group[:, None] * vectors + at, mask=here, other=128).to(tl.int32)
+        grid = tl.load(zeros + group[:, None] * vectors + at, mask=here, other=128).to(tl.int32)
         if small:
-            step = (stored & 7) + 9
-            zero = ((stored >> 3) - 16) * 4 - 8 * step
+            step = (grid & 7) + 9
+            zero = ((grid >> 3) - 16) * 4 - 8 * step
         else:
             step = tl.load(steps + (group // 2)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
             step = ((step >> (4 * (group % 2))[:, None]) & 15) + 1
-            zero = stored - 128
+            zero = grid - 128
         whole = zero + step * ((packed >> (4 * side)[:, None]) & 15)
         whole = tl.where(here, whole, 0).to(tl.float32).to(tl.float16)
         unit = _unit(tl.load(units + column, mask=valid, other=0).to(tl.int32))[None, :]
