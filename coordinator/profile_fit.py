@@ -59,9 +59,9 @@ class SampleBook:
             kind = tuple(size.bit_length() for size in sizes)
             self._kinds.setdefault(kind, deque(maxlen=self._of_a_kind)).append(sample)
 
-    def profile(self) -> LatencyProfile:
-        """Fit what is kept."""
-        return fit([sample for kind in self._kinds.values() for sample in kind])
+    def samples(self) -> list[StepSample]:
+        """What is kept."""
+        return [sample for kind in self._kinds.values() for sample in kind]
 
 
 def fit(samples: Sequence[StepSample]) -> LatencyProfile:

@@ -335,6 +335,7 @@ class Node:
             rtt_s=rtts,
             fits=self._host.share.layers if self._host is not None else 0,
             tp=self._host.share.tp if self._host is not None else 1,
+            profile=self._host.worker.learner.profile if self._host is not None else None,
         )
 
     async def _tell_links(self, network: Network) -> None:

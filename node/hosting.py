@@ -175,7 +175,9 @@ class Host:
             layers = self._model.info.layers
             stage = Stage(peer=self._own, tp=self.share.tp, first_layer=0, last_layer=layers)
             supervisor.assign(Place((stage,), 0))
-        await supervisor.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.worker.learner.run)
+            nursery.start_soon(supervisor.run)
 
     def follow(self, plan: Plan | None) -> None:
         """A plan may give this box layers, or take them away."""

@@ -20,7 +20,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ..coordinator import Plan, Stage
+from ..coordinator import LatencyProfile, Plan, Stage
 from ..kvtransport.burst_ticket import BurstTicket
 from ..kvtransport.figures import BoxFigures, LinkFigures
 from ..kvtransport.permits import Permit
@@ -74,7 +74,8 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
 class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
-    `fits` is how many layers of its model it has memory for, on the `tp` GPUs that share each of them.
+    `fits` is how many layers of its model it has memory for, on the `tp` GPUs that share each of them. `profile` is
+    fitted to the steps of its engine, once there are enough.
     """
 
     hardware: Hardware
@@ -85,6 +86,7 @@ class Advert(Message, frozen=True, kw_only=True):
     rtt_s: dict[Name, Figure] = {}
     fits: Count = 0
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1
+    profile: LatencyProfile | None = None
 
 
 class LinkTable(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from . import messages
 from .engine import protocol
 from .engine_link import EngineLink, EngineLost
 from .hand_off import Ended, HandOffs, Notify
+from .learning import Learner
 from .place import Place
 
 PREFILL_SAMPLING = protocol.Sampling(max_tokens=1)  # vLLM must sample something; nobody reads it
@@ -43,6 +44,7 @@ class Worker:
         self._prefills: dict[str, _Job] = {}
         self._accepting = True
         self.stats: protocol.EngineStats | None = None
+        self.learner = Learner()
 
     def __repr__(self) -> str:
         return f"<Worker {self._service} decoding={len(self._decodes)} prefilling={len(self._prefills)}>"
@@ -65,6 +67,7 @@ class Worker:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
         self._engine, self._pipes = None, frozenset()
         self.stats = None
+        self.learner.forget()
         self._hand_offs.engine_lost()
         decodes, self._decodes = self._decodes, {}
         prefills, self._prefills = self._prefills, {}
@@ -189,8 +192,10 @@ class Worker:
     def on_engine_message(self, message: protocol.FromEngine) -> None:
         """Pass on what the engine says."""
         match message:
-            case protocol.Step(outputs=outputs, stats=stats):
+            case protocol.Step(outputs=outputs, stats=stats, iterations=iterations):
                 self.stats = stats
+                if iterations is not None:
+                    self.learner.add(iterations)
                 for output in outputs:
                     self._on_tokens(output)
             case protocol.TransferReport():

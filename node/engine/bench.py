@@ -28,7 +28,7 @@ import msgspec
 import trio
 
 from ...coordinator.profile import LatencyProfile, PhaseFit, StepSample
-from ...coordinator.profile_fit import SampleBook
+from ...coordinator.profile_fit import SampleBook, fit
 from ...kvtransport.errors import TransferError
 from ..engine_link import EngineError, fork_server_command, open_fork_server
 from ..models import Model, ModelError, open_model
@@ -233,7 +233,7 @@ async def run(model: Model, repeats: int) -> Report:
                 later_engines_s=seconds[1:],
                 first_engine_s=seconds[0],
                 preload_s=server.preload_s or 0.0,
-                profile=book.profile(),
+                profile=fit(book.samples()),
                 steps=samples,
             )
 

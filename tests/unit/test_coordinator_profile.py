@@ -140,7 +140,7 @@ def test_a_book_of_samples_keeps_the_rare_ones() -> None:
     for _ in range(100):
         book.add(decode_step(32, length) for length in (100, 101, 102))
     assert len(book) == 5 + 8
-    assert book.profile().prefill is not None
+    assert fit(book.samples()).prefill is not None
 
 
 def test_few_samples_are_not_fitted_to_their_noise() -> None:
