@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "p2pserve.sdk.cli"]
@@ -123,7 +125,8 @@ def _not_needed(folder: Path) -> str:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer.json").write_bytes((ROOT / "node" / "bundled" / "tokenizer.json").read_bytes())
-    (model / "model.safetensors").write_bytes(b"none")
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.weight", "model.norm.weight", "lm_head.weight")
+    (model / "model.safetensors").write_bytes(save({name: np.zeros(8, np.float16) for name in names}))
     return str(model)
 
 
