@@ -649,7 +649,7 @@ def node_process(bootstrap: Network) -> Iterator[subprocess.Popen[str]]:
             process.stdout.close()
 
 
-@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.0)])
+@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 2.5), (signal.SIGSTOP, 8.0)])
 def test_the_death_of_a_process_is_noticed(how: signal.Signals, within: float) -> None:
     async def main() -> None:
         async with build(None) as one, build(one) as two:
