@@ -191,11 +191,15 @@ def serve_stage(
     cannot go on; the head has been told by then. Both are all that ends it."""
     pipes = take_seat(config, arrivals, on_lost)
     control = next(pipe for end, pipe in pipes.items() if end.kind == "control")
+    reason = f"stage {config.stage} has ended"
     try:
         Servant(control, make_config).serve()
+    except PipelineError as error:  # whichever pipe is heard first tells the same
+        reason = str(error)
+        raise
     finally:
         for pipe in pipes.values():
-            pipe.close(f"stage {config.stage} has ended")
+            pipe.close(reason)
 
 
 @final
