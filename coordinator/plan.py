@@ -28,16 +28,21 @@ class Phase(StrEnum):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One box's share of a replica: `tp` GPUs over the half-open layer range `[first_layer, last_layer)`."""
+    """One box's share of a replica: `tp` GPUs over the half-open layer range `[first_layer, last_layer)`.
+
+    They are GPUs `first_gpu` to `first_gpu + tp - 1` of the box, so that several replicas can share one.
+    """
 
     peer: str
     tp: int
     first_layer: int
     last_layer: int
+    first_gpu: int = 0
 
     def __post_init__(self) -> None:
         _require(bool(self.peer), "stage.peer is empty")
         _require(self.tp >= 1, f"stage.tp of {self.peer} is {self.tp}; it must be at least 1")
+        _require(self.first_gpu >= 0, f"stage.first_gpu of {self.peer} is {self.first_gpu}; it must not be negative")
         _require(
             0 <= self.first_layer < self.last_layer,
             f"stage layers of {self.peer} are [{self.first_layer}, {self.last_layer}); "
@@ -48,6 +53,11 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def layers(self) -> int:
         """How many layers the stage holds."""
         return self.last_layer - self.first_layer
+
+    @property
+    def gpus(self) -> range:
+        """The numbers of its GPUs in the box."""
+        return range(self.first_gpu, self.first_gpu + self.tp)
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,10 +78,12 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f"expected {expected}",
             )
             expected = stage.last_layer
-        _require(
-            len(set(self.peers)) == len(self.stages),
-            f"replica {self.id} names a box twice",
-        )
+        _require(len(set(self.gpus)) == len(self.gpus), f"replica {self.id} names a GPU of a box twice")
+
+    @property
+    def gpus(self) -> tuple[tuple[str, int], ...]:
+        """Its GPUs as (box, number), in layer order."""
+        return tuple((stage.peer, gpu) for stage in self.stages for gpu in stage.gpus)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -208,15 +220,15 @@ def _require(holds: bool, text: str) -> None:
 
 
 def _check_replicas(replicas: tuple[Replica, ...]) -> None:
-    """Ids are unique, a box is in one replica, all hold the same model, and every request can be served."""
-    owner: dict[str, str] = {}
+    """Ids are unique, a GPU is in one stage, all hold the same model, and every request can be served."""
+    owner: dict[tuple[str, int], str] = {}
     ids: set[str] = set()
     for replica in replicas:
         _require(replica.id not in ids, f"plan.replicas has {replica.id} twice")
         ids.add(replica.id)
-        for peer in replica.peers:
-            _require(peer not in owner, f"box {peer} is in replicas {owner.get(peer)} and {replica.id}")
-            owner[peer] = replica.id
+        for peer, gpu in replica.gpus:
+            other = owner.setdefault((peer, gpu), replica.id)
+            _require(other == replica.id, f"GPU {gpu} of box {peer} is in replicas {other} and {replica.id}")
         _require(
             replica.layers == replicas[0].layers,
             f"replica {replica.id} has {replica.layers} layers, {replicas[0].id} has {replicas[0].layers}",

@@ -1,0 +1,1 @@
+"""What things cost: models, GPUs, iterations of engines, and KV on its way."""

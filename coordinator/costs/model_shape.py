@@ -1,0 +1,206 @@
+"""What a model's dimensions say of its cost: bytes of weights and KV, and multiply-adds of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["MODELS", "ModelShape", "ModelShapeError", "model_shape", "shape_of_config"]
+
+
+class ModelShapeError(ValueError):
+    """Dimensions that no model has, or a name that is not known; the text names the field."""
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder-only transformer. Sizes are in elements unless a name says bytes.
+
+    `mlp_matrices` is 3 where the feed-forward is gated (Llama), else 2 (OPT, BLOOM). Of `experts` feed-forwards a token
+    passes through `active_experts`. `window` > 0: `windowed_layers` of the layers look back only so many tokens.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    mlp_matrices: int = 3
+    tied_embeddings: bool = False
+    experts: int = 1
+    active_experts: int = 1
+    window: int = 0
+    windowed_layers: int = 0
+    dtype_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "experts"):
+            if getattr(self, field) < 1:
+                raise ModelShapeError(f"model.{field} of {self.name} is {getattr(self, field)}; it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ModelShapeError(
+                f"model.heads of {self.name} is {self.heads}, no multiple of {self.kv_heads} KV heads"
+            )
+        if not 1 <= self.active_experts <= self.experts:
+            raise ModelShapeError(f"model.active_experts of {self.name} is not between 1 and {self.experts}")
+        if self.dtype_bytes not in (1, 2, 4):
+            raise ModelShapeError(f"model.dtype_bytes of {self.name} is {self.dtype_bytes}, not 1, 2 or 4")
+        if not 0 <= self.windowed_layers <= self.layers or (self.windowed_layers and self.window < 1):
+            raise ModelShapeError(f"model.windowed_layers of {self.name} does not fit its layers or its window")
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: the projections to queries, keys, values and back."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one feed-forward (one expert)."""
+        return self.mlp_matrices * self.hidden * self.intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        """All that is stored for one layer."""
+        return self.attention_parameters + self.experts * self.mlp_parameters
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """What one token is multiplied with in one layer."""
+        return self.attention_parameters + self.active_experts * self.mlp_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """The table that tokens come in by."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """The matrix that logits come out by; also multiplied with when it is the embedding's."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All that is stored."""
+        ends = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        return self.layers * self.layer_parameters + ends
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the whole model."""
+        return self.parameters * self.dtype_bytes
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Of one layer."""
+        return self.layer_parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token_layer(self) -> int:
+        """K and V of one token in one layer, in 16 bit."""
+        return 2 * self.kv_heads * self.head_dim * 2
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all layers, in 16 bit."""
+        return self.layers * self.kv_bytes_per_token_layer
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """What goes from stage to stage for one token: hidden state and residual merged, in 16 bit."""
+        return 2 * self.hidden
+
+    def stage_weight_bytes(self, layers: int, *, first: bool, last: bool) -> int:
+        """Of a stage with so many layers; the ends of the model hold the embedding and the logits' matrix."""
+        ends = int(first) * self.embedding_parameters + int(last) * self.head_parameters
+        if first and last and self.tied_embeddings:
+            ends = self.embedding_parameters
+        return layers * self.layer_weight_bytes + ends * self.dtype_bytes
+
+
+def _llama(name: str, layers: int, hidden: int, heads: int, kv: int, mlp: int, vocabulary: int) -> ModelShape:
+    return ModelShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=hidden // heads, intermediate=mlp,
+        vocabulary=vocabulary,
+    )  # fmt: skip
+
+
+def _plain(name: str, layers: int, hidden: int, heads: int, vocabulary: int) -> ModelShape:
+    return ModelShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
+        intermediate=4 * hidden, vocabulary=vocabulary, mlp_matrices=2, tied_embeddings=True,
+    )  # fmt: skip
+
+
+MODELS: Final[Mapping[str, ModelShape]] = {
+    shape.name: shape
+    for shape in (
+        _llama("llama-7b", 32, 4096, 32, 32, 11008, 32000),
+        _llama("llama-13b", 40, 5120, 40, 40, 13824, 32000),
+        _llama("llama-30b", 60, 6656, 52, 52, 17920, 32000),
+        _llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
+        _llama("llama2-13b", 40, 5120, 40, 40, 13824, 32000),
+        _llama("llama2-70b", 80, 8192, 64, 8, 28672, 32000),
+        _llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
+        _llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
+        _llama("mistral-7b", 32, 4096, 32, 8, 14336, 32768),
+        _llama("qwen2-7b", 28, 3584, 28, 4, 18944, 152064),
+        _llama("qwen2.5-14b", 48, 5120, 40, 8, 13824, 152064),
+        _llama("qwen2.5-32b", 64, 5120, 40, 8, 27648, 152064),
+        _plain("opt-13b", 40, 5120, 40, 50272),
+        _plain("opt-66b", 64, 9216, 72, 50272),
+        _plain("bloom-176b", 70, 14336, 112, 250880),
+    )
+}
+"""The models of the papers and some that people rent boxes for, by name."""
+
+
+def model_shape(name: str) -> ModelShape:
+    """A known model by its name, upper and lower case alike. Raises ModelShapeError with the names there are."""
+    found = MODELS.get(name.lower())
+    if found is None:
+        raise ModelShapeError(f"model {name!r} is not known: give a config.json, or one of {', '.join(sorted(MODELS))}")
+    return found
+
+
+def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """From the fields of a Hugging Face `config.json`. Raises ModelShapeError that names what is missing or wrong."""
+
+    def number(*fields: str, default: int | None = None) -> int:
+        for field in fields:
+            value = config.get(field)
+            if value is None:
+                continue
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+            raise ModelShapeError(f"config of {name}: {field} is {value!r}, not a whole number")
+        if default is None:
+            raise ModelShapeError(f"config of {name} has no {' or '.join(fields)}")
+        return default
+
+    hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
+    layers = number("num_hidden_layers", "n_layer")
+    plain = config.get("model_type") in {"opt", "bloom", "gpt2", "gpt_neox"}
+    experts = number("num_local_experts", "num_experts", default=1)
+    window = number("sliding_window", default=0) if config.get("use_sliding_window", True) else 0
+    kinds = config.get("layer_types")
+    windowed = layers if kinds is None else list(kinds).count("sliding_attention")
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number("num_key_value_heads", default=heads),
+        head_dim=number("head_dim", default=hidden // heads if heads > 0 else 0),
+        intermediate=number("moe_intermediate_size", "intermediate_size", "ffn_dim", default=4 * hidden),
+        vocabulary=number("vocab_size"),
+        mlp_matrices=2 if plain else 3,
+        tied_embeddings=bool(config.get("tie_word_embeddings", plain)),
+        experts=experts,
+        active_experts=number("num_experts_per_tok", "experts_per_token", default=1) if experts > 1 else 1,
+        window=window,
+        windowed_layers=windowed if window else 0,
+    )

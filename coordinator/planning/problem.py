@@ -1,0 +1,123 @@
+"""The two-level problem of ThunderServe section 3: which GPUs form replicas and what those do (upper level), and what
+that is worth (lower level).
+
+GPUs of one box are equal, so a group is so many GPUs of each of some boxes; which of them, only the finished plan says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ..plan import Phase, Plan
+from .cluster import Cluster
+from .workload import Service
+
+__all__ = ["Evaluator", "Group", "Percentiles", "Problem", "Proposal", "ReplicaEstimate", "Score", "Slice", "Solution"]
+
+
+class Slice(NamedTuple):
+    """So many GPUs of a box (its index in the cluster)."""
+
+    box: int
+    gpus: int
+
+
+class Group(NamedTuple):
+    """GPUs that will hold one copy of a service's model together, and what the copy does.
+
+    `slices` are sorted by box and none is empty; `service` is an index into the problem's services.
+    """
+
+    slices: tuple[Slice, ...]
+    phase: Phase
+    service: int = 0
+
+
+Solution = tuple[Group, ...]
+"""Sorted groups that use no GPU twice; GPUs in no group stay idle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """What to plan. `pinned`: boxes (by id) whose GPUs may only be in groups of that phase. `excluded`: boxes that may
+    not be used. `price_weight`: how much of the objective a dollar per hour of used boxes and traffic costs; 0 leaves
+    the money out."""
+
+    cluster: Cluster
+    services: tuple[Service, ...]
+    pinned: dict[str, Phase]
+    excluded: frozenset[str] = frozenset()
+    price_weight: float = 0.0
+
+
+class Score(NamedTuple):
+    """What a solution is worth: `objective` orders solutions, higher is better.
+
+    `attainment`: the share of all requests expected to meet every deadline. `capacity`: the highest rate that the
+    replicas and links carry, over the rate that is asked for.
+    """
+
+    objective: float
+    attainment: float
+    capacity: float
+
+
+class Percentiles(NamedTuple):
+    """Seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaEstimate:
+    """What is expected of one replica under its share of the traffic."""
+
+    id: str
+    requests_s: float
+    utilisation: float
+    batch: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A plan of one service, and what is expected of it.
+
+    `limits` says what would have to grow for more traffic; `max_rate` is in requests per second, `tokens_s` output
+    tokens per second at the rate asked for.
+    """
+
+    plan: Plan
+    score: Score
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    e2e_s: Percentiles
+    max_rate: float
+    tokens_s: float
+    usd_per_hour: float
+    usd_per_million_tokens: float
+    replicas: tuple[ReplicaEstimate, ...]
+    limits: str
+
+
+class Evaluator(Protocol):
+    """The lower level. All calls are pure and remember what they computed for a group or a pair of groups."""
+
+    def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
+        """Whether these GPUs have the memory for the model and some KV, in a shape that can be run. Cheap."""
+        ...
+
+    def score(self, solution: Solution) -> Score:
+        """Parallel configurations, orchestration (linear programme) and the expected attainment."""
+        ...
+
+    def bound(self, solution: Solution) -> float:
+        """No less than `score(solution).objective`, and much cheaper: to leave out what cannot win."""
+        ...
+
+    def propose(self, solution: Solution, *, epoch: int, version: int) -> tuple[Proposal, ...]:
+        """The finished plan of each service, with what is expected of it and why."""
+        ...

@@ -1,0 +1,68 @@
+"""What goes into a simulation and what comes out, as columns: a million requests are six arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Outcomes", "Trace", "TraceError"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class TraceError(ValueError):
+    """Requests that cannot be; one line that names the row and the field."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Trace:
+    """Requests in order of arrival. `lengths` and `arrivals` say where they come from, for every report."""
+
+    ids: Ints
+    arrival_s: Floats
+    prompt: Ints
+    output: Ints
+    lengths: str
+    arrivals: str
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.arrival_s) == len(self.prompt) == len(self.output):
+            raise TraceError("the columns of a trace have different lengths")
+        if not len(self.ids):
+            raise TraceError("a trace without requests")
+        for name, bad in (
+            ("arrival_s", ~np.isfinite(self.arrival_s) | (self.arrival_s < 0.0)),
+            ("prompt", self.prompt < 1),
+            ("output", self.output < 1),
+        ):
+            if bad.any():
+                row = int(np.argmax(bad))
+                raise TraceError(f"request {self.ids[row]} (row {row + 1}): {name} is {getattr(self, name)[row]}")
+        if (np.diff(self.arrival_s) < 0.0).any():
+            raise TraceError("the requests are not in order of arrival")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Outcomes:
+    """What became of each request of a trace, in its order. Seconds from arrival; NaN where it never happened."""
+
+    trace: Trace
+    ttft_s: Floats
+    e2e_s: Floats
+
+    @property
+    def completed(self) -> NDArray[np.bool_]:
+        """Which requests got their last token."""
+        return np.isfinite(self.e2e_s)
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Mean time between tokens after the first; 0 for a request of one token."""
+        gaps = np.maximum(self.trace.output - 1, 1)
+        return (self.e2e_s - self.ttft_s) / gaps
