@@ -1,0 +1,148 @@
+"""How long a whole replica takes: its stages one behind the other, and what travels between them.
+
+In a pipeline of n stages, decoding requests are spread over n batches, so that every stage has one to work on. The time
+from one token of a request to its next is then the longer of two: once through all stages and hops and back to the
+first, or n batches through the slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from .efficiency import efficiency_of
+from .gpus import GpuSpec
+from .model_shape import ModelShape
+from .roofline import TYPICAL_CONTEXT, StageCost, stage_cost
+from .step_times import DecodeLine, StepTimes
+
+__all__ = ["Hop", "ReplicaError", "StageHardware", "kv_capacity_tokens", "replica_times"]
+
+GIB: Final = 1 << 30
+
+
+class ReplicaError(ValueError):
+    """Stages that do not make a replica; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageHardware:
+    """One stage: `tp` cards of a kind in one box, joined at `link_gbps` Gb/s, that hold so many layers."""
+
+    gpu: GpuSpec
+    tp: int
+    layers: int
+    link_gbps: float
+
+
+class Hop(NamedTuple):
+    """From one stage to the next; the last hop leads back to the first stage."""
+
+    rtt_s: float
+    gbps: float
+
+
+def replica_times(model: ModelShape, stages: Sequence[StageHardware], hops: Sequence[Hop] = ()) -> StepTimes:
+    """Raises ReplicaError where stages, layers and hops do not fit the model or each other."""
+    _check(model, stages, hops)
+    costs = tuple(
+        stage_cost(
+            model, stage.gpu, efficiency_of(stage.gpu),
+            layers=stage.layers, tp=stage.tp, link_gbps=stage.link_gbps, last=number == len(stages) - 1,
+        )
+        for number, stage in enumerate(stages)
+    )  # fmt: skip
+    columns = sorted({stage.gpu.specs.value for stage in stages})
+    return _Replica(costs, tuple(hops), model.activation_bytes_per_token, f"roofline, {' + '.join(columns)}")
+
+
+def kv_capacity_tokens(model: ModelShape, stages: Sequence[StageHardware], *, memory_share: float = 0.9) -> int:
+    """Tokens of KV that fit beside the weights of every stage; 0 or less where the weights do not fit.
+
+    `memory_share` of a card is the engine's. Layers that look back only through a window are counted like all others.
+    Raises ReplicaError.
+    """
+    _check(model, stages)
+    return min(
+        _stage_tokens(model, stage, memory_share, first=number == 0, last=number == len(stages) - 1)
+        for number, stage in enumerate(stages)
+    )
+
+
+def _stage_tokens(model: ModelShape, stage: StageHardware, memory_share: float, *, first: bool, last: bool) -> int:
+    room = stage.tp * stage.gpu.memory_gib * GIB * memory_share
+    free = room - model.stage_weight_bytes(stage.layers, first=first, last=last)
+    # Each card keeps at least one KV head, so more cards than heads keep copies.
+    copies = max(1.0, stage.tp / model.kv_heads)
+    return int(free // (stage.layers * model.kv_bytes_per_token_layer * copies))
+
+
+def _check(model: ModelShape, stages: Sequence[StageHardware], hops: Sequence[Hop] | None = None) -> None:
+    if sum(stage.layers for stage in stages) != model.layers:
+        raise ReplicaError(f"stages hold {[stage.layers for stage in stages]} layers; {model.name} has {model.layers}")
+    for number, stage in enumerate(stages):
+        if stage.layers < 1 or stage.tp < 1 or not stage.link_gbps > 0.0:
+            raise ReplicaError(f"stage {number} has {stage.layers} layers, tp {stage.tp}, link {stage.link_gbps} Gb/s")
+    wanted = len(stages) if len(stages) > 1 else 0
+    if hops is not None and len(hops) != wanted:
+        raise ReplicaError(f"{len(stages)} stages need {wanted} hops (from each to the next, and back); {len(hops)} given")
+    for number, hop in enumerate(hops or ()):
+        if not (hop.gbps > 0.0 and hop.rtt_s >= 0.0):
+            raise ReplicaError(f"hop {number} has {hop.gbps} Gb/s and a round trip of {hop.rtt_s} s")
+
+
+class _Replica:
+    """StepTimes of stages and hops; the lines of batch sizes seen are kept."""
+
+    def __init__(self, stages: tuple[StageCost, ...], hops: tuple[Hop, ...], token_bytes: int, source: str) -> None:
+        self._stages = stages
+        self._hops_s = sum(hop.rtt_s / 2 for hop in hops)
+        self._hop_token_s = sum(token_bytes * 8e-9 / hop.gbps for hop in hops)
+        ahead = hops[:-1]
+        self._ahead_s = sum(hop.rtt_s / 2 for hop in ahead)
+        self._ahead_token_s = sum(token_bytes * 8e-9 / hop.gbps for hop in ahead)
+        self._slowest_hop_token_s = max((token_bytes * 8e-9 / hop.gbps for hop in ahead), default=0.0)
+        self._source = source
+        self._lines: dict[int, DecodeLine] = {}
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    def prefill_s(self, tokens: int, pairs: float) -> float:
+        stages = sum(stage.step_s(tokens, pairs, 0, 0.0) for stage in self._stages)
+        return stages + self._ahead_s + self._ahead_token_s * tokens
+
+    def prefill_interval_s(self, tokens: int, pairs: float) -> float:
+        slowest = max(stage.step_s(tokens, pairs, 0, 0.0) for stage in self._stages)
+        return max(slowest, self._slowest_hop_token_s * tokens)
+
+    def decode_line(self, requests: int) -> DecodeLine:
+        line = self._lines.get(requests)
+        if line is None:
+            line = self._lines[requests] = self._decode_line(requests)
+        return line
+
+    def _decode_line(self, requests: int) -> DecodeLine:
+        batches = max(1, min(len(self._stages), requests))
+        lines = [stage.decode_line(requests / batches) for stage in self._stages]
+        through = DecodeLine(
+            sum(line.fixed_s for line in lines) + self._hops_s + self._hop_token_s * requests / batches,
+            sum(line.context_s for line in lines) / batches,
+        )
+        # A batch holds 1/n of the context, and n batches pass a stage: its share of the context is all of it.
+        typical = requests * TYPICAL_CONTEXT
+        queues = (DecodeLine(batches * line.fixed_s, line.context_s) for line in lines)
+        return max((through, *queues), key=lambda line: line.step_s(typical))
+
+    def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
+        """The prompt tokens travel with one of the batches in flight: the others pass as they would without."""
+        batches = max(1, min(len(self._stages), requests))
+        batch, held = requests / batches, context / batches
+        both = [stage.step_s(tokens, pairs, batch, held) for stage in self._stages]
+        through = sum(both) + self._hops_s + self._hop_token_s * (batch + tokens)
+        if batches == 1:
+            return through
+        others = (stage.decode_line(batch).step_s(held) for stage in self._stages)
+        return max(through, *(step + (batches - 1) * other for step, other in zip(both, others, strict=True)))
