@@ -30,8 +30,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of one card.
 
     `compute_share` of the dense tensor rate is reached by big matrix products, `bandwidth_share` of the memory's rate
-    by reading weights and KV. Every layer costs `layer_s` more (launching kernels, norms, activations), every
-    all-reduce `reduce_s` for each doubling of the cards in it, and every decoding request `request_s` a step.
+    by reading weights and KV. Every layer costs `layer_s` more (launching kernels, norms, activations), and every
+    all-reduce `reduce_s` for each doubling of the cards in it.
     """
 
     name: str
@@ -39,14 +39,13 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bandwidth_share: float
     layer_s: float
     reduce_s: float
-    request_s: float
     source: str
 
     def __post_init__(self) -> None:
         for field in ("compute_share", "bandwidth_share"):
             if not 0.0 < getattr(self, field) <= 1.0:
                 raise EfficiencyError(f"{field} of {self.name} is {getattr(self, field)}; it is a share above 0")
-        for field in ("layer_s", "reduce_s", "request_s"):
+        for field in ("layer_s", "reduce_s"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise EfficiencyError(f"{field} of {self.name} is {getattr(self, field)} s; it must be 0 to 1")
 
@@ -60,7 +59,6 @@ def parse_efficiencies(text: str) -> dict[str, Efficiency]:
             bandwidth_share=float(row["bandwidth_share"]),
             layer_s=float(row["layer_us"]) * 1e-6,
             reduce_s=float(row["reduce_us"]) * 1e-6,
-            request_s=float(row["request_us"]) * 1e-6,
             source=row["source"],
         )
         for row in csv.DictReader(StringIO(text))

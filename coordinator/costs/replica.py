@@ -37,7 +37,7 @@ class StageHardware:
 
 
 class Hop(NamedTuple):
-    """From one stage to the next; the last hop leads back to the first stage."""
+    """From one stage to the next, and what it passes; the last hop leads back to the first stage."""
 
     rtt_s: float
     gbps: float
@@ -86,7 +86,9 @@ def _check(model: ModelShape, stages: Sequence[StageHardware], hops: Sequence[Ho
             raise ReplicaError(f"stage {number} has {stage.layers} layers, tp {stage.tp}, link {stage.link_gbps} Gb/s")
     wanted = len(stages) if len(stages) > 1 else 0
     if hops is not None and len(hops) != wanted:
-        raise ReplicaError(f"{len(stages)} stages need {wanted} hops (from each to the next, and back); {len(hops)} given")
+        raise ReplicaError(
+            f"{len(stages)} stages need {wanted} hops (from each to the next, and back); {len(hops)} given"
+        )
     for number, hop in enumerate(hops or ()):
         if not (hop.gbps > 0.0 and hop.rtt_s >= 0.0):
             raise ReplicaError(f"hop {number} has {hop.gbps} Gb/s and a round trip of {hop.rtt_s} s")
@@ -96,53 +98,59 @@ class _Replica:
     """StepTimes of stages and hops; the lines of batch sizes seen are kept."""
 
     def __init__(self, stages: tuple[StageCost, ...], hops: tuple[Hop, ...], token_bytes: int, source: str) -> None:
+        token_s = [token_bytes * 8.0 / (hop.gbps * 1e9) for hop in hops]
+        self.source = source
         self._stages = stages
-        self._hops_s = sum(hop.rtt_s / 2 for hop in hops)
-        self._hop_token_s = sum(token_bytes * 8e-9 / hop.gbps for hop in hops)
-        ahead = hops[:-1]
-        self._ahead_s = sum(hop.rtt_s / 2 for hop in ahead)
-        self._ahead_token_s = sum(token_bytes * 8e-9 / hop.gbps for hop in ahead)
-        self._slowest_hop_token_s = max((token_bytes * 8e-9 / hop.gbps for hop in ahead), default=0.0)
-        self._source = source
+        # What a stage has computed goes ahead to the next; back to the first go only the numbers of sampled tokens.
+        self._round_s = sum(hop.rtt_s / 2 for hop in hops)
+        self._ahead_s = sum(hop.rtt_s / 2 for hop in hops[:-1])
+        self._ahead_token_s = sum(token_s[:-1])
+        self._slowest_hop_token_s = max(token_s[:-1], default=0.0)
         self._lines: dict[int, DecodeLine] = {}
 
-    @property
-    def source(self) -> str:
-        return self._source
-
     def prefill_s(self, tokens: int, pairs: float) -> float:
-        stages = sum(stage.step_s(tokens, pairs, 0, 0.0) for stage in self._stages)
-        return stages + self._ahead_s + self._ahead_token_s * tokens
+        seconds = self._ahead_s + self._ahead_token_s * tokens
+        for stage in self._stages:
+            seconds += stage.step_s(tokens, pairs, 0, 0.0)
+        return seconds
 
     def prefill_interval_s(self, tokens: int, pairs: float) -> float:
-        slowest = max(stage.step_s(tokens, pairs, 0, 0.0) for stage in self._stages)
-        return max(slowest, self._slowest_hop_token_s * tokens)
+        seconds = self._slowest_hop_token_s * tokens
+        for stage in self._stages:
+            seconds = max(seconds, stage.step_s(tokens, pairs, 0, 0.0))
+        return seconds
 
     def decode_line(self, requests: int) -> DecodeLine:
+        """Where the longer of the two ways depends on the context, it is the longer one at TYPICAL_CONTEXT."""
         line = self._lines.get(requests)
         if line is None:
             line = self._lines[requests] = self._decode_line(requests)
         return line
 
     def _decode_line(self, requests: int) -> DecodeLine:
-        batches = max(1, min(len(self._stages), requests))
+        batches = self._batches(requests)
         lines = [stage.decode_line(requests / batches) for stage in self._stages]
         through = DecodeLine(
-            sum(line.fixed_s for line in lines) + self._hops_s + self._hop_token_s * requests / batches,
+            sum(line.fixed_s for line in lines) + self._round_s + self._ahead_token_s * requests / batches,
             sum(line.context_s for line in lines) / batches,
         )
-        # A batch holds 1/n of the context, and n batches pass a stage: its share of the context is all of it.
+        # All batches pass a stage one after the other, and with them all of the context.
+        queues = [DecodeLine(batches * line.fixed_s, line.context_s) for line in lines]
         typical = requests * TYPICAL_CONTEXT
-        queues = (DecodeLine(batches * line.fixed_s, line.context_s) for line in lines)
-        return max((through, *queues), key=lambda line: line.step_s(typical))
+        return max([through, *queues], key=lambda line: line.step_s(typical))
 
     def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
-        """The prompt tokens travel with one of the batches in flight: the others pass as they would without."""
-        batches = max(1, min(len(self._stages), requests))
+        """The prompt's tokens travel with one of the batches in flight; the others pass as they would without."""
+        batches = self._batches(requests)
         batch, held = requests / batches, context / batches
-        both = [stage.step_s(tokens, pairs, batch, held) for stage in self._stages]
-        through = sum(both) + self._hops_s + self._hop_token_s * (batch + tokens)
-        if batches == 1:
-            return through
-        others = (stage.decode_line(batch).step_s(held) for stage in self._stages)
-        return max(through, *(step + (batches - 1) * other for step, other in zip(both, others, strict=True)))
+        through = self._round_s + self._ahead_token_s * (batch + tokens)
+        slowest = 0.0
+        for stage in self._stages:
+            both = stage.step_s(tokens, pairs, batch, held)
+            through += both
+            if batches > 1:
+                slowest = max(slowest, both + (batches - 1) * stage.step_s(0, 0.0, batch, held))
+        return max(through, slowest)
+
+    def _batches(self, requests: int) -> int:
+        return max(1, min(len(self._stages), requests))

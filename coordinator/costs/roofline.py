@@ -1,13 +1,14 @@
 """How long one stage takes, from what it has to compute, to read, and to agree on with the other cards of the stage.
 
-A step's matrix products take as long as the slower of computing them and reading their weights; attention, the KV cache
-and the all-reduces of tensor parallelism come on top, since nothing of the next product can start before them.
+Matrix products read their weights while they compute. Where one of the two takes much longer it hides the other; where
+they are near each other neither roof is reached. `hypot(compute, read)` is both: it leaves the roofs by up to 41 %.
+Attention, the KV cache and the all-reduces of tensor parallelism come on top: the next product waits for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log2
+from math import hypot, log2
 from typing import Final
 
 from .efficiency import Efficiency
@@ -15,22 +16,29 @@ from .gpus import GpuSpec
 from .model_shape import ModelShape
 from .step_times import DecodeLine
 
-__all__ = ["TYPICAL_CONTEXT", "StageCost", "stage_cost"]
+__all__ = ["LINK_SHARE", "REQUEST_S", "TYPICAL_CONTEXT", "StageCost", "stage_cost"]
 
 TYPICAL_CONTEXT: Final = 1024
 """Tokens of context a request is taken to have wherever one straight line stands for a bent one."""
 
-GIGA: Final = 1e9
-REDUCES_PER_LAYER: Final = 2
+LINK_SHARE: Final = 0.55
+"""Of the rate between two cards, what an all-reduce reaches; with `REQUEST_S` the constants that all cards share."""
+
+REQUEST_S: Final = 20e-6
+"""What a decoding request costs the engine besides: its row in the tables, its sampling."""
+
+REDUCES_PER_LAYER: Final = 2  # after the attention and after the feed-forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """A stage's coefficients, each in seconds; its cards work in step, so they are those of one card.
+    """A stage's coefficients, in seconds; its cards work in step, so they are those of one card.
 
-    `fixed_s` of any step. `weights_s`: reading all weights that any token needs; `experts_s`: reading all experts.
-    `token_s`: matrix products and all-reduced bytes of a token. `pair_s`: attention of a prompt's query-key pair;
-    `context_s`: reading a cached token's KV. `request_s`: what a decoding request costs besides.
+    Of a step: `fixed_s`, and reading the weights that every token needs (`weights_s`) and, of a mixture, all experts
+    (`experts_s`), of which each token is sent to `expert_share`. Of a token: matrix products (`token_s`) and bytes to
+    all-reduce (`reduce_s`). Of a decoding request: its logits (`logits_s`) and `request_s`. Of a query-key pair of a
+    prompt: `pair_s`; in `windowed_share` of the layers, where `window` is above 0, a token is paired with so many at
+    most. Of a token in the KV cache: `context_s`.
     """
 
     fixed_s: float
@@ -39,63 +47,64 @@ class StageCost:
     expert_share: float
     token_s: float
     reduce_s: float
-    head_s: float
+    logits_s: float
+    request_s: float
     pair_s: float
     context_s: float
-    request_s: float
     window: int
     windowed_share: float
 
     def step_s(self, tokens: float, pairs: float, requests: float, context: float) -> float:
-        """One step over so many prompt tokens and decoding requests."""
-        line = self.decode_line(requests, tokens)
-        return line.fixed_s + line.context_s * context + self.pair_s * self._seen(tokens, pairs)
+        """Of a step over so many prompt tokens and decoding requests."""
+        if self.window:
+            pairs -= self.windowed_share * max(0.0, pairs - tokens * self.window)
+        return self._rows_s(tokens + requests, requests) + self.context_s * context + self.pair_s * pairs
 
-    def decode_line(self, requests: float, tokens: float = 0.0) -> DecodeLine:
-        """Of a step that decodes so many requests, and computes so many prompt tokens besides (without their pairs)."""
-        together = requests + tokens
-        products = max(self._read_s(together), self.token_s * together + self.head_s * requests)
-        fixed = self.fixed_s + products + self.reduce_s * together + self.request_s * requests
-        if self.window and self.window < TYPICAL_CONTEXT:
-            fixed += self.context_s * self.windowed_share * self.window * requests
-            return DecodeLine(fixed, self.context_s * (1.0 - self.windowed_share))
-        return DecodeLine(fixed, self.context_s)
+    def decode_line(self, requests: float) -> DecodeLine:
+        """Of a step that only decodes."""
+        return DecodeLine(self._rows_s(requests, requests), self.context_s)
 
-    def _read_s(self, tokens: float) -> float:
-        """Reading the weights that this many tokens need: of a mixture, the experts that they are sent to."""
-        if not self.experts_s:
-            return self.weights_s
-        return self.weights_s + self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
-
-    def _seen(self, tokens: float, pairs: float) -> float:
-        """Pairs that are computed, on average over the layers."""
-        if not self.window:
-            return pairs
-        return pairs - self.windowed_share * max(0.0, pairs - tokens * self.window)
+    def _rows_s(self, rows: float, requests: float) -> float:
+        """All but the attention: of so many tokens, some of them of decoding requests."""
+        read_s = self.weights_s
+        if self.experts_s:
+            read_s += self.experts_s * (1.0 - (1.0 - self.expert_share) ** rows)
+        products_s = hypot(self.token_s * rows + self.logits_s * requests, read_s)
+        return self.fixed_s + products_s + self.reduce_s * rows + self.request_s * requests
 
 
 def stage_cost(
     model: ModelShape, gpu: GpuSpec, efficiency: Efficiency, *, layers: int, tp: int, link_gbps: float, last: bool
 ) -> StageCost:
-    """Of so many layers on `tp` cards that are joined at `link_gbps` Gb/s; the last stage computes the logits."""
+    """Of so many layers on `tp` cards, any two of which are joined at `link_gbps` Gb/s; the last stage has the logits.
+
+    A step computes logits of few rows (each decoding request's, each prompt's last), so of prompts only reading their
+    matrix counts. Decode has to be linear in the context: a window shorter than TYPICAL_CONTEXT counts as always full,
+    a longer one as never.
+    """
     flop_s = 1.0 / (gpu.tflops * 1e12 * efficiency.compute_share * tp)
-    byte_s = 1.0 / (gpu.memory_gbps * GIGA * efficiency.bandwidth_share * tp)
+    byte_s = 1.0 / (gpu.memory_gbps * 1e9 * efficiency.bandwidth_share * tp)
     head = model.head_parameters if last else 0
-    dense = layers * (model.attention_parameters + (model.mlp_parameters if model.experts == 1 else 0)) + head
     experts = layers * model.experts * model.mlp_parameters if model.experts > 1 else 0
+    weights = layers * model.layer_parameters - experts + head
+    # KV heads are not split further: with more cards than heads, several cards read the same one.
+    kv_copies = max(1.0, tp / model.kv_heads)
     reduces = REDUCES_PER_LAYER * layers if tp > 1 else 0
-    reduced_bytes = 2.0 * (tp - 1) / tp * model.activation_bytes_per_token  # a ring's share of each card
+    context_s = layers * model.kv_bytes_per_token_layer * kv_copies * byte_s
+    windowed_share = model.windowed_layers / model.layers
+    full_windows_s = context_s * windowed_share if model.window < TYPICAL_CONTEXT else 0.0
+    ring_bytes = 2.0 * (tp - 1) / tp * model.activation_bytes_per_token  # that each card sends, per token
     return StageCost(
         fixed_s=layers * efficiency.layer_s + reduces * efficiency.reduce_s * log2(tp),
-        weights_s=dense * model.dtype_bytes * byte_s,
+        weights_s=weights * model.dtype_bytes * byte_s,
         experts_s=experts * model.dtype_bytes * byte_s,
         expert_share=model.active_experts / model.experts,
         token_s=2.0 * layers * model.active_layer_parameters * flop_s,
-        reduce_s=reduces * reduced_bytes * 8.0 / (link_gbps * GIGA),
-        head_s=2.0 * head * flop_s,
+        reduce_s=reduces * ring_bytes * 8.0 / (link_gbps * 1e9 * LINK_SHARE),
+        logits_s=2.0 * head * flop_s,
+        request_s=(REQUEST_S if last else 0.0) + full_windows_s * model.window,
         pair_s=4.0 * layers * model.heads * model.head_dim * flop_s,
-        context_s=layers * model.kv_bytes_per_token_layer * byte_s,
-        request_s=efficiency.request_s,
+        context_s=context_s - full_windows_s,
         window=model.window if model.windowed_layers else 0,
-        windowed_share=model.windowed_layers / model.layers,
+        windowed_share=windowed_share,
     )
