@@ -25,7 +25,7 @@ import numpy as np
 from ..costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from .cluster import Box, Cluster, ClusterError
 
-__all__ = ["cluster_names", "packaged_cluster", "parse_cluster"]
+__all__ = ["card_link_gbps", "cluster_names", "packaged_cluster", "parse_cluster"]
 
 # Gb/s that two cards of a box reach over PCIe (16 lanes) when nothing is said: about 60 % of the bus.
 PCIE_GBPS = {3: 75.0, 4: 150.0, 5: 300.0}
@@ -116,13 +116,22 @@ def _boxes(kind: _Kind, specs: Specs) -> list[Box]:
     ]
 
 
+def card_link_gbps(gpu: GpuSpec, nvlink: bool | None = None) -> float:
+    """Gb/s that two such cards of a box reach between each other. With nothing said of NVLink, cards have it whose very
+    form includes it. Raises ClusterError."""
+    wired = nvlink if nvlink is not None else "SXM" in gpu.name
+    if wired and not gpu.nvlink_gbps:
+        raise ClusterError(f"nvlink is true, and {gpu.name} has none")
+    return gpu.nvlink_gbps * 8 * NVLINK_SHARE if wired else PCIE_GBPS[gpu.pcie_gen]
+
+
 def _gpu_link(kind: _Kind, gpu: GpuSpec) -> float:
     if kind.gpu_link_gbps is not None:
         return kind.gpu_link_gbps
-    wired = kind.nvlink if kind.nvlink is not None else "SXM" in gpu.name
-    if wired and not gpu.nvlink_gbps:
-        raise ClusterError(f"boxes: {kind.id}: nvlink is true, and {gpu.name} has none")
-    return gpu.nvlink_gbps * 8 * NVLINK_SHARE if wired else PCIE_GBPS[gpu.pcie_gen]
+    try:
+        return card_link_gbps(gpu, kind.nvlink)
+    except ClusterError as error:
+        raise ClusterError(f"boxes: {kind.id}: {error}") from None
 
 
 def _linked(boxes: tuple[Box, ...], described: _File) -> Cluster:

@@ -55,7 +55,8 @@ class Score(NamedTuple):
     """What a solution is worth: `objective` orders solutions, higher is better.
 
     `attainment`: the share of all requests expected to meet every deadline. `capacity`: the highest rate that the
-    replicas and links carry, over the rate that is asked for.
+    replicas and links carry with the target share in time, over the rate that is asked for (`evaluator` has the
+    formula).
     """
 
     objective: float
@@ -86,8 +87,8 @@ class ReplicaEstimate:
 class Proposal:
     """A plan of one service, and what is expected of it.
 
-    `limits` says what would have to grow for more traffic; `max_rate` is in requests per second, `tokens_s` output
-    tokens per second at the rate asked for.
+    `limits` says what would have to grow for more traffic. `max_rate`: requests per second that keep the target share
+    in time; beyond it, queues grow. `tokens_s`: output tokens per second at the rate asked for, in time or not.
     """
 
     plan: Plan
@@ -108,6 +109,11 @@ class Evaluator(Protocol):
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether these GPUs have the memory for the model and some KV, in a shape that can be run. Cheap."""
+        ...
+
+    def rates(self, group: Group, crowd: int) -> tuple[float, float]:
+        """Requests per second that a group reads and writes in time when it does nothing else, as one of `crowd` alike;
+        0 for what its phase leaves out, and (0, 0) where it does not hold the model."""
         ...
 
     def score(self, solution: Solution) -> Score:

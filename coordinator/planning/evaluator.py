@@ -1,0 +1,143 @@
+"""What a solution of the upper level is worth (ThunderServe section 3.3): the lower level of the planner.
+
+For every group the best parallel configuration, for all groups of a service together the orchestration, and the value
+
+    objective = attainment + HEADROOM * capacity / (1 + capacity) - price_weight * dollars per hour
+
+`attainment` is the share of all requests, of all services, that meet every deadline of theirs. Requests beyond what
+the replicas can serve in time count as missed, as if a gateway turned them away: so the objective keeps a slope in
+overload. `capacity` is the highest rate at which every replica still has the service's target share in time, over the
+rate that is asked for; of several services, the lowest of theirs, in the formula their mean by rate. Of plans that are
+equally good now, the one that carries more wins. Dollars are those of every box that is used, whole, and of the KV
+between boxes.
+
+A solution of mixed replicas only is a solution like any other: whoever looks for the best one and starts there never
+does worse than colocated serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ..plan import Phase
+from .flow import Flow, Network, fill, flow_of, solve
+from .handover import Links
+from .members import Member, Members
+from .orchestration import Orchestration, Solver, carried, orchestrate
+from .problem import Group, Problem, Proposal, Score, Slice, Solution
+from .proposals import Proposer
+
+__all__ = ["HEADROOM", "LowerLevel"]
+
+HEADROOM: Final = 0.01
+"""What unlimited capacity is worth, in shares of attainment."""
+
+BOUND_SLACK: Final = 2e-3
+"""What `bound` adds for the loads between those that are tabulated."""
+
+
+class LowerLevel:
+    """Implements `problem.Evaluator`."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._links = Links(problem.cluster)
+        self._members = Members(problem, self._links)
+        rates = [service.workload.rate for service in problem.services]
+        self._shares = [rate / sum(rates) for rate in rates]
+
+    def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
+        """Whether these GPUs have the memory for the model and its long requests, in a shape that can be run."""
+        return self._members.holds(slices, service)
+
+    def rates(self, group: Group, crowd: int) -> tuple[float, float]:
+        """Up to the load at which the service's target share is still in time."""
+        member = self._members.member(group)
+        if member is None:
+            return 0.0, 0.0
+        usable = self._members.curves([member] * crowd)[0].usable
+        read = 0.0 if group.phase is Phase.DECODE else usable * member.behaviour.read
+        return read, 0.0 if group.phase is Phase.PREFILL else usable * member.behaviour.write
+
+    def score(self, solution: Solution) -> Score:
+        """By the fast orchestration."""
+        return self._score(solution, self.orchestrate(solution))
+
+    def bound(self, solution: Solution) -> float:
+        """No less than the objective: replicas at their best, links without limit, traffic for nothing."""
+        total = BOUND_SLACK - self.problem.price_weight * self._boxes_usd(solution)
+        for service, share in enumerate(self._shares):
+            members = self._of(solution, service)
+            rate = self.problem.services[service].workload.rate
+            curves = self._members.curves(members)
+            split = any(member.group.phase is not Phase.MIXED for member in members)
+            reads = writes = 0.0
+            for member, curve in zip(members, curves, strict=True):
+                # a mixed replica that has help for one phase may do more of the other
+                mixed = split and member.group.phase is Phase.MIXED
+                if member.group.phase is not Phase.DECODE:
+                    reads += member.behaviour.read if mixed else curve.peak
+                if member.group.phase is not Phase.PREFILL:
+                    writes += member.behaviour.write if mixed else curve.peak
+            capacity = carried(members, curves) / rate
+            total += share * (min(1.0, reads / rate, writes / rate) + HEADROOM * capacity / (1.0 + capacity))
+        return total
+
+    def propose(self, solution: Solution, *, epoch: int, version: int) -> tuple[Proposal, ...]:
+        """The finished plan of each service, by the better of the fast and the exact orchestration.
+
+        Where no request would be in time, those that there are are served all the same. Raises UnservedError.
+        """
+        ways = [self.orchestrate(solution), self.orchestrate(solution, solver=solve)]
+        best = max(ways, key=lambda found: self._score(solution, found).objective)
+        if not all(item.flow.served > 0.0 for item in best):
+            best = self.orchestrate(solution, solver=_anyway)
+        score = self._score(solution, best)
+        proposer = Proposer(self.problem.cluster, self._members, best, score)
+        return tuple(proposer.proposal(item, epoch=epoch, version=version) for item in best)
+
+    def orchestrate(self, solution: Solution, *, solver: Solver = fill) -> tuple[Orchestration, ...]:
+        """Every service in turn, on what the ones before leave of the links."""
+        roads, found = self._links.roads, []
+        for number, service in enumerate(self.problem.services):
+            members = self._of(solution, number)
+            found.append(
+                orchestrate(
+                    service, self._members.demands[number].classes, members, self._members.curves(members),
+                    self._links, roads, solver,
+                )
+            )  # fmt: skip
+            roads = roads.less(found[-1].flow.used)
+        return tuple(found)
+
+    def _of(self, solution: Solution, service: int) -> list[Member]:
+        """The service's replicas; groups that do not hold the model are none."""
+        members = [self._members.member(group) for group in solution if group.service == service]
+        return [member for member in members if member is not None]
+
+    def _score(self, solution: Solution, orchestrations: Sequence[Orchestration]) -> Score:
+        shared = list(zip(self._shares, orchestrations, strict=True))
+        attainment = sum(share * item.attainment for share, item in shared)
+        capacities = [item.capacity for item in orchestrations]
+        headroom = sum(share * room / (1.0 + room) for share, room in zip(self._shares, capacities, strict=True))
+        objective = attainment + HEADROOM * headroom
+        if self.problem.price_weight:
+            objective -= self.problem.price_weight * (self._boxes_usd(solution) + self._traffic_usd(orchestrations))
+        return Score(objective, attainment, min(capacities))
+
+    def _boxes_usd(self, solution: Solution) -> float:
+        used = {part.box for group in solution for part in group.slices}
+        return sum(self.problem.cluster.boxes[box].usd_per_hour for box in used)
+
+    def _traffic_usd(self, orchestrations: Sequence[Orchestration]) -> float:
+        gbps = np.sum([item.flow.used for item in orchestrations], axis=0)
+        return float((gbps * self.problem.cluster.usd_per_gb).sum()) * 3600.0 / 8.0
+
+
+def _anyway(network: Network) -> Flow:
+    """As many requests as there is room for, whether in time or not; all of them in the same shares if that is less."""
+    carried = solve(network.unlimited(network.rate, [1.0] * len(network.read))).pairs
+    return flow_of(network, carried)

@@ -1,0 +1,324 @@
+"""Which replicas read the prompts, and which of them hand over to which: the orchestration of ThunderServe section 3.3.
+
+The paper's linear programme over X and Y has no capacities, so its optimum is to send everything to the best pair.
+Here Z_ij = X_i Y_ij in requests per second, and what a replica does to its requests depends on its load: each has a
+convex curve of requests lost (late) per second over its load, in straight pieces. The programme is
+
+    maximise    sum_ij worth_ij Z_ij - sum_g lost_g(load_g)
+    subject to  load_g = sum_j Z_gj / read_g + sum_i Z_ig / write_g <= 1,    sum_ij Z_ij <= rate,
+                and on every link, and in and out of every box, no more Gb/s of KV than there are.
+
+`worth` is 1 less what the pair itself loses to KV on its way. Since loads are part of the programme, it is solved once
+and nothing oscillates. `fill` is the fast path: it sends requests where one more is worth the most, until that changes.
+It is exact where replicas are the limit, and takes no way back where links are. `solve` is exact (HiGHS).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf, isfinite
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+__all__ = ["Flow", "FlowError", "LossCurve", "Network", "Roads", "Wire", "fill", "flow_of", "loss_curve", "solve"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+
+NOTHING: Final = 1e-12
+
+
+class FlowError(RuntimeError):
+    """The solver did not find the optimum that every such programme has."""
+
+
+class Wire(NamedTuple):
+    """What one request of a pair sends from box to box, in Gb; a pair has one for each two boxes."""
+
+    source: int
+    target: int
+    gigabits: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roads:
+    """Gb/s that KV may take: from box to box, out of every box, and into it."""
+
+    between: Array
+    out: Array
+    into: Array
+
+    def less(self, used: Array) -> Roads:
+        """What is left when `used` [from, to] Gb/s are taken."""
+        return Roads(
+            np.maximum(self.between - used, 0.0),
+            np.maximum(self.out - used.sum(axis=1), 0.0),
+            np.maximum(self.into - used.sum(axis=0), 0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossCurve:
+    """Requests lost per second over the load: `slopes[k]` up to `loads[k]`, rising, from 0 before the first."""
+
+    loads: tuple[float, ...]
+    slopes: tuple[float, ...]
+
+    @property
+    def widths(self) -> tuple[float, ...]:
+        """Of the pieces."""
+        return tuple(np.diff((0.0, *self.loads)).tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Network:
+    """Replicas, by index; pairs of them that may serve requests together, and `rate` requests per second to serve.
+
+    `read` and `write`: as in `queueing.Behaviour`. A pair reads on `reader[k]`, writes on `writer[k]` (the same for a
+    replica that keeps its requests), is worth `worth[k]` per request and sends `wires[k]`.
+    """
+
+    rate: float
+    read: Array
+    write: Array
+    curves: Sequence[LossCurve]
+    reader: Index
+    writer: Index
+    worth: Array
+    wires: Sequence[tuple[Wire, ...]]
+    roads: Roads
+
+    def unlimited(self, rate: float, loads: Sequence[float]) -> Network:
+        """The same for another rate, up to these loads, where nothing is lost and all pairs are worth the same."""
+        curves = [LossCurve((load,), (0.0,)) for load in loads]
+        return replace(self, rate=rate, curves=curves, worth=np.ones_like(self.worth))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """Requests per second of each pair, the load of each replica, Gb/s from box to box."""
+
+    pairs: Array
+    loads: Array
+    used: Array
+
+    @property
+    def served(self) -> float:
+        """Requests per second in all; the rest would only be late."""
+        return float(self.pairs.sum())
+
+
+def loss_curve(loads: Array, lost: Array) -> LossCurve:
+    """The highest convex curve below the points; where a replica would lose more by being loaded more, it does not
+    help to load it: the pieces are in order of their slopes, and who fills them may stop anywhere."""
+    hull: list[int] = []
+    for point in range(len(loads)):
+        while len(hull) > 1 and _above(loads, lost, hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    ends = np.array(hull)
+    slopes = np.diff(lost[ends]) / np.diff(loads[ends])
+    return LossCurve(tuple(loads[ends][1:].tolist()), tuple(slopes.tolist()))
+
+
+def _above(loads: Array, lost: Array, first: int, middle: int, last: int) -> bool:
+    rise = (lost[middle] - lost[first]) * (loads[last] - loads[first])
+    return bool(rise >= (lost[last] - lost[first]) * (loads[middle] - loads[first]))
+
+
+def flow_of(network: Network, pairs: Array) -> Flow:
+    """Loads and links under so many requests per second of each pair."""
+    loads = np.zeros(len(network.read))
+    np.add.at(loads, network.reader, pairs / network.read[network.reader])
+    np.add.at(loads, network.writer, pairs / network.write[network.writer])
+    used = np.zeros_like(network.roads.between)
+    for pair in np.flatnonzero(pairs).tolist():
+        for wire in network.wires[pair]:
+            used[wire.source, wire.target] += wire.gigabits * pairs[pair]
+    return Flow(pairs, loads, used)
+
+
+# --- the fast path
+
+
+class _Filling:
+    """Requests placed so far, and what one more would be worth on each pair."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        replicas = len(network.read)
+        self._piece = [0] * replicas
+        self._left: list[float] = [curve.loads[0] for curve in network.curves]
+        slopes = np.array([curve.slopes[0] for curve in network.curves])
+        self._read_price, self._write_price = slopes / network.read, slopes / network.write
+        self._worth = network.worth.copy()
+        self._gain = self._worth - self._read_price[network.reader] - self._write_price[network.writer]
+        self._touching = _touching(network)
+        self._out: list[float] = network.roads.out.tolist()
+        self._into: list[float] = network.roads.into.tolist()
+        self._between: dict[tuple[int, int], float] = {}  # filled as it is asked for
+        self._reader: list[int] = network.reader.tolist()
+        self._writer: list[int] = network.writer.tolist()
+        self._read_cost: list[float] = (1.0 / network.read).tolist()
+        self._write_cost: list[float] = (1.0 / network.write).tolist()
+        self.pairs = np.zeros(len(network.worth))
+
+    def place(self, rest: float) -> float:
+        """Places some of `rest` requests per second on the best pair; 0 when no pair is worth more."""
+        pair = int(self._gain.argmax())
+        if not self._gain[pair] > 0.0:
+            return 0.0
+        reader, writer = self._reader[pair], self._writer[pair]
+        if reader == writer:
+            amount = self._left[reader] / (self._read_cost[reader] + self._write_cost[reader])
+        else:
+            amount = min(self._left[reader] / self._read_cost[reader], self._left[writer] / self._write_cost[writer])
+        wires = self._network.wires[pair]
+        room = self._room(wires) if wires else inf
+        amount = min(amount, rest)
+        if room <= amount:
+            amount = max(room, 0.0)
+            self._gain[pair] = self._worth[pair] = -inf
+        self.pairs[pair] += amount
+        for wire in wires:
+            self._take(wire, amount)
+        self._load(reader, amount * self._read_cost[reader])
+        self._load(writer, amount * self._write_cost[writer])
+        return max(amount, NOTHING)
+
+    def _room(self, wires: tuple[Wire, ...]) -> float:
+        """Requests per second that the roads of a pair have room for."""
+        if len(wires) == 1:
+            wire = wires[0]
+            return min(self._road(wire), self._out[wire.source], self._into[wire.target]) / wire.gigabits
+        out: defaultdict[int, float] = defaultdict(float)
+        into: defaultdict[int, float] = defaultdict(float)
+        for wire in wires:
+            out[wire.source] += wire.gigabits
+            into[wire.target] += wire.gigabits
+        return min(
+            *(self._road(wire) / wire.gigabits for wire in wires),
+            *(self._out[box] / gigabits for box, gigabits in out.items()),
+            *(self._into[box] / gigabits for box, gigabits in into.items()),
+        )
+
+    def _road(self, wire: Wire) -> float:
+        road = (wire.source, wire.target)
+        if road not in self._between:
+            self._between[road] = float(self._network.roads.between[road])
+        return self._between[road]
+
+    def _take(self, wire: Wire, amount: float) -> None:
+        taken = wire.gigabits * amount
+        self._between[wire.source, wire.target] -= taken
+        self._out[wire.source] -= taken
+        self._into[wire.target] -= taken
+
+    def _load(self, replica: int, load: float) -> None:
+        self._left[replica] -= load
+        if self._left[replica] > NOTHING:
+            return
+        curve = self._network.curves[replica]
+        self._piece[replica] += 1
+        piece = self._piece[replica]
+        slope = inf
+        if piece < len(curve.loads):
+            slope = curve.slopes[piece]
+            self._left[replica] = curve.loads[piece] - curve.loads[piece - 1]
+        self._read_price[replica] = slope * self._read_cost[replica] if self._read_cost[replica] else 0.0
+        self._write_price[replica] = slope * self._write_cost[replica] if self._write_cost[replica] else 0.0
+        at = self._touching[replica]
+        self._gain[at] = (
+            self._worth[at] - self._read_price[self._network.reader[at]] - self._write_price[self._network.writer[at]]
+        )
+
+
+def _touching(network: Network) -> list[Index]:
+    """The pairs of each replica."""
+    ends = np.concatenate((network.reader, network.writer))
+    pairs = np.tile(np.arange(len(network.reader)), 2)
+    order = np.argsort(ends, kind="stable")
+    bounds = np.searchsorted(ends[order], np.arange(len(network.read) + 1))
+    return [pairs[order[first:last]] for first, last in pairwise(bounds.tolist())]
+
+
+def fill(network: Network) -> Flow:
+    """Request by request (in effect) to the pair where one more is worth the most. Ties go to the earlier pair."""
+    filling, rest = _Filling(network), network.rate
+    while rest > NOTHING and len(network.worth):
+        placed = filling.place(rest)
+        if placed == 0.0:
+            break
+        rest -= placed
+    return flow_of(network, filling.pairs)
+
+
+# --- the exact one
+
+
+def solve(network: Network) -> Flow:
+    """The optimum by linear programming. Raises FlowError."""
+    pairs = len(network.worth)
+    if not pairs:
+        return flow_of(network, np.zeros(0))
+    pieces = [(replica, slope, width) for replica, curve in enumerate(network.curves)
+              for slope, width in zip(curve.slopes, curve.widths, strict=True)]  # fmt: skip
+    owner = np.array([replica for replica, _, _ in pieces])
+    replicas = len(network.read)
+    columns = np.arange(pairs)
+    balance = coo_array(
+        (
+            np.concatenate(
+                (1.0 / network.read[network.reader], 1.0 / network.write[network.writer], -np.ones(len(pieces)))
+            ),
+            (
+                np.concatenate((network.reader, network.writer, owner)),
+                np.concatenate((columns, columns, pairs + np.arange(len(pieces)))),
+            ),
+        ),
+        shape=(replicas, pairs + len(pieces)),
+    )
+    limits, bounds = _limits(network, pairs + len(pieces))
+    found = linprog(
+        np.concatenate((-network.worth, [slope for _, slope, _ in pieces])),
+        A_ub=limits, b_ub=bounds, A_eq=balance, b_eq=np.zeros(replicas),
+        bounds=[(0.0, None)] * pairs + [(0.0, width) for _, _, width in pieces],
+        method="highs",
+    )  # fmt: skip
+    if found.status != 0:
+        raise FlowError(f"orchestration of {replicas} replicas over {pairs} pairs: {found.message}")
+    amounts = np.asarray(found.x[:pairs], dtype=np.float64)
+    return flow_of(network, np.where(amounts > 1e-9 * max(1.0, amounts.max(initial=0.0)), amounts, 0.0))
+
+
+def _limits(network: Network, columns: int) -> tuple[coo_array, Array]:
+    """Rows: all requests; then every road that some pair takes, out of and into its boxes included."""
+    rows: dict[tuple[str, int, int], int] = {}
+    bounds: list[float] = []
+    cells: list[tuple[int, int, float]] = []
+    if isfinite(network.rate):
+        bounds.append(network.rate)
+        cells += [(0, pair, 1.0) for pair in range(len(network.worth))]
+    roads = network.roads
+    for pair, wires in enumerate(network.wires):
+        for wire in wires:
+            for key, bound in (
+                (("between", wire.source, wire.target), roads.between[wire.source, wire.target]),
+                (("out", wire.source, -1), roads.out[wire.source]),
+                (("into", wire.target, -1), roads.into[wire.target]),
+            ):
+                if key not in rows:
+                    rows[key] = len(bounds)
+                    bounds.append(float(bound))
+                cells.append((rows[key], pair, wire.gigabits))
+    if not bounds:
+        return coo_array((1, columns)), np.zeros(1)
+    row, column, value = (np.array(part) for part in zip(*cells, strict=True))
+    return coo_array((value, (row, column)), shape=(len(bounds), columns)), np.array(bounds)

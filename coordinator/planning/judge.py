@@ -1,0 +1,85 @@
+"""Counts and remembers evaluations: the budget, the best solution so far, and how it was come by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .problem import Score, Solution
+from .space import Space
+
+__all__ = ["Improvement", "Judge", "Progress", "never"]
+
+Progress = Callable[[int, int, float], None]
+"""Told after each evaluation: how many there were, how many there will be at most, the best objective."""
+
+
+def never() -> bool:
+    """No deadline."""
+    return False
+
+
+class Improvement(NamedTuple):
+    """A best objective, and the evaluations that it took."""
+
+    step: int
+    objective: float
+
+
+class Judge:
+    """Scores solutions; equal up to an exchange of boxes that are alike, they are scored once.
+
+    A step is one evaluation that the memory did not have. The search goes on until `limit` steps are done or `spent()`
+    says that time is up; at least one solution is always scored.
+    """
+
+    def __init__(
+        self, space: Space, *, limit: int, spent: Callable[[], bool] = never, progress: Progress | None = None
+    ) -> None:
+        self._space = space
+        self._spent = spent
+        self._progress = progress
+        self._memory: dict[Solution, Score] = {}
+        self.limit = limit
+        self.best: Solution = ()
+        self.best_score = Score(float("-inf"), 0.0, 0.0)
+        self.history: list[Improvement] = []
+
+    @property
+    def steps(self) -> int:
+        """Evaluations so far."""
+        return len(self._memory)
+
+    def over(self) -> bool:
+        """Whether the budget is used up."""
+        return self.steps >= self.limit or (self.steps > 0 and self._spent())
+
+    def objective(self, solution: Solution) -> float:
+        """Of a solution, which becomes the best if it is."""
+        return self.score(solution).objective
+
+    def score(self, solution: Solution) -> Score:
+        """Of a solution, which becomes the best if it is."""
+        key = self._space.canonical(solution)
+        known = self._memory.get(key)
+        if known is None:
+            known = self._memory[key] = self._space.evaluator.score(key)
+            if known.objective > self.best_score.objective:
+                self.best, self.best_score = key, known
+                self.history.append(Improvement(self.steps, known.objective))
+            if self._progress is not None:
+                self._progress(self.steps, self.limit, self.best_score.objective)
+        return known
+
+    def leader(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
+        """The best of these that is above `floor`, most promising first: what its bound rules out is not scored. None
+        where there is no such, or the budget ends before the first."""
+        bound = self._space.evaluator.bound
+        found: tuple[float, Solution] | None = None
+        for limit, solution in sorted(((bound(one), one) for one in solutions), key=lambda item: -item[0]):
+            if limit <= floor or self.over():
+                break
+            objective = self.objective(solution)
+            if objective > floor:
+                floor, found = objective, (objective, solution)
+        return found

@@ -1,0 +1,74 @@
+"""A workload's requests in a few classes by length: what estimates are computed over instead of every request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .workload import Workload
+
+__all__ = ["Classes", "classes_of"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Classes:
+    """Requests by length: `prompt` and `output` tokens on average, their standard deviation within the class, and the
+    class's share of all requests.
+
+    `held` is the context that a decoding request has on average, `held_var` its variance: long outputs are met more
+    often. `life` is how many tokens a request that is met has still to write, on average.
+    """
+
+    prompt: Array
+    prompt_sd: Array
+    output: Array
+    output_sd: Array
+    share: Array
+    mean_prompt: float
+    mean_pairs: float
+    mean_output: float
+    held: float
+    held_var: float
+    life: float
+
+    @property
+    def uneven(self) -> float:
+        """Squared coefficient of variation of the contexts of decoding requests."""
+        return self.held_var / self.held**2
+
+    @property
+    def pairs(self) -> Array:
+        """Query-key pairs of reading a prompt, by class."""
+        return self.prompt * (self.prompt + 1) / 2 + self.prompt_sd**2 / 2
+
+
+def classes_of(workload: Workload, *, prompts: int = 8, outputs: int = 4) -> Classes:
+    """At most `prompts` * `outputs` classes, fewer for a sample with fewer requests."""
+    order = np.lexsort((workload.outputs, workload.prompts))
+    cells = [
+        rows[np.argsort(workload.outputs[rows], kind="stable")]
+        for rows in np.array_split(order, min(prompts, len(order)))
+    ]
+    cells = [part for rows in cells for part in np.array_split(rows, min(outputs, len(rows)))]
+    prompt = [workload.prompts[cell].astype(np.float64) for cell in cells]
+    output = [workload.outputs[cell].astype(np.float64) for cell in cells]
+    p, n = workload.prompts.astype(np.float64), workload.outputs.astype(np.float64)
+    held = float((n * (p + n / 2)).sum() / n.sum())
+    held_square = float((n * (p * p + p * n + n * n / 3)).sum() / n.sum())
+    return Classes(
+        prompt=np.array([cell.mean() for cell in prompt]),
+        prompt_sd=np.array([cell.std() for cell in prompt]),
+        output=np.array([cell.mean() for cell in output]),
+        output_sd=np.array([cell.std() for cell in output]),
+        share=np.array([len(cell) for cell in cells]) / len(order),
+        mean_prompt=workload.mean_prompt,
+        mean_pairs=workload.mean_pairs,
+        mean_output=workload.mean_output,
+        held=held,
+        held_var=max(0.0, held_square - held * held),
+        life=float((n * n).sum() / (2 * n.sum())),
+    )

@@ -1,0 +1,188 @@
+"""Groups at their best: configuration, behaviour alone, and behaviour among others.
+
+All that is computed here depends on what a group is made of, not on which boxes they are: equal groups share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import Phase
+from .behaviour import LOADS, Behaviour, Row
+from .flow import LossCurve, loss_curve
+from .handover import Holder, Links
+from .length_classes import classes_of
+from .parallel import Configuration, Demand, Part, Parts, configure, holds
+from .problem import Group, Problem, Slice
+from .queueing import Partner
+from .workload import Service, Slo
+
+__all__ = ["REFERENCE_LOAD", "Curve", "Member", "Members"]
+
+Array = NDArray[np.float64]
+
+REFERENCE_LOAD: Final = 4
+"""Index into LOADS (0.6) of the load at which replicas and pairs are compared before loads are known."""
+
+EVENNESS: Final = 1e-3
+"""Requests that a full replica is taken to lose besides, with the square of its load: equal replicas share alike."""
+
+TPOT: Final = Row._fields.index("tpot_s")
+
+LONG: Final = 0.99
+"""The share of requests whose KV must fit a replica, one at a time."""
+
+
+class Curve(NamedTuple):
+    """A replica among others: the share in time at LOADS, and what follows from it.
+
+    `peak`: most requests per second that can be in time whoever does the other phase. `usable`: the highest load that
+    keeps the target (`_usable`).
+    """
+
+    met: Array
+    lost: LossCurve
+    peak: float
+    usable: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A group with its configuration. `kind`: equal for groups that are made of the same parts."""
+
+    group: Group
+    kind: int
+    configuration: Configuration
+    holder: Holder
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """Of the configuration."""
+        return self.configuration.behaviour
+
+
+class Members:
+    """Holds only what was computed before; the same questions have the same answers."""
+
+    def __init__(self, problem: Problem, links: Links) -> None:
+        self.demands = tuple(_demand(service) for service in problem.services)
+        self._problem, self._links = problem, links
+        self._numbers: dict[Parts, int] = {}
+        self._kinds: dict[tuple[Slice, ...], tuple[int, Parts]] = {}
+        self._configurations: dict[tuple[int, Phase, int], Configuration | None] = {}
+        self._holding: dict[tuple[int, int], bool] = {}
+        self._members: dict[Group, Member | None] = {}
+        self._curves: dict[tuple[int, Phase, int, int, int], Curve] = {}
+        self._references: dict[int, Partner] = {}
+
+    def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
+        """Whether a group of these can be a member."""
+        kind, parts = self._kind(slices)
+        if (kind, service) not in self._holding:
+            self._holding[kind, service] = holds(parts, self.demands[service])
+        return self._holding[kind, service] and not self._cut(slices)
+
+    def member(self, group: Group) -> Member | None:
+        """The group at its best, None where it does not hold the model."""
+        if group not in self._members:
+            self._members[group] = self._member(group)
+        return self._members[group]
+
+    def curves(self, members: Sequence[Member]) -> list[Curve]:
+        """Of the replicas of one service, which share its queues."""
+        readers = sum(member.group.phase is not Phase.DECODE for member in members)
+        writers = sum(member.group.phase is not Phase.PREFILL for member in members)
+        found = []
+        for member in members:
+            (_, phase, service), kind = member.group, member.kind
+            key = kind, phase, service, readers * (phase is not Phase.DECODE), writers * (phase is not Phase.PREFILL)
+            if key not in self._curves:
+                self._curves[key] = self._curve(member, readers, writers)
+            found.append(self._curves[key])
+        return found
+
+    def _member(self, group: Group) -> Member | None:
+        if self._cut(group.slices):
+            return None
+        kind, parts = self._kind(group.slices)
+        key = (kind, group.phase, group.service)
+        if key not in self._configurations:
+            self._configurations[key] = configure(parts, group.phase, self.demands[group.service])
+        configuration = self._configurations[key]
+        if configuration is None:
+            return None
+        spans = tuple((group.slices[part].box, first, last) for part, first, last in configuration.spans)
+        return Member(group, kind, configuration, Holder(group.phase, spans))
+
+    def _cut(self, slices: tuple[Slice, ...]) -> bool:
+        """Whether only a part of an atomic box is among these."""
+        boxes = self._problem.cluster.boxes
+        return any(boxes[box].atomic and gpus != boxes[box].gpus for box, gpus in slices)
+
+    def _kind(self, slices: tuple[Slice, ...]) -> tuple[int, Parts]:
+        if slices not in self._kinds:
+            boxes = self._problem.cluster.boxes
+            parts = Parts(
+                tuple(Part(boxes[box].gpu, gpus, boxes[box].gpu_link_gbps, boxes[box].atomic) for box, gpus in slices),
+                self._links.hops([box for box, _ in slices]),
+            )
+            self._kinds[slices] = (self._numbers.setdefault(parts, len(self._numbers)), parts)
+        return self._kinds[slices]
+
+    def _curve(self, member: Member, readers: int, writers: int) -> Curve:
+        phase, service, behaves = member.group.phase, member.group.service, member.behaviour
+        demand, crowd = self.demands[service], (readers, writers)
+        slo = demand.service.slo
+        ideal = share = demand.in_time(behaves, slo, crowd)
+        if isfinite(slo.e2e_s) and phase is not Phase.MIXED:
+            whole = Slo(e2e_s=slo.e2e_s)
+            share = np.minimum(ideal, demand.in_time(behaves, whole, crowd, self._reference(service)))
+        rate = behaves.rate
+        lost = LOADS * rate * (1.0 - share + EVENNESS * LOADS)
+        return Curve(share, loss_curve(LOADS, lost), float((LOADS * rate * ideal).max()), _usable(share, slo.target))
+
+    def _reference(self, service: int) -> Partner:
+        """The middle one of the kinds of boxes that hold the model alone, at the reference load; else all together."""
+        if service not in self._references:
+            self._references[service] = self._find_reference(service)
+        return self._references[service]
+
+    def _find_reference(self, service: int) -> Partner:
+        boxes = self._problem.cluster.boxes
+        kinds = {(box.gpu.name, box.gpus): index for index, box in reversed(list(enumerate(boxes)))}
+        alone = [(Slice(index, boxes[index].gpus),) for index in sorted(kinds.values())]
+        together = tuple(Slice(index, box.gpus) for index, box in enumerate(boxes))
+        for candidates in (alone, [together]):
+            readers = [self.member(Group(slices, Phase.PREFILL, service)) for slices in candidates]
+            writers = [self.member(Group(slices, Phase.DECODE, service)) for slices in candidates]
+            times = [reader.behaviour.lone_s for reader in readers if reader is not None]
+            paces = [writer.behaviour.table[REFERENCE_LOAD, TPOT] for writer in writers if writer is not None]
+            if times and paces:
+                return Partner(np.median(times, axis=0), float(np.median(paces)))
+        return Partner()
+
+
+def _demand(service: Service) -> Demand:
+    workload = service.workload
+    longest = int(np.quantile(workload.prompts + workload.outputs, LONG))
+    return Demand(service, classes_of(workload), longest)
+
+
+def _usable(share: Array, target: float) -> float:
+    """The highest load that keeps the target, between the loads that are tabulated.
+
+    The target is that of the requests which an idle replica has in time; what it misses even then makes it less of a
+    replica, and lowers the load in proportion.
+    """
+    late = np.flatnonzero(share < target * share[0])
+    if not len(late):
+        return float(share[0])
+    before, after = late[0] - 1, late[0]
+    part = (share[before] - target * share[0]) / (share[before] - share[after])
+    return float(share[0] * (LOADS[before] + part * (LOADS[after] - LOADS[before])))

@@ -1,0 +1,363 @@
+"""The parallel configuration of a group: how its GPUs share the model (ThunderServe section 3.3 and appendix B).
+
+Tensor parallelism stays within a box; the stages of a pipeline are so many GPUs of a box each. For every way to cut the
+boxes into stages and every rule to share out layers, it is estimated how many requests per second the replica would
+serve in time; the best of them is kept, of near equals the one that answers sooner. Where the paper takes the fastest
+for prefill and the one with the highest throughput for decode, here the deadlines say which of the two counts: tight
+ones ask for speed, loose ones for throughput.
+
+A configuration depends on what the GPUs and links are, not on whose they are: `Parts` is that description, and equal
+parts share one configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise, product
+from math import inf, isfinite, prod
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..costs.gpus import GpuSpec
+from ..costs.model_shape import ModelShape
+from ..costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
+from ..costs.step_times import StepTimes
+from ..plan import Phase
+from .behaviour import LOADS, MAX_BATCH, Behaviour, behaviour
+from .length_classes import Classes
+from .queueing import Partner, alone
+from .workload import Service, Slo
+
+__all__ = ["Configuration", "Demand", "Part", "Parts", "best_order", "configure", "fits", "holds", "split_layers"]
+
+Array = NDArray[np.float64]
+
+MEMORY_SHARE: Final = 0.9
+"""Of a GPU's memory, for weights and KV."""
+
+LOCAL_RTT_S: Final = 20e-6
+"""Round trip between two GPUs of a box."""
+
+EXACT_STAGES: Final = 10
+"""Boxes that are put in order by dynamic programming; more of them greedily."""
+
+MAX_SHAPES: Final = 48
+"""Ways to cut a group's boxes into stages that are tried; above that, all boxes are cut to stages of one width."""
+
+PROMISING: Final = 2
+"""Shapes that are looked at in detail for what they might carry, and as many for how soon they might answer."""
+
+NEAR: Final = 0.02
+"""Configurations whose rates are within this share of each other count as equal."""
+
+
+class Part(NamedTuple):
+    """So many equal GPUs of one box; `atomic`: they are one stage, whatever their number."""
+
+    gpu: GpuSpec
+    gpus: int
+    link_gbps: float
+    atomic: bool
+
+
+class Parts(NamedTuple):
+    """The boxes of a group, and the links between them, [from][to]; no links for one box."""
+
+    parts: tuple[Part, ...]
+    links: tuple[tuple[Hop, ...], ...]
+
+
+class Demand(NamedTuple):
+    """What a replica is for. `longest`: tokens of KV it must have room for."""
+
+    service: Service
+    classes: Classes
+    longest: int
+
+    @property
+    def model(self) -> ModelShape:
+        """Of the service."""
+        return self.service.model
+
+    def in_time(self, behaves: Behaviour, slo: Slo, crowd: tuple[int, int], partner: Partner | None = None) -> Array:
+        """The share of the service's requests in time at each of LOADS: see `queueing.alone`."""
+        later = not behaves.reads and not self.service.decode_writes_first
+        cv = self.service.workload.arrival_cv
+        return alone(behaves, self.classes, slo, cv, crowd=crowd, partner=partner, admitted_later=later)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Configuration:
+    """Stages in layer order, as (index of the part, TP degree, layers), with their times, and what comes of them."""
+
+    stages: tuple[tuple[int, int, int], ...]
+    times: StepTimes
+    kv_tokens: int
+    behaviour: Behaviour
+
+    @property
+    def spans(self) -> tuple[tuple[int, float, float], ...]:
+        """(part, first, last) of each part in layer order, as shares of the layers."""
+        total = sum(layers for _, _, layers in self.stages)
+        found: list[tuple[int, float, float]] = []
+        last = 0
+        for part, stages in groupby(self.stages, key=lambda stage: stage[0]):
+            first, last = last, last + sum(layers for _, _, layers in stages)
+            found.append((part, first / total, last / total))
+        return tuple(found)
+
+
+class _Shape(NamedTuple):
+    """Stages as in `Configuration`, what they run on, and the tokens of KV that they have room for."""
+
+    stages: tuple[tuple[int, int, int], ...]
+    hardware: tuple[StageHardware, ...]
+    room: int
+
+
+class _Timed(NamedTuple):
+    """A shape with its step times."""
+
+    shape: _Shape
+    times: StepTimes
+
+
+def fits(parts: Sequence[Part], demand: Demand) -> bool:
+    """Whether the memory of all GPUs together could do: a check that costs nothing, before any other."""
+    room = sum(part.gpus * part.gpu.memory_gib for part in parts) * GIB * MEMORY_SHARE
+    return room >= demand.model.weight_bytes + demand.longest * demand.model.kv_bytes_per_token
+
+
+def holds(parts: Parts, demand: Demand) -> bool:
+    """Whether `configure` finds anything, without finding out how good it is."""
+    return any(True for _ in _shapes(parts, Phase.MIXED, demand))
+
+
+def configure(parts: Parts, phase: Phase, demand: Demand) -> Configuration | None:
+    """The best configuration, or None where none holds the model and the longest request."""
+    shapes = [_Timed(shape, _times(shape, parts, demand)) for shape in _shapes(parts, phase, demand)]
+    found = [_configuration(timed, phase, demand) for timed in _promising(shapes, phase, demand)]
+    if not found:
+        return None
+    goodput = [_goodput(configuration.behaviour, demand) for configuration in found]
+    near = [item for item, rate in zip(found, goodput, strict=True) if rate >= max(goodput) * (1.0 - NEAR)]
+    return min(near, key=lambda item: item.behaviour.alone_s(demand.classes))
+
+
+def _shapes(parts: Parts, phase: Phase, demand: Demand) -> Iterator[_Shape]:
+    """All different ones that have room for the longest request."""
+    if not fits(parts.parts, demand):
+        return
+    order = best_order(_hop_costs(parts, phase, demand), cycle=phase is not Phase.PREFILL)
+    if order is None:
+        return
+    seen: set[tuple[tuple[int, int, int], ...]] = set()
+    for widths in _widths(parts.parts, demand.model):
+        stages = [(box, widths[box]) for box in order for _ in range(parts.parts[box].gpus // widths[box])]
+        for layers in _layer_splits(stages, parts.parts, demand):
+            cut = tuple((box, tp, count) for (box, tp), count in zip(stages, layers, strict=True))
+            if cut in seen:
+                continue
+            seen.add(cut)
+            hardware = tuple(
+                StageHardware(parts.parts[box].gpu, tp, count, parts.parts[box].link_gbps) for box, tp, count in cut
+            )
+            room = kv_capacity_tokens(demand.model, hardware, memory_share=MEMORY_SHARE)
+            if room >= demand.longest:
+                yield _Shape(cut, hardware, room)
+
+
+def _times(shape: _Shape, parts: Parts, demand: Demand) -> StepTimes:
+    boxes = [box for box, _, _ in shape.stages]
+    hops = tuple(_hop(parts, *ends) for ends in pairwise([*boxes, boxes[0]])) if len(boxes) > 1 else ()
+    return replica_times(demand.model, shape.hardware, hops)
+
+
+def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> list[_Timed]:
+    """Those that would carry the most of average requests that never wait, and those that would answer one soonest:
+    what each does in detail takes far longer to find out."""
+    if len(shapes) <= 2 * PROMISING:
+        return list(shapes)
+    workload = demand.service.workload
+    prompt, pairs, output = round(workload.mean_prompt), workload.mean_pairs, workload.mean_output
+    context = workload.mean_prompt + workload.mean_output / 2
+
+    def seconds(timed: _Timed) -> tuple[float, float]:
+        """Of a replica's time for a request, and of the request's when it is alone."""
+        times, batch = timed.times, max(1, min(MAX_BATCH, int(timed.shape.room / context)))
+        read = 0.0 if phase is Phase.DECODE else times.prefill_interval_s(prompt, pairs)
+        write = 0.0 if phase is Phase.PREFILL else output * times.decode_line(batch).step_s(batch * context) / batch
+        first = 0.0 if phase is Phase.DECODE else times.prefill_s(prompt, pairs)
+        rest = 0.0 if phase is Phase.PREFILL else output * times.decode_line(1).step_s(context)
+        return read + write, first + rest
+
+    costs = [seconds(timed) for timed in shapes]
+    kept: set[int] = set()
+    for measure in (0, 1):
+        kept.update(sorted(range(len(shapes)), key=lambda number: costs[number][measure])[:PROMISING])
+    return [shapes[number] for number in sorted(kept)]
+
+
+def _configuration(timed: _Timed, phase: Phase, demand: Demand) -> Configuration:
+    cv = demand.service.workload.arrival_cv
+    behaves = behaviour(phase, timed.times, demand.classes, kv_tokens=timed.shape.room, arrival_cv=cv)
+    return Configuration(timed.shape.stages, timed.times, timed.shape.room, behaves)
+
+
+def _goodput(behaves: Behaviour, demand: Demand) -> float:
+    """The most requests per second in time; a replica of one phase may take half of an end-to-end deadline."""
+    slo = demand.service.slo
+    if not (behaves.reads and behaves.writes):
+        slo = replace(slo, e2e_s=slo.e2e_s / 2)
+    return float((LOADS * behaves.rate * demand.in_time(behaves, slo, (1, 1))).max())
+
+
+def _hop(parts: Parts, source: int, target: int) -> Hop:
+    if source == target:
+        return Hop(LOCAL_RTT_S, parts.parts[source].link_gbps)
+    return parts.links[source][target]
+
+
+# --- who is behind whom
+
+
+def _hop_costs(parts: Parts, phase: Phase, demand: Demand) -> Array:
+    """Seconds from box to box: of a prompt where prompts are read, of a batch's tokens where only tokens are made."""
+    tokens = MAX_BATCH / 8 if phase is Phase.DECODE else demand.classes.mean_prompt
+    gigabits = tokens * demand.model.activation_bytes_per_token * 8e-9
+    size = len(parts.parts)
+    costs = np.zeros((size, size))
+    for source, target in product(range(size), repeat=2):
+        if source != target:
+            link = parts.links[source][target]
+            costs[source, target] = link.rtt_s / 2 + gigabits / link.gbps if link.gbps > 0.0 else inf
+    return costs
+
+
+def best_order(costs: Array, *, cycle: bool) -> tuple[int, ...] | None:
+    """All indices in the order with the least sum of costs from each to the next; None where there is no way.
+
+    `cycle`: the way back from the last to the first counts as well, and is the dearest of the hops where it can be
+    chosen, since prompts do not take it. Dynamic programming over subsets up to EXACT_STAGES, nearest next beyond.
+    """
+    size = len(costs)
+    if size == 1:
+        return (0,)
+    order = _shortest(costs, cycle=cycle) if size <= EXACT_STAGES else _nearest(costs)
+    if not order:
+        return None
+    if cycle:
+        hops = [costs[a, b] for a, b in pairwise([*order, order[0]])]
+        cut = (hops.index(max(hops)) + 1) % size
+        order = order[cut:] + order[:cut]
+    steps = sum(costs[a, b] for a, b in pairwise(order)) + (costs[order[-1], order[0]] if cycle else 0.0)
+    return tuple(order) if isfinite(steps) else None
+
+
+def _shortest(costs: Array, *, cycle: bool) -> list[int]:
+    """Nothing where there is no way."""
+    size = len(costs)
+    reach = np.full((1 << size, size), inf)
+    came = np.zeros((1 << size, size), dtype=np.intp)
+    for first in range(1 if cycle else size):
+        reach[1 << first, first] = 0.0
+    for subset in range(1, 1 << size):
+        if not np.isfinite(reach[subset]).any():
+            continue
+        ways = reach[subset][:, None] + costs
+        best = ways.argmin(axis=0)
+        for target in range(size):
+            if not subset >> target & 1:
+                grown = subset | 1 << target
+                if ways[best[target], target] < reach[grown, target]:
+                    reach[grown, target] = ways[best[target], target]
+                    came[grown, target] = best[target]
+    subset = (1 << size) - 1
+    whole = reach[subset] + costs[:, 0] if cycle else reach[subset]
+    last = int(whole.argmin())
+    if not isfinite(whole[last]):
+        return []
+    order = [last]
+    while len(order) < size:
+        subset, last = subset & ~(1 << last), int(came[subset, last])
+        order.append(last)
+    return order[::-1]
+
+
+def _nearest(costs: Array) -> list[int]:
+    open_ends = costs.copy()
+    np.fill_diagonal(open_ends, inf)
+    order = [int(np.unravel_index(open_ends.argmin(), open_ends.shape)[0])]
+    while len(order) < len(costs):
+        row = open_ends[order[-1]].copy()
+        row[order] = inf
+        rest = [index for index in range(len(costs)) if index not in order]
+        order.append(int(row.argmin()) if np.isfinite(row).any() else rest[0])
+    return order
+
+
+# --- how wide the stages are, and which layers they hold
+
+
+def _widths(parts: Sequence[Part], model: ModelShape) -> Iterator[tuple[int, ...]]:
+    """TP degrees for the boxes. Equal boxes are cut alike: there is nothing to gain by cutting them differently."""
+    choices: dict[Part, tuple[int, ...]] = {
+        part: (part.gpus,) if part.atomic else tuple(tp for tp in _divisors(part.gpus) if model.heads % tp == 0)
+        for part in parts
+    }
+    kinds = list(choices)
+    if prod(len(options) for options in choices.values()) > MAX_SHAPES:
+        widest = sorted({tp for options in choices.values() for tp in options})
+        ways = [tuple(max(tp for tp in choices[kind] if tp <= max(limit, choices[kind][0])) for kind in kinds)
+                for limit in widest]  # fmt: skip
+    else:
+        ways = list(product(*choices.values()))
+    for way in ways:
+        widths = dict(zip(kinds, way, strict=True))
+        if sum(part.gpus // widths[part] for part in parts) <= model.layers:
+            yield tuple(widths[part] for part in parts)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(tp for tp in range(1, number + 1) if number % tp == 0)
+
+
+def _layer_splits(
+    stages: Sequence[tuple[int, int]], parts: Sequence[Part], demand: Demand
+) -> Iterator[tuple[int, ...]]:
+    """Layers in proportion to compute, to memory bandwidth, and to memory; none where the memory does not do."""
+    model = demand.model
+    caps = []
+    for number, (box, tp) in enumerate(stages):
+        room = tp * parts[box].gpu.memory_gib * GIB * MEMORY_SHARE
+        ends = model.stage_weight_bytes(1, first=number == 0, last=number == len(stages) - 1) - model.layer_weight_bytes
+        kv = model.kv_bytes_per_token_layer * max(1.0, tp / model.kv_heads) * demand.longest
+        caps.append(int((room - ends) // (model.layer_weight_bytes + kv)))
+    if min(caps) < 1 or sum(caps) < model.layers:
+        return
+    gpus = [parts[box].gpu for box, _ in stages]
+    for rates in (
+        [gpu.tflops * tp for gpu, (_, tp) in zip(gpus, stages, strict=True)],
+        [gpu.memory_gbps * tp for gpu, (_, tp) in zip(gpus, stages, strict=True)],
+        [gpu.memory_gib * tp for gpu, (_, tp) in zip(gpus, stages, strict=True)],
+    ):
+        yield split_layers(model.layers, rates, caps)
+
+
+def split_layers(layers: int, rates: Sequence[float], caps: Sequence[int]) -> tuple[int, ...]:
+    """Whole layers for stages of these speeds, at least 1 and at most `caps` each, so that the slowest is fastest.
+
+    Every layer goes where it hurts least, which is optimal for the slowest stage. `sum(caps)` must be at least
+    `layers`, and there must be no more stages than layers.
+    """
+    held = [1] * len(rates)
+    for _ in range(layers - len(rates)):
+        stage = min(
+            (stage for stage in range(len(rates)) if held[stage] < caps[stage]),
+            key=lambda stage: (held[stage] + 1) / rates[stage],
+        )
+        held[stage] += 1
+    return tuple(held)
