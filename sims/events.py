@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class EventOrderError(ValueError):
@@ -33,8 +33,7 @@ class Event(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """An event and when it is due, in seconds."""
 
     at: float
@@ -82,7 +81,7 @@ class EventQueue:
 
     def push(self, at: float, event: Event) -> None:
         """Let `event` happen at `at`, after everything that is already due then."""
-        if not (isfinite(at) and at >= self._now):
+        if not self._now <= at < inf:
             raise EventOrderError(f"{event!r} is due at {at} s, but it is {self._now} s already")
         heapq.heappush(self._heap, (at, self._sequence, event))
         self._sequence += 1
@@ -93,8 +92,8 @@ class EventQueue:
             return False
         self._now, _, event = heapq.heappop(self._heap)
         self._happened += 1
-        for following in event.happen(self._now):
-            self.push(following.at, following.event)
+        for at, following in event.happen(self._now):
+            self.push(at, following)
         return True
 
     def run(self, until: float = inf, *, max_events: int | None = None) -> int:
@@ -106,9 +105,11 @@ class EventQueue:
         if not until >= self._now:
             raise EventOrderError(f"cannot run until {until} s: it is {self._now} s already")
         before = self._happened
-        while self._heap and self._heap[0][0] <= until:
-            if max_events is not None and self._happened - before >= max_events:
-                raise RunawayError(f"{max_events} events happened and {len(self._heap)} still wait: {self!r}")
+        limit = inf if max_events is None else before + max_events
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            if self._happened >= limit:
+                raise RunawayError(f"{max_events} events happened and {len(heap)} still wait: {self!r}")
             self.step()
         if isfinite(until):
             self._now = until

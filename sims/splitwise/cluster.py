@@ -1,0 +1,165 @@
+"""A cluster of Splitwise machines in virtual time: what passes between them, as events of an `EventQueue`.
+
+The policies are `coordinator.pools`, and what a machine does is in `machine.py`. A KV cache moves when its prompt is
+done, at a rate that it shares with no other; where the other side has no memory for it, it tries again every second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+
+from ...coordinator.pools import Pools
+from ..events import EventQueue, Scheduled
+from ..records import Trace
+from .machine import Machine, Task
+
+__all__ = ["Cluster"]
+
+RETRY_S = 1.0
+
+
+class Cluster:
+    """Machines that serve one trace. `kv_token_s`: seconds to move the KV cache of one token."""
+
+    def __init__(self, trace: Trace, machines: Sequence[Machine], pools: Pools, *, kv_token_s: float) -> None:
+        # Plain lists: an element of an array costs three times as much to read.
+        self.arrival: list[float] = trace.arrival_s.tolist()
+        self.prompt: list[int] = trace.prompt.tolist()
+        self.output: list[int] = trace.output.tolist()
+        self.first_token = [nan] * len(trace)
+        self.last_token = [nan] * len(trace)
+        self.kv_token_s = kv_token_s
+        self.pools = pools
+        self.boxes = [_Box(self, number, machine) for number, machine in enumerate(machines)]
+        self.decodes_on = [0] * len(trace)
+        self.overtaken = 0  # events of runs that were cut short: they are passed over
+        self.retrying = 0  # KV caches that wait for memory
+        self.ended_at = 0.0
+        self._queue = EventQueue()
+
+    def run(self) -> int:
+        """Let everything happen; returns how many events that took."""
+        self._queue.push(self.arrival[0], _Arrivals(self))
+        return self._queue.run() - self.overtaken
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all that can still happen is waiting for memory, so that none will ever be released."""
+        return self.retrying == len(self._queue)
+
+    def place(self, request: int, now: float) -> list[Scheduled]:
+        """Choose the request's machines and hand it over."""
+        prompt, steps = self.prompt[request], self.output[request] - 1
+        prefill, decode = self.pools.place(prompt, steps + 1, self._waits)
+        self.decodes_on[request] = decode
+        box = self.boxes[prefill]
+        due = box.watch(box.machine.arrive(Task(request, now, prompt=prompt), now))
+        if decode == prefill and steps:
+            due += box.watch(box.machine.arrive(Task(request, now, steps=steps), now, follows=True))
+        return due
+
+    def prompt_done(self, request: int, prefill: int, now: float) -> list[Scheduled]:
+        """The first token is there; the KV cache goes where the others are made, if that is elsewhere."""
+        self.first_token[request] = now
+        self.pools.prefilled(prefill, self.prompt[request])
+        decode = self.decodes_on[request]
+        if self.output[request] == 1:
+            self.boxes[prefill].machine.release(self.prompt[request] + 1)
+            if decode != prefill:
+                self.pools.released(prefill, self.prompt[request] + 1)
+            self.request_done(request, now)
+        elif decode != prefill:
+            return _Transfer(self, request, self.boxes[prefill], self.boxes[decode]).happen(now)
+        return []
+
+    def request_done(self, request: int, now: float) -> None:
+        """The last token is there."""
+        decode = self.decodes_on[request]
+        self.last_token[request] = now
+        self.pools.finished(decode)
+        self.pools.released(decode, self.prompt[request] + self.output[request])
+
+    def _waits(self, number: int) -> bool:
+        return self.boxes[number].machine.waits
+
+
+class _Arrivals:
+    """The next request of the trace."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._next = 0
+
+    def happen(self, now: float) -> list[Scheduled]:
+        due = self._cluster.place(self._next, now)
+        self._next += 1
+        if self._next < len(self._cluster.arrival):
+            due.append(Scheduled(self._cluster.arrival[self._next], self))
+        return due
+
+
+class _Box:
+    """A machine with its number; as an event, the end of its run."""
+
+    def __init__(self, cluster: Cluster, number: int, machine: Machine) -> None:
+        self._cluster = cluster
+        self.number = number
+        self.machine = machine
+        self._ends_at = nan
+
+    def watch(self, ends_at: float | None) -> list[Scheduled]:
+        """The end of a run that started or was cut just now, if one was."""
+        if ends_at is None:
+            return []
+        self._ends_at = ends_at
+        return [Scheduled(ends_at, self)]
+
+    def happen(self, now: float) -> list[Scheduled]:
+        cluster, machine = self._cluster, self.machine
+        if now != self._ends_at:
+            cluster.overtaken += 1
+            return []
+        cluster.ended_at = now
+        self._ends_at = nan
+        due: list[Scheduled] = []
+        for task in machine.end_run():
+            if task.is_prompt:
+                due += cluster.prompt_done(task.request, self.number, now)
+            else:
+                machine.release(cluster.prompt[task.request] + cluster.output[task.request])
+                cluster.request_done(task.request, now)
+        due += self.watch(machine.start(now))
+        if machine.is_drained:
+            cluster.pools.drained(self.number)
+        return due
+
+
+class _Transfer:
+    """A KV cache on its way, or waiting for memory to go to."""
+
+    def __init__(self, cluster: Cluster, request: int, source: _Box, target: _Box) -> None:
+        self._cluster = cluster
+        self._request = request
+        self._source, self._target = source, target
+        self._moves = False
+        self._retries = False
+
+    def happen(self, now: float) -> list[Scheduled]:
+        cluster, request = self._cluster, self._request
+        prompt = cluster.prompt[request]
+        if self._moves:
+            self._source.machine.release(prompt + 1)
+            cluster.pools.released(self._source.number, prompt + 1)
+            task = Task(request, cluster.arrival[request], steps=cluster.output[request] - 1)
+            due = self._target.watch(self._target.machine.arrive(task, now))
+            return due + self._source.watch(self._source.machine.look_again(now))
+        cluster.retrying -= self._retries
+        self._moves = self._target.machine.reserve(prompt + 1)
+        if self._moves:
+            return [Scheduled(now + prompt * cluster.kv_token_s, self)]
+        if self._retries and cluster.is_stuck:
+            return []
+        self._retries = True
+        cluster.retrying += 1
+        return [Scheduled(now + RETRY_S, self)]

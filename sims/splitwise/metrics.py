@@ -1,0 +1,75 @@
+"""Figures of a run, by the definitions of the public Splitwise simulator.
+
+TBT is (E2E - TTFT) / output, over all output tokens, and so a little less than the TPOT of `Outcomes`. A slowdown is a
+figure over that of the same request alone on one DGX-A100; the paper's SLO is a limit to nine percentiles of slowdowns.
+Requests that were not completed do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...coordinator.costs.tables import SplitwiseTimes
+from ..records import Outcomes
+from .setups import A100, TENSOR_PARALLEL
+
+__all__ = ["missed_slos", "slowdowns", "summary"]
+
+Floats = NDArray[np.float64]
+
+PERCENTILES = (50, 90, 99)
+SLO: Mapping[str, tuple[float, float, float]] = {
+    "ttft": (2.0, 3.0, 6.0),
+    "tbt": (1.25, 1.5, 5.0),
+    "e2e": (1.25, 1.5, 5.0),
+}
+
+
+def summary(outcomes: Outcomes) -> dict[str, float]:
+    """`rps`, `out_tok_s` (1/s, from the first arrival to the last token) and `ttft_p50` ... `e2e_p99` (s)."""
+    done = outcomes.completed
+    arrival, output = outcomes.trace.arrival_s[done], outcomes.trace.output[done]
+    makespan_s = float(np.max(arrival + outcomes.e2e_s[done]) - np.min(arrival))
+    rates = {"rps": len(output) / makespan_s, "out_tok_s": float(np.sum(output)) / makespan_s}
+    return rates | _percentiles(_latencies(outcomes))
+
+
+def slowdowns(outcomes: Outcomes, model: str) -> dict[str, float]:
+    """`ttft_p50` ... `e2e_p99`, each over what the request takes alone on a DGX-A100.
+
+    The decode time of that is looked up by the length of the prompt, as released, in either mode.
+    """
+    alone = SplitwiseTimes(model, A100, TENSOR_PARALLEL, "released")
+    done = outcomes.completed
+    prompts, output = outcomes.trace.prompt[done], outcomes.trace.output[done]
+    ttft = np.array([alone.prefill_s(prompt, 0.0) for prompt in prompts.tolist()])
+    tbt = np.array([alone.decode_line(prompt).fixed_s for prompt in prompts.tolist()])
+    base = {"ttft": ttft, "tbt": tbt, "e2e": ttft + tbt * (output - 1)}
+    return _percentiles({name: values / base[name] for name, values in _latencies(outcomes).items()})
+
+
+def missed_slos(slowdown: Mapping[str, float]) -> list[str]:
+    """Those of the nine percentiles that are not below their limit, like `tbt_p90`."""
+    return [
+        f"{name}_p{percentile}"
+        for name, limits in SLO.items()
+        for percentile, limit in zip(PERCENTILES, limits, strict=True)
+        if not slowdown[f"{name}_p{percentile}"] < limit
+    ]
+
+
+def _latencies(outcomes: Outcomes) -> dict[str, Floats]:
+    done = outcomes.completed
+    ttft, e2e = outcomes.ttft_s[done], outcomes.e2e_s[done]
+    return {"ttft": ttft, "tbt": (e2e - ttft) / outcomes.trace.output[done], "e2e": e2e}
+
+
+def _percentiles(values: Mapping[str, Floats]) -> dict[str, float]:
+    return {
+        f"{name}_p{percentile}": float(value)
+        for name, column in values.items()
+        for percentile, value in zip(PERCENTILES, np.percentile(column, PERCENTILES), strict=True)
+    }
