@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..kernels.format import Codec
+from .planning_parsers import add_plan_options, add_sim_options
 
 __all__ = ["main"]
 
@@ -82,6 +83,14 @@ def _run(arguments: argparse.Namespace) -> int:
         from .demo import run_demo  # a second's worth of imports
 
         return run_demo(arguments)
+    if arguments.command == "plan":
+        from .plan_command import run_plan  # scipy, and nothing of the network
+
+        return run_plan(arguments)
+    if arguments.command == "sim":
+        from .sim_command import run_sim  # numpy
+
+        return run_sim(arguments)
     from .commands import COMMANDS, set_up_logging  # the same
 
     set_up_logging(arguments)
@@ -106,6 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_path(commands)
     _add_selftest(commands)
+    _add_plan(commands)
+    _add_sim(commands)
     _add_demo(commands)
     return parser
 
@@ -235,6 +246,28 @@ def _add_selftest(commands: Commands[_Parser]) -> None:
         "p2pserve selftest",
         ("text", "json"),
     )
+
+
+def _add_plan(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        "say which GPUs should form replicas, what each should do and what to expect, for a described cluster",
+        "p2pserve plan --cluster thunderserve-cloud-32 --model llama-30b --workload coding --rate 10",
+        ("table", "json"),
+    )
+    add_plan_options(parser)
+
+
+def _add_sim(commands: Commands[_Parser]) -> None:
+    parser = _command(
+        commands,
+        "sim",
+        "simulate requests against a plan, in virtual time",
+        "p2pserve sim --cluster thunderserve-cloud-32 --model llama-30b --workload coding --rate 3 --plots out",
+        ("table", "json"),
+    )
+    add_sim_options(parser)
 
 
 def _add_patience(parser: argparse.ArgumentParser) -> None:
@@ -374,6 +407,18 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         metavar="GIB",
         help="for weights and KV, at most (default: what the box has); a box without room for the whole model waits "
         "for others to hold it together with",
+    )
+    engine.add_argument(
+        "--emulate",
+        metavar="GPUS",
+        help="serve with GPUs that are only modelled, like 4xA40: real network, modelled time, made-up answers; "
+        "--model may then be one whose dimensions are known, like llama-30b",
+    )
+    engine.add_argument(
+        "--emulate-specs",
+        choices=("dense", "thunderserve-table1", "measured"),
+        default="dense",
+        help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or measured ones",
     )
     engine.add_argument(
         "--threads", type=_count, default=0, metavar="N", help="of a CPU engine (default: all cores but one)"

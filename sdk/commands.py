@@ -201,6 +201,8 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             threads=arguments.threads,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,
+            emulate=arguments.emulate,
+            emulate_specs=arguments.emulate_specs,
         ),
         drain_s=arguments.drain_s,
         engine_channel=getattr(arguments, "engine_channel", None),

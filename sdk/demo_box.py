@@ -72,8 +72,9 @@ class Box:
     def __repr__(self) -> str:
         return f"<Box {self.home} processes={len(self._children)}>"
 
-    async def start_fork_server(self, channels: int) -> None:
-        """Start the fork server all engines come from, with this many channels for `take_channel`.
+    async def start_fork_server(self, channels: int, *, emulated: bool = False) -> None:
+        """Start the fork server all engines come from, with this many channels for `take_channel`; `emulated`: one
+        without vLLM.
 
         One more stays here: the server must not end before it has seen the last of its engines end.
         """
@@ -83,7 +84,7 @@ class Box:
             self._channels.append(ours)
             theirs.append(other)
         log = self.home / "fork-server.log"
-        command, environment = fork_server_command(theirs, log=log, threads=1)
+        command, environment = fork_server_command(theirs, log=log, threads=1, emulated=emulated)
         # vLLM leaves a temporary file behind for each engine.
         environment["TMPDIR"] = str(self.home)
         descriptors = tuple(other.fileno() for other in theirs)
@@ -104,13 +105,15 @@ class Box:
 
     async def start_node(self, number: int, token: str, model: Path, codec: str) -> Greeting:
         """Start a node with an engine and wait until it has joined."""
+        options = ["--model", str(model), "--codec", codec, "--threads", "1", "--kv-cache-mib", str(KV_CACHE_MIB)]
+        return await self.join(number, token, options)
+
+    async def join(self, number: int, token: str, options: list[str]) -> Greeting:
+        """Start a node with an engine and these options of `p2pserve join`, and wait until it has joined."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
-            options = ["--model", str(model), "--codec", codec, "--threads", "1"]
-            options += ["--kv-cache-mib", str(KV_CACHE_MIB), "--engine-channel", str(descriptor)]
-            child = await self._start_node(
-                f"node {number}", ["join", *options], {"P2PSERVE_BOOTSTRAP": token}, (descriptor,)
-            )
+            arguments = ["join", *options, "--engine-channel", str(descriptor)]
+            child = await self._start_node(f"node {number}", arguments, {"P2PSERVE_BOOTSTRAP": token}, (descriptor,))
         return await self._greeting(child)
 
     async def start_measurement(self, module: str, *options: str) -> trio.Process:
@@ -124,6 +127,21 @@ class Box:
         except psutil.NoSuchProcess:
             pass  # it has ended already, and its output says why
         return child.process
+
+    def cpu_seconds(self) -> dict[int, float]:
+        """What each process that runs because of us has used of the processors so far, by id; this one too."""
+        found = {}
+        for process in (psutil.Process(), *self._tree()):
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            found[process.pid] = times.user + times.system
+        return found
+
+    def engine_logs(self) -> str:
+        """What the engines of all nodes have had to say."""
+        return "".join(path.read_text("utf-8", "replace") for path in sorted(self.home.glob("*/engine.log")))
 
     async def leave(self) -> bool:
         """Let the nodes leave, the bootstrap last. Whether all did, in time and with status 0."""
@@ -238,13 +256,15 @@ class Box:
 
 
 @asynccontextmanager
-async def open_box() -> AsyncIterator[Box]:
-    """A folder and the processes that are started in it, for the length of the body."""
+async def open_box(*, watch_memory: bool = True) -> AsyncIterator[Box]:
+    """A folder and the processes that are started in it, for the length of the body. Watching their memory costs some
+    ten milliseconds a second."""
     home = Path(tempfile.mkdtemp(prefix="p2pserve-demo-"))
     try:
         async with trio.open_nursery() as nursery:
             box = Box(home, nursery)
-            nursery.start_soon(box.watch_memory)
+            if watch_memory:
+                nursery.start_soon(box.watch_memory)
             try:
                 yield box
             finally:

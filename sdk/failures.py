@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from ..bootstrap.errors import AddressError, NetworkError, TokenError
+from ..coordinator.costs.gpus import GpuError
+from ..coordinator.costs.model_shape import ModelShapeError
+from ..coordinator.planning.cluster import ClusterError
+from ..coordinator.planning.proposals import UnservedError
+from ..coordinator.planning.space import NoPlan
+from ..coordinator.planning.workload import WorkloadError
 from ..kvtransport.errors import FiguresError
 from ..node.engine_link import EngineError
 from ..node.home import NodeError
 from ..node.models import ModelError
 from ..node.text import PromptError
+from ..sims.records import TraceError
+from ..sims.report import ReportError
+from ..sims.scenario import WorldError
+from ..sims.splitwise.setups import SetupError
 from .errors import ClientError, DemoFailed, InvalidAddress, InvalidRequest, UsageError, first_of
 
 __all__ = ["EXIT_FAILED", "EXIT_USAGE", "explain"]
@@ -24,8 +34,16 @@ _USAGE = (
     InvalidAddress,
     InvalidRequest,
     UsageError,
+    ClusterError,
+    GpuError,
+    ModelShapeError,
+    NoPlan,
+    SetupError,
+    TraceError,
+    WorkloadError,
+    WorldError,
 )
-_FAILED = (NetworkError, NodeError, EngineError, ClientError, DemoFailed)
+_FAILED = (ReportError, UnservedError, NetworkError, NodeError, EngineError, ClientError, DemoFailed)
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:

@@ -37,9 +37,7 @@ class Cell:
         """With this share of the service's traffic."""
         service = self._whole.services[self.service]
         part = replace(service, workload=replace(service.workload, rate=service.workload.rate * share))
-        return replace(
-            self._whole, cluster=self._cluster, services=(part,), pinned=self._pinned, excluded=frozenset()
-        )
+        return replace(self._whole, cluster=self._cluster, services=(part,), pinned=self._pinned, excluded=frozenset())
 
     def outward(self, solution: Solution) -> list[Group]:
         """A solution of the cell as groups of the whole."""

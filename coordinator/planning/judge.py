@@ -36,7 +36,7 @@ class Judge:
     def __init__(
         self, space: Space, *, limit: int, spent: Callable[[], bool] = never, progress: Progress | None = None
     ) -> None:
-        self._space = space
+        self.space = space
         self._spent = spent
         self._progress = progress
         self._memory: dict[Solution, Score] = {}
@@ -60,10 +60,10 @@ class Judge:
 
     def score(self, solution: Solution) -> Score:
         """Of a solution, which becomes the best if it is."""
-        key = self._space.canonical(solution)
+        key = self.space.canonical(solution)
         known = self._memory.get(key)
         if known is None:
-            known = self._memory[key] = self._space.evaluator.score(key)
+            known = self._memory[key] = self.space.evaluator.score(key)
             if known.objective > self.best_score.objective:
                 self.best, self.best_score = key, known
                 self.history.append(Improvement(self.steps, known.objective))
@@ -74,7 +74,7 @@ class Judge:
     def leader(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
         """The best of these that is above `floor`, most promising first: what its bound rules out is not scored. None
         where there is no such, or the budget ends before the first."""
-        bound = self._space.evaluator.bound
+        bound = self.space.evaluator.bound
         found: tuple[float, Solution] | None = None
         for limit, solution in sorted(((bound(one), one) for one in solutions), key=lambda item: -item[0]):
             if limit <= floor or self.over():

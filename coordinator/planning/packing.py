@@ -94,6 +94,20 @@ class Packing:
                 groups.extend(_group(boxes, replica) for replica in self._columns[number].cut)
         return solution_of(groups)
 
+    def recut(self, solution: Solution, rng: np.random.Generator) -> Solution | None:
+        """A neighbour: one or two boxes, which share no replica with others, cut in another way. None where the draw
+        finds no such boxes."""
+        column = self._columns[int(rng.integers(len(self._columns)))] if self._columns else None
+        if column is None:
+            return None
+        boxes = [int(rng.choice(self._classes[one])) for one in column.classes]
+        inside = set(boxes)
+        touched = [group for group in solution if any(box in inside for box, _ in group.slices)]
+        if len(inside) < len(boxes) or any(box not in inside for group in touched for box, _ in group.slices):
+            return None
+        rest = [group for group in solution if group not in touched]
+        return solution_of((*rest, *(_group(boxes, replica) for replica in column.cut)))
+
     @property
     def columns(self) -> int:
         """How many there are."""

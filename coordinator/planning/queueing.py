@@ -100,13 +100,15 @@ class Fleet:
 
     @classmethod
     def of(cls, behaviours: Sequence[Behaviour], classes: Classes, arrival_cv: float) -> Fleet:
-        """In the order given."""
+        """In the order given; a service without replicas has arrays without rows."""
+
+        def rows(field: str, *columns: int) -> Array:
+            return np.array([getattr(item, field) for item in behaviours], dtype=np.float64).reshape(-1, *columns)
+
+        kinds, table = len(classes.share), (len(LOADS), len(Row._fields))
         return cls(
-            classes, arrival_cv,
-            np.array([item.read for item in behaviours]), np.array([item.write for item in behaviours]),
-            np.array([item.lone_s for item in behaviours]), np.array([item.lone_sd_s for item in behaviours]),
-            np.array([item.chunks for item in behaviours]), np.array([item.spread for item in behaviours]),
-            np.array([item.max_batch for item in behaviours]), np.array([item.table for item in behaviours]),
+            classes, arrival_cv, rows("read"), rows("write"), rows("lone_s", kinds), rows("lone_sd_s", kinds),
+            rows("chunks", kinds), rows("spread"), rows("max_batch"), rows("table", *table),
         )  # fmt: skip
 
     def _row(self, index: Index, load: Array) -> Row:

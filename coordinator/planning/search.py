@@ -34,7 +34,7 @@ STEPS_PER_GPU: Final = 40
 FIRST_PASS: Final = 0.2
 """The part of the steps that the cells' first pass takes, which finds out what each can carry."""
 
-PACKINGS: Final = 16
+PACKINGS: Final = 24
 """Starts by integer programming, all but the first with rates that are off by chance."""
 
 NOISE: Final = 0.1
@@ -101,9 +101,7 @@ def search(
     return _large(space, cells_of(space, owners, CELL_GPUS), start, steps, means, lower)
 
 
-def _small(
-    space: Space, owners: dict[int, int], running: Solution | None, limit: int, means: _Means
-) -> SearchResult:
+def _small(space: Space, owners: dict[int, int], running: Solution | None, limit: int, means: _Means) -> SearchResult:
     """All of it at once: colocated solutions in several sizes, each with its phases set one group at a time, and tabu
     search from the best of those."""
     judge = Judge(space, limit=limit, spent=means.spent, progress=means.progress)
@@ -114,7 +112,7 @@ def _small(
     starts = [running or (), colocated, cuts[1] if cuts else (), *_packings(judge, packing, means.rng)]
     ranked = sorted({*starts} - {()}, key=judge.objective, reverse=True)
     good = [flip_climb(judge, space, start) for start in ranked[:CLIMBED] if not judge.over()]
-    tabu(judge, space, [*good, *ranked], means.rng)
+    tabu(judge, packing, [*good, *ranked], means.rng)
     return _result(judge, colocated)
 
 
@@ -123,7 +121,9 @@ def _packings(judge: Judge, packing: Packing, rng: np.random.Generator) -> list[
     best, level = np.zeros(packing.columns), float("-inf")
     found: list[Solution] = []
     for place in range(PACKINGS):
-        noise = best + rng.normal(0.0, NOISE if place else 0.0, packing.columns)
+        spread = 0.0 if place == 0 else 2.0 * NOISE if place < PACKINGS / 2 else NOISE
+        near = best if place >= PACKINGS / 2 else 0.0
+        noise = near + rng.normal(0.0, spread, packing.columns)
         start = packing.start(noise=np.exp(noise))
         if start:
             found.append(start)

@@ -9,15 +9,19 @@ from typing import Final
 import numpy as np
 
 from .judge import Judge
-from .moves import flips, neighbours, retilings
+from .moves import flips, neighbours
+from .packing import Packing
 from .problem import Solution
 from .space import Space
 
 __all__ = ["climb", "flip_climb", "tabu"]
 
-NEIGHBOURS: Final = 16  # looked at in a step: ThunderServe takes 10; bounds make the others cheap
+RECUTS: Final = 48  # draws of boxes that are cut in another way: most meet boxes that share replicas with others
+NEIGHBOURS: Final = 8  # looked at in a step: ThunderServe takes 10; bounds make the others cheap
 MEMORY: Final = 24  # moves that may not be undone
-PATIENCE: Final = 12  # steps without a new best until the search goes back to one of the good solutions
+DOWNHILL: Final = 3  # neighbours scored where none can be better
+FRUITLESS: Final = 50  # steps in which nothing is new until the search ends
+PATIENCE: Final = 6  # steps without a new best until the search goes back to one of the good solutions
 KEPT: Final = 4  # good solutions to go back to
 KICK: Final = 2  # random moves away from one of those
 
@@ -38,46 +42,74 @@ def flip_climb(judge: Judge, space: Space, start: Solution) -> Solution:
     return climb(judge, start, lambda here: (solution for _, solution in flips(space, here)))
 
 
-def tabu(judge: Judge, space: Space, starts: Sequence[Solution], rng: np.random.Generator) -> None:
+def tabu(judge: Judge, packing: Packing, starts: Sequence[Solution], rng: np.random.Generator) -> None:
     """Goes on from the best of `starts` until the judge's budget is used up; the judge keeps the best of all.
 
     A step goes to the best of some random neighbours, be it better or worse, but never undoes one of the last moves
     (brings back groups that one of them took away) unless that makes a new best. After some steps without a new best it
     starts again, a few moves away from one of the best solutions so far, and climbs from there.
     """
+    space = judge.space
     kept = sorted(((judge.objective(start), start) for start in starts), key=lambda item: -item[0])[:KEPT]
     level, here = kept[0]
     undone: deque[frozenset[object]] = deque(maxlen=MEMORY)
     idle = fruitless = 0
     while not judge.over():
-        before = judge.steps
-        record = judge.best_score.objective
-        allowed: list[Solution] = []
-        barred: list[Solution] = []
-        for solution in neighbours(space, here, rng, NEIGHBOURS):
-            (barred if _added(space, here, solution) in undone else allowed).append(solution)
-        found = judge.leader(barred, record) or judge.leader(allowed)
+        before, record = judge.steps, judge.best_score.objective
+        found = _step(judge, _around(packing, space, here, rng), here, level, undone)
         fruitless = fruitless + 1 if judge.steps == before else 0
-        if fruitless > PATIENCE * KEPT:
+        if fruitless > FRUITLESS:
             break  # a space so small that everything near has been seen
-        if found is None:
-            idle = PATIENCE
-        else:
+        if found is not None:
             undone.append(_added(space, found[1], here))
             level, here = found
-        if judge.best_score.objective > record:
-            idle = 0
-            kept = _with(kept, (judge.best_score.objective, judge.best))
-        else:
-            idle += 1
-        if idle >= PATIENCE:
-            idle = 0
+        idle = 0 if judge.best_score.objective > record else idle + 1
+        if idle >= PATIENCE or found is None:
             kept = _with(kept, (level, here))
-            here = _kicked(space, kept[int(rng.integers(len(kept)))][1], rng)
-            here = climb(judge, here, lambda point: retilings(space, point))
-            here = flip_climb(judge, space, here)
+            idle = 0
+            here = _kicked(packing, space, kept[int(rng.integers(len(kept)))][1], rng)
             level = judge.objective(here)
             undone.clear()
+
+
+def _step(
+    judge: Judge, around: list[Solution], here: Solution, level: float, undone: deque[frozenset[object]]
+) -> tuple[float, Solution] | None:
+    """The first neighbour that is better than `level`, else the best of those that might have been or, if none might,
+    of the most promising. What undoes a move counts only as a new best."""
+    bound = judge.space.evaluator.bound
+    hopeful: list[Solution] = []
+    others: list[tuple[float, Solution]] = []
+    for solution in around:
+        limit = bound(solution)
+        if limit > level:
+            hopeful.append(solution)
+        else:
+            others.append((limit, solution))
+    if not hopeful:
+        hopeful = [solution for _, solution in sorted(others, key=lambda item: -item[0])[:DOWNHILL]]
+    found: tuple[float, Solution] | None = None
+    for solution in hopeful:
+        if judge.over():
+            break
+        record = judge.best_score.objective
+        objective = judge.objective(solution)
+        if objective <= record and _added(judge.space, here, solution) in undone:
+            continue
+        if found is None or objective > found[0]:
+            found = (objective, solution)
+        if objective > level:
+            break
+    return found
+
+
+def _around(packing: Packing, space: Space, here: Solution, rng: np.random.Generator) -> list[Solution]:
+    """Random neighbours, a part of them recut boxes."""
+    recut = [packing.recut(here, rng) for _ in range(RECUTS)]
+    found = dict.fromkeys(one for one in recut if one is not None and one != here)
+    found.update(dict.fromkeys(neighbours(space, here, rng, NEIGHBOURS)))
+    around = list(found)
+    return [around[int(place)] for place in rng.permutation(len(around))]
 
 
 def _added(space: Space, old: Solution, new: Solution) -> frozenset[object]:
@@ -91,8 +123,8 @@ def _with(kept: list[tuple[float, Solution]], one: tuple[float, Solution]) -> li
     return ordered[:KEPT]
 
 
-def _kicked(space: Space, solution: Solution, rng: np.random.Generator) -> Solution:
+def _kicked(packing: Packing, space: Space, solution: Solution, rng: np.random.Generator) -> Solution:
     for _ in range(KICK):
-        near = neighbours(space, solution, rng, 1)
-        solution = near[0] if near else solution
+        around = _around(packing, space, solution, rng)
+        solution = around[0] if around else solution
     return solution

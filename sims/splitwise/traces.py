@@ -102,7 +102,11 @@ def draw_trace(lengths: Sequence[tuple[int, int]], *, source: str, rate: float, 
 
 def _records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Line number and the fields of `columns`, of each line of a CSV file with a header."""
-    with path.open(encoding="utf-8", newline="") as file:
+    try:
+        opened = path.open(encoding="utf-8", newline="")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    with opened as file:
         reader = csv.reader(file)
         header = next(reader, [])
         missing = [name for name in columns if name not in header]

@@ -1,5 +1,6 @@
 """Routes: tables for each preference, properties for exclusion and for the shares of the plan."""
 
+import random
 from collections import Counter
 
 import msgspec
@@ -16,6 +17,7 @@ from p2pserve.coordinator import (
     Plan,
     Replica,
     Route,
+    Router,
     Stage,
     route,
 )
@@ -32,8 +34,8 @@ def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float]) -> 
     return Plan(epoch=2, version=5, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=())
 
 
-def load(peer: str, running: int = 0, waiting: int = 0, free: int = 10_000) -> Load:
-    return Load(peer=peer, running=running, waiting=waiting, kv_free_tokens=free)
+def load(replica: str, running: int = 0, waiting: int = 0, free: int = 10_000) -> Load:
+    return Load(replica=replica, running=running, waiting=waiting, kv_free_tokens=free)
 
 
 TWO_BY_TWO = plan_of(
@@ -77,7 +79,7 @@ def test_no_route_says_so_in_one_line() -> None:
     assert text == "no box can take a request for llama: all 1 replicas of plan 2.5 are excluded (m, x)"
 
 
-def test_a_replica_is_as_busy_as_its_head_and_goes_with_its_first_lost_box() -> None:
+def test_a_replica_is_as_busy_as_it_reports_and_goes_with_its_first_lost_box() -> None:
     stages = (
         Stage(peer="a", tp=1, first_layer=0, last_layer=2),
         Stage(peer="b", tp=1, first_layer=2, last_layer=4),
@@ -86,11 +88,11 @@ def test_a_replica_is_as_busy_as_its_head_and_goes_with_its_first_lost_box() -> 
     short = Replica(id="c", phase=M, stages=(Stage(peer="c", tp=1, first_layer=0, last_layer=4),))
     pairings = tuple(Pairing(prefill=item, decode=item, weight=0.5) for item in ("ab", "c"))
     plan = Plan(epoch=1, version=1, service="s", replicas=(long, short), pairings=pairings, codec="raw", why=())
-    assert route(plan, [load("a", 3), load("c", 2)], prompt_tokens=1).decode == "c"
-    assert route(plan, [load("a", free=1), load("c", 2)], prompt_tokens=10).decode == "c"
+    assert route(plan, [load("ab", 3), load("c", 2)], prompt_tokens=1).decode == "c"
+    assert route(plan, [load("ab", free=1), load("c", 2)], prompt_tokens=10).decode == "c"
     other_stage = load("b", 5, free=0)  # it schedules nothing itself
-    assert route(plan, [load("a"), other_stage, load("c", 2)], prompt_tokens=10).decode == "ab"
-    found = route(plan, [load("a"), load("b"), load("c", 2)], prompt_tokens=1, exclude=frozenset("b"))
+    assert route(plan, [load("ab"), other_stage, load("c", 2)], prompt_tokens=10).decode == "ab"
+    found = route(plan, [load("ab"), load("b"), load("c", 2)], prompt_tokens=1, exclude=frozenset("b"))
     assert found == Route(prefill=None, decode="c")
 
 
@@ -103,7 +105,7 @@ def test_a_pair_without_weight_is_not_used() -> None:
 def test_a_load_counts_things(field: str) -> None:
     with pytest.raises(LoadError, match="negative"):
         load("a", **{field: -1})
-    with pytest.raises(LoadError, match="peer"):
+    with pytest.raises(LoadError, match="replica"):
         load("")
 
 
@@ -141,7 +143,7 @@ def test_a_replica_that_reads_the_whole_prompt_itself_splits_nothing() -> None:
 
 counts = st.integers(min_value=0, max_value=50)
 peers = st.sampled_from(["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"])
-reports = st.lists(st.builds(load, peers, counts, counts, st.integers(0, 300)), unique_by=lambda item: item.peer)
+reports = st.lists(st.builds(load, peers, counts, counts, st.integers(0, 300)), unique_by=lambda item: item.replica)
 plans = st.sampled_from([ALONE, TWO_BY_TWO, WITH_MIXED])
 
 
@@ -156,3 +158,63 @@ def test_excluded_boxes_are_never_used(plan: Plan, loads: list[Load], exclude: f
     assert found.prefill is None or found.prefill in set(plan.peers) - exclude
     assert found.prefill != found.decode
     assert route(plan, loads[::-1], prompt_tokens=tokens, exclude=exclude) == found
+
+
+def plainly(plan: Plan, loads: list[Load], tokens: int, exclude: frozenset[str]) -> tuple[str | None, str] | None:
+    """The rule as one would say it: all candidates of the best kind that has any, the least of them."""
+    usable = {item.id: item for item in plan.replicas if exclude.isdisjoint(item.peers)}
+    told = {load.replica: load for load in loads if load.replica in usable}
+    busiest = max((load.outstanding for load in told.values()), default=0)
+    queue = {name: told[name].outstanding + 1 if name in told else busiest + 1 for name in usable}
+    unfit = {name: name in told and told[name].kv_free_tokens < tokens for name in usable}
+    pairs = [pair for pair in plan.pairings if pair.weight and pair.prefill in usable and pair.decode in usable]
+    total, x = sum(pair.weight for pair in pairs), Counter[str]()
+    for pair in pairs:
+        x[pair.prefill] += pair.weight  # type: ignore[assignment]  # a Counter of shares
+    ranked = [
+        (
+            unfit[pair.prefill] + unfit[pair.decode],
+            queue[pair.prefill] / (x[pair.prefill] / total) + queue[pair.decode] / (pair.weight / x[pair.prefill]),
+            (pair.prefill, pair.decode),
+        )
+        for pair in pairs
+    ]
+    if ranked:
+        prefill, decode = min(ranked)[2]
+        return (None if prefill == decode else prefill, decode)
+    ends = {name: [pair.weight for pair in plan.pairings if name in (pair.prefill, pair.decode)] for name in usable}
+    for kinds in ((D, M), (P,)):
+        alone = [(unfit[name], queue[name] / sum(ends[name]), name) for name in usable if usable[name].phase in kinds]
+        if alone:
+            return (None, min(alone)[2])
+    return None
+
+
+def test_a_router_decides_as_the_rule_says_whatever_it_heard_before() -> None:
+    rng = random.Random(5)
+    names = ["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"]
+    for plan in (ALONE, TWO_BY_TWO, WITH_MIXED):
+        router = Router(plan)
+        for _ in range(200):
+            told = rng.sample(names, rng.randint(0, len(names)))
+            loads = [load(name, rng.randint(0, 4), rng.randint(0, 4), rng.choice((0, 100, 200))) for name in told]
+            exclude = frozenset(rng.sample(names, rng.choice((0, 0, 1, 2, 3))))
+            tokens = rng.choice((1, 150, 250))
+            router.report(loads)
+            expected = plainly(plan, loads, tokens, exclude)
+            if expected is None:
+                with pytest.raises(NoRoute):
+                    router.route(tokens, exclude)
+            else:
+                found = router.route(tokens, exclude)
+                assert (found.prefill, found.decode) == expected
+
+
+def test_a_note_changes_one_replica_alone() -> None:
+    router = Router(TWO_BY_TWO)
+    router.report([load("p1"), load("p2"), load("d1"), load("d2")])
+    assert router.route(1).decode == "d1"
+    router.note("d1", 5, 10_000)
+    assert router.route(1) == Route(prefill="p1", decode="d2", split=1)
+    router.note("d2", 0, 0)  # the prompt would have to wait there
+    assert router.route(1).decode == "d1"

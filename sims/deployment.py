@@ -1,0 +1,210 @@
+"""A service at work: its plan, the engines of its replicas, and the router that knows how busy they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple, final
+
+import numpy as np
+
+from ..coordinator.dispatch import Dispatcher, dispatcher
+from ..coordinator.plan import Plan, Replica
+from ..coordinator.planning.cluster import Cluster
+from ..coordinator.planning.workload import Service
+from ..coordinator.router import Route
+from .engine import Engine
+from .events import Scheduled
+from .handover import Handover, Ways, ways_between
+from .outcomes import ReplicaOutcome, ServiceLog
+from .scenario import ServiceRun, SimSettings, WorldError
+from .sequence import Sequence
+
+__all__ = ["NEVER", "Assignment", "Deployment", "Host", "Request", "Split", "check_plans"]
+
+NEVER: Final = -1.0
+
+Woke = Callable[["Host", float], list[Scheduled]]
+"""What happens when a replica wants to go on, and what follows from it."""
+
+
+@final
+class Host:
+    """A replica at work. As an event, it is its engine's alarm."""
+
+    __slots__ = ("_woke", "alarm", "engine", "lost", "number", "outstanding", "replica", "service", "stranded")
+
+    def __init__(self, number: int, service: int, replica: Replica, engine: Engine, woke: Woke) -> None:
+        self.number = number
+        self.service = service
+        self.replica = replica
+        self.engine = engine
+        self.alarm = NEVER  # the moment at which the queue wakes it next
+        self.outstanding = 0
+        self.lost = False  # with one of its boxes
+        self.stranded: list[Request] = []  # were here then, or were sent here before it was noticed
+        self._woke = woke
+
+    def happen(self, now: float) -> Iterable[Scheduled]:
+        """Its engine wants to go on, unless it has changed its mind since."""
+        if self.engine.wake_at != now:
+            return ()
+        self.alarm = NEVER
+        return self._woke(self, now)
+
+    def outcome(self, service: str) -> ReplicaOutcome:
+        """What it has done."""
+        return ReplicaOutcome(
+            id=self.replica.id,
+            service=service,
+            phase=self.replica.phase,
+            boxes=self.replica.peers,
+            times=self.engine.times.source,
+            tally=self.engine.tally,
+            blocks=self.engine.blocks,
+        )
+
+
+@final
+class Request:
+    """One that has come and has not ended. `written` tokens its gateway has got, as of its latest route or the end of
+    reading; the first of them came at `first_at`, which may lie ahead by a step."""
+
+    __slots__ = ("arrival", "first_at", "output", "prompt", "row", "service", "written")
+
+    def __init__(self, service: int, row: int, arrival: float, prompt: int, output: int) -> None:
+        self.service = service
+        self.row = row
+        self.arrival = arrival
+        self.prompt = prompt
+        self.output = output
+        self.written = 0
+        self.first_at: float | None = None
+
+
+class Split(NamedTuple):
+    """The reading half of a request whose prompt is read elsewhere, until its KV has landed."""
+
+    prefill: Host
+    reader: Sequence
+    handover: Handover
+
+
+@final
+class Assignment:
+    """A request on its route: who writes its answer, and who reads its prompt if that is another."""
+
+    __slots__ = ("decode", "prefill_number", "request", "split", "writer")
+
+    def __init__(self, request: Request, decode: Host, writer: Sequence, split: Split | None) -> None:
+        self.request = request
+        self.decode = decode
+        self.writer = writer
+        self.split = split
+        self.prefill_number = decode.number if split is None else split.prefill.number
+
+    def sides(self) -> Iterator[tuple[Host, Sequence]]:
+        """The replicas that take part, each with its sequence."""
+        if self.split is not None:
+            yield self.split.prefill, self.split.reader
+        yield self.decode, self.writer
+
+
+@final
+class Deployment:
+    """See the module. `excluded` are the boxes and replicas that requests must not be sent to."""
+
+    def __init__(self, number: int, run: ServiceRun, cluster: Cluster, settings: SimSettings) -> None:
+        self.number = number
+        self.service: Service = run.service
+        self.trace = run.trace
+        self.plan = run.plan
+        self.hosts: dict[str, Host] = {}
+        self.backlog: deque[Request] = deque()  # nobody can take them now
+        self.log = ServiceLog(run)
+        self.token_bytes = run.service.model.kv_bytes_per_token * run.service.kv_bits / 16.0
+        self._cluster = cluster
+        self._settings = settings
+        self._rng = np.random.default_rng((settings.seed, number))
+        self._dispatcher: Dispatcher = dispatcher(run.plan, settings.dispatch, self._rng)
+        self._excluded: frozenset[str] = frozenset()
+        self._not_ready: set[str] = set()
+        self._missing: frozenset[str] = frozenset()
+        self._changed: dict[str, Host] = {}  # since the router last heard of them
+        self._ways: dict[tuple[str, str], Ways] = {}
+        self.check_links()
+
+    def route(self, tokens: int) -> Route:
+        """By the loads as they are now. Raises NoRoute."""
+        for name, host in self._changed.items():
+            self._dispatcher.note(name, host.outstanding, host.engine.free_tokens)
+        self._changed.clear()
+        return self._dispatcher.route(tokens, self._excluded)
+
+    def changed(self, host: Host) -> None:
+        """The load of this replica is another than before."""
+        if self.hosts.get(host.replica.id) is host:
+            self._changed[host.replica.id] = host
+
+    def ways(self, prefill: Replica, decode: Replica) -> Ways:
+        """How KV gets from one to the other."""
+        key = (prefill.id, decode.id)
+        found = self._ways.get(key)
+        if found is None:
+            found = self._ways[key] = ways_between(self._cluster, prefill, decode)
+        return found
+
+    def check_links(self) -> None:
+        """Raise WorldError for a pair of replicas that the plan gives requests and no link joins."""
+        by_id = {replica.id: replica for replica in self.plan.replicas}
+        for pair in self.plan.pairings:
+            if pair.prefill != pair.decode and pair.weight > 0.0:
+                self.ways(by_id[pair.prefill], by_id[pair.decode])
+
+    def boxes_missing(self, missing: frozenset[str]) -> None:
+        """It is known now that these boxes are not there."""
+        self._missing = missing
+        self._excluded = missing | self._not_ready
+
+    def ready(self, replica: str) -> None:
+        """A replica has loaded its weights."""
+        self._not_ready.discard(replica)
+        self._excluded = self._missing | self._not_ready
+
+    def follow(self, plan: Plan, start: Callable[[Replica], Host]) -> tuple[list[Host], list[Host]]:
+        """Follow another plan. Returns the hosts that it has no use for, and those that `start` made, which are not
+        used before they are told to be `ready`.
+
+        A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are now.
+        """
+        running = {host.replica.stages: host for host in self.hosts.values()}
+        self.hosts, begun = {}, []
+        for replica in plan.replicas:
+            host = running.pop(replica.stages, None)
+            if host is None:
+                host = start(replica)
+                begun.append(host)
+            host.replica = replica
+            self.hosts[replica.id] = host
+        old = self._not_ready
+        self._not_ready = {host.replica.id for host in begun} | (old & self.hosts.keys())
+        self.plan = plan
+        self._dispatcher = dispatcher(plan, self._settings.dispatch, self._rng)
+        self._ways.clear()
+        self._changed = dict(self.hosts)
+        self.boxes_missing(self._missing)
+        self.check_links()
+        return list(running.values()), begun
+
+
+def check_plans(cluster: Cluster, plans: Iterable[Plan]) -> None:
+    """Raise ClusterError for a box that is not there, WorldError for a GPU in two plans."""
+    owner: dict[tuple[str, int], str] = {}
+    for plan in plans:
+        for replica in plan.replicas:
+            for peer, gpu in replica.gpus:
+                if gpu >= cluster.boxes[cluster.index(peer)].gpus:
+                    raise WorldError(f"replica {replica.id}: box {peer} has no GPU {gpu}")
+                other = owner.setdefault((peer, gpu), plan.service)
+                if other != plan.service:
+                    raise WorldError(f"GPU {gpu} of box {peer} is in the plans of {other} and {plan.service}")

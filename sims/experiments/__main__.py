@@ -1,0 +1,56 @@
+"""Run experiments and write their pages: `python -m p2pserve.sims.experiments --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import process_time
+from typing import Final
+
+from .links import links
+from .page import Page, write_page
+from .setting import Scope
+
+EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
+    experiment.__name__: experiment for experiment in (links,)
+}
+EPILOG: Final = """\
+exit codes: 0 written; 1 a page could not be written; 2 wrong input"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m p2pserve.sims.experiments",
+        description="ThunderServe's figures and tables from this project's planner and simulator.",
+        epilog=EPILOG,
+    )
+    names = [*EXPERIMENTS, "all"]
+    parser.add_argument("name", nargs="*", choices=names, default="all", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the pages (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a look at whether it works; the figures say little")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (%(default)s)")
+    arguments = parser.parse_args(argv)
+    scope = Scope.quick() if arguments.quick else Scope()
+    chosen = list(EXPERIMENTS) if "all" in arguments.name else list(dict.fromkeys(arguments.name))
+    for name in chosen:
+        start = process_time()
+        page = EXPERIMENTS[name](scope)
+        try:
+            write_page(page, arguments.out)
+        except (OSError, ImportError) as error:
+            sys.stderr.write(f"experiments: error: {arguments.out}: {error}\n")
+            return 1
+        if arguments.format == "json":
+            sys.stdout.write(json.dumps(page.records()) + "\n")
+        else:
+            sys.stdout.write(f"{arguments.out / name}.md: {process_time() - start:.0f} CPU s\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

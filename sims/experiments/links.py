@@ -1,0 +1,197 @@
+"""What the link between two boxes decides: Table 5 and appendix H, Table 8, and figure 18."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...coordinator.costs.gpus import Specs
+from ...coordinator.costs.model_shape import model_shape
+from ...coordinator.dispatch import Dispatch
+from ...coordinator.plan import Phase, Plan
+from ...coordinator.planning.cluster import Cluster
+from ...coordinator.planning.cluster_file import packaged_cluster
+from ...coordinator.planning.evaluator import LowerLevel
+from ...coordinator.planning.problem import Problem, Solution
+from ...coordinator.planning.search import search
+from ...coordinator.planning.workload import Service, Workload
+from ..records import Trace
+from ..scenario import SimSettings
+from .page import Page, Row, Table
+from .setting import COLUMNS, Scope, group, propose, run, shapes
+
+__all__ = ["LinkRow", "ShareRow", "links"]
+
+PROMPT: Final = 1024
+OUTPUT: Final = 64
+SHORT: Final = 16
+"""Tokens of output where the KV's part of a request is looked at, as in the paper's figure 1."""
+BURST: Final = 300
+ENDLESS: Final = 1000.0
+"""Requests per second, which are more than anything here can serve: the plan with the most throughput is wanted."""
+BITS: Final = {"4 bit": 4.5, "16 bit": 16.0}
+
+
+class _Case(NamedTuple):
+    """A deployment on links of so many Gb/s, `solution` None for the search's own, and what the paper has for it:
+    prefill, KV and decode in ms, and tokens per second."""
+
+    gbps: int
+    deployment: str
+    solution: Solution | None
+    bits: str
+    paper: tuple[float, float, float, float] | None
+
+
+REMARKS: Final = ("-",)
+
+
+class LinkRow(Row):
+    """One deployment: a request that is alone (ms), and the tokens per second, in and out, when they never end."""
+
+    column: str
+    link_Gbps: int
+    deployment: str
+    KV: str
+    replicas: str
+    prefill_ms: float
+    KV_ms: float
+    decode_ms: float
+    tokens_per_s: float
+    over_baseline: float
+    paper_ms: str
+    paper_tokens_per_s: str
+
+
+class ShareRow(Row):
+    """The KV transfer's part of one request's end-to-end time, when it starts after the prompt is read."""
+
+    column: str
+    prompt: int
+    output: int
+    share_16_bit: str
+    share_4_bit: str
+    paper: str = "16-30 % at 16 bit, 4-9 % at 4 bit"
+
+
+def links(scope: Scope) -> Page:
+    """All tables."""
+    rows = [row for specs in COLUMNS for row in _rows(specs, scope)]
+    shares = [_share(specs, prompt) for specs in COLUMNS for prompt in (512, 1024, 2048)]
+    return Page(
+        name="links",
+        title="The link between two boxes",
+        assumes=(
+            f"LLaMA-30B on 4 A40 and 4 3090Ti (appendix H), prompts of {PROMPT} tokens as there and {OUTPUT} tokens of "
+            "output: the paper does not print that number, and 1126 ms of decoding are 64 steps at the 17.6 ms that "
+            "LLaMA-30B's weights take four 3090Ti. 4 bit is kv4, 4.5 bits with its overhead. A request that is alone, "
+            "with its KV sent after the prompt (as the paper's serial figures are); then {BURST} requests at once, KV layer "
+            "by layer. GPU columns: the paper's Table 1, and datasheet times measured share."
+        ),
+        tables=(
+            Table("Tables 5 and 8", rows, "The row `planned` is what the search chooses for the most throughput."),
+            Table("Figure 18", shares, "LLaMA-7B, one A5000 to the other over 40 Gb/s."),
+        ),
+        remarks=REMARKS,
+    )
+
+
+def _rows(specs: Specs, scope: Scope) -> list[LinkRow]:
+    rows: list[LinkRow] = []
+    for gbps in (40, 5):
+        cluster = packaged_cluster(f"thunderserve-h-{gbps}gbps", specs)
+        for case in _cases(cluster, gbps):
+            rows.append(_row(cluster, case, rows[-1].tokens_per_s / rows[-1].over_baseline if rows else None, scope))
+    return rows
+
+
+def _cases(cluster: Cluster, gbps: int) -> list[_Case]:
+    """The deployments of figure 17."""
+    a40, ti = (box.id for box in cluster.boxes)
+    baseline = (group(cluster, Phase.MIXED, {a40: 4}), group(cluster, Phase.MIXED, {ti: 4}))
+    apart = (group(cluster, Phase.PREFILL, {a40: 4}), group(cluster, Phase.DECODE, {ti: 4}))
+    across = tuple(group(cluster, phase, {a40: 2, ti: 2}) for phase in (Phase.PREFILL, Phase.DECODE))
+    fast = gbps == 40
+    return [
+        _Case(gbps, "baseline: each box does both", baseline, "4 bit", (884, 0, 1689, 1610)),
+        _Case(gbps, "A40 read, 3090Ti write", apart, "4 bit", (698, 133, 1126, 3292) if fast else None),
+        _Case(gbps, "A40 read, 3090Ti write", apart, "16 bit", (684, 584, 1108, 2450) if fast else None),
+        _Case(gbps, "2 A40 + 2 3090Ti each", across, "4 bit", None if fast else (964, 41, 1846, 2196)),
+        _Case(gbps, "planned", None, "4 bit", None),
+    ]
+
+
+def _row(cluster: Cluster, case: _Case, baseline: float | None, scope: Scope) -> LinkRow:
+    problem = _problem(cluster, BITS[case.bits])
+    solution = case.solution
+    if solution is None:
+        evaluator = LowerLevel(problem)
+        solution = search(problem, evaluator, rng=np.random.default_rng(0), limit=scope.steps).solution
+    plan = propose(problem, solution).plan
+    read, sent, written = _lone_ms(problem, plan, PROMPT, OUTPUT)
+    rate = _tokens_s(problem, plan)
+    return LinkRow(
+        column=cluster.boxes[0].gpu.specs.value,
+        link_Gbps=case.gbps,
+        deployment=case.deployment,
+        KV=case.bits,
+        replicas="; ".join(f"{phase}: {text}" for phase, text in shapes(plan, cluster).items() if text != "-"),
+        prefill_ms=read,
+        KV_ms=sent,
+        decode_ms=written,
+        tokens_per_s=rate,
+        over_baseline=rate / (baseline or rate),
+        paper_ms="/".join(f"{figure:.0f}" for figure in case.paper[:3]) if case.paper else "-",
+        paper_tokens_per_s=f"{case.paper[3]:.0f}" if case.paper else "-",
+    )
+
+
+def _problem(cluster: Cluster, kv_bits: float) -> Problem:
+    lengths = np.full(16, PROMPT), np.full(16, OUTPUT)
+    workload = Workload(name=f"{PROMPT} in, {OUTPUT} out", prompts=lengths[0], outputs=lengths[1], rate=ENDLESS)
+    service = Service(name="s", model=model_shape("llama-30b"), workload=workload, kv_bits=kv_bits)
+    return Problem(cluster=cluster, services=(service,), pinned={})
+
+
+def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[float, float, float]:
+    """Reading, KV on its way, and writing, of a request that is alone: the mean over the pairs of the plan."""
+    total = np.zeros(3)
+    for pair in plan.pairings:
+        only = msgspec.structs.replace(plan, pairings=(msgspec.structs.replace(pair, weight=1.0),))
+        found = run(problem, only, _requests(1, prompt, output), SimSettings(layerwise=False, dispatch=Dispatch.SHARES))
+        read, sent = float(found.outcomes.ttft_s[0]), float(found.kv_s[0])
+        total += pair.weight * np.array([read, sent, float(found.outcomes.e2e_s[0]) - read - sent])
+    figures = (1e3 * total).tolist()
+    return figures[0], figures[1], figures[2]
+
+
+def _tokens_s(problem: Problem, plan: Plan) -> float:
+    """In and out, when BURST requests come at once."""
+    found = run(problem, plan, _requests(BURST, PROMPT, OUTPUT), SimSettings(dispatch=Dispatch.SHARES))
+    return BURST * (PROMPT + OUTPUT) / float(found.outcomes.e2e_s.max())
+
+
+def _requests(count: int, prompt: int, output: int) -> Trace:
+    return Trace(
+        ids=np.arange(count), arrival_s=np.zeros(count), prompt=np.full(count, prompt), output=np.full(count, output),
+        lengths=f"{prompt} in, {output} out", arrivals="all at once",
+    )  # fmt: skip
+
+
+def _share(specs: Specs, prompt: int) -> ShareRow:
+    cluster = packaged_cluster("thunderserve-2xa5000", specs)
+    reader, writer = (box.id for box in cluster.boxes)
+    solution = (group(cluster, Phase.PREFILL, {reader: 1}), group(cluster, Phase.DECODE, {writer: 1}))
+    parts: dict[str, str] = {}
+    for name, bits in BITS.items():
+        problem = _problem(cluster, bits)
+        service = replace(problem.services[0], model=model_shape("llama-7b"))
+        problem = replace(problem, services=(service,))
+        read, sent, written = _lone_ms(problem, propose(problem, solution).plan, prompt, SHORT)
+        parts[name] = f"{sent / (read + sent + written):.1%}"
+    return ShareRow(
+        column=specs.value, prompt=prompt, output=SHORT, share_16_bit=parts["16 bit"], share_4_bit=parts["4 bit"]
+    )

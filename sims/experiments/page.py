@@ -1,0 +1,107 @@
+"""What an experiment leaves behind: a page of tables and remarks for people, its rows for programs, and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["Curves", "Page", "Row", "Table", "write_page"]
+
+COMMAND: Final = "python -m p2pserve.sims.experiments"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the rows of all tables. A field's name is its heading, with blanks for underscores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of one type under a title, with a line that says what to look at."""
+
+    title: str
+    rows: Sequence[Row]
+    about: str = ""
+
+    def markdown(self) -> str:
+        """The whole table, title and all."""
+        fields = self.rows[0].__struct_fields__
+        lines = [f"## {self.title}", "", *([self.about, ""] if self.about else [])]
+        lines.append("| " + " | ".join(field.replace("_", " ") for field in fields) + " |")
+        lines.append("|" + " --- |" * len(fields))
+        lines += ["| " + " | ".join(_cell(getattr(row, field)) for field in fields) + " |" for row in self.rows]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A picture: lines by name, as (x, y), on axes with labels. It is written as `<file>.png`."""
+
+    file: str
+    x: str
+    y: str
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]]
+    marker: str = "."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """`assumes`: lengths, arrivals, GPU columns and links that went in; `remarks`: what agrees, what does not, why."""
+
+    name: str
+    title: str
+    assumes: str
+    tables: tuple[Table, ...]
+    remarks: tuple[str, ...]
+    curves: tuple[Curves, ...] = ()
+
+    def markdown(self) -> str:
+        """The page; it names the command that makes it again."""
+        parts = [f"# {self.title}", self.assumes, f"    {COMMAND} {self.name}"]
+        parts += [table.markdown() for table in self.tables]
+        parts += [f"![{curve.y} over {curve.x}]({curve.file}.png)" for curve in self.curves]
+        parts += ["## What agrees, what does not, and why", "\n".join(f"- {remark}" for remark in self.remarks)]
+        return "\n\n".join(parts) + "\n"
+
+    def records(self) -> dict[str, Any]:
+        """All rows, for programs."""
+        return {
+            "experiment": self.name,
+            "assumes": self.assumes,
+            "tables": {table.title: msgspec.to_builtins(table.rows) for table in self.tables},
+        }
+
+
+def write_page(page: Page, folder: Path) -> None:
+    """`<name>.md`, `<name>.json` and the pictures. Raises OSError, or ImportError where matplotlib is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{page.name}.md").write_text(page.markdown(), encoding="utf-8")
+    encoded = msgspec.json.format(msgspec.json.encode(page.records()), indent=1)
+    (folder / f"{page.name}.json").write_bytes(encoded + b"\n")
+    for curve in page.curves:
+        _draw(curve, folder / f"{curve.file}.png")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if isfinite(value) and abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+def _draw(curves: Curves, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # of the extra `plots`, and slow to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, (x, y) in curves.lines.items():
+        axes.plot(x, y, marker=curves.marker, label=name)
+    axes.set(xlabel=curves.x, ylabel=curves.y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110, metadata={"Software": None})

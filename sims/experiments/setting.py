@@ -1,0 +1,196 @@
+"""What all experiments share: the paper's clusters and workloads as problems, plans for them, and simulated runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+from ...coordinator.costs.gpus import Specs
+from ...coordinator.costs.model_shape import model_shape
+from ...coordinator.dispatch import Dispatch
+from ...coordinator.plan import Phase, Plan
+from ...coordinator.planning.cluster import Cluster
+from ...coordinator.planning.cluster_file import packaged_cluster
+from ...coordinator.planning.evaluator import LowerLevel
+from ...coordinator.planning.problem import Group, Problem, Proposal, Slice, Solution
+from ...coordinator.planning.search import SearchResult, search
+from ...coordinator.planning.slo import scaled_slo
+from ...coordinator.planning.workload import Service, Workload
+from ..outcomes import ServiceOutcome, attainment
+from ..records import Trace
+from ..scenario import ServiceRun, SimSettings
+from ..workloads import Lengths, azure, draw
+from ..world import simulate
+
+__all__ = [
+    "CLOUD", "COLUMNS", "TARGET", "WORKLOADS", "Case", "Planned", "Scope", "counts", "group", "highest_rate", "lengths",
+    "outcome", "planned", "propose", "run", "shapes", "spread",
+]  # fmt: skip
+
+CLOUD: Final = "thunderserve-cloud-32"
+WORKLOADS: Final = ("coding", "conversation")
+COLUMNS: Final = (Specs.TABLE1, Specs.MEASURED)
+TARGET: Final = 0.9
+BRACKET: Final = (0.2, 1.4)
+"""Where the highest rate is looked for, as multiples of what the planner expects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """How much of everything: seeds, seconds of arrivals in a run, evaluations of a search, halvings of a rate."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    seconds: float = 200.0
+    steps: int = 600
+    halvings: int = 5
+
+    @classmethod
+    def quick(cls) -> Scope:
+        """To see that everything works; its figures say little."""
+        return cls(seeds=(0,), seconds=20.0, steps=25, halvings=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A problem by its names. `scale`: deadlines as multiples of a lone request's times on A100s. `gbps`: between
+    boxes, instead of the cluster file's. `mixed_only`: no replica of one phase, which is colocated serving."""
+
+    cluster: str = CLOUD
+    specs: Specs = Specs.TABLE1
+    model: str = "llama-30b"
+    workload: str
+    rate: float
+    scale: float = 5.0
+    gbps: float | None = None
+    kv_bits: float = 4.5
+    mixed_only: bool = False
+
+    def problem(self) -> Problem:
+        """What it names."""
+        cluster = packaged_cluster(self.cluster, self.specs)
+        if self.gbps is not None:
+            cluster = replace(cluster, gbps=np.where(cluster.gbps > 0.0, self.gbps, 0.0))
+        drawn, model = lengths(self.workload), model_shape(self.model)
+        workload = Workload(name=drawn.source, prompts=drawn.prompt, outputs=drawn.output, rate=self.rate)
+        service = Service(
+            name=self.workload, model=model, workload=workload, kv_bits=self.kv_bits,
+            slo=scaled_slo(model, workload, self.scale, TARGET),
+        )  # fmt: skip
+        pinned = {box.id: Phase.MIXED for box in cluster.boxes} if self.mixed_only else {}
+        return Problem(cluster=cluster, services=(service,), pinned=pinned)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """What the search found for a problem."""
+
+    problem: Problem
+    found: SearchResult
+    proposal: Proposal
+
+    @property
+    def plan(self) -> Plan:
+        """The finished plan."""
+        return self.proposal.plan
+
+
+@cache
+def lengths(workload: str) -> Lengths:
+    """Of Azure's traces, by the name of the workload."""
+    return azure(workload).lengths
+
+
+@cache
+def planned(case: Case, steps: int, seed: int = 0) -> Planned:
+    """The plan of a case after so many evaluations; found once and remembered."""
+    problem = case.problem()
+    evaluator = LowerLevel(problem)
+    found = search(problem, evaluator, rng=np.random.default_rng(seed), limit=steps)
+    (proposal,) = evaluator.propose(found.solution, epoch=0, version=1)
+    return Planned(problem, found, proposal)
+
+
+def propose(problem: Problem, solution: Solution) -> Proposal:
+    """The lower level's plan for groups that are given."""
+    (proposal,) = LowerLevel(problem).propose(tuple(sorted(solution)), epoch=0, version=1)
+    return proposal
+
+
+def group(cluster: Cluster, phase: Phase, gpus: Mapping[str, int]) -> Group:
+    """A group of so many GPUs of each box, by the box's id."""
+    return Group(tuple(sorted(Slice(cluster.index(box), count) for box, count in gpus.items())), phase)
+
+
+def outcome(
+    problem: Problem,
+    plan: Plan,
+    scope: Scope,
+    seed: int,
+    *,
+    rate: float | None = None,
+    dispatch: Dispatch = Dispatch.SHARES,
+) -> ServiceOutcome:
+    """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All plans meet the same
+    requests at the same seed and rate."""
+    service = problem.services[0]
+    workload = service.workload
+    drawn = Lengths(workload.prompts, workload.outputs, workload.name)
+    rng = np.random.default_rng([17, seed])
+    trace = draw(drawn, rate=rate or workload.rate, rng=rng, seconds=scope.seconds)
+    return run(problem, plan, trace, SimSettings(dispatch=dispatch, seed=seed))
+
+
+def run(problem: Problem, plan: Plan, trace: Trace, settings: SimSettings) -> ServiceOutcome:
+    """One simulation of one service."""
+    service = problem.services[0]
+    return simulate(problem.cluster, [ServiceRun(service=service, plan=plan, trace=trace)], settings=settings).services[0]
+
+
+def highest_rate(
+    problem: Problem, proposal: Proposal, scope: Scope, seed: int, dispatch: Dispatch = Dispatch.SHARES
+) -> float:
+    """Requests per second at which TARGET of them still meet all deadlines, by halving around the planner's estimate;
+    the lowest rate tried where even that is too much."""
+    low, high = (factor * proposal.max_rate for factor in BRACKET)
+    slo = problem.services[0].slo
+    for _ in range(scope.halvings):
+        rate = (low + high) / 2
+        found = outcome(problem, proposal.plan, scope, seed, rate=rate, dispatch=dispatch)
+        if attainment(found.outcomes, slo) >= TARGET:
+            low = rate
+        else:
+            high = rate
+    return low
+
+
+def shapes(plan: Plan, cluster: Cluster) -> dict[Phase, str]:
+    """The replicas of each phase as the paper writes them: GPUs, (TP, PP), how many of that kind."""
+    gpu_of = {box.id: box.gpu.name.removeprefix("RTX-").partition("-")[0] for box in cluster.boxes}
+    found: dict[Phase, Counter[str]] = {phase: Counter() for phase in Phase}
+    for replica in plan.replicas:
+        cards: Counter[str] = Counter()
+        for stage in replica.stages:
+            cards[gpu_of[stage.peer]] += stage.tp
+        tp = "/".join(str(width) for width in sorted({stage.tp for stage in replica.stages}, reverse=True))
+        named = "+".join(f"{count} {card}" for card, count in sorted(cards.items()))
+        found[replica.phase][f"{named} ({tp},{len(replica.stages)})"] += 1
+    return {
+        phase: "; ".join(kind + (f" x{count}" if count > 1 else "") for kind, count in sorted(kinds.items())) or "-"
+        for phase, kinds in found.items()
+    }
+
+
+def counts(plan: Plan) -> str:
+    """Replicas that prefill, decode and do both: `4P 8D 0M`."""
+    return " ".join(f"{len(plan.in_phase(phase))}{phase.value[0].upper()}" for phase in Phase)
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean over seeds, with the least and the most."""
+    mean = f"{np.mean(values):.3g}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.3g}-{max(values):.3g})"

@@ -1,0 +1,151 @@
+"""KV caches on their way from the replica that read a prompt to the one that writes the answer.
+
+Layer by layer, what a step computes leaves while it is computed, and a layer's worth is left when the step ends; or
+all of it leaves when the prompt is read. Nothing leaves before the other side has reserved blocks for it, and the
+reading side keeps its own until everything has arrived.
+"""
+
+from __future__ import annotations
+
+from math import inf, isnan, nan
+from typing import NamedTuple, final
+
+from ..coordinator.plan import Replica
+from ..coordinator.planning.cluster import Cluster
+from .network import Flow, Network
+from .scenario import WorldError
+
+__all__ = ["Handover", "Handovers", "Way", "Ways", "ways_between"]
+
+
+class Way(NamedTuple):
+    """Which share of a request's KV goes from which box to which (indices)."""
+
+    source: int
+    target: int
+    share: float
+
+
+class Ways(NamedTuple):
+    """All of them between two replicas, and the longest round trip among them."""
+
+    ways: tuple[Way, ...]
+    rtt_s: float
+
+
+@final
+class Handover:
+    """One request's KV between two replicas. `unsent` tokens are read and not on their way."""
+
+    __slots__ = (
+        "begun_at", "flows", "layers", "limited", "read", "read_at", "request", "room", "token_bytes", "unsent", "ways"
+    )  # fmt: skip
+
+    def __init__(self, request: int, ways: Ways, token_bytes: float, layers: int) -> None:
+        self.request = request
+        self.ways = ways
+        self.token_bytes = token_bytes
+        self.layers = layers
+        self.begun_at = nan
+        self.room = False  # the other side has reserved blocks
+        self.read = False  # all of it
+        self.read_at = nan
+        self.unsent = 0
+        self.flows: set[int] = set()  # under way, by key
+        self.limited: list[tuple[Flow, float]] = []  # as fast as they are computed, and what a layer of each comes to
+
+
+@final
+class Handovers:
+    """Puts KV on the network. The caller advances the network, and tells `ended` of each flow that ends."""
+
+    def __init__(self, network: Network, *, layerwise: bool) -> None:
+        self._network = network
+        self._layerwise = layerwise
+        self._by_flow: dict[int, Handover] = {}
+        self._live: dict[int, Flow] = {}
+        self.sent_bytes: dict[tuple[int, int], float] = {}
+        """From box to box (indices), also of transfers that were abandoned later."""
+
+    def reading(self, handover: Handover, tokens: int, until: float, now: float) -> None:
+        """A step reads so many tokens until `until`."""
+        self._unlimit(handover, now)
+        layers = handover.layers
+        if not (self._layerwise and handover.room and until > now and layers > 1):
+            handover.unsent += tokens
+            return
+        share_early = (layers - 1) / layers
+        for way in handover.ways.ways:
+            size = tokens * handover.token_bytes * way.share
+            flow = self._start(handover, way, size, now, limit=size * share_early / (until - now))
+            handover.limited.append((flow, size / layers))
+
+    def all_read(self, handover: Handover, now: float) -> None:
+        """The prompt is read, up to its end."""
+        handover.read, handover.read_at = True, now
+        self._unlimit(handover, now)
+        self._send_rest(handover, now)
+
+    def room_made(self, handover: Handover, now: float) -> None:
+        """The other side has reserved blocks."""
+        handover.room = True
+        if handover.read:
+            self._send_rest(handover, now)
+
+    def ended(self, flow: Flow) -> Handover | None:
+        """Whose the flow was, if that was the last of its KV."""
+        del self._live[flow.key]
+        handover = self._by_flow.pop(flow.key)
+        handover.flows.discard(flow.key)
+        return handover if handover.read and not handover.flows and not handover.unsent else None
+
+    def abandon(self, handover: Handover, now: float) -> None:
+        """Nobody waits for it any more."""
+        for key in sorted(handover.flows):
+            self._network.stop(self._live.pop(key), now)
+            del self._by_flow[key]
+        handover.flows.clear()
+        handover.limited.clear()
+
+    def _send_rest(self, handover: Handover, now: float) -> None:
+        if not (handover.room and handover.unsent):
+            return
+        for way in handover.ways.ways:
+            self._start(handover, way, handover.unsent * handover.token_bytes * way.share, now)
+        handover.unsent = 0
+
+    def _start(self, handover: Handover, way: Way, size: float, now: float, limit: float = inf) -> Flow:
+        flow = self._network.start(way.source, way.target, size, now, limit=limit)
+        if isnan(handover.begun_at):
+            handover.begun_at = now
+        ends = (way.source, way.target)
+        self.sent_bytes[ends] = self.sent_bytes.get(ends, 0.0) + size
+        handover.flows.add(flow.key)
+        self._by_flow[flow.key] = handover
+        self._live[flow.key] = flow
+        return flow
+
+    def _unlimit(self, handover: Handover, now: float) -> None:
+        for flow, layer in handover.limited:
+            self._network.unlimit(flow, now, at_least=layer)
+        handover.limited.clear()
+
+
+def ways_between(cluster: Cluster, prefill: Replica, decode: Replica) -> Ways:
+    """From every stage of one to every stage of the other that holds some of its layers.
+
+    Raises WorldError where there is no link.
+    """
+    shares: dict[tuple[int, int], int] = {}
+    for source in prefill.stages:
+        for target in decode.stages:
+            layers = min(source.last_layer, target.last_layer) - max(source.first_layer, target.first_layer)
+            if layers > 0:
+                ends = (cluster.index(source.peer), cluster.index(target.peer))
+                shares[ends] = shares.get(ends, 0) + layers
+    for a, b in shares:
+        if a != b and not cluster.gbps[a, b] > 0.0:
+            names = f"{cluster.boxes[a].id} to box {cluster.boxes[b].id}"
+            raise WorldError(f"pairing {prefill.id} -> {decode.id}: there is no link from box {names}")
+    rtt_s = max((float(cluster.rtt_s[a, b]) for a, b in shares if a != b), default=0.0)
+    return Ways(tuple(Way(a, b, layers / prefill.layers) for (a, b), layers in shares.items()), rtt_s)

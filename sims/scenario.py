@@ -1,0 +1,143 @@
+"""What is simulated: services with their plans and requests, how engines and links work, and what happens meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, replica_times
+from ..coordinator.costs.step_times import StepTimes
+from ..coordinator.dispatch import Dispatch
+from ..coordinator.plan import Plan, Replica
+from ..coordinator.planning.cluster import Cluster
+from ..coordinator.planning.workload import Service
+from .engine_values import EngineSettings
+from .records import Trace
+
+__all__ = [
+    "BoxJoined",
+    "BoxLost",
+    "Change",
+    "PlanChange",
+    "Replan",
+    "ReplicaModel",
+    "ServiceRun",
+    "SimSettings",
+    "Situation",
+    "WorldError",
+    "roofline_model",
+]
+
+
+class WorldError(ValueError):
+    """A scenario that cannot be simulated; one line that says what does not fit what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServiceRun:
+    """One service: what is asked of it, and the plan that serves it. The trace's lengths and arrivals count, not those
+    of `service.workload`."""
+
+    service: Service
+    plan: Plan
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimSettings:
+    """How everything works that is no decision.
+
+    `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`: TCP streams of a
+    transfer; None for as many as the link needs. `decode_writes_first`: the first token comes from the decode replica
+    once the KV is there, as in the running network; else from the prefill replica, as the papers have it.
+    `detect_s`: seconds until it is noticed that a box is gone. `dispatch`: the router, or what it is compared with;
+    `seed` is for dispatch at random.
+    """
+
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    layerwise: bool = True
+    streams: int | None = None
+    decode_writes_first: bool = False
+    detect_s: float = 1.0
+    dispatch: Dispatch = Dispatch.PLAN
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.streams is not None and self.streams < 1:
+            raise WorldError(f"streams is {self.streams}; it must be at least 1")
+        if not self.detect_s >= 0.0:
+            raise WorldError(f"detect_s is {self.detect_s}; it must not be negative")
+
+
+class BoxLost(NamedTuple):
+    """At `at` seconds the box is gone, with all that its replicas held; requests are replayed elsewhere."""
+
+    at: float
+    box: str
+
+
+class BoxJoined(NamedTuple):
+    """At `at` seconds the box is there; until then it is not."""
+
+    at: float
+    box: str
+
+
+class PlanChange(NamedTuple):
+    """From `at` seconds on the service follows another plan.
+
+    Replicas of the same GPUs and layers keep their engine, whatever their phase: a flip costs nothing. The others
+    are stopped, their requests replayed; new ones are ready `reload_s` seconds later.
+    """
+
+    at: float
+    service: int
+    plan: Plan
+    reload_s: float = 0.0
+
+
+Change = BoxLost | BoxJoined | PlanChange
+
+
+class Situation(NamedTuple):
+    """What the coordinator is told when a loss has been noticed or a box has joined."""
+
+    now: float
+    plans: tuple[Plan, ...]
+    missing: frozenset[str]
+
+
+Replan = Callable[[Situation], Sequence[PlanChange]]
+"""Coordinator's code that answers a situation with plans, each from the moment that it would be ready."""
+
+
+class ReplicaModel(NamedTuple):
+    """How fast a replica is, and how many tokens of KV it holds."""
+
+    times: StepTimes
+    kv_tokens: int
+
+
+def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> ReplicaModel:
+    """By the GPU table and the links of the cluster. Raises WorldError for a replica that the cluster cannot hold."""
+    numbers = [cluster.index(stage.peer) for stage in replica.stages]
+    stages = []
+    for stage, number in zip(replica.stages, numbers, strict=True):
+        box = cluster.boxes[number]
+        if stage.gpus.stop > box.gpus:
+            raise WorldError(f"replica {replica.id}: GPU {stage.gpus.stop - 1} of box {box.id}, which has {box.gpus}")
+        stages.append(StageHardware(gpu=box.gpu, tp=stage.tp, layers=stage.layers, link_gbps=box.gpu_link_gbps))
+    hops = []
+    if len(stages) > 1:
+        for here, there in zip(numbers, numbers[1:] + numbers[:1], strict=True):
+            inside = here == there
+            gbps = cluster.boxes[here].gpu_link_gbps if inside else float(cluster.gbps[here, there])
+            if not gbps > 0.0:
+                ends = f"{cluster.boxes[here].id} to box {cluster.boxes[there].id}"
+                raise WorldError(f"replica {replica.id}: there is no link from box {ends}")
+            hops.append(Hop(0.0 if inside else float(cluster.rtt_s[here, there]), gbps))
+    tokens = kv_capacity_tokens(service.model, stages)
+    if tokens < 1:
+        raise WorldError(f"replica {replica.id}: {service.model.name} does not fit its {len(replica.gpus)} GPUs")
+    return ReplicaModel(replica_times(service.model, stages, hops), tokens)

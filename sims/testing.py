@@ -1,0 +1,39 @@
+"""Step times that one can add up by hand, for tests and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..coordinator.costs.step_times import DecodeLine
+
+__all__ = ["LinearTimes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTimes:
+    """StepTimes of constants, in seconds: of every step, of a prompt token, of a query-key pair, of a decoding request,
+    and of a token of its context. The next prefill may start after `interval_share` of one has passed."""
+
+    step: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+    request: float = 0.0
+    context: float = 0.0
+    interval_share: float = 1.0
+    source: str = "linear"
+
+    def prefill_s(self, tokens: int, pairs: float) -> float:
+        """See `StepTimes`."""
+        return self.step + self.token * tokens + self.pair * pairs
+
+    def prefill_interval_s(self, tokens: int, pairs: float) -> float:
+        """See `StepTimes`."""
+        return self.prefill_s(tokens, pairs) * self.interval_share
+
+    def decode_line(self, requests: int) -> DecodeLine:
+        """See `StepTimes`."""
+        return DecodeLine(self.step + self.request * requests, self.context)
+
+    def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
+        """See `StepTimes`."""
+        return self.prefill_s(tokens, pairs) + self.request * requests + self.context * context

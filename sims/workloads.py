@@ -1,0 +1,333 @@
+"""Requests to simulate: measured traces replayed or drawn from, lengths made up, or a file of the user's.
+
+Whatever a trace is made of, it says so: `Trace.lengths` and `Trace.arrivals` go into every report.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..coordinator.planning.workload import Workload
+from .records import Trace, TraceError
+
+__all__ = [
+    "AZURE",
+    "LengthKind",
+    "Lengths",
+    "Pairing",
+    "Recorded",
+    "azure",
+    "draw",
+    "read_requests",
+    "replay",
+    "synthetic_lengths",
+    "workload_of",
+]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+AZURE: Final[Mapping[str, str]] = {
+    "coding": "AzureLLMInferenceTrace_code.csv",
+    "conversation": "AzureLLMInferenceTrace_conv.csv",
+}
+"""Azure's traces of November 2023 (Splitwise), by the name of the workload."""
+
+_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
+    "arrival": ("arrival", "arrival_s", "arrival_timestamp"),
+    "prompt": ("prompt", "prompt_tokens", "prompt_size"),
+    "output": ("output", "output_tokens", "token_size"),
+}
+"""What a user's columns may be called; the last are those of Splitwise's own traces."""
+
+
+class Pairing(StrEnum):
+    """Prompt and output of a drawn request: of the same row of the source, or each of its own."""
+
+    JOINT = "joint"
+    INDEPENDENT = "independent"
+
+
+class LengthKind(StrEnum):
+    """How lengths are made up. The two parameters are: the length and nothing; the least and the most; the mean and
+    the standard deviation."""
+
+    FIXED = "fixed"
+    UNIFORM = "uniform"
+    LOGNORMAL = "lognormal"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """Lengths to draw requests from, and where they come from."""
+
+    prompt: Ints
+    output: Ints
+    source: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """A trace as it was measured: lengths, and seconds from its first request on."""
+
+    lengths: Lengths
+    arrival_s: Floats
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, on average."""
+        return (len(self.arrival_s) - 1) / float(self.arrival_s[-1])
+
+    @property
+    def gap_cv(self) -> float:
+        """The coefficient of variation of the times between arrivals: 1 for Poisson, more for bursts."""
+        gaps = np.diff(self.arrival_s)
+        return float(gaps.std() / gaps.mean())
+
+
+def azure(name: str) -> Recorded:
+    """A trace that ships with the simulator, `coding` or `conversation`. Raises TraceError for another name."""
+    if name not in AZURE:
+        raise TraceError(f"workload {name!r} is none of {', '.join(AZURE)}")
+    text = (files(__package__) / "data" / AZURE[name]).read_text(encoding="utf-8")
+    rows = list(csv.DictReader(text.splitlines()))
+    seconds = np.array([datetime.fromisoformat(f"{row['TIMESTAMP'][:26]}+00:00").timestamp() for row in rows])
+    order = np.argsort(seconds, kind="stable")
+    prompt = np.array([int(row["ContextTokens"]) for row in rows], dtype=np.int64)[order]
+    output = np.array([int(row["GeneratedTokens"]) for row in rows], dtype=np.int64)[order]
+    return Recorded(Lengths(prompt, output, f"Azure 2023 {name}"), seconds[order] - seconds[order][0])
+
+
+def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | None = None) -> Trace:
+    """The trace itself, its time stretched so that the mean rate is `rate`; up to `seconds`, if given."""
+    scale = 1.0 if rate is None else recorded.rate / _positive("rate", rate)
+    arrival = recorded.arrival_s * scale
+    if seconds is not None:
+        arrival = arrival[arrival < _positive("seconds", seconds)]
+    count = len(arrival)
+    stretched = "" if rate is None else f", time scaled to {rate:g} requests/s"
+    return Trace(
+        ids=np.arange(count),
+        arrival_s=arrival,
+        prompt=recorded.lengths.prompt[:count],
+        output=recorded.lengths.output[:count],
+        lengths=f"{recorded.lengths.source}, as recorded",
+        arrivals=f"as recorded{stretched}",
+    )
+
+
+class _Gaps(NamedTuple):
+    """Times between arrivals: a gamma distribution, which is the exponential one where its CV is 1."""
+
+    rate: float
+    cv: float
+
+    def draw(self, count: int, rng: np.random.Generator) -> Floats:
+        if self.cv == 0.0:
+            return np.full(count, 1.0 / self.rate)
+        if self.cv == 1.0:
+            return rng.exponential(1.0 / self.rate, count)
+        shape = 1.0 / self.cv**2
+        return rng.gamma(shape, 1.0 / (self.rate * shape), count)
+
+    def __str__(self) -> str:
+        if self.cv == 0.0:
+            return f"every {1.0 / self.rate:g} s"
+        kind = "Poisson" if self.cv == 1.0 else f"gamma-distributed gaps with CV {self.cv:.2f}"
+        return f"{kind}, {self.rate:g} requests/s"
+
+
+def draw(
+    lengths: Lengths,
+    *,
+    rate: float,
+    rng: np.random.Generator,
+    requests: int | None = None,
+    seconds: float | None = None,
+    cv: float = 1.0,
+    pairing: Pairing = Pairing.JOINT,
+) -> Trace:
+    """So many requests, or those of so many seconds, with lengths drawn from `lengths` with replacement.
+
+    `cv` is of the times between arrivals: 1 for Poisson, 0 for a fixed interval, `Recorded.gap_cv` for a trace's own
+    burstiness.
+    """
+    if (requests is None) == (seconds is None):
+        raise TraceError("give either a number of requests or of seconds")
+    if not (isfinite(cv) and cv >= 0.0):
+        raise TraceError(f"cv is {cv}; it must not be negative")
+    gaps = _Gaps(_positive("rate", rate), cv)
+    if requests is not None:
+        if requests < 1:
+            raise TraceError(f"requests is {requests}; it must be at least 1")
+        arrival = np.cumsum(gaps.draw(requests, rng))
+    else:
+        arrival = _arrivals_until(_positive("seconds", seconds or 0.0), gaps, rng)
+    count = len(arrival)
+    rows = rng.integers(len(lengths.prompt), size=count)
+    others = rows if pairing is Pairing.JOINT else rng.integers(len(lengths.output), size=count)
+    together = "" if pairing is Pairing.JOINT else ", prompt and output drawn independently"
+    return Trace(
+        ids=np.arange(count),
+        arrival_s=arrival,
+        prompt=lengths.prompt[rows],
+        output=lengths.output[others],
+        lengths=f"{lengths.source}{together}",
+        arrivals=str(gaps),
+    )
+
+
+def _arrivals_until(seconds: float, gaps: _Gaps, rng: np.random.Generator) -> Floats:
+    parts: list[Floats] = []
+    reached = 0.0
+    while reached < seconds:
+        more = reached + np.cumsum(gaps.draw(max(16, int((seconds - reached) * gaps.rate * 1.1)), rng))
+        parts.append(more)
+        reached = float(more[-1])
+    arrival = np.concatenate(parts)
+    arrival = arrival[arrival < seconds]
+    if not len(arrival):
+        raise TraceError(f"no request arrives within {seconds:g} s at {gaps.rate:g} requests/s")
+    return arrival
+
+
+def synthetic_lengths(
+    kind: LengthKind,
+    prompt: tuple[float, float],
+    output: tuple[float, float],
+    rng: np.random.Generator,
+    count: int = 4096,
+) -> Lengths:
+    """A sample of made-up lengths, each at least 1; see `LengthKind` for the two parameters."""
+    columns = [_made_up(kind, name, values, rng, count) for name, values in (("prompt", prompt), ("output", output))]
+    shown = ", ".join(
+        f"{name} {values[0]:g}" if kind is LengthKind.FIXED else f"{name} {values[0]:g}/{values[1]:g}"
+        for name, values in (("prompt", prompt), ("output", output))
+    )
+    meaning = {LengthKind.FIXED: "", LengthKind.UNIFORM: " (least/most)", LengthKind.LOGNORMAL: " (mean/deviation)"}
+    return Lengths(columns[0], columns[1], f"synthetic, {kind}: {shown} tokens{meaning[kind]}")
+
+
+def _made_up(kind: LengthKind, name: str, values: tuple[float, float], rng: np.random.Generator, count: int) -> Ints:
+    first, second = values
+    if not (isfinite(first) and first >= 1.0):
+        raise TraceError(f"{name} length is {first:g}; it must be at least 1")
+    if kind is LengthKind.FIXED:
+        return np.full(count, round(first), dtype=np.int64)
+    if kind is LengthKind.UNIFORM:
+        if not second >= first:
+            raise TraceError(f"{name} length is between {first:g} and {second:g}; the second must not be less")
+        return rng.integers(round(first), round(second) + 1, size=count)
+    if not (isfinite(second) and second > 0.0):
+        raise TraceError(f"{name} length has a deviation of {second:g}; it must be above 0")
+    spread = np.log1p((second / first) ** 2)
+    drawn = rng.lognormal(np.log(first) - spread / 2.0, np.sqrt(spread), count)
+    lengths: Ints = np.maximum(1, np.rint(drawn)).astype(np.int64)
+    return lengths
+
+
+def read_requests(path: Path) -> Trace:
+    """A user's requests: CSV with a header, or JSON objects line by line (`.jsonl`), in any order.
+
+    Fields `arrival` (s), `prompt` and `output` (tokens, at least 1), or by the names of Splitwise's traces; others are
+    left alone. Raises TraceError that names file, line and field.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: {error}") from error
+    rows = _json_rows(path, text) if path.suffix.lower() in (".jsonl", ".ndjson") else _csv_rows(path, text)
+    arrival: list[float] = []
+    tokens: dict[str, list[int]] = {"prompt": [], "output": []}
+    for line, row in rows:
+        at = f"{path}, line {line}"
+        value = _number(at, row, "arrival")
+        if value < 0.0:
+            raise TraceError(f"{at}: arrival is {value:g}; it must not be negative")
+        arrival.append(value)
+        for field, column in tokens.items():
+            count = _number(at, row, field)
+            if count < 1.0 or count != int(count):
+                raise TraceError(f"{at}: {field} is {count:g}; it must be a whole number of tokens, at least 1")
+            column.append(int(count))
+    if not arrival:
+        raise TraceError(f"{path}: there are no requests in it")
+    order = np.argsort(np.array(arrival), kind="stable")
+    return Trace(
+        ids=order.astype(np.int64),
+        arrival_s=np.array(arrival)[order],
+        prompt=np.array(tokens["prompt"], dtype=np.int64)[order],
+        output=np.array(tokens["output"], dtype=np.int64)[order],
+        lengths=f"{path.name}, as recorded",
+        arrivals="as recorded",
+    )
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(text.splitlines())
+    header = reader.fieldnames or []
+    for field, names in _COLUMNS.items():
+        if not set(names) & set(header):
+            wanted, there = " or ".join(names), ", ".join(header) or "none"
+            raise TraceError(f"{path}, line 1: no column for {field} ({wanted}); there are: {there}")
+    for row in reader:
+        yield reader.line_num, row
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for line, content in enumerate(text.splitlines(), 1):
+        if not content.strip():
+            continue
+        try:
+            row = json.loads(content)
+        except ValueError as error:
+            raise TraceError(f"{path}, line {line}: no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise TraceError(f"{path}, line {line}: not an object with arrival, prompt and output")
+        yield line, row
+
+
+def _number(at: str, row: Mapping[str, Any], field: str) -> float:
+    value = next((row[name] for name in _COLUMNS[field] if row.get(name) not in (None, "")), None)
+    if value is None:
+        raise TraceError(f"{at}: {field} is missing")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{at}: {field} is {value!r}, which is no number") from error
+    if isinstance(value, bool) or not isfinite(number):
+        raise TraceError(f"{at}: {field} is {value!r}; it must be a finite number")
+    return number
+
+
+def workload_of(trace: Trace, *, cv: float | None = None) -> Workload:
+    """What the planner needs to know of a trace: its lengths, mean rate, and burstiness (its own unless given)."""
+    gaps = np.diff(trace.arrival_s)
+    mean = float(gaps.mean()) if len(gaps) else 0.0
+    if not mean > 0.0:
+        raise TraceError("a trace whose requests all arrive at once has no rate")
+    return Workload(
+        name=f"{trace.lengths}; {trace.arrivals}",
+        prompts=trace.prompt,
+        outputs=trace.output,
+        rate=1.0 / mean,
+        arrival_cv=float(gaps.std()) / mean if cv is None else cv,
+    )
+
+
+def _positive(name: str, value: float) -> float:
+    if not (isfinite(value) and value > 0.0):
+        raise TraceError(f"{name} is {value:g}; it must be above 0")
+    return value
