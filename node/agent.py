@@ -36,6 +36,7 @@ from ..kvtransport.relay import Relay
 from . import hardware, messages
 from .coordination import Coordinator
 from .data_port import DataPort, RelayDesk
+from .emulation import emulated_hardware, parse_cards
 from .gateway import Connections, Gateway
 from .home import NodeError, leave_node, locked
 from .hosting import EngineKnobs, Host, Offer, engine_config, look_at
@@ -89,12 +90,14 @@ async def run_node(
 ) -> None:
     """Run a node until `stop` is set and its requests have ended (at most `drain_s`).
 
-    Raises NodeError, ModelError, EngineError or NetworkError, each with one line for the user; since several
+    Raises NodeError, ModelError, GpuError, EngineError or NetworkError, each with one line for the user; since several
     tasks run, they may come inside exception groups.
     """
     # What the user may have mistyped is looked at before anything is made or taken.
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     found = hardware.probe()
+    if settings.engine.emulate is not None:
+        found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
     offer: Offer | None = None
     if settings.model is not None:
         offer = await trio.to_thread.run_sync(look_at, settings.model, found, settings.engine)
@@ -357,6 +360,8 @@ class Node:
         while True:
             revision = await network.wait_changed(revision)
             self._view.update(network.entries(messages.ADVERT))
+            if self._gateway is not None:
+                self._gateway.on_adverts()
             self._view.update_links(network.entries(messages.LINKS))
             self._note_addresses(network)
             self._note_members(network)

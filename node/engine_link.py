@@ -129,8 +129,11 @@ class ForkServer:
 
 
 @asynccontextmanager
-async def open_fork_server(*, log: Path | None, threads: int, channel: int | None = None) -> AsyncIterator[ForkServer]:
-    """A fork server for the body; `channel` is the descriptor of a shared one, else one is started.
+async def open_fork_server(
+    *, log: Path | None, threads: int, channel: int | None = None, emulated: bool = False
+) -> AsyncIterator[ForkServer]:
+    """A fork server for the body; `channel` is the descriptor of a shared one, else one is started: `emulated`, one
+    without vLLM, for emulated engines only.
 
     Leaving the body ends every engine started through it.
     """
@@ -139,7 +142,7 @@ async def open_fork_server(*, log: Path | None, threads: int, channel: int | Non
             yield server
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = await start_fork_server_process([theirs], log=log, threads=threads)
+    process = await start_fork_server_process([theirs], log=log, threads=threads, emulated=emulated)
     theirs.close()
     try:
         async with _connected(ours, log) as server:
@@ -152,7 +155,7 @@ async def open_fork_server(*, log: Path | None, threads: int, channel: int | Non
 
 
 def fork_server_command(
-    channels: list[socket.socket], *, log: Path | None, threads: int
+    channels: list[socket.socket], *, log: Path | None, threads: int, emulated: bool = False
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of a fork server on the far ends of `channels`, which it must inherit."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
@@ -161,12 +164,15 @@ def fork_server_command(
     if log is not None:
         environment["P2PSERVE_ENGINE_LOG"] = str(log)
     descriptors = [str(channel.fileno()) for channel in channels]
-    return [sys.executable, "-m", "p2pserve.node.engine.forkserver", *descriptors], environment
+    options = ["--emulated"] if emulated else []
+    return [sys.executable, "-m", "p2pserve.node.engine.forkserver", *options, *descriptors], environment
 
 
-async def start_fork_server_process(channels: list[socket.socket], *, log: Path | None, threads: int) -> trio.Process:
+async def start_fork_server_process(
+    channels: list[socket.socket], *, log: Path | None, threads: int, emulated: bool = False
+) -> trio.Process:
     """Start a fork server on the far ends of `channels`, which the caller closes afterwards."""
-    command, environment = fork_server_command(channels, log=log, threads=threads)
+    command, environment = fork_server_command(channels, log=log, threads=threads, emulated=emulated)
     return await trio.lowlevel.open_process(
         command,
         stdin=subprocess.DEVNULL,

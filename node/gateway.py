@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 import trio
 
 from ..bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
-from ..coordinator import NoRoute, Stage, route
+from ..coordinator import NoRoute, Router, Stage
 from . import messages
 from .models import ModelInfo
 from .request import LiveRequest, check, tokenize
@@ -56,6 +56,7 @@ class _Attempt:
     codec: str
     send: trio.MemorySendChannel[Event]
     events: trio.MemoryReceiveChannel[Event]
+    busy: set[PeerId]  # who has this attempt to work on, as far as is known
     prefill_open: bool = False
 
     @property
@@ -132,6 +133,7 @@ class Gateway:
         self._attempts: dict[str, _Attempt] = {}
         self._scopes: dict[tuple[PeerId, str], trio.CancelScope] = {}
         self._in_flight: Counter[PeerId] = Counter()
+        self._router: Router | None = None  # of the latest plan
         self._tokenizing = trio.CapacityLimiter(2)
         self._draining = False
 
@@ -180,6 +182,10 @@ class Gateway:
         scope = self._scopes.get((client, body.request))
         if scope is not None:
             scope.cancel()
+
+    def on_adverts(self) -> None:
+        """The view has new adverts."""
+        self._view.weigh_reports(self._in_flight)
 
     def peer_lost(self, peer: PeerId) -> None:
         """A client, or a node that worked for us, is gone."""
@@ -250,18 +256,18 @@ class Gateway:
         send, receive = trio.open_memory_channel[Event](float("inf"))
         plan = self._view.plan
         progress.codec = plan.codec if plan is not None else progress.codec
-        attempt = _Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive)
+        busy = {chosen.decode, *([chosen.prefill] if chosen.prefill else [])}
+        attempt = _Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive, busy)
         self._attempts[attempt.id] = attempt
         progress.route = (attempt.prefill, attempt.decode)
-        peers = [attempt.decode, *([attempt.prefill] if attempt.prefill else [])]
-        self._in_flight.update(peers)
+        self._in_flight.update(busy)
         complete = False
         try:
             if await self._open(attempt, live, progress):
                 complete = await self._follow(attempt, live, progress)
         finally:
             del self._attempts[attempt.id]
-            self._in_flight.subtract(peers)
+            self._in_flight.subtract(attempt.busy)
             stop = messages.StopRequest(request=attempt.id)
             if not complete:
                 self._tell(attempt.decode, "request.stop", stop)
@@ -294,8 +300,10 @@ class Gateway:
             or progress.failed.get(PeerId(replica.head)) == view.starts(PeerId(replica.head))
         }
         tokens = len(live.prompt) + len(live.tokens)
-        loads = view.loads(self._in_flight)
-        found = route(plan, loads, prompt_tokens=tokens, exclude=frozenset(unusable))
+        if self._router is None or self._router.plan is not plan:
+            self._router = Router(plan)
+        self._router.report(view.loads(self._in_flight))
+        found = self._router.route(tokens, frozenset(unusable))
         decode = plan.replica(found.decode)
         prefill = plan.replica(found.prefill) if found.prefill is not None else None
         assert decode is not None  # the router names replicas of the plan
@@ -391,7 +399,7 @@ class Gateway:
     def _on_prefill(self, event: messages.PrefillEnded, attempt: _Attempt, progress: _Progress) -> None:
         if not attempt.prefill_open:
             return  # it was given up before it said so
-        attempt.prefill_open = False
+        self._prefill_over(attempt)
         if event.failed:
             self._without_kv(attempt, progress, event.failed)
         elif event.figures is not None:
@@ -399,11 +407,18 @@ class Gateway:
 
     def _without_kv(self, attempt: _Attempt, progress: _Progress, reason: str) -> None:
         """The prefill node has failed: let the decode node compute what it did not get."""
-        attempt.prefill_open = False
+        self._prefill_over(attempt)
         assert attempt.prefill is not None
         self._blame(progress, attempt.prefill, f"prefill node {_short(attempt.prefill)}: {reason}")
         stop = messages.StopTransfer(request=attempt.id, reason=reason)
         self._tell(attempt.decode, "transfer.stop", stop)
+
+    def _prefill_over(self, attempt: _Attempt) -> None:
+        """The prefill node has no more to do with it: routes that are chosen from now on may count on that."""
+        attempt.prefill_open = False
+        if attempt.prefill in attempt.busy:
+            attempt.busy.remove(attempt.prefill)
+            self._in_flight[attempt.prefill] -= 1
 
     async def _await_figures(self, attempt: _Attempt, progress: _Progress) -> None:
         with trio.move_on_after(FIGURES_GRACE_S):

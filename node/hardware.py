@@ -25,18 +25,21 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """A box as it is advertised. `cores` and `memory_gib` are what this process may use."""
+    """A box as it is advertised. `cores` and `memory_gib` are what this process may use. `emulated`: its GPUs are only
+    modelled, and named as in the project's table of them."""
 
     cores: int
     memory_gib: Memory
     processor: str
     gpus: tuple[Gpu, ...] = ()
+    emulated: bool = False
 
     def summary(self) -> str:
         """One phrase for people: `2x NVIDIA A40 (45 GiB)` or `8 cores, 31 GiB`."""
         if self.gpus:
             first = self.gpus[0]
-            return f"{len(self.gpus)}x {first.name} ({first.memory_gib:.0f} GiB)"
+            label = "emulated " if self.emulated else ""
+            return f"{label}{len(self.gpus)}x {first.name} ({first.memory_gib:.0f} GiB)"
         return f"{self.cores} cores, {self.memory_gib:.0f} GiB"
 
 

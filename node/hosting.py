@@ -15,8 +15,11 @@ import trio
 from ..bootstrap import Address, PeerId, Role
 from ..bootstrap.network import Network
 from ..coordinator import Plan, Stage
+from ..coordinator.costs.gpus import Specs
 from . import messages
+from .emulation import Cards, EmulatedModel, emulated_model, emulated_tp, parse_cards
 from .engine import protocol
+from .engine.emulated.engine import EmulationError, modelled
 from .fitting import default_tp, layers_that_fit, room_on
 from .hand_off import HandOffs
 from .hardware import Hardware
@@ -43,6 +46,8 @@ class EngineKnobs:
     threads: int = 0  # 0: all cores but one
     tp: int | None = None  # None: all GPUs
     memory_gib: float | None = None  # for weights and KV; None: what the box has
+    emulate: str | None = None  # GPUs that are only modelled, like 4xA40; None: the box's own
+    emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +62,27 @@ class Share:
 class Offer:
     """What a box has to serve with: the model, its tokenizer, and how much of it fits."""
 
-    model: Model
+    model: Model | EmulatedModel
     text: TextModel
     share: Share
 
 
 def look_at(name: str, hardware: Hardware, knobs: EngineKnobs) -> Offer:
-    """Find the model and see how much of it fits; blocks. Raises ModelError or NodeError."""
+    """Find the model and see how much of it fits; blocks. Raises ModelError, NodeError or GpuError."""
+    if knobs.emulate is not None:
+        return _look_at_emulated(name, hardware, parse_cards(knobs.emulate, knobs.emulate_specs), knobs)
     model = open_model(name)
     share = share_of(model.info, hardware, knobs)
+    return Offer(model, TextModel(model.folder), share)
+
+
+def _look_at_emulated(name: str, hardware: Hardware, cards: Cards, knobs: EngineKnobs) -> Offer:
+    model = emulated_model(name, cards)
+    share = Share(model.info.layers, emulated_tp(hardware, knobs.tp, model.info.kv_heads))
+    try:
+        modelled(model.emulation, tp=share.tp, kv_cache_mib=knobs.kv_cache_mib)
+    except EmulationError as error:
+        raise NodeError(f"emulate: {error}") from error
     return Offer(model, TextModel(model.folder), share)
 
 
@@ -102,7 +119,9 @@ def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> Share:
     return Share(layers, 1)
 
 
-def engine_config(model: Model, hardware: Hardware, knobs: EngineKnobs, log: Path) -> protocol.EngineConfig:
+def engine_config(
+    model: Model | EmulatedModel, hardware: Hardware, knobs: EngineKnobs, log: Path
+) -> protocol.EngineConfig:
     """The settings of this box's engine processes, whatever part of the model they get."""
     return protocol.EngineConfig(
         model=str(model.folder),
@@ -112,6 +131,7 @@ def engine_config(model: Model, hardware: Hardware, knobs: EngineKnobs, log: Pat
         max_batched_tokens=knobs.max_batched_tokens,
         threads=knobs.threads or max(1, hardware.cores - 1),
         log_file=str(log),
+        emulation=model.emulation if isinstance(model, EmulatedModel) else None,
     )
 
 

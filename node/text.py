@@ -38,6 +38,11 @@ class TextModel:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token for token, description in added.items() if description.special}
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids have a text."""
+        return int(self._tokenizer.get_vocab_size())
+
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Token ids of a plain prompt, with the beginning-of-text token where the model wants one."""
         return tuple(self._tokenizer.encode(prompt).ids)

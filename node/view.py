@@ -10,6 +10,7 @@ import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, LinkView, Load, Plan, Replica
+from .engine.protocol import EngineStats
 from .messages import Advert, EngineAdvert, LinkTable
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
@@ -52,6 +53,8 @@ class NetworkView:
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
     _payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
+    _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
+    _others: dict[PeerId, int] = field(default_factory=dict)
 
     def update(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in the adverts of the live members; only what has changed is decoded."""
@@ -143,6 +146,7 @@ class NetworkView:
                     memory_gib=sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib,
                     kv_tokens=engine.kv_tokens,
                     tp=advert.tp,
+                    emulated=hardware.emulated,
                 )
             )
         return found
@@ -159,18 +163,29 @@ class NetworkView:
         """Services that any member offers, in order of name."""
         return tuple(sorted({a.model.service for a in self.adverts.values() if a.model is not None}))
 
+    def weigh_reports(self, in_flight: Mapping[PeerId, int]) -> None:
+        """Note how much of each new report is others' work: what it says beyond the requests that this gateway has
+        there itself. To be called when reports come: a gateway knows of its own requests at once, of others' a second
+        late, and its own that have ended since are not to be counted until the next report."""
+        for peer, advert in self.adverts.items():
+            stats = advert.stats
+            if stats is not None and stats is not self._weighed.get(peer):
+                self._others[peer] = max(0, stats.running + stats.waiting - in_flight.get(peer, 0))
+        self._weighed = {peer: advert.stats for peer, advert in self.adverts.items() if advert.stats is not None}
+
     def loads(self, in_flight: Mapping[PeerId, int]) -> list[Load]:
-        """Reported load, or what this gateway itself has in flight where that is more: reports lag behind."""
+        """Of every node with an engine: what this gateway has in flight there, and others' work."""
         loads = []
         for peer, advert in self.adverts.items():
             stats, engine = advert.stats, advert.engine
             if engine is None:
                 continue
+            others = self._others.get(peer, 0) if stats is not None else 0
             loads.append(
                 Load(
-                    peer=peer,
-                    running=max(stats.running if stats else 0, in_flight.get(peer, 0)),
-                    waiting=stats.waiting if stats else 0,
+                    replica=peer,
+                    running=in_flight.get(peer, 0) + others,
+                    waiting=0,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                 )
             )

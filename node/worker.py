@@ -240,8 +240,9 @@ class Worker:
         found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)
         if found is not None:
             self._end_prefill(found, ended.failed, ended.figures)
-            if ended.failed:  # nobody will read the rest of it
-                self._send(protocol.Cancel(request=_prefill_id(found)))
+            # It may go on all the same: because its KV failed, or is not needed.
+            self._send(protocol.Cancel(request=_prefill_id(found)))
+            if ended.failed:
                 self._send(protocol.AbortTransfer(transfer=ended.transfer, reason=ended.failed))
 
     def _end_prefill(self, request: str, failed: str, figures: messages.TransferFigures | None) -> None:

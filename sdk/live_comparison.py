@@ -225,19 +225,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add = found.add_argument
     add("--nodes", type=int, default=8, metavar="N", help="emulated nodes (default: 8)")
-    add("--cards", default="1xRTX A5000", metavar="GPUS", help="of each node (default: 1xRTX A5000)")
+    add("--cards", default="1xRTX A6000", metavar="GPUS", help="of each node (default: 1xRTX A6000)")
     add(
         "--specs",
         choices=tuple(column.value for column in Specs),
         default=Specs.TABLE1.value,
-        help="the figures of those GPUs (default: thunderserve-table1, whose A5000 reads prompts slowly: what a loaded "
+        help="the figures of those GPUs (default: thunderserve-table1, whose A6000 reads prompts slowly: what a loaded "
         "machine adds to a first token weighs less then)",
     )
-    add("--model", default="qwen2-7b", help="one whose dimensions are known (default: qwen2-7b, whose KV is small)")
+    add("--model", default="qwen2.5-14b", help="one whose dimensions are known (default: qwen2.5-14b)")
     add("--codec", choices=tuple(codec.value for codec in Codec), default="kv4", help="default: kv4")
     add("--workload", choices=tuple(AZURE), default="conversation", help="Azure's lengths (default: conversation)")
-    add("--requests", type=int, default=90, metavar="N", help="default: 90")
-    add("--rate", type=float, default=1.5, metavar="R", help="requests per second, Poisson (default: 1.5)")
+    add("--requests", type=int, default=80, metavar="N", help="default: 80")
+    add("--rate", type=float, default=1.0, metavar="R", help="requests per second, Poisson (default: 1)")
     add("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default: 0)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="of a step (default: 2048)")
     add("--tolerance", type=float, default=TOLERANCE, metavar="SHARE", help="default: 0.1")

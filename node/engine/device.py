@@ -68,6 +68,10 @@ class OnHost(Protocol):
     def nbytes(self) -> int:
         """Bytes of all of them."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` returns at once."""
+
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The copies, complete. Any thread may call it, more than once."""
 
@@ -99,6 +103,10 @@ class _Here:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def ready(self) -> bool:
+        return True
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         return self.tensors
@@ -133,6 +141,10 @@ class _Landing:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.landed.query())
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         self.landed.synchronize()

@@ -1,6 +1,8 @@
 """A process that imports vLLM once and forks engine processes from itself in under a second each.
 
-    python -m p2pserve.node.engine.forkserver FD [FD ...]
+    python -m p2pserve.node.engine.forkserver [--emulated] FD [FD ...]
+
+With `--emulated` it does without vLLM and forks emulated engines only.
 
 Each FD is one end of a `SOCK_SEQPACKET` pair; an agent at the other end sends `Spawn` with the two sockets
 of the new engine and hears of `Preloaded` and `EngineExited`. Several agents on one box may share a server,
@@ -29,6 +31,7 @@ from typing import Any
 import msgspec
 
 from . import protocol
+from .emulated.process import run_emulated_engine
 from .logfile import redirect_output
 
 _log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ _IMPORTED_LATE = (
     "vllm.v1.pool.flash_maxsim",
 )
 LAST_EXITS_S = 3.0
+EMULATED_ONLY = "--emulated"
 REAP_INTERVAL_S = 0.1  # how late an exit may be reported; the engine's own socket tells of it at once
 
 
@@ -81,7 +85,8 @@ def _rebind_kernels(platform: Any) -> None:
 class ForkServer:
     """The loop: spawn on request, report exits, end with the last channel."""
 
-    def __init__(self, channels: list[socket.socket]) -> None:
+    def __init__(self, channels: list[socket.socket], *, emulated_only: bool = False) -> None:
+        self._emulated_only = emulated_only
         self._selector = selectors.DefaultSelector()
         self._channels = set(channels)
         for channel in channels:
@@ -92,7 +97,7 @@ class ForkServer:
         """Serve until every channel is closed."""
         started = time.monotonic()
         try:
-            version = preload()
+            version = "" if self._emulated_only else preload()
         except ImportError as error:
             self._tell_all(protocol.PreloadFailed(reason=f"vLLM cannot be imported: {error}"))
             return
@@ -159,9 +164,12 @@ class ForkServer:
         self._selector.close()
         status = 1
         try:
-            from .process import run_engine
+            if request.config.emulation is not None:
+                status = run_emulated_engine(request.config, messages, sockets)
+            else:
+                from .process import run_engine
 
-            status = run_engine(request.config, messages, sockets)
+                status = run_engine(request.config, messages, sockets)
         except BaseException:
             traceback.print_exc()  # nobody else would: the process ends below
             raise
@@ -182,14 +190,15 @@ class ForkServer:
 
 
 def main() -> None:
-    """Command line: descriptors of the channels; `P2PSERVE_ENGINE_LOG` names the file for output."""
+    """Command line: `--emulated`, descriptors of the channels; `P2PSERVE_ENGINE_LOG` names the file for output."""
     # Ctrl-C goes to the whole terminal; only the agent acts on it, and closes the channel in time.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.environ.get("P2PSERVE_ENGINE_LOG")
     if log:
         redirect_output(Path(log))
-    channels = [socket.socket(fileno=int(text)) for text in sys.argv[1:]]
-    ForkServer(channels).run()
+    descriptors = [text for text in sys.argv[1:] if text != EMULATED_ONLY]
+    channels = [socket.socket(fileno=int(text)) for text in descriptors]
+    ForkServer(channels, emulated_only=EMULATED_ONLY in sys.argv).run()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import final
 
 from ...kvtransport.channel import parse_link_hello
+from ...kvtransport.dialling import Path
 from ...kvtransport.endpoint import Endpoint
 from ...kvtransport.errors import ProtocolError, TransferError
 from ...kvtransport.lanes import LinkSettings
@@ -16,11 +18,12 @@ from ...kvtransport.receive_link import ReceiveLink
 from ...kvtransport.send_link import SendLink
 from .incoming import Incoming
 from .layout import Shard
-from .outgoing import Budget, Outgoing
+from .outgoing import PRESENT, Budget, Outgoing
 from .pacing import Pacer
-from .protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, PathReport, SetPaths, TransferReport
+from .protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
+from .reports import REPORT_INTERVAL_S, link_report, not_opened
 
-REPORT_INTERVAL_S = 0.25
+MAX_EARLY, EARLY_S = 256, 5.0  # links that are not open, of which new paths are kept, and for how long
 ENCODED_BYTES = 64 << 20  # encoded and not yet confirmed, of all links together
 
 Tell = Callable[[TransferReport | LinkReport], None]
@@ -31,19 +34,24 @@ class TransferHub:
     """All transfers of a worker, found by transfer id, and the links they take.
 
     `report` is called by threads of the hub, with the end of everything that is sent, once for each link of a transfer,
-    and several times a second with how each link gets on that has a transfer.
+    and several times a second with how each link gets on that has a transfer. `on_news` is called by them when the
+    engine has something to do for what is received.
     """
 
-    def __init__(self, shard: Shard, limit_bytes: int, report: Tell) -> None:
+    def __init__(
+        self, shard: Shard, limit_bytes: int, report: Tell, on_news: Callable[[], None] = lambda: None
+    ) -> None:
         self.shard = shard
         self._limit = limit_bytes
         self._report = report
+        self._on_news = on_news
         self._budget = Budget(limit_bytes)
         self.pacer = Pacer(shard)
         self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=min(limit_bytes, ENCODED_BYTES)))
         self._lock = threading.Lock()
         self._outgoing: dict[bytes, dict[bytes, Outgoing]] = {}  # transfer -> link -> what goes over it
         self._incoming: dict[bytes, Incoming] = {}
+        self._early_paths: OrderedDict[bytes, tuple[float, tuple[Path, ...]]] = OrderedDict()  # link -> until when, ...
         self._sending = threading.Event()
         threading.Thread(target=self._tell, name="kv-reporter", daemon=True).start()
 
@@ -60,12 +68,11 @@ class TransferHub:
             connection.close()
 
     def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
-        """What the agent wants of a link or a transfer; what is not known here is no matter."""
+        """What the agent wants of a link or a transfer. What is not known here is no matter; but paths are kept for a
+        while, for a link that a step is about to open."""
         match order:
             case SetPaths(link=link, paths=paths):
-                known = self._endpoint.link(link)
-                if isinstance(known, SendLink):
-                    known.set_paths(paths)
+                self._set_paths(link, paths)
             case CloseLink(link=link, reason=reason):
                 # Goodbyes are said by a thread: the engine's must not wait for them.
                 name = f"kv-close-{link.hex()[:8]}"
@@ -90,18 +97,14 @@ class TransferHub:
         try:
             if not self.shard.holds(outlet.slice):
                 raise TransferError(f"{outlet.slice} is not held by this worker, which holds {self.shard}")
-            link = self._endpoint.link(outlet.link.link)
-            if isinstance(link, SendLink) and link.ended is None:
-                link.set_paths(outlet.paths)
-            else:
-                link = self._endpoint.sending(outlet.link, outlet.paths)
+            link = self._sending_link(outlet)
             pacing = self.pacer.transfer(ticket.codec, tokens, outlet)
             with self._lock:  # its thread may be done, and want to say so, before this one is
                 outgoing = Outgoing(outlet, link, self.shard, self._budget, pacing, self._sent)
                 self._outgoing.setdefault(ticket.transfer, {})[ticket.link] = outgoing
                 self._sending.set()
         except TransferError as error:
-            self._report(_not_opened(outlet, str(error)))
+            self._report(not_opened(outlet, str(error)))
 
     def expect(self, inlets: Sequence[Inlet], tokens: int) -> None:
         """Open the receiving end for the first `tokens` positions of a prompt. Raises TransferError."""
@@ -111,7 +114,7 @@ class TransferHub:
             if not isinstance(link, ReceiveLink) or link.ended is not None:
                 link = self._endpoint.receiving(inlet.link)
             links.append((inlet, link))
-        incoming = Incoming(links, tokens, self.shard, self._limit)
+        incoming = Incoming(links, tokens, self.shard, self._limit, self._on_news)
         with self._lock:
             self._incoming[incoming.transfer] = incoming
 
@@ -125,12 +128,41 @@ class TransferHub:
         with self._lock:
             return self._incoming.get(transfer)
 
+    def decline(self, transfer: bytes) -> None:
+        """All that was to come is here already: the senders may stop, and have not failed."""
+        incoming = self.incoming(transfer)
+        if incoming is not None:
+            incoming.abort(PRESENT)
+            self.close_incoming(transfer)
+
     def close_incoming(self, transfer: bytes) -> None:
         """Forget a receiving end whose KV has been applied or is no longer wanted."""
         with self._lock:
             self._incoming.pop(transfer, None)
 
     # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
+        with self._lock:
+            known = self._endpoint.link(link)
+            if known is None:
+                self._early_paths[link] = time.monotonic() + EARLY_S, paths
+                if len(self._early_paths) > MAX_EARLY:
+                    self._early_paths.popitem(last=False)
+        if isinstance(known, SendLink):
+            known.set_paths(paths)
+
+    def _sending_link(self, outlet: Outlet) -> SendLink:
+        """Open, over the paths of the outlet or those that the agent has set since."""
+        with self._lock:
+            until, paths = self._early_paths.pop(outlet.link.link, (0.0, outlet.paths))
+            if time.monotonic() > until:
+                paths = outlet.paths
+            link = self._endpoint.link(outlet.link.link)
+            if not isinstance(link, SendLink) or link.ended is not None:
+                return self._endpoint.sending(outlet.link, paths)
+        link.set_paths(paths)
+        return link
 
     def _sent(self, report: TransferReport) -> None:
         with self._lock:
@@ -150,53 +182,6 @@ class TransferHub:
             with self._lock:
                 outgoing = [each for links in self._outgoing.values() for each in links.values()]
             for link in {each.link.ticket.link: each.link for each in outgoing}.values():
-                self._report(_link_report(link, [each for each in outgoing if each.link is link], blocked_s))
+                self._report(link_report(link, [each for each in outgoing if each.link is link], blocked_s))
             blocked_s = {each: each.progress().blocked_s for each in outgoing}
             time.sleep(REPORT_INTERVAL_S)
-
-
-def _link_report(link: SendLink, transfers: list[Outgoing], blocked_s: dict[Outgoing, float]) -> LinkReport:
-    """`blocked_s`: for how long each transfer had waited for credit at the last report."""
-    progress = {each: each.progress() for each in transfers}
-    # Until its first credit a transfer sends nothing, over connections that are up.
-    blocked = [
-        each.blocked_s - blocked_s.get(outgoing, 0.0) > REPORT_INTERVAL_S / 2
-        or (each.bytes_queued > 0 and each.first_sent_at is None and link.connections > 0)
-        for outgoing, each in progress.items()
-    ]
-    return LinkReport(
-        link=link.ticket.link,
-        paths=tuple(
-            PathReport(
-                path.label,
-                path.connections,
-                path.bytes_acknowledged,
-                path.bytes_in_flight,
-                path.rate_bytes_s,
-                path.rtt_s,
-            )
-            for path in link.statistics().paths.values()
-        ),
-        transfers=len(transfers),
-        waiting_bytes=sum(max(0, each.bytes_queued - each.bytes_acknowledged) for each in progress.values()),
-        blocked=all(blocked),
-    )
-
-
-def _not_opened(outlet: Outlet, reason: str) -> TransferReport:
-    return TransferReport(
-        transfer=outlet.ticket.transfer,
-        delivered=False,
-        reason=reason,
-        frames=0,
-        raw_bytes=0,
-        wire_bytes=0,
-        span_s=0.0,
-        visible_s=0.0,
-        hidden_fraction=1.0,
-        link=outlet.ticket.link,
-        mode=outlet.pacing,
-        paths={},
-        resent_bytes=0,
-        blocked_s=0.0,
-    )

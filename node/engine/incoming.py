@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -49,13 +49,22 @@ class Incoming:
     """What one worker receives of one prompt: an inbox of decoded pieces, and what has arrived so far."""
 
     def __init__(
-        self, inlets: Sequence[tuple[Inlet, ReceiveLink]], tokens: int, shard: Shard, limit_bytes: int
+        self,
+        inlets: Sequence[tuple[Inlet, ReceiveLink]],
+        tokens: int,
+        shard: Shard,
+        limit_bytes: int,
+        on_news: Callable[[], None],
     ) -> None:
-        """Expect the first `tokens` positions on these links. Raises TransferError if one of them is over."""
+        """Expect the first `tokens` positions on these links. Raises TransferError if one of them is over.
+
+        `on_news` is called, by any thread, when there is something to `take` again, or an `outcome`.
+        """
         self.transfer = inlets[0][0].ticket.transfer
         self.tokens = tokens
         self._shard = shard
         self._limit = limit_bytes
+        self._on_news = on_news
         self._expires_at = time.monotonic() + min(inlet.ticket.deadline_s for inlet, _ in inlets)
         self._room = threading.Condition()
         self._assembly = Assembly(shard.layers, len(shard.heads), tokens)
@@ -123,6 +132,7 @@ class Incoming:
             # What has been decoded stays in the inbox: `progress` counts it, so it must still be taken.
             self._room.notify_all()
             applied = self._applied
+        self._on_news()
         if not applied:
             for _, end in self._ends:
                 end.abort(reason)
@@ -135,6 +145,7 @@ class Incoming:
                 self._coming -= 1
                 if not self._coming and not self._assembly.done:
                     raise ValueError(f"the transfer ended after {self._assembly.complete_tokens()} complete positions")
+                self._on_news()
                 self._room.wait_for(lambda: self._applied or self._failure, self._remaining())
                 applied, failure = self._applied, self._failure
             if applied:
@@ -182,3 +193,5 @@ class Incoming:
             self._assembly.add(here)
             self._inbox.append(piece)
             self._held += piece.nbytes
+            if len(self._inbox) == 1:
+                self._on_news()

@@ -31,9 +31,11 @@ from .device import OnHost
 from .layout import Shard
 from .pacing import Pacing
 from .protocol import Outlet, TransferReport
+from .reports import Sent, sent_report
 
 Report = Callable[[TransferReport], None]
 
+PRESENT = "all of it is here already"  # what a receiver says, and no failure of the sender
 CREDIT_WAIT_S = 0.25  # for the receiver to say what it has already; then all is encoded, so that it can leave at once
 
 
@@ -159,10 +161,12 @@ class Outgoing:
         except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
             reason = str(error) or type(error).__name__
         finally:
+            if reason.endswith(PRESENT):  # what it is wrapped in depends on when it was heard
+                reason = ""
             if reason:
                 self._sending.abort(reason)  # no matter to one that has ended
             self._empty()
-            self._finish(first_at, (raw, wire, frames), reason)
+            self._finish(first_at, Sent(raw, wire, frames), reason)
 
     def _copies_until_end(self) -> Iterator[LayerCopy | int]:
         """What the engine thread pushes; the number of tokens comes last. Ends early when given up."""
@@ -208,33 +212,15 @@ class Outgoing:
             )
             yield frame, keys.nbytes + values.nbytes
 
-    def _finish(self, first_at: float | None, amounts: tuple[int, int, int], reason: str) -> None:
-        raw, wire, frames = amounts
+    def _finish(self, first_at: float | None, sent: Sent, reason: str) -> None:
         now = time.monotonic()
-        progress = self._sending.progress()
         times = TransferTimes(
             first_frame_at=now if first_at is None else first_at,
             prefill_done_at=now if self._prefill_done_at is None else self._prefill_done_at,
             acknowledged_at=now,
         )
-        self._report(
-            TransferReport(
-                transfer=self.ticket.transfer,
-                delivered=not reason,
-                reason=reason,
-                frames=frames,
-                raw_bytes=raw,
-                wire_bytes=wire + progress.bytes_resent,
-                span_s=times.span,
-                visible_s=times.visible,
-                hidden_fraction=times.hidden_fraction,
-                link=self.ticket.link,
-                mode=self.pacing.mode.mode.value,
-                paths=progress.bytes_by_path,
-                resent_bytes=progress.bytes_resent,
-                blocked_s=progress.blocked_s,
-            )
-        )
+        mode = self.pacing.mode.mode.value
+        self._report(sent_report(self.ticket, sent, times, self._sending.progress(), mode=mode, reason=reason))
 
 
 def _tokens_per_frame(values: torch.Tensor) -> int:

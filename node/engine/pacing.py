@@ -73,10 +73,10 @@ class Pacer:
             for codec in codecs:
                 self._estimator(codec).on_prefill(tokens, seconds)
 
-    def held_up(self, codec: str, seconds: float) -> None:
-        """A hand-over has kept the engine for so long."""
+    def held_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
+        """A hand-over of `tokens` positions of so many layers has kept the engine for so long."""
         with self._lock:
-            self._estimator(codec).on_hold_up(seconds)
+            self._estimator(codec).on_hold_up(tokens, layers, seconds)
 
     def encoded(self, codec: str, size: int, seconds: float) -> None:
         """A frame of `size` bytes took so long to encode."""

@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from . import protocol
 from .device import DeviceKind, choose, device_of, measure
+from .gloo import share_device
 from .kv.connector import ConnectorSettings, P2PConnector, transfer_config
 from .kv.step_work import Opening, transfer_params
 from .kv.switchboard import Switchboard
 from .logfile import redirect_output
+from .mailbox import Outbox, listen
 from .pipeline.pipes import Arrivals, PipelineError
 from .pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_stage, take_seat
 from .scratch import own_temporary_folder
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it
-IDLE_WAIT_S = 0.001  # between steps while only KV transfers are awaited
+IDLE_WAIT_S = 0.02  # between steps while only KV is awaited, if nothing is heard of it
+BLIND_WAIT_S = 0.001  # the same, where nothing can be heard
 
 
 class StartError(Exception):
@@ -53,9 +54,14 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
         redirect_output(Path(config.log_file))
     outbox = Outbox(messages)
     inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(messages, inbox), name="agent-reader", daemon=True).start()
     started = time.monotonic()
     switchboard = Switchboard(config.tp, outbox.send)
+
+    def take(message: protocol.ToEngine) -> None:
+        inbox.put(message)
+        switchboard.news.set()
+
+    listen(messages, take)
     arrivals = Arrivals(config.pipes)
     threading.Thread(target=_accept, args=(sockets, switchboard, arrivals), name="kv-acceptor", daemon=True).start()
     try:
@@ -77,52 +83,6 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     outbox.flush()
     runner.close()
     return 0
-
-
-class Outbox:
-    """Messages to the agent, written by a thread of their own so that a slow agent cannot stall a step."""
-
-    def __init__(self, messages: socket.socket) -> None:
-        self._socket = messages
-        self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="agent-writer", daemon=True).start()
-
-    def send(self, message: protocol.Message) -> None:
-        """Queue a message."""
-        self._queue.put(protocol.frame(message))
-
-    def flush(self) -> None:
-        """Wait until everything queued so far has been written (at most 5 s)."""
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait(5)
-
-    def _run(self) -> None:
-        while True:
-            item = self._queue.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                self._socket.sendall(item)
-            except OSError:
-                os._exit(0)  # the agent is gone, and with it the reason for this process
-
-
-def _read(messages: socket.socket, inbox: queue.SimpleQueue[protocol.ToEngine]) -> None:
-    unframer = protocol.Unframer()
-    while True:
-        try:
-            data = messages.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data:
-            os._exit(0)
-        for body in unframer.feed(data):
-            try:
-                inbox.put(protocol.to_engine.decode(body))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                _log.warning("refused a message of the agent: %s", error)
 
 
 def _accept(sockets: socket.socket, switchboard: Switchboard, arrivals: Arrivals) -> None:
@@ -160,6 +120,8 @@ class EngineRunner:
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reported: protocol.EngineStats | None = None
         self._meter = StepMeter(self._scheduler, time.monotonic)
+        # Workers of this box say when KV has come, those of other stages tell only their own agents.
+        self._idle_wait_s = BLIND_WAIT_S if config.partition else IDLE_WAIT_S
 
     def ready(self, load_s: float) -> protocol.Ready:
         """Describe the engine, with the speed of its device measured now."""
@@ -194,6 +156,7 @@ class EngineRunner:
     def loop(self, inbox: queue.SimpleQueue[protocol.ToEngine]) -> None:
         """Serve until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
         while True:
+            self._switchboard.news.clear()
             while not inbox.empty() or not self._busy():
                 message = inbox.get()
                 if isinstance(message, protocol.Stop):
@@ -205,7 +168,7 @@ class EngineRunner:
             late = self._expire()
             self._publish(outputs, late)
             if not outputs and not late and not self._scheduler.running:
-                time.sleep(IDLE_WAIT_S)
+                self._switchboard.news.wait(self._idle_wait_s)
 
     def _busy(self) -> bool:
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.
@@ -381,11 +344,12 @@ def _joined(config: protocol.EngineConfig) -> dict[str, Any]:
 
 def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
     """Fields of `EngineArgs` for this model on this device, without those that join the engine with others. Sets what
-    vLLM reads from the environment."""
+    vLLM reads from the environment, and how its process groups are made."""
     choices = choose(
         device_kind(), dtype=config.dtype, kv_cache_mib=config.kv_cache_mib, stages=max(1, len(config.partition))
     )
     os.environ.update(choices.environment)
+    share_device()
     return {
         **choices.arguments,
         "model": config.model,

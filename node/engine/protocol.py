@@ -15,6 +15,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from ...coordinator.costs.gpus import GpuSpec
+from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
 from ...kvtransport.dialling import Path
 from ...kvtransport.tickets import LinkTicket, TransferTicket
@@ -46,6 +48,18 @@ class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dial: Path | None = None
 
 
+class Emulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cards that are not there: the engine takes the time that they would need for a model of this shape.
+
+    `gpu_link_gbps` (Gb/s) is what two of them would reach between each other; token ids are below `vocabulary`.
+    """
+
+    model: ModelShape
+    gpu: GpuSpec
+    gpu_link_gbps: Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+    vocabulary: Annotated[int, msgspec.Meta(ge=2)]
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one engine process is started with.
 
@@ -70,6 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     partition: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()
     stage: Count = 0
     pipes: tuple[PipeEnd, ...] = ()
+    emulation: Emulation | None = None  # None: a real engine, which loads `model`
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

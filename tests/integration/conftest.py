@@ -165,7 +165,7 @@ def engine_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[i
 
 @asynccontextmanager
 async def open_cluster(
-    channels: list[int],
+    channels: list[int] | None,
     home: Path,
     model: Path | str,
     nodes: int,
@@ -173,7 +173,8 @@ async def open_cluster(
     codec: str = "raw",
     knobs: tuple[dict[str, Any], ...] = (),
 ) -> AsyncIterator[Cluster]:
-    """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server.
+    """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server, or, without
+    `channels`, each from its own.
 
     `knobs` has what is different for the engines of the first nodes.
     """
@@ -188,7 +189,7 @@ async def open_cluster(
                 home=home / name,
                 listen=LOOPBACK,
                 bootstrap=token,
-                model=str(model) if channel is not None else None,
+                model=str(model) if token is not None else None,
                 codec=codec,
                 engine=replace(KNOBS, **changes),
                 drain_s=1,
@@ -203,7 +204,12 @@ async def open_cluster(
 
         bootstrap, bootstrap_stop = await start("bootstrap", None, None, {})
         started = [
-            await start(f"node{i}", bootstrap.tokens["worker"], channels.pop(), dict(*knobs[i : i + 1]))
+            await start(
+                f"node{i}",
+                bootstrap.tokens["worker"],
+                channels.pop() if channels is not None else None,
+                dict(*knobs[i : i + 1]),
+            )
             for i in range(nodes)
         ]
         client = await stack.enter_async_context(open_client(bootstrap))

@@ -497,6 +497,40 @@ def test_a_transfer_moves_to_other_paths() -> None:
         )  # nor is it for the end that does not dial
 
 
+def test_paths_that_are_set_before_the_link_is_open_are_taken() -> None:
+    """An agent of a stage may be ahead of the step that opens the link."""
+    with two_hubs() as hubs, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        incoming = started(hubs.receiver)
+        hubs.sender.carry_out(SetPaths(link=LINK.link, paths=(hubs.listener.path,)))
+        hubs.sender.send(outlet_of(Path("127.0.0.1", taken.getsockname()[1], label="nowhere")), TOKENS)
+        (outgoing,) = hubs.sender.outgoing(TICKET.transfer)
+        assert hubs.finish(outgoing, incoming).delivered
+
+
+def test_a_transfer_of_what_is_there_already_has_not_failed() -> None:
+    with two_hubs() as hubs:
+        hubs.open(TICKET)
+        hubs.receiver.decline(TICKET.transfer)
+        report = hubs.reports.end(TICKET)
+        assert (report.delivered, report.reason, report.raw_bytes) == (True, "", 0)
+        assert hubs.receiver.incoming(TICKET.transfer) is None
+        hubs.receiver.decline(TICKET.transfer)  # again is no matter
+
+
+def test_who_receives_says_when_there_is_something_to_take() -> None:
+    news = threading.Semaphore(0)
+    with two_hubs() as hubs:
+        hubs.receiver._on_news = news.release
+        outgoing, incoming = hubs.open(TICKET)
+        outgoing.push(piece(0, 0, TOKENS))
+        assert news.acquire(timeout=10)
+        assert incoming.take()
+        hubs.receiver.abort(TICKET.transfer, "the request was cancelled")
+        assert news.acquire(timeout=10)
+        assert incoming.outcome(0.0)
+
+
 def test_a_link_that_is_closed_ends_its_transfers_and_the_next_begins_anew() -> None:
     with two_hubs() as hubs:
         pairs = [hubs.open(ticket_of(seed)) for seed in (1, 2)]

@@ -22,7 +22,7 @@ WORKER = """
 import sys, threading
 from types import SimpleNamespace
 from p2pserve.node.engine.kv.switchboard import WorkerLine
-line = WorkerLine(sys.argv[1], lambda tell: SimpleNamespace())
+line = WorkerLine(sys.argv[1], lambda tell, tell_news: SimpleNamespace())
 line.holds((b"l" * 16,))
 threading.Event().wait()
 """
@@ -55,7 +55,7 @@ def joined(workers: int) -> Iterator[tuple[Switchboard, list[WorkerLine], list[H
     """A switchboard, its workers' lines and hubs, and one more that stands for the agent and holds the reports."""
     agent = Hub(lambda report: None)
     switchboard = Switchboard(workers, agent.carry_out)
-    lines = [WorkerLine(switchboard.name, lambda tell: cast(TransferHub, Hub(tell))) for _ in range(workers)]
+    lines = [WorkerLine(switchboard.name, lambda tell, tell_news: cast(TransferHub, Hub(tell))) for _ in range(workers)]
     hubs = [cast(Hub, line.hub) for line in lines]
     for number, hub in enumerate(hubs):  # what a worker says shows that it has been let in
         hub.tell(report_of(number))
@@ -146,7 +146,7 @@ def test_a_hello_that_is_none_closes_its_connection() -> None:
 
 def test_a_worker_process_ends_with_the_engine_and_one_in_its_process_does_not() -> None:
     switchboard = Switchboard(2, lambda report: None)
-    here = WorkerLine(switchboard.name, lambda tell: cast(TransferHub, Hub(tell)))
+    here = WorkerLine(switchboard.name, lambda tell, tell_news: cast(TransferHub, Hub(tell)))
     worker = subprocess.Popen([sys.executable, "-c", WORKER, switchboard.name])
     try:
         while "1 links" not in repr(switchboard):

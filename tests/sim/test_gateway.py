@@ -408,6 +408,24 @@ def test_a_split_request() -> None:
     virtually(main)
 
 
+def test_a_prefill_node_whose_part_is_over_is_free_for_the_next_request() -> None:
+    """Although the first request's answer is still being written."""
+
+    async def main() -> None:
+        async with open_world(PeerId("p1"), PeerId("p2"), D) as world:
+            for name in ("r1", "r2"):
+                assert await world.ask(max_tokens=40) == name
+                while not world.chunks[name]:
+                    await elapse(STEP_S)
+            assert [peer for kind, peer, _ in world.opened if kind == "prefill"] == ["p1", "p1"]
+            await world.ask(max_tokens=40)
+            await world.ask(max_tokens=40)  # at the same time
+            await elapse(2 * LATENCY_S)
+            assert {peer for kind, peer, _ in world.opened[4:] if kind == "prefill"} == {"p1", "p2"}
+
+    virtually(main)
+
+
 def test_one_box_alone_needs_no_transfer() -> None:
     async def main() -> None:
         async with open_world(D) as world:

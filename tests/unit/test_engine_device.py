@@ -27,6 +27,9 @@ class FakeEvent:
     def record(self) -> None:
         self.cuda.asked.append(f"event on {self.cuda.stream_now.name}")
 
+    def query(self) -> bool:
+        return "wait for event" in self.cuda.asked
+
     def synchronize(self) -> None:
         self.cuda.asked.append("wait for event")
 
@@ -106,7 +109,9 @@ def test_copies_out_run_beside_the_next_layer_and_after_this_one(cuda: FakeCuda)
         "v in use on side",
     ]
     assert copies.nbytes == 16
+    before = copies.ready
     assert len(copies.wait()) == 2
+    assert (before, copies.ready) == (False, True)
     assert cuda.asked[6:] == ["wait for event"]
 
 
@@ -122,6 +127,7 @@ def test_a_cpu_copies_nothing() -> None:
     k, v = torch.zeros(2), torch.zeros(3)
     copies = device.to_host(k, v)
     assert copies.nbytes == 20
+    assert copies.ready
     assert [a is b for a, b in zip(copies.wait(), (k, v), strict=True)] == [True, True]
     assert device.to_device(k)[0] is k
     device.synchronize()

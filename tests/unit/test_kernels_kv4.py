@@ -74,13 +74,13 @@ class TestErrors:
         assert torch.equal(got_v[:exempt].float(), true_v[:exempt])
         if not layout.coded:
             return
-        # At most half a step, of which 15 make a group, or what rounding the step and the zero clips: less than 9
-        # units, of which 205 or more make a span.
+        # At most half a step, or what the widest step clips where its grid lies off the middle: 13 units, of which
+        # 205 or more make a span.
         spread = true_k[exempt:].amax(0) - true_k[exempt:].amin(0)
-        assert bool(((got_k.float() - true_k).abs() <= spread * (1 / 30 + 9 / 205) + true_k.abs() * 2.0**-8).all())
-        # The same of the largest rotated value, and a rotation keeps lengths.
+        assert bool(((got_k.float() - true_k).abs() <= spread * (13 / 205) + true_k.abs() * 2.0**-8).all())
+        # The same of the largest rotated value, with 1 unit more from rounding the place; a rotation keeps lengths.
         length = true_v.norm(dim=-1)
-        bound = (2 / 30 + 9 / 102) * math.sqrt(head_dim) + 0.01
+        bound = 14 / 102 * math.sqrt(head_dim) + 0.01
         assert bool(((got_v.float() - true_v).norm(dim=-1) <= length * bound + 2.0**-30).all())
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,8 +88,8 @@ class TestErrors:
     def test_relative_error_of_gaussian_values(self, head_dim: int, dtype: torch.dtype) -> None:
         k, v = block(256, 2, head_dim, dtype)
         got_k, got_v = there_and_back(k, v, 256)
-        assert relative_error(got_k, k) < 0.077
-        assert relative_error(got_v, v) < 0.081
+        assert relative_error(got_k, k) < 0.075
+        assert relative_error(got_v, v) < 0.079
 
     @pytest.mark.parametrize("value", [0.0, 1.0, -3.140625, 6e4, 1e-5])
     def test_constant_values(self, value: float) -> None:
@@ -197,20 +197,20 @@ class TestFormat:
         k = torch.tensor([[[0.0, 2.0]], [[16.0, 2.0]], [[4.0, 2.0]], [[8.0, 2.0]]], dtype=torch.bfloat16)
         v = torch.tensor([[[1.0, 1.0]], [[0.0, 0.0]], [[3.0, -1.0]], [[2.0, 0.0]]], dtype=torch.bfloat16)
         payload = bytes(encode("kv4", k, v, start=8, layer=0))
-        header = bytes([2, 0]) + bytes(14)
-        # Bases 0 and 2. Unit 16 / 256, and the least for the constant channel. Zeros 5/16 (11/16 is as good) and 2.
+        header = bytes([3, 0]) + bytes(14)
+        # Bases 0 and 2. Unit 16 / 256, and the least for the constant channel. Zeros 4/16 (12/16 is as good) and 2.
         # Steps of 16 units, stored less 1; the other group of the pair is not there: 0.
-        keys = bytes.fromhex("0000 0040") + bytes([144, 0]) + bytes([5, 0]) + bytes([0x0F, 0])
+        keys = bytes.fromhex("0000 0040") + bytes([144, 0]) + bytes([4, 0]) + bytes([0x0F, 0])
         # Tokens 8..11 low; positions 24..27, which are not there, high: as the last token.
         key_codes = bytes.fromhex("8000 8F00 8400 8800")
         # Whole numbers (128, 128), (0, 0), (192, -64), (128, 0) rotate to (256, 0), (0, 0), (128, 256), (128, 128).
-        # In units (128, 0), (0, 0), (64, 128), (128, 128): steps of 9, and 60, 0, 60 and 60 for code 8.
-        values = bytes([132, 0, 136, 132]) + bytes([31 << 3, 16 << 3, 31 << 3, 31 << 3])
+        # In units (128, 0), (0, 0), (64, 128), (128, 128): steps of 9 from -8 (place 15), or from -72 (place -1).
+        values = bytes([132, 0, 136, 132]) + bytes([31 << 3, 15 << 3, 31 << 3, 31 << 3])
         value_codes = bytes.fromhex("1F 88 F8 FF")
         assert payload == header + keys + key_codes + values + value_codes
         got_k, got_v = there_and_back(k, v, 8)
-        assert got_k[:, 0, 0].tolist() == [0.3125, 15.3125, 4.3125, 8.3125]
-        assert got_v[3, 0].tolist() == [2 * 123 / 128, 0.0]
+        assert got_k[:, 0, 0].tolist() == [0.25, 15.25, 4.25, 8.25]
+        assert got_v[3, 0].tolist() == [2 * 127 / 128, 0.0]
 
     def test_chunks_at_multiples_of_256_decode_as_the_whole_does(self) -> None:
         k, v = block(900, 2, 64, torch.bfloat16)
@@ -374,15 +374,6 @@ class TestBadPayloads:
             payload[at : at + 2] = b"\x00\x7c"
             with pytest.raises(PayloadError, match="has a parameter inf at"):
                 self.decode(payload, torch.float16)
-
-    def test_a_group_of_v_out_of_range_is_named(self) -> None:
-        payload = bytearray(encode("kv4", *block(70, 2, 128, torch.bfloat16), start=0, layer=4))
-        sizes = Kv4Layout(0, 70, 2, 128).section_bytes
-        vector = 2 * 9 + 1  # head 1 of the tenth coded token
-        payload[sum(sizes[:9]) + vector] = 255
-        payload[sum(sizes[:10]) + vector] = 15
-        with pytest.raises(PayloadError, match=r"V has a parameter 367\.0 at position 13, head 1, channel 0"):
-            decode("kv4", payload, dtype=torch.bfloat16, tokens=70, heads=2, head_dim=128, start=0, layer=4)
 
     @settings(max_examples=80, deadline=None)
     @given(

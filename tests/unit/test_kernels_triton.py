@@ -46,7 +46,7 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
         into, flag = ("into", ("*i32",)) if name == "_quantise" else ("stored", ())
         part = {"x": "*bf16", into: ("*bf16", *BYTES, *flag), **spans}
         found[f"kv4{name} K"] = getattr(triton_kv4, f"{name}_keys"), part, {"block": 64}
-        part = {"x": "*bf16", into: (*BYTES, *flag), **vectors}
+        part = {"x": "*bf16", into: (*BYTES[1:], *flag), **vectors}
         found[f"kv4{name} V"] = getattr(triton_kv4, f"{name}_values"), part, {"shape": shape, "tiles": 8}
     return found
 

@@ -32,7 +32,7 @@ def measured(
         estimator.on_prefill(tokens, base_s + token_s * tokens)
         size = int(tokens * shape.bytes_per_token_layer)
         estimator.on_frame(size, frame_s + byte_s * size)
-        estimator.on_hold_up(hold_up_s)
+        estimator.on_hold_up(tokens, 1, hold_up_s)
     return estimator
 
 
@@ -127,9 +127,18 @@ class TestDecisions:
     def test_a_rising_hold_up_changes_the_mind(self) -> None:
         estimator = measured(hold_up_s=50e-6)
         assert estimator.decide(256, LAN, 1).mode is SendMode.LAYERWISE
-        for _ in range(400):
-            estimator.on_hold_up(20e-3)
+        for tokens in (64, 1024) * 200:
+            estimator.on_hold_up(tokens, 1, 20e-3)
         assert estimator.decide(256, LAN, 1).mode is SendMode.SERIALISED
+
+    def test_what_a_hand_over_costs_for_each_layer_speaks_for_neither(self) -> None:
+        """Prompts that went in one piece must not make those look dear that go layer by layer."""
+        estimator = measured(hold_up_s=0.0)
+        for tokens in (200, 300) * 50:
+            estimator.on_hold_up(tokens, SHAPE.layers, 20e-6 + 0.5e-6 * tokens * SHAPE.layers)
+        mode = estimator.decide(256, LAN, 1)
+        assert mode.mode is SendMode.LAYERWISE
+        assert mode.visible_layerwise_s < mode.visible_serialised_s / 2
 
     def test_until_measured_it_goes_layer_by_layer(self) -> None:
         estimator = LayerwiseEstimator(SHAPE)
@@ -156,13 +165,16 @@ class TestMeasurement:
             size, tokens = rng.randrange(1000, 4_000_000), rng.randrange(16, 4096)
             estimator.on_frame(size, (100e-6 + 0.5e-9 * size) * rng.uniform(0.9, 1.1))
             estimator.on_prefill(tokens, (0.005 + 50e-6 * tokens) * rng.uniform(0.95, 1.05))
-            estimator.on_hold_up(rng.uniform(80e-6, 120e-6))
+            layers = rng.choice((1, 4, SHAPE.layers))
+            estimator.on_hold_up(tokens, layers, (100e-6 + 20e-9 * tokens * layers) * rng.uniform(0.9, 1.1))
         shown = repr(estimator)
-        prefill, frame = estimator._prefill.fit(), estimator._frames.fit()
+        prefill, frame, hold_up = estimator._prefill.fit(), estimator._frames.fit(), estimator._hold_ups.fit()
         assert prefill[0] == pytest.approx(0.005, rel=0.5)
         assert prefill[1] == pytest.approx(50e-6, rel=0.05)
         assert frame[0] == pytest.approx(100e-6, rel=0.5)
         assert frame[1] == pytest.approx(0.5e-9, rel=0.05)
+        assert hold_up[0] == pytest.approx(100e-6, rel=0.5)
+        assert hold_up[1] == pytest.approx(20e-9, rel=0.05)
         assert "us/token" in shown
 
     @given(st.lists(st.tuples(st.integers(1, 10**7), st.floats(0, 10)), min_size=1, max_size=30))
@@ -181,7 +193,7 @@ class TestMeasurement:
         with pytest.raises(FiguresError, match=r"frame\.seconds is nan"):
             estimator.on_frame(1, math.nan)
         with pytest.raises(FiguresError, match=r"hold_up\.seconds is -1"):
-            estimator.on_hold_up(-1.0)
+            estimator.on_hold_up(1, 1, -1.0)
         with pytest.raises(FiguresError, match=r"decide\.tokens is 0"):
             estimator.decide(0, LAN, 1)
         with pytest.raises(FiguresError, match=r"shape\.layers"):

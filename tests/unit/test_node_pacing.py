@@ -59,8 +59,8 @@ def measured(pacer: Pacer, *, hold_up_s: float = 0.0005, token_s: float = 0.0005
     """An engine that has prefilled, handed over and encoded for a while."""
     for tokens in (100, 400, 800):
         pacer.computed({"kv4"}, tokens, tokens * token_s)
-    for _ in range(4):
-        pacer.held_up("kv4", hold_up_s)
+    for tokens in (100, 200, 400, 800):
+        pacer.held_up("kv4", tokens, 1, hold_up_s)
         pacer.encoded("kv4", 1 << 20, 0.0005)
 
 

@@ -272,15 +272,23 @@ def test_boxes_and_links_are_what_was_advertised() -> None:
     assert view.services() == ("other", SERVICE)
 
 
-def test_a_load_is_the_larger_of_the_report_and_what_is_in_flight() -> None:
+def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_report() -> None:
     view = view_of(
         a=advert(stats=EngineStats(running=5, waiting=1, kv_usage=0.5, kv_free_tokens=500)),
         b=advert(stats=EngineStats(running=1, waiting=0, kv_usage=0.1, kv_free_tokens=900)),
         c=advert(),
     )
-    loads = {load.peer: load for load in view.loads({A: 2, B: 4})}
-    assert [(loads[p].running, loads[p].waiting) for p in (A, B, C)] == [(5, 1), (4, 0), (0, 0)]
-    assert [loads[p].kv_free_tokens for p in (A, B, C)] == [500, 900, 1000]
+
+    def outstanding(in_flight: dict[PeerId, int]) -> list[int]:
+        loads = {load.replica: load for load in view.loads(in_flight)}
+        assert [loads[p].kv_free_tokens for p in (A, B, C)] == [500, 900, 1000]
+        return [loads[p].outstanding for p in (A, B, C)]
+
+    view.weigh_reports({A: 2, B: 4})
+    assert outstanding({A: 2, B: 4}) == [6, 4, 0]
+    view.weigh_reports({})  # the same reports: they speak of the time when they came
+    assert outstanding({}) == [4, 0, 0]
+    assert outstanding({A: 1, C: 1}) == [5, 0, 1]
 
 
 def test_starts_tell_a_restarted_engine() -> None:

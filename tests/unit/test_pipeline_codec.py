@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1 import kv_cache_interface as kv
-from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 
 from p2pserve.kvtransport.dialling import Path
@@ -237,7 +237,7 @@ def scheduled(requests: int) -> Call:
     step = SchedulerOutput([new], cached, dict.fromkeys(names, 1), requests, {}, {}, {"gone"}, [])
     step.kv_connector_metadata = work
     step.new_block_ids_to_zero = [3, 4]
-    return Call(7, "execute_model", (step,), {}, False)
+    return Call(7, "run_batch", (step,))
 
 
 def test_what_stages_say_to_each_other() -> None:
@@ -254,8 +254,6 @@ def test_what_stages_say_to_each_other() -> None:
         *(Call(1, "initialize_from_config", ([config],)), Failed("no memory")),
     ):
         assert through(CODEC, value) == value
-    mask = through(CODEC, GrammarOutput(["a"], np.ones((1, 4), np.int32)))
-    assert np.array_equal(mask.grammar_bitmask, np.ones((1, 4), np.int32))
     logprobs = through(CODEC, LogprobsLists(np.ones((2, 3), np.int32), np.ones((2, 3), np.float32), np.ones(2), None))
     assert logprobs.logprobs.dtype == np.float32
     tensors = {"hidden_states": torch.randn(3, 8).to(torch.bfloat16)}

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from p2pserve.kvtransport.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.tickets import issue_link
 from p2pserve.node.engine.pipeline.executor import PipelineExecutor, RemoteStage
 from p2pserve.node.engine.pipeline.pipes import Arrivals, Inflow, Outflow, PipelineError, StageLost, open_pipes
+from p2pserve.node.engine.pipeline.scheduler import PipelineScheduler, all_under_way
 from p2pserve.node.engine.pipeline.stage import check_pipeline
 from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Answer, Call, Failed
 from p2pserve.node.engine.protocol import EngineConfig, PipeEnd
@@ -64,7 +66,7 @@ class Setting:
         pipe, self.other = piped()
         self.stage = RemoteStage(1, pipe, self.lost.append)
         self.head: Any = object.__new__(PipelineExecutor)
-        self.head._number = 0
+        self.head._number, self.head._sampling = 0, []
         self.head._worker = Local()
         self.head.kv_output_aggregator = None
         self.head.stages = (self.stage,)
@@ -100,19 +102,42 @@ def output(token: int) -> ModelRunnerOutput:
 
 def test_batches_are_told_before_those_ahead_are_answered(setting: Setting) -> None:
     steps = [setting.step(), setting.step()]
-    calls = [setting.heard() for _ in range(4)]
-    assert [call.method for call in calls] == ["execute_model", "sample_tokens"] * 2
-    assert [call.answers for call in calls] == [False, True] * 2
-    for token, call in enumerate(calls[1::2]):
+    calls = [setting.heard() for _ in range(2)]
+    assert [call.method for call in calls] == ["run_batch"] * 2
+    for token, call in enumerate(calls):
         setting.say(Answer(call.number, output(token)))
     assert [step.result().sampled_token_ids for step in steps] == [[[0]], [[1]]]
     assert not setting.lost
 
 
+def test_answers_that_follow_a_grammar_are_refused(setting: Setting) -> None:
+    with pytest.raises(PipelineError, match="follow a grammar"):
+        setting.head.sample_tokens(object())
+
+
+def test_a_lone_request_under_way_makes_no_empty_batches() -> None:
+    def request(computed: int) -> Any:
+        return SimpleNamespace(num_computed_tokens=computed, num_tokens_with_spec=8)
+
+    assert all_under_way([request(8), request(9)])
+    assert not all_under_way([request(8), request(7)])
+    found: Any = object.__new__(PipelineScheduler)
+    found.requests, found.finished_req_ids, found.connector, found.ec_connector = {"a": None}, set(), None, None
+    found.num_waiting_for_streaming_input, found._pause_state = 0, None
+    found.running, found.waiting, found.kv_holding_waiting = [request(8)], [], []
+    assert not found.has_requests()
+    found.finished_req_ids = {"b"}  # the stages must be told to forget it
+    assert found.has_requests()
+    found.finished_req_ids, found.waiting = set(), [object()]
+    assert found.has_requests()
+    found.waiting, found.running = [], [request(7)]
+    assert found.has_requests()
+
+
 def test_a_step_without_tokens_is_answered_at_once(setting: Setting) -> None:
     step = setting.step(tokens=0)
     call = setting.heard()
-    assert (call.method, call.answers) == ("execute_model", True)
+    assert call.method == "run_batch"
     setting.say(Answer(call.number, output(5)))
     assert step.result().sampled_token_ids == [[5]]
 
@@ -125,7 +150,6 @@ def test_what_all_connectors_say_is_joined(setting: Setting) -> None:
 
     setting.head.kv_output_aggregator = Aggregator()
     step = setting.step()
-    setting.heard()
     setting.say(Answer(setting.heard().number, output(7)))
     mine, theirs = step.result()
     assert mine.kv_connector_output.finished_recving == {"a"}
@@ -183,7 +207,7 @@ def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
     lost: list[PipelineError] = []
     out, into = Outflow(one, 1, lost.append), Inflow(two, 0, lost.append)
     for n in range(5):
-        out.put(partial(Activations, n % 2 == 0, {}))
+        out.put(partial(Activations, n % 2 == 0, {}), at_once=n != 2)  # the third by a thread, those behind it after it
     assert [into.get().merged for _ in range(5)] == [True, False] * 2 + [True]
     two.close("the stage ends")
     for _ in range(2):

@@ -219,5 +219,7 @@ def _worker_side(vllm_config: VllmConfig) -> WorkerSide:
     return WorkerSide(
         rank,
         one_stage.heads_of(ShardRank(0, rank.tp)),
-        lambda shard: WorkerLine(settings.switchboard, lambda tell: TransferHub(shard, settings.buffer_bytes, tell)),
+        lambda shard: WorkerLine(
+            settings.switchboard, lambda tell, tell_news: TransferHub(shard, settings.buffer_bytes, tell, tell_news)
+        ),
     )

@@ -88,7 +88,7 @@ class SchedulerSide:
             return
         receive.asked = True
         if num_external_tokens == 0:  # all of it was in the local prefix cache
-            self._next.cancelled.append(receive.transfer)
+            self._next.present.append(receive.transfer)
             return
         block_ids = list(blocks.get_block_ids()[0])
         behind = next((i for i, block in enumerate(block_ids) if block != NULL_BLOCK), len(block_ids))

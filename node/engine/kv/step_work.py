@@ -63,14 +63,16 @@ class LoadWork:
 @dataclass
 class StepWork(KVConnectorMetadata):
     """What the scheduler's instance tells the workers' with a step. `orders` are carried out first, as they come;
-    `cancelled` names transfers that nobody wants any more, after the loads that this step begins. `report_progress`:
-    say how far all loads are (`LoadProgress`), so that the answers of all workers are of the same step.
+    `cancelled` names transfers that nobody wants any more, after the loads that this step begins; `present`, those of
+    which all is here already. `report_progress`: say how far all loads are (`LoadProgress`), so that the answers of all
+    workers are of the same step.
     """
 
     orders: list[Order] = field(default_factory=list)
     sends: list[SendWork] = field(default_factory=list)
     loads: list[LoadWork] = field(default_factory=list)
     cancelled: list[bytes] = field(default_factory=list)
+    present: list[bytes] = field(default_factory=list)
     report_progress: bool = False
 
 

@@ -49,8 +49,12 @@ class Holds(Message, frozen=True, kw_only=True, tag="holds"):
     links: tuple[bytes, ...]
 
 
+class News(Message, frozen=True, kw_only=True, tag="news"):
+    """From a worker: the engine has something to do for KV that is received."""
+
+
 _to_worker = msgspec.msgpack.Decoder(Attach | SetPaths | CloseLink | AbortTransfer)
-_from_worker = msgspec.msgpack.Decoder(Holds | TransferReport | LinkReport)
+_from_worker = msgspec.msgpack.Decoder(Holds | News | TransferReport | LinkReport)
 
 
 def _address(name: str) -> str:
@@ -68,11 +72,13 @@ def _peer(line: socket.socket) -> tuple[int, int]:
 class Switchboard:
     """In the engine's main process. `report` is called by its threads; everything else may be called by any thread.
 
-    A connection may come before any worker knows its link: with several workers it is kept for 30 seconds.
+    A connection may come before any worker knows its link: with several workers it is kept for 30 seconds. `news` is
+    set when the engine should look at what it receives.
     """
 
     def __init__(self, workers: int, report: Tell) -> None:
         self.name = f"p2pserve-engine-{secrets.token_hex(16)}"
+        self.news = threading.Event()  # set by its threads; cleared by whoever waits for it
         self._workers = workers
         self._report = report
         self._lock = threading.Lock()
@@ -162,6 +168,8 @@ class Switchboard:
             message = _from_worker.decode(packet)
             if isinstance(message, Holds):
                 self._route(line, message.links)
+            elif isinstance(message, News):
+                self.news.set()
             else:
                 self._report(message)
 
@@ -185,13 +193,14 @@ class Switchboard:
 
 @final
 class WorkerLine:
-    """In a worker: its hub, and the way to the agent. `make_hub` is given what the hub reports to."""
+    """In a worker: its hub, and the way to the agent. `make_hub` is given what the hub reports to, and what it calls
+    when the engine should look at what is received."""
 
-    def __init__(self, switchboard: str, make_hub: Callable[[Tell], TransferHub]) -> None:
+    def __init__(self, switchboard: str, make_hub: Callable[[Tell, Callable[[], None]], TransferHub]) -> None:
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(_address(switchboard))
         self._ends_with_main = _peer(self._line)[0] != os.getpid()
-        self.hub = make_hub(self._tell)
+        self.hub = make_hub(self._tell, self.tell_news)
         threading.Thread(target=self._listen, name="kv-agent-line", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -201,13 +210,17 @@ class WorkerLine:
         """Connections of these links are for this worker."""
         self._tell(Holds(links=links))
 
+    def tell_news(self) -> None:
+        """Have the engine look at what is received without waiting any longer."""
+        self._tell(News())
+
     def close(self) -> None:
         """The worker ends, in good order."""
         self._ends_with_main = False
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 
-    def _tell(self, message: Holds | TransferReport | LinkReport) -> None:
+    def _tell(self, message: Holds | News | TransferReport | LinkReport) -> None:
         try:
             self._line.sendall(pack(message))
         except OSError:

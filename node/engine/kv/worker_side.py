@@ -148,21 +148,24 @@ class WorkerSide:
         begun = time.monotonic()
         takers = {outgoing for each in due.values() for outgoing in each}
         first = max(start, min(outgoing.first for outgoing in takers))
-        if first < send.last:
-            for position, outgoings in due.items():
-                cache = self._caches[position]
-                values = self._device.to_host(*cache.read(send.block_ids, first, send.last))
-                for outgoing in outgoings:
-                    outgoing.push(LayerCopy(cache.index, first, values))
+        if first >= send.last:
+            return
+        for position, outgoings in due.items():
+            cache = self._caches[position]
+            values = self._device.to_host(*cache.read(send.block_ids, first, send.last))
+            for outgoing in outgoings:
+                outgoing.push(LayerCopy(cache.index, first, values))
         held_up_s = time.monotonic() - begun
         self._held_up_s += held_up_s
         for codec in {outgoing.ticket.codec for outgoing in takers}:
-            self.hub.pacer.held_up(codec, held_up_s)
+            self.hub.pacer.held_up(codec, send.last - first, len(due), held_up_s)
 
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, work: StepWork) -> None:
         """Write what has arrived into the paged cache, while no model runs."""
+        for transfer in work.present:
+            self.hub.decline(transfer)
         for transfer in work.cancelled:
             self.hub.abort(transfer, "no longer needed")
         for load in work.loads:
@@ -223,6 +226,8 @@ class WorkerSide:
         del self._active[load.request]
         self._finished.add(load.request)
         self.hub.close_incoming(load.transfer)
+        assert self._line is not None
+        self._line.tell_news()  # the scheduler hears of it after this step, and may then begin with the request
 
     # ---- what vLLM asks for after a step --------------------------------------------------------------------
 

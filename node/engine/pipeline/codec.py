@@ -65,6 +65,9 @@ class _Tag(IntEnum):
     FRACTION = 11
 
 
+_CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {_Tag.TUPLE: tuple, _Tag.SET: set, _Tag.FROZENSET: frozenset}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Record:
     """A class that travels field by field."""
@@ -161,7 +164,7 @@ class Codec:
         if kind is torch.dtype and value in _TORCH_NAMES:
             return [_Tag.DTYPE, _TORCH_NAMES[value]]
         if kind is torch.Tensor and value.dtype in _TORCH_NAMES:
-            flat = value.detach().cpu().contiguous().reshape(-1)
+            flat = value.detach().cpu().reshape(-1)  # contiguous: a view, or else a copy
             buffers.append(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
             return [_Tag.TENSOR, len(buffers) - 1, _TORCH_NAMES[value.dtype], *value.shape]
         if kind is np.ndarray and _NUMPY_DTYPES.get(value.dtype.name) == value.dtype:
@@ -181,26 +184,18 @@ class Codec:
             raise CodecError(f"a {type(tree).__name__} where a tag belongs")
         if depth > MAX_DEPTH:
             raise CodecError(f"a value nested deeper than {MAX_DEPTH}")
-        tag, *parts = tree
+        tag = tree[0] if tree else None
         if type(tag) is not int or tag < 0 or tag > _Tag.FRACTION:
             raise CodecError(f"{tag!r} is no tag")
         if tag > _Tag.RECORD:
-            return self._leaf_of(_Tag(tag), parts, buffers)
-        name = parts.pop(0) if tag == _Tag.RECORD else ""
-        values = [part if type(part) in _PLAIN else self._value(part, buffers, depth + 1) for part in parts]
-        match tag:
-            case _Tag.LIST:
-                return values
-            case _Tag.TUPLE:
-                return tuple(values)
-            case _Tag.SET:
-                return set(values)
-            case _Tag.FROZENSET:
-                return frozenset(values)
-            case _Tag.DICT:
-                return dict(zip(values[::2], values[1::2], strict=True))
-            case _:
-                return self._instance(name, values)
+            return self._leaf_of(_Tag(tag), tree[1:], buffers)
+        first = 2 if tag == _Tag.RECORD else 1
+        values = [part if type(part) in _PLAIN else self._value(part, buffers, depth + 1) for part in tree[first:]]
+        if tag == _Tag.RECORD:
+            return self._instance(tree[1], values)
+        if tag == _Tag.DICT:
+            return dict(zip(values[::2], values[1::2], strict=True))
+        return values if tag == _Tag.LIST else _CONTAINERS[tag](values)
 
     def _instance(self, name: Any, values: list[Any]) -> Any:
         record = self._by_name.get(name) if type(name) is str else None
@@ -246,7 +241,13 @@ def _record(kind: type) -> _Record:
                 object.__setattr__(made, name, value)
             return made
 
-        return _Record(kind.__name__, names, make)
+        def make_at_once(values: list[Any]) -> Any:
+            made = object.__new__(kind)
+            made.__dict__.update(zip(names, values, strict=True))
+            return made
+
+        has_slots = any("__slots__" in vars(each) for each in kind.__mro__)
+        return _Record(kind.__name__, names, make if has_slots else make_at_once)
     if issubclass(kind, msgspec.Struct):
         struct = kind
 

@@ -51,16 +51,13 @@ class RemoteStage:
     def __repr__(self) -> str:
         return f"<RemoteStage {self.stage} pending={len(self._pending)} {self._reader}>"
 
-    def say(self, number: int, buffers: Sequence[bytes | bytearray | memoryview], *, answers: bool) -> Future[Any]:
-        """Send a call that `CODEC` has encoded. Without `answers` the future is done at once."""
+    def say(self, number: int, buffers: Sequence[bytes | bytearray | memoryview]) -> Future[Any]:
+        """Send a call that `CODEC` has encoded."""
         future: Future[Any] = Future()
         with self._lock:
             if self._lost is not None:
                 raise self._lost
-            if answers:
-                self._pending.append((number, future))
-            else:
-                future.set_result(None)
+            self._pending.append((number, future))
         try:
             self._pipe.send(buffers)
         except TransferError as error:
@@ -135,10 +132,11 @@ class PipelineExecutor(Executor):
 
     def _init_executor(self) -> None:
         self._number = 0
+        self._sampling: Answers = []  # what the other stages will answer to the batch that was told last
         seat = StageWorker.seat
         assert seat is not None
         hello = Hello(vllm.__version__, CODEC.schema, seat.partition)
-        loading = self._tell("load", (hello,), {}, answers=True)
+        loading = self._tell("load", hello)
         self._worker = make_worker(self.vllm_config)
         merges = Joined(False, loading, lambda answers: answers[1:]).result()
         self.collective_rpc("merge_activations", args=(merges,))
@@ -154,20 +152,26 @@ class PipelineExecutor(Executor):
         """Results of all stages, the head's first. Raises PipelineError for what other stages cannot be asked."""
         if not isinstance(method, str) or method not in CALLABLE:
             raise PipelineError(f"{method} is nothing that the stages of a pipeline are asked to do")
-        others = self._tell(method, args, kwargs or {}, answers=True)
+        others = self._tell(method, *args, **(kwargs or {}))
         joined = Joined(run_method(self._worker, method, args, kwargs or {}), others, list)
         return joined if non_block else joined.result(timeout)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """Run a batch. With tokens in it the outcome is that of `sample_tokens`, so nobody answers."""
-        others = self._tell("execute_model", (scheduler_output,), {}, answers=not scheduler_output.num_scheduled_tokens)
-        joined = JoinedBatch(self._worker.execute_model(scheduler_output), others, self._output)
+        """Run a batch. With tokens in it the outcome is that of `sample_tokens`, which follows at once."""
+        others = self._tell("run_batch", scheduler_output)
+        mine = self._worker.execute_model(scheduler_output)
+        if scheduler_output.num_scheduled_tokens:
+            self._sampling, others = others, []
+        joined = JoinedBatch(mine, others, self._output)
         return joined if non_block else joined.result()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
-        """What the last stage has sampled, and what all connectors have to say."""
-        others = self._tell("sample_tokens", (grammar_output,), {}, answers=True)
-        joined = JoinedBatch(self._worker.sample_tokens(grammar_output), others, self._output)
+        """What the last stage has sampled, and what all connectors have to say. The other stages sample without being
+        asked. Raises PipelineError for answers that must follow a grammar, of which they know nothing."""
+        if grammar_output is not None:
+            raise PipelineError("a replica of several stages cannot make an answer follow a grammar")
+        others, self._sampling = self._sampling, []
+        joined = JoinedBatch(self._worker.sample_tokens(None), others, self._output)
         return joined if non_block else joined.result()
 
     def check_health(self) -> None:
@@ -188,8 +192,8 @@ class PipelineExecutor(Executor):
             return outputs[last]
         return self.kv_output_aggregator.aggregate(outputs, output_rank=last)
 
-    def _tell(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, answers: bool) -> Answers:
+    def _tell(self, method: str, *args: Any, **kwargs: Any) -> Answers:
         """One call to all other stages, encoded once."""
         self._number += 1
-        buffers = CODEC.encode(Call(self._number, method, args, kwargs, answers))
-        return [(stage, stage.say(self._number, buffers, answers=answers)) for stage in self.stages]
+        buffers = CODEC.encode(Call(self._number, method, args, kwargs))
+        return [(stage, stage.say(self._number, buffers)) for stage in self.stages]

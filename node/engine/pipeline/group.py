@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..device import Device
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
+AT_ONCE_BYTES = 16 << 10  # any connection's send buffer has room for as many batches of that as there are stages
 
 
 @final
@@ -79,7 +80,10 @@ class SocketGroup:
             # Copies: the next batch is computed in the same memory.
             merged, tensors = False, {name: tensor.clone() for name, tensor in tensor_dict.items()}
         on_host = self._device.to_host(*tensors.values())
-        self._behind.put(lambda: Activations(merged, dict(zip(tensors, on_host.wait(), strict=True))))
+        self._behind.put(
+            lambda: Activations(merged, dict(zip(tensors, on_host.wait(), strict=True))),
+            at_once=on_host.ready and on_host.nbytes <= AT_ONCE_BYTES,
+        )
         return []
 
     def irecv_tensor_dict(

@@ -31,6 +31,7 @@ from ..protocol import (
 from ..weights import LOAD_FORMAT
 from .executor import PipelineExecutor, RemoteStage
 from .pipes import Arrivals, Inflow, OnLost, Outflow, PipelineError, Reader, StageLost, open_pipes
+from .scheduler import PipelineScheduler
 from .vocabulary import CALLABLE, CODEC, Answer, Call, Failed, Hello
 from .worker import Seat, StageWorker, make_worker, worker_class
 
@@ -72,6 +73,7 @@ def pipeline_arguments(config: EngineConfig) -> tuple[dict[str, str], dict[str, 
         "distributed_executor_backend": PipelineExecutor,
         "worker_cls": worker_class(),
         "load_format": LOAD_FORMAT,
+        "scheduler_cls": PipelineScheduler,
     }
     return environment, arguments
 
@@ -224,8 +226,7 @@ class Servant:
                 raise StageLost(f"the head is lost: {call}")
             try:
                 result = self._carry_out(call)
-                if call.answers:
-                    self._control.send(CODEC.encode(Answer(call.number, result)))
+                self._control.send(CODEC.encode(Answer(call.number, result)))
             except TransferError as error:
                 raise StageLost(f"the head is lost: {error}") from error
             except Exception as error:

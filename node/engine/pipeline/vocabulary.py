@@ -16,7 +16,7 @@ from vllm.sampling_params import (
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
-from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -28,7 +28,6 @@ CALLABLE = frozenset(
     {
         "compile_or_warm_up_model",
         "determine_available_memory",
-        "execute_model",
         "get_kv_cache_spec",
         "get_kv_connector_handshake_metadata",
         "get_supported_kv_cache_layouts",
@@ -38,7 +37,7 @@ CALLABLE = frozenset(
         "merge_activations",
         "reset_encoder_cache",
         "reset_mm_cache",
-        "sample_tokens",
+        "run_batch",
         "set_kv_cache_layout",
         "synchronize_device",
         "update_max_model_len",
@@ -58,13 +57,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The head wants a method of the worker called. Without `answers` the result is None, and none is sent."""
+    """The head wants a method of the worker called."""
 
     number: int
     method: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    answers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class Activations:
 CODEC = Codec(
     records=(
         *(Hello, Call, Answer, Failed, Activations),
-        *(SchedulerOutput, NewRequestData, CachedRequestData, GrammarOutput, KVCacheBlockCopy),
+        *(SchedulerOutput, NewRequestData, CachedRequestData, KVCacheBlockCopy),
         *(SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
         *(ModelRunnerOutput, KVConnectorOutput, LogprobsLists, LogprobsTensors, SamplingMaskLists, CUDAGraphStat),
         *(StepWork, SendWork, LoadWork, LoadProgress, Arrived),

@@ -29,6 +29,7 @@ from .pipes import Inflow, Outflow
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sequence import IntermediateTensors
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 _PROBE_TOKENS = 8
 
@@ -66,6 +67,12 @@ class StageWorker(gpu_worker.Worker):
             # vLLM does so in the run that measures memory, which a CPU skips.
             runner = self.model_runner
             runner.intermediate_tensors = self._empty_activations(runner.max_num_tokens)
+
+    def run_batch(self, scheduler_output: SchedulerOutput) -> Any:
+        """Compute a batch and sample from it: what the head's executor is asked for in two calls. Returns what the
+        last of the two does."""
+        output = self.execute_model(scheduler_output)
+        return self.sample_tokens(None) if scheduler_output.num_scheduled_tokens else output
 
     def merges(self) -> bool:
         """Whether it is the same, to the last bit, for this stage to be given hidden states and residual added up.

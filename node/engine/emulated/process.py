@@ -1,0 +1,93 @@
+"""The main program of an emulated engine's process: its clock, its threads and its sockets."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from .. import protocol
+from ..logfile import redirect_output
+from ..mailbox import Outbox, listen
+from .engine import EmulatedEngine, EmulationError, KvEnded
+from .transfers import Transfers
+
+__all__ = ["run_emulated_engine"]
+
+AWAIT_S: Final = 0.05  # how often one looks at what is late while only KV is awaited
+
+Inbox = queue.SimpleQueue[protocol.ToEngine | KvEnded]
+
+
+def run_emulated_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: socket.socket) -> int:
+    """Serve until told to stop. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if config.log_file:
+        redirect_output(Path(config.log_file))
+    assert config.emulation is not None
+    model = config.emulation.model
+    outbox = Outbox(messages)
+    inbox: Inbox = queue.SimpleQueue()
+    listen(messages, inbox.put)
+    started = time.monotonic()
+    transfers = Transfers(
+        layers=model.layers,
+        head_dim=model.head_dim,
+        limit_bytes=config.transfer_buffer_mib << 20,
+        report=outbox.send,
+    )
+    threading.Thread(target=_accept, args=(sockets, transfers), name="kv-acceptor", daemon=True).start()
+    try:
+        engine = EmulatedEngine(config, transfers, tell=outbox.send, wake=inbox.put)
+    except EmulationError as error:
+        outbox.send(protocol.StartFailed(reason=str(error)))
+        outbox.flush()
+        return 1
+    outbox.send(engine.ready(time.monotonic() - started))
+    _loop(engine, inbox)
+    outbox.flush()
+    return 0
+
+
+def _loop(engine: EmulatedEngine, inbox: Inbox) -> None:
+    """Serve until `Stop`."""
+    computing = True
+    while True:
+        wait_s = 0.0 if computing else AWAIT_S
+        while (message := _next(inbox, None if engine.idle else wait_s)) is not None:
+            if isinstance(message, protocol.Stop):
+                return
+            engine.take(message, time.monotonic())
+            wait_s = 0.0
+        ends = engine.begin(time.monotonic())
+        computing = ends is not None
+        if ends is not None:
+            time.sleep(max(0.0, ends - time.monotonic()))
+            engine.end(time.monotonic())
+        engine.look(time.monotonic())
+
+
+def _next(inbox: Inbox, wait_s: float | None) -> protocol.ToEngine | KvEnded | None:
+    """The next message, if one comes in time; None: in whatever time."""
+    try:
+        return inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
+    except queue.Empty:
+        return None
+
+
+def _accept(sockets: socket.socket, transfers: Transfers) -> None:
+    """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
+    while True:
+        try:
+            hello, descriptors, _, _ = socket.recv_fds(sockets, 64, 1)
+        except OSError:
+            return
+        if not hello:
+            return
+        for descriptor in descriptors:
+            transfers.attach(hello, socket.socket(fileno=descriptor))

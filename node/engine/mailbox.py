@@ -1,0 +1,91 @@
+"""An engine process's end of the message socket: a thread that reads what the agent wants, one that writes answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import final
+
+import msgspec
+
+from . import protocol
+
+__all__ = ["Outbox", "listen"]
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Outbox:
+    """Messages to the agent. What the kernel does not take at once, a thread writes, so that a slow agent cannot stall
+    a step; what it does take need not wait until that thread gets its turn beside the model."""
+
+    def __init__(self, messages: socket.socket) -> None:
+        self._socket = messages
+        self._lock = threading.Lock()
+        self._unwritten = 0  # how many are in the queue or being written
+        self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="agent-writer", daemon=True).start()
+
+    def send(self, message: protocol.Message) -> None:
+        """Send a message, or queue it."""
+        data = protocol.frame(message)
+        with self._lock:
+            if not self._unwritten:
+                data = data[self._write_now(data) :]
+            if data:
+                self._unwritten += 1
+                self._queue.put(data)
+
+    def flush(self) -> None:
+        """Wait until everything queued so far has been written (at most 5 s)."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait(5)
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._socket.sendall(item)
+            except OSError:
+                os._exit(0)  # the agent is gone, and with it the reason for this process
+            with self._lock:
+                self._unwritten -= 1
+
+    def _write_now(self, data: bytes) -> int:
+        """How many bytes the kernel has taken."""
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            os._exit(0)  # as above
+
+
+def listen(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) -> None:
+    """Have a thread give each of the agent's messages to `take`. The process ends when the agent closes the socket."""
+    threading.Thread(target=_read, args=(messages, take), name="agent-reader", daemon=True).start()
+
+
+def _read(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) -> None:
+    unframer = protocol.Unframer()
+    while True:
+        try:
+            data = messages.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(0)
+        for body in unframer.feed(data):
+            try:
+                take(protocol.to_engine.decode(body))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                _log.warning("refused a message of the agent: %s", error)

@@ -1,0 +1,197 @@
+"""Emulated engines: real processes, real links and real bytes; only the time and the tokens are made up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from p2pserve.bootstrap import PeerId
+from p2pserve.coordinator import Phase
+from p2pserve.coordinator.costs.gpus import gpu_table
+from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.kernels.format import Codec, WireDtype, payload_bytes
+from p2pserve.kvtransport.errors import TransferError
+from p2pserve.node.engine import protocol
+from p2pserve.node.engine.emulated.tokens import Answer
+from p2pserve.node.engine.trial import Trial, TrialEngine, open_trial
+from p2pserve.node.engine_link import EngineStartError, open_fork_server
+
+from .conftest import open_cluster
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPE = ModelShape(
+    name="small", layers=6, hidden=1024, heads=8, kv_heads=4, head_dim=128, intermediate=4096, vocabulary=1000
+)
+EMULATION = protocol.Emulation(model=SHAPE, gpu=gpu_table().find("H100"), gpu_link_gbps=100.0, vocabulary=1000)
+CONFIG = protocol.EngineConfig(model="small", emulation=EMULATION, max_batched_tokens=256)
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    return tuple(random.Random(length).choices(range(1, 1000), k=length))
+
+
+def answer_to(prompt: tuple[int, ...], tokens: int) -> list[int]:
+    answer = Answer(prompt, 1000)
+    return [answer.next() for _ in range(tokens)]
+
+
+def on_trial(work: Any) -> None:
+    """Run `work(trial)` with a fork server that has no vLLM."""
+
+    async def main() -> None:
+        async with open_fork_server(log=None, threads=1, emulated=True) as server, open_trial(server) as trial:
+            with trio.fail_after(30):
+                await work(trial)
+
+    trio.run(main)
+
+
+async def hand_over(
+    trial: Trial, first: TrialEngine, second: TrialEngine, prompt: tuple[int, ...], codec: str, *, split: int = 0
+) -> tuple[Any, protocol.TransferReport]:
+    """The prompt, or its first `split` tokens, on one engine, the rest and the answer on the other."""
+    given = split or len(prompt)
+    send, receive = trial.hand_off(trial.join(second), codec, second.ready)
+    request = second.submit(prompt, 5, receive=receive, receive_tokens=given)
+    first.submit(prompt[:given], 1, send=send)
+    return await second.answer(request), await first.report(send[0].ticket.transfer)
+
+
+def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
+    async def work(trial: Trial) -> None:
+        first, second = await trial.start(CONFIG), await trial.start(CONFIG)
+        for length, codec in ((1, "raw"), (200, "kv4"), (900, "raw"), (700, "kv4"), (300, "fp8")):
+            prompt = prompt_of(length)
+            answer, report = await hand_over(trial, first, second, prompt, codec)
+            assert answer.tokens == answer_to(prompt, 5)
+            assert answer.cached == length
+            assert report.raw_bytes == length * SHAPE.kv_bytes_per_token
+            chunks = [min(256, length - start) for start in range(0, length, 256)]
+            sizes = [
+                payload_bytes(Codec(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
+                for n, tokens in enumerate(chunks)
+            ]
+            assert sum(report.paths.values()) == SHAPE.layers * sum(sizes)
+            assert (report.mode, report.frames) == ("layerwise", SHAPE.layers * len(chunks))
+        prompt = prompt_of(500)
+        answer, report = await hand_over(trial, first, second, prompt, "kv4", split=333)
+        assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 333)
+        assert report.raw_bytes == 333 * SHAPE.kv_bytes_per_token
+
+    on_trial(work)
+
+
+def test_a_transfer_in_one_piece_and_one_that_is_called_off() -> None:
+    async def work(trial: Trial) -> None:
+        first, second = await trial.start(CONFIG), await trial.start(CONFIG)
+        prompt = prompt_of(600)
+        send, receive = trial.hand_off(trial.join(second), "raw", second.ready)
+        send = tuple(msgspec.structs.replace(outlet, pacing="serialised") for outlet in send)
+        request = second.submit(prompt, 5, receive=receive, receive_tokens=600)
+        first.submit(prompt, 1, send=send)
+        assert (await second.answer(request)).tokens == answer_to(prompt, 5)
+        report = await first.report(send[0].ticket.transfer)
+        assert (report.mode, report.frames, report.hidden_fraction) == ("serialised", SHAPE.layers, 0.0)
+
+        send, receive = trial.hand_off(trial.join(second), "raw", second.ready)
+        transfer = send[0].ticket.transfer
+        request = second.submit(prompt, 5, receive=receive, receive_tokens=600)
+        assert second.link is not None
+        second.link.send(protocol.AbortTransfer(transfer=transfer, reason="the test wants it so"))
+        answer = await second.answer(request)
+        assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 0)
+        first.submit(prompt, 1, send=send)
+        with pytest.raises(TransferError, match="the test wants it so"):
+            await first.report(transfer)
+
+    on_trial(work)
+
+
+def test_workers_of_different_widths() -> None:
+    """Four workers send to two: each pair of heads on a link of its own."""
+
+    async def work(trial: Trial) -> None:
+        wide = await trial.start(msgspec.structs.replace(CONFIG, tp=4))
+        narrow = await trial.start(msgspec.structs.replace(CONFIG, tp=2))
+        send: list[protocol.Outlet] = []
+        receive: list[protocol.Inlet] = []
+        transfer = b""
+        for rank in range(4):
+            (outlet,), (inlet,) = trial.hand_off(trial.join(narrow), "kv4", narrow.ready)
+            transfer = transfer or outlet.ticket.transfer
+            part = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
+            ticket = msgspec.structs.replace(outlet.ticket, transfer=transfer)
+            source, target = protocol.Rank(tp=rank), protocol.Rank(tp=rank // 2)
+            send.append(msgspec.structs.replace(outlet, rank=source, slice=part, ticket=ticket))
+            receive.append(msgspec.structs.replace(inlet, rank=target, slice=part, ticket=ticket))
+        prompt = prompt_of(400)
+        request = narrow.submit(prompt, 5, receive=tuple(receive), receive_tokens=400)
+        wide.submit(prompt, 1, send=tuple(send))
+        answer = await narrow.answer(request)
+        assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 400)
+
+    on_trial(work)
+
+
+def test_a_model_that_does_not_fit_is_one_line() -> None:
+    async def work(trial: Trial) -> None:
+        big = msgspec.structs.replace(SHAPE, layers=4000)
+        with pytest.raises(EngineStartError, match="no room for KV"):
+            await trial.start(msgspec.structs.replace(CONFIG, emulation=msgspec.structs.replace(EMULATION, model=big)))
+
+    on_trial(work)
+
+
+def test_a_network_of_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) -> None:
+    """KV goes from prefill to decode; kill -9 of the decoding engine changes no token; everything says `emulated`."""
+    knobs = ({"emulate": "2xL4", "kv_cache_mib": None},) * 2
+
+    async def main() -> None:
+        async with open_cluster(None, tmp_path, "qwen2-7b", 2, codec="kv4", knobs=knobs) as network:
+            status = await network.wait_plan(2)
+            plan = status.plan
+            assert plan is not None
+            assert plan.service == "qwen2-7b-emulated"
+            heads = {replica.phase: replica.head for replica in plan.replicas}
+            adverts = {node.peer: node.advert for node in status.nodes}
+            for peer in heads.values():
+                advert = adverts[peer]
+                assert advert is not None
+                assert advert.engine is not None
+                assert advert.engine.engine == "emulated 2x L4-24GB (roofline, dense)"
+                assert advert.hardware.summary().startswith("emulated 2x L4")
+                assert "libtorch" not in mapped(advert.engine.pid)
+            gateway, prompt = PeerId(heads[Phase.PREFILL]), " x" * 300
+            whole = await network.client.generate(gateway, prompt, max_tokens=30)
+            assert whole.figures is not None
+            assert whole.figures.transfer is not None
+            assert (whole.figures.prefill_node, whole.figures.attempts) == (gateway, 1)
+            assert whole.figures.transfer.raw_bytes == 300 * 28 * 2 * 4 * 128 * 2
+            victim = [await network.engine_pid(heads[Phase.DECODE])]
+
+            async def kill(count: int) -> None:
+                if victim and count >= 3:
+                    os.kill(victim.pop(), signal.SIGKILL)
+
+            again = await network.client.generate(gateway, prompt, max_tokens=60, deadline_s=30, on_tokens=kill)
+            assert again.error == ""
+            assert again.tokens[:30] == whole.tokens
+            assert len(again.tokens) == 60
+            assert again.figures is not None
+            assert again.figures.attempts >= 2
+            assert any("SIGKILL" in line for line in again.figures.recovered)
+
+    trio.run(main)
+
+
+def mapped(pid: int) -> str:
+    """What a process has loaded."""
+    return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")

@@ -1,0 +1,201 @@
+"""The emulated engine's scheduler: which request computes what in each step, and who holds how many blocks."""
+
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pserve.coordinator.costs.step_times import DecodeLine, chunk_pairs
+from p2pserve.node.engine.emulated.batching import Batch, Batcher, Piece, Sequence, step_s
+from p2pserve.node.engine.emulated.tokens import Answer
+
+
+def batcher(blocks: int = 100, block_size: int = 4, max_tokens: int = 10, max_requests: int = 8) -> Batcher:
+    return Batcher(blocks=blocks, block_size=block_size, max_tokens=max_tokens, max_requests=max_requests)
+
+
+def shown(batch: Batch) -> dict[str, tuple[int, int]]:
+    """What a step computes: request -> (first position, how many)."""
+    return {piece.sequence.request: (piece.first, piece.tokens) for piece in batch.pieces}
+
+
+def run(engine: Batcher) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """One step: what it computed, and who wrote a token."""
+    batch = engine.next()
+    wrote = [sequence.request for sequence in engine.complete(batch)]
+    engine.check_integrity()
+    return shown(batch), wrote
+
+
+def test_a_long_prompt_is_read_in_chunks_beside_a_decode() -> None:
+    engine = batcher(max_tokens=10)
+    engine.add(Sequence("a", prompt=3, wanted=9))
+    assert run(engine) == ({"a": (0, 3)}, ["a"])
+    engine.add(Sequence("b", prompt=20, wanted=2))
+    assert run(engine) == ({"a": (3, 1), "b": (0, 9)}, ["a"])
+    assert run(engine) == ({"a": (4, 1), "b": (9, 9)}, ["a"])
+    assert run(engine) == ({"a": (5, 1), "b": (18, 2)}, ["a", "b"])
+    assert run(engine) == ({"a": (6, 1), "b": (20, 1)}, ["a", "b"])
+    assert run(engine)[0] == {"a": (7, 1)}
+    assert (engine.running, engine.waiting) == (1, 0)
+
+
+def test_several_prompts_share_the_budget_in_order() -> None:
+    engine = batcher(max_tokens=10)
+    for name, prompt in (("a", 4), ("b", 5), ("c", 6)):
+        engine.add(Sequence(name, prompt, wanted=1))
+    assert run(engine) == ({"a": (0, 4), "b": (0, 5), "c": (0, 1)}, ["a", "b"])
+    assert run(engine) == ({"c": (1, 5)}, ["c"])
+    assert run(engine) == ({}, [])
+    assert engine.free_tokens == 400
+
+
+def test_no_more_requests_run_than_there_are_places() -> None:
+    engine = batcher(max_requests=2)
+    for name in "abc":
+        engine.add(Sequence(name, 2, wanted=2))
+    assert list(run(engine)[0]) == ["a", "b"]
+    assert engine.waiting == 1
+    assert run(engine)[1] == ["a", "b"]
+    assert list(run(engine)[0]) == ["c"]
+
+
+def test_kv_from_elsewhere_is_waited_for_aside_and_then_only_the_last_position_is_computed() -> None:
+    engine = batcher()
+    engine.add(Sequence("far", 8, wanted=2, external=8))
+    engine.add(Sequence("near", 3, wanted=3))
+    batch = engine.next()
+    assert batch.admitted == ("far",)
+    assert shown(batch) == {"near": (0, 3)}
+    engine.complete(batch)
+    assert engine.free_tokens == 400 - 8 - 4
+    assert run(engine)[0] == {"near": (3, 1)}
+    engine.arrived("far", 8)
+    assert run(engine) == ({"near": (4, 1), "far": (7, 1)}, ["near", "far"])
+
+
+def test_what_has_not_come_is_computed() -> None:
+    engine = batcher()
+    engine.add(Sequence("a", 9, wanted=1, external=9))
+    assert engine.next().admitted == ("a",)
+    engine.arrived("a", 4)
+    assert run(engine) == ({"a": (4, 5)}, ["a"])
+    engine.add(Sequence("b", 9, wanted=1, external=9))
+    engine.arrived("b", 0)  # given up before it had room
+    assert run(engine) == ({"b": (0, 9)}, ["b"])
+
+
+def test_the_youngest_loses_its_blocks_and_computes_everything_again() -> None:
+    engine = batcher(blocks=4, block_size=4, max_tokens=20)
+    engine.add(Sequence("old", 7, wanted=9))
+    engine.add(Sequence("young", 8, wanted=9))
+    assert run(engine) == ({"old": (0, 7), "young": (0, 8)}, ["old", "young"])
+    batch = engine.next()
+    assert (shown(batch), batch.preempted) == ({"old": (7, 1)}, 1)  # its 8th position fits, young's 9th does not
+    engine.complete(batch)
+    assert (engine.running, engine.waiting) == (1, 1)
+    assert list(run(engine)[0]) == ["old"]  # a third block; young, with 9 tokens by now, would need three as well
+    engine.remove("old")
+    assert run(engine) == ({"young": (0, 9)}, ["young"])
+
+
+def test_requests_that_wait_with_kv_do_not_wait_for_each_other() -> None:
+    engine = batcher(blocks=4, block_size=4, max_tokens=20)
+    for name in "ab":
+        engine.add(Sequence(name, 12, wanted=1, external=8))
+    assert engine.next().admitted == ("a", "b")
+    engine.arrived("b", 8)
+    engine.arrived("a", 8)
+    assert run(engine) == ({"a": (8, 4)}, ["a"])  # b has lost what had come
+    assert run(engine) == ({"b": (0, 12)}, ["b"])
+    assert engine.free_tokens == 16
+
+
+def test_a_request_can_be_forgotten_in_any_state() -> None:
+    engine = batcher(max_requests=1)
+    engine.add(Sequence("runs", 3, wanted=3))
+    engine.add(Sequence("aside", 3, wanted=3, external=3))
+    run(engine)
+    engine.remove("runs")
+    assert engine.next().admitted == ("aside",)
+    engine.add(Sequence("waits", 3, wanted=3))
+    for name in ("aside", "waits", "nobody"):
+        engine.remove(name)
+    engine.check_integrity()
+    assert engine.free_tokens == 400
+    assert engine.next().pieces == ()
+
+
+class Times:
+    """Step times that show what they were asked for."""
+
+    source = "made up"
+
+    def prefill_s(self, tokens: int, pairs: float) -> float:
+        return tokens + pairs / 1000
+
+    def prefill_interval_s(self, tokens: int, pairs: float) -> float:
+        raise AssertionError("one stage has no pipeline")
+
+    def decode_line(self, requests: int) -> DecodeLine:
+        return DecodeLine(float(requests), 0.01)
+
+    def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
+        return 1000.0 + self.prefill_s(tokens, pairs) + self.decode_line(requests).step_s(context)
+
+
+def test_a_step_takes_what_its_work_takes() -> None:
+    a, b = Sequence("a", 10, 1), Sequence("b", 50, 1)
+    decode, chunk = Piece(a, 30, 1), Piece(b, 8, 4)
+    assert step_s(Times(), (decode, Piece(b, 10, 1))) == pytest.approx(2 + 0.4)
+    assert step_s(Times(), (chunk,)) == pytest.approx(4 + chunk_pairs(8, 4) / 1000)
+    assert step_s(Times(), (decode, chunk)) == pytest.approx(1000 + 4 + 0.042 + 1 + 0.3)
+    sample = Batch((decode, chunk), (), 0).sample(0.5)
+    assert (sample.seconds, sample.prefill_requests, sample.prefill_tokens) == (0.5, 1, 4)
+    assert (sample.decode_requests, sample.decode_context) == (1, 30)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 40)), min_size=1, max_size=12),
+    st.integers(13, 30),
+    st.integers(1, 24),
+    st.integers(1, 5),
+)
+def test_every_request_gets_all_its_tokens_whatever_the_memory(
+    asked: list[tuple[int, int, int]], blocks: int, max_tokens: int, max_requests: int
+) -> None:
+    engine = batcher(blocks=blocks, block_size=4, max_tokens=max_tokens, max_requests=max_requests)
+    left = {}
+    for number, (prompt, wanted, external) in enumerate(asked):
+        left[str(number)] = wanted
+        engine.add(Sequence(str(number), prompt, wanted, external=min(external, prompt)))
+    for step in count():
+        assert step < 5000
+        batch = engine.next()
+        assert sum(piece.tokens for piece in batch.pieces) <= max_tokens
+        assert len(batch.pieces) <= max_requests
+        for sequence in engine.complete(batch):
+            left[sequence.request] -= 1
+        for name in batch.admitted:
+            engine.arrived(name, min(asked[int(name)][2], asked[int(name)][0]) if step % 2 else 0)
+        engine.check_integrity()
+        if not engine.running and not engine.waiting:
+            break
+    assert set(left.values()) == {0}
+    assert engine.free_tokens == blocks * 4
+
+
+def test_an_answer_goes_on_from_any_of_its_tokens() -> None:
+    prompt = (5, 9, 2)
+    whole = Answer(prompt, vocabulary=50)
+    tokens = [whole.next() for _ in range(40)]
+    assert all(1 <= token < 50 for token in tokens)
+    assert len(set(tokens)) > 10
+    for at in (0, 1, 17):
+        rest = Answer((*prompt, *tokens[:at]), vocabulary=50)
+        assert [rest.next() for _ in range(40 - at)] == tokens[at:]
+    other, seeded = Answer((5, 9, 3), vocabulary=50), Answer(prompt, vocabulary=50, seed=1)
+    assert [other.next() for _ in range(40)] != tokens
+    assert [seeded.next() for _ in range(40)] != tokens

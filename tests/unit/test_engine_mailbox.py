@@ -1,0 +1,36 @@
+"""What an engine says to its agent, when that reads and when it does not."""
+
+import socket
+
+from p2pserve.node.engine import protocol
+from p2pserve.node.engine.mailbox import Outbox
+
+STATS = protocol.EngineStats(0, 0, 0.0, 0)
+
+
+def step(number: int, size: int = 0) -> protocol.Step:
+    return protocol.Step(outputs=(protocol.NewTokens(f"{number}", (1,) * size),), stats=STATS)
+
+
+def test_what_an_agent_reads_late_comes_whole_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        outbox = Outbox(ours)
+        sent = [step(0), *(step(number, 100_000) for number in range(1, 20)), step(20)]
+        for message in sent:
+            outbox.send(message)  # more than any socket buffer holds, and nobody reads yet
+        unframer, heard = protocol.Unframer(), list[protocol.FromEngine]()
+        while len(heard) < len(sent):
+            heard += [protocol.from_engine.decode(body) for body in unframer.feed(theirs.recv(1 << 20))]
+        assert heard == sent
+        outbox.flush()
+        outbox.send(step(21))
+        assert [protocol.from_engine.decode(body) for body in unframer.feed(theirs.recv(1 << 20))] == [step(21)]
+
+
+def test_what_the_kernel_takes_is_there_when_send_returns() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.setblocking(False)
+        Outbox(ours).send(step(1))
+        assert protocol.Unframer().feed(theirs.recv(1 << 20))
