@@ -1,9 +1,10 @@
-"""Dispatch that follows no queue, for comparison: by the shares of the plan alone (ThunderServe section 3.3), and, as in
-its figure 12, without those: at random and in turn. All keep to phases and to boxes that are there.
+"""Dispatch that follows no queue, for comparison: by the shares of the plan alone (ThunderServe section 3.3) and, as in
+its figure 12, without them: at random and in turn. All keep to phases and to boxes that are there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 from typing import Protocol, final
 
@@ -56,7 +57,7 @@ class _Blind:
 
 @final
 class Random(_Blind):
-    """Each side by the throw of a die."""
+    """Each side by the throw of a die; a mixed replica that reads a prompt writes the answer as well."""
 
     def __init__(self, plan: Plan, rng: np.random.Generator) -> None:
         super().__init__(plan)
@@ -65,24 +66,28 @@ class Random(_Blind):
     def route(self, prompt_tokens: int, exclude: frozenset[str] = frozenset()) -> Route:
         """See `Dispatcher`."""
         prefill, decode = self._sides(exclude)
-        return _route(
-            prefill[int(self._rng.integers(len(prefill)))], decode[int(self._rng.integers(len(decode)))], prompt_tokens
-        )
+        reader = prefill[int(self._rng.integers(len(prefill)))]
+        writer = reader if reader in decode else decode[int(self._rng.integers(len(decode)))]
+        return _route(reader, writer, prompt_tokens)
 
 
 @final
 class InTurn(_Blind):
-    """Each side one after the other."""
+    """Each side one after the other; a mixed replica that reads a prompt writes the answer as well."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._turn = 0
+        self._read: Counter[str] = Counter()
+        self._written: Counter[str] = Counter()
 
     def route(self, prompt_tokens: int, exclude: frozenset[str] = frozenset()) -> Route:
         """See `Dispatcher`."""
         prefill, decode = self._sides(exclude)
-        turn, self._turn = self._turn, self._turn + 1
-        return _route(prefill[turn % len(prefill)], decode[turn % len(decode)], prompt_tokens)
+        reader = min(prefill, key=self._read.__getitem__)
+        writer = reader if reader in decode else min(decode, key=self._written.__getitem__)
+        self._read[reader] += 1
+        self._written[writer] += 1
+        return _route(reader, writer, prompt_tokens)
 
 
 @final

@@ -21,7 +21,7 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
-__all__ = ["NodeKind", "NoPlacement", "Placement", "compute_bound", "least_layer", "max_flow", "one_pipeline", "place"]
+__all__ = ["NoPlacement", "NodeKind", "Placement", "compute_bound", "least_layer", "max_flow", "one_pipeline", "place"]
 
 WIDEST: Final = 8
 """Layers of the longest segment."""

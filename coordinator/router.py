@@ -131,7 +131,7 @@ class Router:
         self._silent[column] = False
 
     def route(self, prompt_tokens: int, exclude: frozenset[str] = frozenset()) -> Route:
-        """The best route without what is in `exclude`, boxes or replicas by their ids. Raises NoRoute where none is left.
+        """The best route without what is in `exclude`: ids of boxes or replicas. Raises NoRoute where none is left.
 
         A replica with an excluded box is not used at all. In order of preference: the pairs that the plan gives
         weight; a decode or mixed replica alone; a prefill replica alone. A replica that has reported nothing counts

@@ -7,13 +7,13 @@ prompt. All numbers are little-endian; arrays are row-major in the order of thei
 **raw**: `k` then `v`, their bytes as they lie in memory. Bit-exact, NaN payloads included; nothing is
 inspected.
 
-**kv4** (4 bit, 4.5 bits per element with everything). It is defined on 16-bit values: fp32 input is rounded
+**kv4** (4 bit, at most 4.5 bits per element with everything). It is defined on 16-bit values: fp32 input is rounded
 to bf16 first (to nearest even) and the decoded bf16 values are returned as fp32. Values are at most 2**30 in
 size. `e` tokens travel in 16 bit: those at prompt positions 0..3, or all of the block if fewer than 4 others
 are left; `n` tokens are coded. Sections follow each other without padding; `h` is heads * head_dim channels,
 `r` is n * heads vectors (heads varying fastest):
 
-    header       u8 version (2) | u8 dtype16 (0 bf16, 1 fp16) | 14 bytes 0
+    header       u8 version (3) | u8 dtype16 (0 bf16, 1 fp16) | 14 bytes 0
     exempt K, V  16-bit values  [e, heads, head_dim] each
     K bases      16-bit values  [spans, h]
     K units      u8             [spans, h]
@@ -21,8 +21,7 @@ are left; `n` tokens are coded. Sections follow each other without padding; `h` 
     K steps      u4             [pairs of groups, h]          even group low, odd group high
     K codes      u4             [groups, 16, h]               byte i: token i low, token i + 16 high
     V units      u8             [r]
-    V zeros      u8             [value_groups, r]             128 added; below 128 channels: grids
-    V steps      u4             [pairs of value_groups, r]    even group low, odd group high (or 0); not then
+    V grids      u8             [value_groups, r]             step - 9 + 8 * (place + 16)
     V codes      u4             [value_groups, half, r]       byte i: channel i low, i + half high
 
 *Spans and groups of K* are the coded tokens whose positions share `position // 256` and `position // 32`. The
@@ -39,51 +38,49 @@ missing, the part is what the nearest coded token of the block, repeated, would 
 `clamp(((bits(x) + 0x1FFFFF) >> 21) + 4 * s - 348, 0, 255)`. Why so: an absolute grid of 64 binades serves all
 that fp16 holds and all of bf16 that attention computes with, and what a head decodes to depends on no other.
 
-*Two levels*, alike for K and V. A group of values x has a `zero` and a `step` that are whole numbers of a
-unit: x is `base + unit * (zero + step * code)`, base 0 for V, step stored less 1. With everything in fp32,
-each operation rounded once to nearest even, `round` to the nearest whole number, ties to even, and `lo`, `hi`
-the least and the largest x of the group,
+*Grids*, alike for K and V. A group of values x has a `zero` and a `step` that are whole numbers of a unit: x is
+`base + unit * (zero + step * code)`, base 0 for V. What is stored beside the step is a `place`: of K the zero itself,
+0 to 255, with steps of 1 to 16, stored less 1; of V a number from -16 to 15, with steps of 9 to 16, for
 
-    step    = clamp(round(((hi - lo) * (1 / unit)) * (1 / 15)), 1, 16)
-    both    = round((((lo - base) + (hi - base)) * (1 / unit)) * 32) * (1 / 64)
-    zero    = clamp(round(both - step * 7.5 -+ step * 0.1875), least, most)       two candidates
-    factor  = 1 / (step * unit)
-    fine    = round((x - (base + lower zero * unit)) * (factor * 32))
-    off     = fine - 32 * round(fine / 32)
-    shifted = off - round((upper zero - lower zero) * (32 / step));  below -16: 32 more
-    code    = clamp(round((x - (base + zero * unit)) * factor), 0, 15)
+    zero = floor((place * (17 - step) - step * 15) / 2)
 
-where 1 / unit, factor and 32 / step are rounded quotients and 1 / 15 the fp32 number nearest to it. The upper
-zero is taken if the sum of shifted ** 2 over the group is less than that of off ** 2. Missing tokens of a
-group of K count as the nearest coded one of the block. Why so: steps of 1 / 15.25 of the range, which clip
-the ends a little, err less on average, but they cost the bundled model 0.50 % of perplexity where these cost
-0.37 %; two positions of the grid to choose from are worth 0.4 dB; 256 units across a span are fine enough for
-zeros, and 16 steps enough where the widest groups dominate the error. Whatever is summed is a whole number
-below 2**24, and whatever is added to a product makes that product exact or is rounded before, so neither the
-order of additions nor fused multiply-adds change a bit.
+With everything in fp32, each operation rounded once to nearest even, `round` to the nearest whole number, ties to
+even, and `lo`, `hi` the least and the largest x of the group, the encoder takes
 
-*K* is coded as it is: base the least value of the span (and never -0), unit `least_unit(max - base, -8)`, zero
-in 0..255. Decoding: `(base + zero * unit) + code * (step * unit)`, rounded to the 16-bit dtype (fp16: clamped to
-+-65504 first).
+    step    = clamp(round(((hi - lo) * (1 / unit)) * (1 / 15.125)), 1 or 9, 16)
+    middle  = round((((lo - base) + (hi - base)) * (1 / unit)) * 32) * (1 / 64)
+    near    = middle + step * (-9, -3, 3, 9) / 32                  four candidates, each with
+    place   = clamp(round(near - step * 7.5), 0, 255)              of K
+            = clamp(round(near * (2 / (17 - step))), -16, 15)      of V
+    fine    = round((x - (base + first zero * unit)) * ((1 / (step * unit)) * 128))
+    shift   = round((zero - first zero) * (128 / step))
+    off     = (fine - shift) - 128 * round((fine - shift) / 128)
+    code    = clamp(floor((fine - shift + 64) / 128), 0, 15)
+
+where 1 / unit, 1 / (step * unit), 2 / (17 - step) and 128 / step are rounded quotients, 1 / 15.125 is the fp32 number
+nearest to it, and the first zero is that of the first candidate. The candidate with the least sum of off ** 2 over the
+group is taken, the first of equals. Missing tokens of a group of K count as the nearest coded one of the block. Why so:
+where a grid lies among so few values is worth 0.5 dB, and candidates cost little, as one `fine` serves them all; steps
+that clip the ends a little err less on average. 256 units across a span are fine enough for zeros, and 16 steps enough
+where the widest groups dominate the error. Whatever is summed is a whole number below 2**24, and whatever is added to
+a product makes that product exact or is rounded before, so neither the order of additions nor fused multiply-adds
+change a bit.
+
+*K* is coded as it is: base the least value of the span (and never -0), unit `least_unit(max - base, -8)`. Decoding:
+`(base + zero * unit) + code * (step * unit)`, rounded to the 16-bit dtype (fp16: clamped to +-65504 first).
 
 *V* is rotated. Let `b` be the largest power of two that divides head_dim, `a` the largest |x| of the vector
 and `p = max(bits(a) >> 23, 64)` its exponent. Then `q = round(v * 2**(134 - p))`, whole numbers of at most 256;
 `y` is the Sylvester-Hadamard matrix times q for each run of b channels, an exact sum that is then rounded to
 bf16; the unit's code is `least_unit(max |y|, p - 134 - log2(b) - 7)`, and the unit in which y is coded is
-`unit * 2**(134 - p) * b`, zero in -128..127. Decoding: the whole numbers `zero + step * code`, at most 256, are
-multiplied by the same matrix, rounded to bf16, multiplied by `unit` (in fp32) and rounded as K is. All the
-factors of these products are exact in bf16, so an fp32 product, a bf16 matrix unit and butterflies agree.
+`unit * 2**(134 - p) * b`. Decoding: the whole numbers `zero + step * code`, at most 132, are multiplied by the same
+matrix, rounded to bf16, multiplied by `unit` (in fp32) and rounded as K is. All the factors of these products are
+exact in bf16, so an fp32 product, a bf16 matrix unit and butterflies agree.
 
-*V of heads below 128 channels* has one byte, its grid, for zero and step of a group: `step - 9 + 8 * (c + 16)`, and
-no section of steps. Steps are 9 to 16, code 8 stands for a multiple of 4 units, and zero is `4 * c - 8 * step`:
-
-    wanted  = ((hi - lo) * (1 / unit)) * (1 / 15)
-    step    = clamp(round(wanted), 9, 16)
-    c       = clamp(round((both + wanted * 0.5 -+ 2) * 0.25), -16, 15)    two candidates
-
-Why so: a unit for 64 channels instead of 128 would make 4.53 bits per element. Groups much narrower than their vector,
-which shorter steps would serve, add little to its error; a group of zeros is 0 exactly. This costs V 0.1 dB where
-values are normal, 0.4 dB where they are heavy-tailed, 1.6 dB where a few channels are 10 to 50 times the others.
+*Grids of V* fit into 8 bits because a vector reaches 128 units to either side: the wider a group, the less room there
+is to move its grid, and the less of it `place` covers. Groups much narrower than their vector, which shorter steps
+would serve, add little to its error; a group of zeros is 0 exactly. Beside 8 bits of zero and 4 of step this saves 1/8
+bit per element of V and costs it 0.1 to 0.2 dB, at most 1.3 dB where few channels are far larger than the others.
 
 **fp8**, **kivi4**: see the modules of these names.
 """

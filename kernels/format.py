@@ -20,7 +20,6 @@ __all__ = [
     "KEY_SPAN_TOKENS",
     "KV4_HEADER_BYTES",
     "LEAST_CODED_TOKENS",
-    "SMALL_HEAD_CHANNELS",
     "VALUE_GROUP_CHANNELS",
     "Codec",
     "Fp8Layout",
@@ -33,7 +32,7 @@ __all__ = [
     "value_groups",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Written into every kv4 payload. A change of any bit of the layout is a new number."""
 
 KEY_SPAN_TOKENS = 256
@@ -45,10 +44,7 @@ KEY_GROUP_TOKENS = 32
 """Token positions that share a zero and a step of K, per channel."""
 
 VALUE_GROUP_CHANNELS = 32
-"""Rotated channels that share a zero and a step of V, per token and head."""
-
-SMALL_HEAD_CHANNELS = 128
-"""In heads with fewer channels fewer share the unit of a vector of V. There, one byte says zero and step of a group."""
+"""Rotated channels that share a grid of V, per token and head."""
 
 EXEMPT_TOKENS = 4
 """Prompt positions 0..3 collect attention whatever they say (attention sinks), so an error there reaches
@@ -194,26 +190,19 @@ class Kv4Layout:
         return slice(first * half + skipped, last * half + min(high, half))
 
     @cached_property
-    def value_step_rows(self) -> int:
-        """Bytes of the steps of one vector of V; those of small heads are beside the zeros."""
-        return 0 if self.head_dim < SMALL_HEAD_CHANNELS else (value_groups(self.head_dim) + 1) // 2
-
-    @cached_property
     def value_code_bytes(self) -> int:
         """Bytes of the codes of one group of V."""
         return (self.head_dim // value_groups(self.head_dim) + 1) // 2
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Header, exempt K, exempt V, K bases, K units, K zeros, K steps, K codes, V units, V zeros, V steps,
-        V codes.
-        """
+        """Header, exempt K, exempt V, K bases, K units, K zeros, K steps, K codes, V units, V grids, V codes."""
         row = self.heads * self.head_dim
         plain = 2 * self.exempt * row
         spans = self.spans * row
         vectors, groups = self.coded * self.heads, value_groups(self.head_dim)
         keys = (_length(rows) * row for rows in (self.group_rows, self.step_rows, self.code_rows))
-        values = (vectors, vectors * groups, vectors * self.value_step_rows, vectors * groups * self.value_code_bytes)
+        values = (vectors, vectors * groups, vectors * groups * self.value_code_bytes)
         return (KV4_HEADER_BYTES, plain, plain, 2 * spans, spans, *keys, *values)
 
     @cached_property

@@ -6,6 +6,7 @@ and a sum are fused: sums are of integers below 2**24, and a product that is add
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from .blocks import within
 from .errors import PayloadError
-from .format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, SMALL_HEAD_CHANNELS, Kv4Layout, value_groups
+from .format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, Kv4Layout, value_groups
 
 __all__ = [
     "LARGEST",
@@ -33,8 +34,8 @@ LARGEST = 2.0**30
 
 CODE_MAX = 15
 STEP_MAX = 16
-ZERO_BIAS = 128  # zeros of V are signed, stored with this added
-VALUE_REACH = 256  # |integers| up to here are exact in bf16, so any matrix product of them is exact too
+LEAST_VALUE_STEP = 9
+PLACE_BIAS = 16  # places of V are signed, stored with this added
 
 # Units are 8-bit floats without sign, 6 bits of exponent and 2 of mantissa: the top bits of an fp32 number from
 # 2**-40 on.
@@ -42,17 +43,10 @@ _UNIT_SHIFT = 21
 _UNIT_BASE = (127 - 40) << 2
 _UNIT_ROUND = (1 << _UNIT_SHIFT) - 1
 
-PER_STEP = 1 / 15.0  # the range of a group
-NUDGE = 0.1875  # of a step: how far the two candidates for a zero lie off the centred one
-FINENESS = 32.0  # errors are compared in this fraction of a step
-
-# Small heads: code 8 of a group of V stands for a multiple of 4 units, and steps are 9 to 16 units.
-_CENTRE_UNITS = 4
-_CENTRE_BIAS = 16
-_CENTRE_CODE = 8
-_LEAST_SMALL_STEP = 9
-
-Range = tuple[int, int]
+PER_STEP = 1 / 15.125  # of the range of a group: codes are 15 steps apart, and clipping the ends a little errs less
+NUDGES = (-9 / 32, -3 / 32, 3 / 32, 9 / 32)  # of a step: how far candidates for a grid lie off the centred one
+MIDDLE_FINENESS = 32.0  # sums of the ends are rounded to this fraction of a unit,
+FINENESS = 128.0  # and values to this fraction of a step
 
 
 class Keys(NamedTuple):
@@ -69,8 +63,7 @@ class Values(NamedTuple):
     """`n` vectors of V, one per token and head, rotated and coded; vectors lie side by side, as channels of K do."""
 
     units: torch.Tensor  # u8 [n]
-    zeros: torch.Tensor  # u8 [groups, n]
-    steps: torch.Tensor  # u8 [groups / 2, n], two groups in a byte; [0, n] for small heads, where they are in the zeros
+    grids: torch.Tensor  # u8 [groups, n]
     codes: torch.Tensor  # u8 [groups * half, n], two channels in a byte
 
 
@@ -86,8 +79,7 @@ class Sections(NamedTuple):
     key_steps: torch.Tensor
     key_codes: torch.Tensor
     value_units: torch.Tensor
-    value_zeros: torch.Tensor
-    value_steps: torch.Tensor
+    value_grids: torch.Tensor
     value_codes: torch.Tensor
 
     @classmethod
@@ -98,7 +90,7 @@ class Sections(NamedTuple):
         row, vectors = layout.heads * layout.head_dim, max(1, layout.coded * layout.heads)
         header, exempt_k, exempt_v, bases = parts[:4]
         units, zeros, steps, codes = (part.view(-1, row) for part in parts[4:8])
-        value_zeros, value_steps, value_codes = (part.view(-1, vectors) for part in parts[9:])
+        value_grids, value_codes = (part.view(-1, vectors) for part in parts[9:])
         return cls(
             header,
             exempt_k.view(sixteen).view(exempt),
@@ -109,8 +101,7 @@ class Sections(NamedTuple):
             steps,
             codes,
             parts[8],
-            value_zeros,
-            value_steps,
+            value_grids,
             value_codes,
         )
 
@@ -121,7 +112,7 @@ class Sections(NamedTuple):
 
     @property
     def values(self) -> Values:
-        return Values(self.value_units, self.value_zeros, self.value_steps, self.value_codes)
+        return Values(self.value_units, self.value_grids, self.value_codes)
 
 
 def quantise_keys(k: torch.Tensor) -> Keys:
@@ -131,7 +122,7 @@ def quantise_keys(k: torch.Tensor) -> Keys:
     lowest, highest = x.aminmax(dim=2)
     base = lowest.amin(1, keepdim=True) + 0.0  # of -0 and 0, which is least depends on their order
     units = unit_codes(highest.amax(1, keepdim=True) - base, -8)
-    zeros, steps, codes = _code(x, (lowest, highest), base, unit_of(units), (0, 255))
+    zeros, steps, codes = _code(x, (lowest, highest), base, unit_of(units), _KEY_GRIDS)
     return Keys(
         base.squeeze(1).to(k.dtype),
         units.squeeze(1).to(torch.uint8),
@@ -163,35 +154,21 @@ def quantise_values(v: torch.Tensor) -> Values:
     units = unit_codes(rotated.abs().amax(0), shift - 7)
     unit = (unit_of(units) * power_of_two(-shift)).view(1, 1, n)
     x = rotated.view(1, value_groups(head_dim), -1, n)
-    zero_range = None if head_dim < SMALL_HEAD_CHANNELS else (-ZERO_BIAS, 127)
-    coded = _code(x, x.aminmax(dim=2), torch.zeros_like(unit), unit, zero_range)
-    zeros, steps, codes = (part.squeeze(0) for part in coded)
-    if zero_range:
-        grids, pairs = zeros + ZERO_BIAS, pack(even(steps - 1).unflatten(0, (-1, 2))).flatten(0, 1)
-    else:
-        centres = (zeros + _CENTRE_CODE * steps) / _CENTRE_UNITS + _CENTRE_BIAS
-        grids, pairs = steps - _LEAST_SMALL_STEP + 8 * centres, zeros.new_empty(0, n, dtype=torch.uint8)
-    return Values(units.to(torch.uint8), grids.to(torch.uint8), pairs, pack(even(codes)).flatten(0, 1))
+    coded = _code(x, x.aminmax(dim=2), torch.zeros_like(unit), unit, _VALUE_GRIDS)
+    places, steps, codes = (part.squeeze(0) for part in coded)
+    grids = steps - LEAST_VALUE_STEP + 8 * (places + PLACE_BIAS)
+    return Values(units.to(torch.uint8), grids.to(torch.uint8), pack(even(codes)).flatten(0, 1))
 
 
 def dequantise_values(values: Values, head_dim: int) -> torch.Tensor:
     """fp32 `[n, head_dim]`."""
-    groups, n = values.zeros.shape
-    zeros, steps = value_grids(values, head_dim)
+    groups, n = values.grids.shape
+    steps = (values.grids & 7).to(torch.float32) + LEAST_VALUE_STEP
+    zeros = _value_zeros((values.grids >> 3).to(torch.float32) - PLACE_BIAS, steps)
     codes = unpack(values.codes.view(groups, -1, n))[:, : head_dim // groups]
     integers = codes * steps.unsqueeze(1) + zeros.unsqueeze(1)
     rotated = (integers.view(head_dim, n).t() @ hadamard(head_dim)).to(torch.bfloat16).to(torch.float32)
     return rotated * unit_of(values.units).unsqueeze(1)
-
-
-def value_grids(values: Values, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 zeros and steps `[groups, n]`, in units."""
-    stored = values.zeros.to(torch.float32)
-    if head_dim >= SMALL_HEAD_CHANNELS:
-        return stored - ZERO_BIAS, unpack(values.steps.unsqueeze(1)).flatten(0, 1)[: stored.shape[0]] + 1
-    steps = (values.zeros & 7) + float(_LEAST_SMALL_STEP)
-    centres = (values.zeros >> 3).to(torch.float32) - _CENTRE_BIAS
-    return centres * _CENTRE_UNITS - steps * _CENTRE_CODE, steps
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -224,44 +201,66 @@ def unit_codes(reach: torch.Tensor, shift: torch.Tensor | int) -> torch.Tensor:
     return (bits + 4 * shift - _UNIT_BASE).clamp(0, 255)
 
 
-def _code(
-    x: torch.Tensor,
-    ends: tuple[torch.Tensor, torch.Tensor],
-    base: torch.Tensor,
-    unit: torch.Tensor,
-    zero_range: Range | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros, steps and codes, as fp32, of `x` `[spans, groups, length, n]`; base and unit are `[spans, 1, n]`.
+class _Grids(NamedTuple):
+    """Which grids there are for a group; all numbers are whole fp32 ones, in units.
 
-    Without a range of zeros, those and the steps are of a small head.
+    A place is what is stored of a grid beside its step; `place(middles, steps)` is the nearest one to grids with
+    these middles, `zero(places, steps)` what code 0 stands for.
     """
+
+    least_step: int
+    place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    zero: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _key_place(middles: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    return (middles - steps * (CODE_MAX / 2)).round().clamp(0, 255)
+
+
+def _value_place(middles: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    return (middles * (2 / (STEP_MAX + 1 - steps))).round().clamp(-PLACE_BIAS, PLACE_BIAS - 1)
+
+
+def _value_zeros(places: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """The wider a grid, the nearer to each other its places: a vector reaches 128 units to either side."""
+    return ((places * (STEP_MAX + 1 - steps) - steps * CODE_MAX) * 0.5).floor()
+
+
+_KEY_GRIDS = _Grids(1, _key_place, lambda places, _: places)
+_VALUE_GRIDS = _Grids(LEAST_VALUE_STEP, _value_place, _value_zeros)
+
+
+def _code(
+    x: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor], base: torch.Tensor, unit: torch.Tensor, grids: _Grids
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Places, steps and codes, as fp32, of `x` `[spans, groups, length, n]`; base and unit are `[spans, 1, n]`."""
     lowest, highest = ends
     per_unit = 1.0 / unit
-    wanted = (highest - lowest) * per_unit * PER_STEP
-    steps = torch.round(wanted).clamp(1 if zero_range else _LEAST_SMALL_STEP, STEP_MAX)
+    steps = torch.round((highest - lowest) * per_unit * PER_STEP).clamp(grids.least_step, STEP_MAX)
     # Rounded, so that all that follows is exact.
-    both = torch.round(((lowest - base) + (highest - base)) * per_unit * FINENESS) * (0.5 / FINENESS)
-    if zero_range:
-        centred = both - steps * (CODE_MAX / 2)
-        nudge = steps * NUDGE
-        low, high = ((centred + sign * nudge).round().clamp(*zero_range) for sign in (-1, 1))
-    else:
-        centred = both + wanted * 0.5  # code 8 lies half a step above the middle of the codes
-        half = _CENTRE_UNITS / 2
-        found = ((centred + sign * half) / _CENTRE_UNITS for sign in (-1, 1))
-        centres = (centre.round().clamp(-_CENTRE_BIAS, _CENTRE_BIAS - 1) * _CENTRE_UNITS for centre in found)
-        low, high = (centre - steps * _CENTRE_CODE for centre in centres)
-    per_step = 1.0 / (steps * unit)
-    first = low * unit + base
-    # How far the values lie off the lower grid and off the upper one, in 1/32 step: whole numbers, so the sums are
-    # exact in any order. Clipping is left out of it.
-    fine = ((x - first.unsqueeze(2)) * (per_step * FINENESS).unsqueeze(2)).round_()
-    off = fine - (fine * (1 / FINENESS)).round_() * FINENESS
-    shifted = off - ((high - low) * (FINENESS / steps)).round_().unsqueeze(2)
-    shifted = torch.where(shifted < -FINENESS / 2, shifted + FINENESS, shifted)
-    zeros = torch.where(shifted.square().sum(2) < off.square().sum(2), high, low)
-    codes = ((x - (zeros * unit + base).unsqueeze(2)) * per_step.unsqueeze(2)).round_().clamp_(0, CODE_MAX)
-    return zeros, steps, codes
+    both = torch.round(((lowest - base) + (highest - base)) * per_unit * MIDDLE_FINENESS)
+    middles = both * (0.5 / MIDDLE_FINENESS)
+    places, *others = (grids.place(middles + steps * nudge, steps) for nudge in NUDGES)
+    first = grids.zero(places, steps)
+    factor = (1.0 / (steps * unit)) * FINENESS
+    # Where the values lie on the first grid, in 1/128 step: whole numbers, so the sums are exact in any order.
+    fine = ((x - (first * unit + base).unsqueeze(2)) * factor.unsqueeze(2)).round_()
+    shifts = torch.zeros_like(first)
+    least = _squares(fine, shifts)
+    for place in others:
+        shift = ((grids.zero(place, steps) - first) * (FINENESS / steps)).round()
+        error = _squares(fine, shift)
+        better = error < least
+        places, shifts = torch.where(better, place, places), torch.where(better, shift, shifts)
+        least = torch.minimum(error, least)
+    codes = ((fine - shifts.unsqueeze(2) + FINENESS / 2) * (1 / FINENESS)).floor_().clamp_(0, CODE_MAX)
+    return places, steps, codes
+
+
+def _squares(fine: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    """The sum over a group of the squared distances to a grid so much further on; clipping is left out of it."""
+    moved = fine - shifts.unsqueeze(2)
+    return (moved - (moved * (1 / FINENESS)).round_() * FINENESS).square_().sum(2)
 
 
 def even(x: torch.Tensor) -> torch.Tensor:
@@ -320,18 +319,6 @@ def require_sound(sections: Sections, layout: Kv4Layout, layer: int) -> None:
     if at is not None:
         position = max(first, first - layout.lead + at[0] * KEY_SPAN_TOKENS)
         raise _corrupt("K", float(sections.key_bases[at[0], at[1] * head_dim + at[2]]), (position, *at[1:]), layer)
-    ends = value_ends(sections, head_dim)
-    at = _first(ends <= VALUE_REACH)
-    if at is not None:
-        channel = at[0] * (head_dim // value_groups(head_dim))
-        where = (first + at[1] // heads, at[1] % heads, channel)
-        raise _corrupt("V", float(ends[at]), where, layer)
-
-
-def value_ends(sections: Sections, head_dim: int) -> torch.Tensor:
-    """What code 15 stands for in each group of V `[groups, n]`, in units; more than 256 no encoder writes."""
-    zeros, steps = value_grids(sections.values, head_dim)
-    return zeros + steps * CODE_MAX
 
 
 def _first(sound: torch.Tensor) -> tuple[int, ...] | None:

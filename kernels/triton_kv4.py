@@ -35,7 +35,7 @@ def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout
     rows = _key_shape(layout)
     grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
     _quantise_keys[grid](k.contiguous(), keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
-    values = (into.value_units, into.value_zeros, into.value_steps, into.value_codes, unsound)
+    values = (into.value_units, into.value_grids, into.value_codes, unsound)
     matrix, vectors, programs, tiles = _value_plan(layout, k.device)
     shape = _value_shape(layout.head_dim)
     _quantise_values[programs](v.contiguous(), values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
@@ -48,7 +48,7 @@ def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4
     rows = _key_shape(layout)
     grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
     _dequantise_keys[grid](k, keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
-    values = (sections.value_units, sections.value_zeros, sections.value_steps, sections.value_codes)
+    values = (sections.value_units, sections.value_grids, sections.value_codes)
     matrix, vectors, programs, tiles = _value_plan(layout, k.device)
     shape = _value_shape(layout.head_dim)
     _dequantise_values[programs](v, values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
@@ -123,20 +123,25 @@ def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.co
             first, second = _tokens(x, begin + group * 32, coded, width, channel, inside)
             lowest = tl.minimum(tl.min(first, 0), tl.min(second, 0))
             highest = tl.maximum(tl.max(first, 0), tl.max(second, 0))
-            step, one, two = _candidates(lowest, highest, low, unit, 0.0, 255.0, False)
-            factor = tl.math.div_rn(1.0, step * unit)
-            fine, first_origin = (factor * 32.0)[None, :], (one * unit + low)[None, :]
-            one_off, two_off = _off(first, first_origin, fine), _off(second, first_origin, fine)
-            apart = nearby((two - one) * tl.math.div_rn(32.0, step))[None, :]
-            worse = tl.sum(one_off * one_off, 0) + tl.sum(two_off * two_off, 0)
-            better = tl.sum(_shifted(one_off, apart), 0) + tl.sum(_shifted(two_off, apart), 0)
-            zero = tl.where(better < worse, two, one)
-            origin = (zero * unit + low)[None, :]
-            packed = _code(first, origin, factor[None, :]) | (_code(second, origin, factor[None, :]) << 4)
+            step, middle = _step_and_middle(lowest, highest, low, unit, 1.0)
+            place = _place(middle, step, 0, False)
+            factor = (tl.math.div_rn(1.0, step * unit) * 128.0)[None, :]
+            start = (place * unit + low)[None, :]
+            first, second = nearby((first - start) * factor), nearby((second - start) * factor)
+            start, shift = place, tl.zeros_like(place)
+            smallest = tl.sum(_squares(first, shift[None, :]), 0) + tl.sum(_squares(second, shift[None, :]), 0)
+            for candidate in range(1, 4):
+                other = _place(middle, step, candidate, False)
+                moved = nearby((other - start) * tl.math.div_rn(128.0, step))
+                squares = tl.sum(_squares(first, moved[None, :]), 0) + tl.sum(_squares(second, moved[None, :]), 0)
+                place = tl.where(squares < smallest, other, place)
+                shift = tl.where(squares < smallest, moved, shift)
+                smallest = tl.minimum(squares, smallest)
+            packed = _code(first, shift[None, :]) | (_code(second, shift[None, :]) << 4)
             nibbles |= (step.to(tl.int32) - 1) << (4 * odd)
             line = span * 8 + group
             kept = inside & _between(channel, line, group_first, group_stop)
-            tl.store(zeros + (line - group_first).to(tl.int64) * width + channel, zero.to(tl.uint8), mask=kept)
+            tl.store(zeros + (line - group_first).to(tl.int64) * width + channel, place.to(tl.uint8), mask=kept)
             lines = line * 16 + row
             here = ((lines >= code_first) & (lines < code_stop))[:, None] & inside[None, :]
             there = (lines - code_first).to(tl.int64)[:, None] * width + channel[None, :]
@@ -182,9 +187,8 @@ def _dequantise_keys(x: tl.tensor, stored: tl.tensor, shape: tl.tensor, block: t
 def _quantise_values(
     x: tl.tensor, into: tl.tensor, matrix: tl.tensor, vectors: tl.tensor, shape: tl.constexpr, tiles: tl.constexpr
 ) -> None:
-    units, zeros, steps, codes, unsound = into
+    units, grids, codes, unsound = into
     width: tl.constexpr = shape[0]
-    small: tl.constexpr = width < 128
     groups: tl.constexpr = shape[1]
     half: tl.constexpr = shape[2]
     many: tl.constexpr = shape[3]
@@ -221,29 +225,26 @@ def _quantise_values(
         highest = tl.max(tl.max(tl.where(real, y, float("-inf")), 2), 1)
         there = (group < groups)[:, None]
         lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
-        step, one, two = _candidates(lowest, highest, 0.0, unit, -128.0, 127.0, small)
-        factor = tl.math.div_rn(1.0, step * unit)
-        off = _off(y, (one * unit)[:, None, None, :], (factor * 32.0)[:, None, None, :])
-        apart = nearby((two - one) * tl.math.div_rn(32.0, step))[:, None, None, :]
-        worse = tl.sum(tl.sum(tl.where(real, off * off, 0.0), 2), 1)
-        better = tl.sum(tl.sum(tl.where(real, _shifted(off, apart), 0.0), 2), 1)
-        zero = tl.where(better < worse, two, one)
-        code = tl.where(real, _code(y, (zero * unit)[:, None, None, :], factor[:, None, None, :]), 0)
+        step, middle = _step_and_middle(lowest, highest, 0.0, unit, 9.0)
+        place = _place(middle, step, 0, True)
+        start = _value_zero(place, step)
+        factor = tl.math.div_rn(1.0, step * unit) * 128.0
+        y = nearby((y - (start * unit)[:, None, None, :]) * factor[:, None, None, :])
+        shift = tl.zeros_like(place)
+        smallest = tl.sum(tl.sum(tl.where(real, _squares(y, shift[:, None, None, :]), 0.0), 2), 1)
+        for candidate in range(1, 4):
+            other = _place(middle, step, candidate, True)
+            moved = nearby((_value_zero(other, step) - start) * tl.math.div_rn(128.0, step))
+            squares = tl.sum(tl.sum(tl.where(real, _squares(y, moved[:, None, None, :]), 0.0), 2), 1)
+            place = tl.where(squares < smallest, other, place)
+            shift = tl.where(squares < smallest, moved, shift)
+            smallest = tl.minimum(squares, smallest)
+        code = tl.where(real, _code(y, shift[:, None, None, :]), 0)
         packed = tl.sum(code << (4 * side), 1)
         at = column[None, :]
         tl.store(units + column, unit_code.to(tl.uint8), mask=valid)
-        if small:
-            grid = (zero + 8.0 * step) * 2.0 + 128.0 + (step - 9.0)
-        else:
-            grid = zero + 128.0
-            nibbles = tl.where(there, step.to(tl.int32) - 1, 0)
-            if many > 1:
-                nibbles = tl.reshape(nibbles, (many // 2, 2, block)) << (4 * tl.arange(0, 2)[None, :, None])
-                nibbles = tl.sum(nibbles, 1)
-            pair = tl.arange(0, (many + 1) // 2)
-            mask = (pair < (groups + 1) // 2)[:, None] & valid[None, :]
-            tl.store(steps + pair[:, None] * vectors + at, nibbles.to(tl.uint8), mask=mask)
-        tl.store(zeros + group[:, None] * vectors + at, grid.to(tl.uint8), mask=there & valid[None, :])
+        grid = step - 9.0 + (place + 16.0) * 8.0
+        tl.store(grids + group[:, None] * vectors + at, grid.to(tl.uint8), mask=there & valid[None, :])
         to = (group[:, None] * half + lane[None, :])[:, :, None] * vectors + column[None, None, :]
         mask = (there & (lane < half)[None, :])[:, :, None] & valid[None, None, :]
         tl.store(codes + to, packed.to(tl.uint8), mask=mask)
@@ -253,9 +254,8 @@ def _quantise_values(
 def _dequantise_values(
     x: tl.tensor, stored: tl.tensor, matrix: tl.tensor, vectors: tl.tensor, shape: tl.constexpr, tiles: tl.constexpr
 ) -> None:
-    units, zeros, steps, codes = stored
+    units, grids, codes = stored
     width: tl.constexpr = shape[0]
-    small: tl.constexpr = width < 128
     groups: tl.constexpr = shape[1]
     half: tl.constexpr = shape[2]
     high: tl.constexpr = shape[4]
@@ -271,14 +271,9 @@ def _dequantise_values(
         valid = column < vectors
         here, at = real[:, None] & valid[None, :], column[None, :]
         packed = tl.load(codes + (group * half + lane)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
-        grid = tl.load(zeros + group[:, None] * vectors + at, mask=here, other=128).to(tl.int32)
-        if small:
-            step = (grid & 7) + 9
-            zero = ((grid >> 3) - 16) * 4 - 8 * step
-        else:
-            step = tl.load(steps + (group // 2)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
-            step = ((step >> (4 * (group % 2))[:, None]) & 15) + 1
-            zero = grid - 128
+        grid = tl.load(grids + group[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
+        step = (grid & 7) + 9
+        zero = (((grid >> 3) - 16) * (17 - step) - step * 15) >> 1
         whole = zero + step * ((packed >> (4 * side)[:, None]) & 15)
         whole = tl.where(here, whole, 0).to(tl.float32).to(tl.float16)
         unit = _unit(tl.load(units + column, mask=valid, other=0).to(tl.int32))[None, :]
@@ -342,46 +337,41 @@ def _unit(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[misc]
-def _candidates(
-    lowest: tl.tensor,
-    highest: tl.tensor,
-    base: tl.tensor,
-    unit: tl.tensor,
-    least: tl.tensor,
-    most: tl.tensor,
-    small: tl.constexpr,
+def _step_and_middle(
+    lowest: tl.tensor, highest: tl.tensor, base: tl.tensor, unit: tl.tensor, least: tl.constexpr
 ) -> tl.tensor:
-    """Steps and the two candidates for the zeros of groups between `lowest` and `highest`; of small heads others."""
+    """Steps, at least so many units, and middles of groups between `lowest` and `highest`."""
     per_unit = tl.math.div_rn(1.0, unit)
-    wanted = (highest - lowest) * per_unit * 0.06666667014360428
-    step = tl.minimum(tl.maximum(nearby(wanted), 9.0 if small else 1.0), 16.0)
-    both = nearby(((lowest - base) + (highest - base)) * per_unit * 32.0) * 0.015625
-    if small:
-        centred = both + wanted * 0.5
-        one = tl.minimum(tl.maximum(nearby((centred - 2.0) * 0.25), -16.0), 15.0) * 4.0 - step * 8.0
-        two = tl.minimum(tl.maximum(nearby((centred + 2.0) * 0.25), -16.0), 15.0) * 4.0 - step * 8.0
+    step = nearby((highest - lowest) * per_unit * 0.06611569970846176)
+    middle = nearby(((lowest - base) + (highest - base)) * per_unit * 32.0) * 0.015625
+    return tl.minimum(tl.maximum(step, least), 16.0), middle
+
+
+@triton.jit  # type: ignore[misc]
+def _place(middle: tl.tensor, step: tl.tensor, candidate: tl.tensor, values: tl.constexpr) -> tl.tensor:
+    """The place of one of the four candidates for a grid of K or of V."""
+    near = middle + step * (candidate * 0.1875 - 0.28125)
+    if values:
+        near = nearby(near * tl.math.div_rn(2.0, 17.0 - step))
+        return tl.minimum(tl.maximum(near, -16.0), 15.0)
     else:
-        centred = both - step * 7.5
-        one = tl.minimum(tl.maximum(nearby(centred - step * 0.1875), least), most)
-        two = tl.minimum(tl.maximum(nearby(centred + step * 0.1875), least), most)
-    return step, one, two
+        return tl.minimum(tl.maximum(nearby(near - step * 7.5), 0.0), 255.0)
 
 
 @triton.jit  # type: ignore[misc]
-def _off(x: tl.tensor, origin: tl.tensor, fine: tl.tensor) -> tl.tensor:
-    """How far values lie off the nearest step of a grid, in 1/32 step: whole numbers."""
-    found = nearby((x - origin) * fine)
-    return found - nearby(found * 0.03125) * 32.0
+def _value_zero(place: tl.tensor, step: tl.tensor) -> tl.tensor:
+    """What code 0 of a grid of V stands for."""
+    return tl.floor((place * (17.0 - step) - step * 15.0) * 0.5)
 
 
 @triton.jit  # type: ignore[misc]
-def _shifted(off: tl.tensor, apart: tl.tensor) -> tl.tensor:
-    """The squares of what `_off` would be for a grid that lies `apart` 32nds of a step higher."""
-    shifted = off - apart
-    shifted = tl.where(shifted < -16.0, shifted + 32.0, shifted)
-    return shifted * shifted
+def _squares(fine: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    """Squared distances to the nearest step, in 1/128 step, on a grid that lies so much further on."""
+    off = fine - shift
+    off = off - nearby(off * 0.0078125) * 128.0
+    return off * off
 
 
 @triton.jit  # type: ignore[misc]
-def _code(x: tl.tensor, origin: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    return tl.minimum(tl.maximum(nearby((x - origin) * factor), 0.0), 15.0).to(tl.int32)
+def _code(fine: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    return tl.minimum(tl.maximum(((fine - shift).to(tl.int32) + 64) >> 7, 0), 15)

@@ -1,16 +1,17 @@
 """Whether a prompt's KV should leave layer by layer while later layers compute, or in one piece after prefill.
 
 Layer by layer hides the transfer behind prefill but costs something at each hand-over: the engine is held up while a
-group of layers is taken from it, and each frame has a fixed price to encode and record. For small prompts that is
-more than what is hidden. Nothing here is a constant: hold-up, frame and prefill costs are measured and decay, the
-link is given as measured. For P seconds of prefill, L layers in G groups, B bytes, rate R, hold-up h::
+group of layers is taken from it, for some time whatever its size, and each frame has a fixed price to encode and
+record. For small prompts that is more than what is hidden. Nothing here is a constant: hold-up, frame and prefill costs
+are measured and decay, the link is given as measured. For P seconds of prefill, L layers in G groups, B bytes, rate R,
+hold-up h of a group (and H of all layers at once, which is less than G * h)::
 
     a group is ready every        c = P / G + h
     and takes in the pipeline     s = max(encode, B / (G * R)),  its first bytes min of the two more
     all has left after            max(c + G * s, G * c + s) + min(...)
     visible                       that - P + rtt
 
-In one piece is the same with one hand-over after prefill, and L frames in the pipeline at once.
+In one piece is the same with one hand-over, of H, after prefill, and L frames in the pipeline at once.
 """
 
 from __future__ import annotations
@@ -107,10 +108,10 @@ class LayerwiseEstimator:
     def __repr__(self) -> str:
         if missing := self._missing():
             return f"<LayerwiseEstimator, not measured yet: {missing}>"
-        (base, token), (frame, byte), hold_up = self._prefill.fit(), self._frames.fit(), self._hold_up()
+        (base, token), (frame, byte), (hold_up, value) = self._prefill.fit(), self._frames.fit(), self._hold_ups.fit()
         return (
             f"<LayerwiseEstimator prefill {base * 1e3:.2f} ms + {token * 1e6:.1f} us/token, frame {frame * 1e6:.0f} us "
-            f"+ {byte * 1e9:.3f} ns/byte, hold-up {hold_up * 1e6:.0f} us>"
+            f"+ {byte * 1e9:.3f} ns/byte, hold-up {hold_up * 1e6:.0f} us + {value * 1e6:.3f} us/token and layer>"
         )
 
     def on_prefill(self, tokens: int, seconds: float) -> None:
@@ -121,9 +122,10 @@ class LayerwiseEstimator:
         """To encode one frame and record it for sending took so long."""
         self._frames.add(_positive("frame.payload_bytes", payload_bytes), _duration("frame.seconds", seconds))
 
-    def on_hold_up(self, seconds: float) -> None:
-        """A hand-over of a group of layers held the engine up for so long."""
-        self._hold_ups.add(1.0, _duration("hold_up.seconds", seconds))
+    def on_hold_up(self, tokens: int, layers: int, seconds: float) -> None:
+        """To hand over so many tokens of a group of layers held the engine up for so long."""
+        size = _positive("hold_up.tokens", tokens) * _positive("hold_up.layers", layers)
+        self._hold_ups.add(size, _duration("hold_up.seconds", seconds))
 
     def decide(self, tokens: int, link: LinkFigures, streams: int) -> Mode:
         """How to send the KV of a prompt of so many tokens over this link with so many streams."""
@@ -141,7 +143,7 @@ class LayerwiseEstimator:
         transfer = tokens * self.shape.layers * self.shape.bytes_per_token_layer / rate
         why = (
             f"prefill {prefill * 1e3:.1f} ms, bytes on the link {transfer * 1e3:.1f} ms, "
-            f"hold-up {self._hold_up() * 1e3:.2f} ms x {ceil(self.shape.layers / size)}"
+            f"hold-up {self._hold_up(tokens, size) * 1e3:.2f} ms x {ceil(self.shape.layers / size)}"
         )
         if seconds < whole:
             return Mode(SendMode.LAYERWISE, size, seconds, whole, why)
@@ -164,7 +166,7 @@ class LayerwiseEstimator:
         layers = self.shape.layers
         groups = ceil(layers / size)
         prefill = self._prefill_s(tokens)
-        ready = prefill / groups + self._hold_up()
+        ready = prefill / groups + self._hold_up(tokens, size)
         encode = self._encode_s(tokens) * layers / groups
         send = tokens * layers * self.shape.bytes_per_token_layer / groups / rate
         stage = max(encode, send)
@@ -173,7 +175,7 @@ class LayerwiseEstimator:
     def _serialised_s(self, tokens: int, rate: float) -> float:
         encode = self._encode_s(tokens)
         send = tokens * self.shape.bytes_per_token_layer / rate
-        return self._hold_up() + self.shape.layers * max(encode, send) + min(encode, send)
+        return self._hold_up(tokens, self.shape.layers) + self.shape.layers * max(encode, send) + min(encode, send)
 
     def _encode_s(self, tokens: int) -> float:
         fixed, byte = self._frames.fit()
@@ -183,8 +185,9 @@ class LayerwiseEstimator:
         fixed, token = self._prefill.fit()
         return fixed + token * tokens
 
-    def _hold_up(self) -> float:
-        return self._hold_ups.y / self._hold_ups.n
+    def _hold_up(self, tokens: int, layers: int) -> float:
+        fixed, value = self._hold_ups.fit()
+        return fixed + value * tokens * layers
 
     def _missing(self) -> str:
         kinds = (("prefill", self._prefill), ("frames", self._frames), ("hold-ups", self._hold_ups))

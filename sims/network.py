@@ -234,9 +234,9 @@ class Network:
             self._set_rate(flow, flow.fair or 0.0, now)
 
     def _set_rate(self, flow: Flow, rate: float, now: float) -> None:
-        self._settle(flow, now)
         if rate == flow.rate and flow.ends_at != inf:
             return
+        self._settle(flow, now)
         flow.rate = rate
         flow.ends_at = now + flow.left / rate
         heappush(self._ends, (flow.ends_at, flow.key, flow))
@@ -267,7 +267,7 @@ def _least_share(crowded: list[_Narrow]) -> tuple[float, _Narrow | None]:
 def _grant(flow: Flow, rate: float) -> None:
     flow.fair = rate
     for narrow in flow.way:
-        narrow.room = max(0.0, narrow.room - rate)
+        narrow.room -= rate
         narrow.waiting -= 1
 
 

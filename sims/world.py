@@ -22,7 +22,7 @@ from ..coordinator.planning.workload import Service
 from ..coordinator.router import NoRoute
 from .deployment import NEVER, Assignment, Deployment, Host, Request, Split, check_plans
 from .engine import Engine
-from .engine_values import SignalKind
+from .engine_values import SignalKind, StepRecord
 from .events import EventQueue, Scheduled
 from .handover import Handover, Handovers
 from .network import Network, link_capacities

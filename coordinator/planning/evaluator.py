@@ -18,6 +18,7 @@ does worse than colocated serving.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -25,8 +26,9 @@ import numpy as np
 from ..plan import Phase
 from .flow import Flow, Network, fill, flow_of, solve
 from .handover import Links
-from .members import Member, Members
+from .members import Loaded, Member, Members, Memory
 from .orchestration import Orchestration, Solver, carried, orchestrate
+from .parallel import Stages
 from .problem import Group, Problem, Proposal, Score, Slice, Solution
 from .proposals import Proposer
 
@@ -40,18 +42,32 @@ BOUND_SLACK: Final = 2e-3
 
 
 class LowerLevel:
-    """Implements `problem.Evaluator`."""
+    """Implements `problem.Evaluator`. Groups whose weights are `loaded` keep their stages whatever they do."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, loaded: Loaded = MappingProxyType({}), memory: Memory | None = None) -> None:
         self.problem = problem
         self._links = Links(problem.cluster)
-        self._members = Members(problem, self._links)
+        self._memory = Memory() if memory is None else memory
+        self._members = Members(problem, self._links, loaded, self._memory)
         rates = [service.workload.rate for service in problem.services]
         self._shares = [rate / sum(rates) for rate in rates]
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether these GPUs have the memory for the model and its long requests, in a shape that can be run."""
         return self._members.holds(slices, service)
+
+    def part(self, problem: Problem) -> LowerLevel:
+        """Shares the configurations of groups."""
+        return LowerLevel(problem, memory=self._memory)
+
+    def loaded(self, solution: Solution) -> dict[tuple[Slice, ...], tuple[Stages, ...]]:
+        """The stages of a solution's groups, for an evaluator that has to keep them: as a solution is running."""
+        found: dict[tuple[Slice, ...], tuple[Stages, ...]] = {}
+        for group in solution:
+            member = self._members.member(group)
+            if member is not None:
+                found[group.slices] = (*found.get(group.slices, ()), member.configuration.stages)
+        return found
 
     def rates(self, group: Group, crowd: int) -> tuple[float, float]:
         """Up to the load at which the service's target share is still in time."""

@@ -5,7 +5,7 @@ All that is computed here depends on what a group is made of, not on which boxes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Final, NamedTuple
@@ -18,12 +18,12 @@ from .behaviour import LOADS, Behaviour, Row
 from .flow import LossCurve, loss_curve
 from .handover import Holder, Links
 from .length_classes import classes_of
-from .parallel import Configuration, Demand, Part, Parts, configure, holds
+from .parallel import Configuration, Demand, Part, Parts, Stages, configure, holds
 from .problem import Group, Problem, Slice
 from .queueing import Partner
 from .workload import Service, Slo
 
-__all__ = ["REFERENCE_LOAD", "Curve", "Member", "Members"]
+__all__ = ["REFERENCE_LOAD", "Curve", "Loaded", "Member", "Members", "Memory"]
 
 Array = NDArray[np.float64]
 
@@ -37,6 +37,10 @@ TPOT: Final = Row._fields.index("tpot_s")
 
 LONG: Final = 0.99
 """The share of requests whose KV must fit a replica, one at a time."""
+
+
+Loaded = Mapping[tuple[Slice, ...], tuple[Stages, ...]]
+"""The stages that groups of these slices have their weights in, as parts of the slices."""
 
 
 class Curve(NamedTuple):
@@ -67,16 +71,25 @@ class Member:
         return self.configuration.behaviour
 
 
+class Memory:
+    """What is known of groups by what they are made of, whatever cluster they are in and however much they have to do:
+    configurations, and whether there are any. Services by name."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Parts, int] = {}
+        self.configurations: dict[tuple[int, Phase, str], Configuration | None] = {}
+        self.holding: dict[tuple[int, str], bool] = {}
+
+
 class Members:
     """Holds only what was computed before; the same questions have the same answers."""
 
-    def __init__(self, problem: Problem, links: Links) -> None:
+    def __init__(self, problem: Problem, links: Links, loaded: Loaded, memory: Memory) -> None:
         self.demands = tuple(_demand(service) for service in problem.services)
-        self._problem, self._links = problem, links
-        self._numbers: dict[Parts, int] = {}
+        self._problem, self._links, self._loaded = problem, links, loaded
+        self._memory = memory
+        self._names = tuple(service.name for service in problem.services)
         self._kinds: dict[tuple[Slice, ...], tuple[int, Parts]] = {}
-        self._configurations: dict[tuple[int, Phase, int], Configuration | None] = {}
-        self._holding: dict[tuple[int, int], bool] = {}
         self._members: dict[Group, Member | None] = {}
         self._curves: dict[tuple[int, Phase, int, int, int], Curve] = {}
         self._references: dict[int, Partner] = {}
@@ -84,9 +97,10 @@ class Members:
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether a group of these can be a member."""
         kind, parts = self._kind(slices)
-        if (kind, service) not in self._holding:
-            self._holding[kind, service] = holds(parts, self.demands[service])
-        return self._holding[kind, service] and not self._cut(slices)
+        known, key = self._memory.holding, (kind, self._names[service])
+        if key not in known:
+            known[key] = holds(parts, self.demands[service])
+        return known[key] and not self._cut(slices)
 
     def member(self, group: Group) -> Member | None:
         """The group at its best, None where it does not hold the model."""
@@ -111,10 +125,10 @@ class Members:
         if self._cut(group.slices):
             return None
         kind, parts = self._kind(group.slices)
-        key = (kind, group.phase, group.service)
-        if key not in self._configurations:
-            self._configurations[key] = configure(parts, group.phase, self.demands[group.service])
-        configuration = self._configurations[key]
+        known, key = self._memory.configurations, (kind, group.phase, self._names[group.service])
+        if key not in known:
+            known[key] = configure(parts, group.phase, self.demands[group.service])
+        configuration = known[key]
         if configuration is None:
             return None
         spans = tuple((group.slices[part].box, first, last) for part, first, last in configuration.spans)
@@ -131,8 +145,9 @@ class Members:
             parts = Parts(
                 tuple(Part(boxes[box].gpu, gpus, boxes[box].gpu_link_gbps, boxes[box].atomic) for box, gpus in slices),
                 self._links.hops([box for box, _ in slices]),
+                self._loaded.get(slices, ()),
             )
-            self._kinds[slices] = (self._numbers.setdefault(parts, len(self._numbers)), parts)
+            self._kinds[slices] = (self._memory.numbers.setdefault(parts, len(self._memory.numbers)), parts)
         return self._kinds[slices]
 
     def _curve(self, member: Member, readers: int, writers: int) -> Curve:

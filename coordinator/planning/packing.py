@@ -29,6 +29,9 @@ __all__ = ["Packing"]
 MOST_PARTS: Final = 4
 """Replicas in a box, at most: of more, all are of one size."""
 
+MIXED_CLASSES: Final = 4
+"""Classes of boxes up to which two unlike ones may share replicas: their pairs soon are more than is worth a look."""
+
 HEADROOM: Final = 0.1
 """What a rate of twice the one asked for is worth more than the rate itself."""
 
@@ -61,9 +64,9 @@ class Packing:
         self._classes = _classes(space)
         singles = [(number,) for number in range(len(self._classes))]
         pairs = [
-            pair
-            for pair in combinations_with_replacement(range(len(self._classes)), 2)
-            if pair[0] != pair[1] or len(self._classes[pair[0]]) > 1
+            (one, two)
+            for one, two in combinations_with_replacement(range(len(self._classes)), 2)
+            if (len(self._classes[one]) > 1 if one == two else len(self._classes) <= MIXED_CLASSES)
         ]
         self._columns = [
             _Column(classes, cut) for classes in (*singles, *pairs) for cut in _cuts(space, self._members(classes))

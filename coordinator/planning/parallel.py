@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
 from itertools import groupby, pairwise, product
 from math import inf, isfinite, prod
 from typing import Final, NamedTuple
@@ -31,7 +32,18 @@ from .length_classes import Classes
 from .queueing import Partner, alone
 from .workload import Service, Slo
 
-__all__ = ["Configuration", "Demand", "Part", "Parts", "best_order", "configure", "fits", "holds", "split_layers"]
+__all__ = [
+    "Configuration",
+    "Demand",
+    "Part",
+    "Parts",
+    "Stages",
+    "best_order",
+    "configure",
+    "fits",
+    "holds",
+    "split_layers",
+]
 
 Array = NDArray[np.float64]
 
@@ -54,6 +66,10 @@ NEAR: Final = 0.02
 """Configurations whose rates are within this share of each other count as equal."""
 
 
+Stages = tuple[tuple[int, int, int], ...]
+"""In layer order, as (index of the part, TP degree, layers)."""
+
+
 class Part(NamedTuple):
     """So many equal GPUs of one box; `atomic`: they are one stage, whatever their number."""
 
@@ -68,6 +84,7 @@ class Parts(NamedTuple):
 
     parts: tuple[Part, ...]
     links: tuple[tuple[Hop, ...], ...]
+    loaded: tuple[Stages, ...] = ()
 
 
 class Demand(NamedTuple):
@@ -93,7 +110,7 @@ class Demand(NamedTuple):
 class Configuration:
     """Stages in layer order, as (index of the part, TP degree, layers), with their times, and what comes of them."""
 
-    stages: tuple[tuple[int, int, int], ...]
+    stages: Stages
     times: StepTimes
     kv_tokens: int
     behaviour: Behaviour
@@ -113,7 +130,7 @@ class Configuration:
 class _Shape(NamedTuple):
     """Stages as in `Configuration`, what they run on, and the tokens of KV that they have room for."""
 
-    stages: tuple[tuple[int, int, int], ...]
+    stages: Stages
     hardware: tuple[StageHardware, ...]
     room: int
 
@@ -154,20 +171,20 @@ def _shapes(parts: Parts, phase: Phase, demand: Demand) -> Iterator[_Shape]:
     order = best_order(_hop_costs(parts, phase, demand), cycle=phase is not Phase.PREFILL)
     if order is None:
         return
-    seen: set[tuple[tuple[int, int, int], ...]] = set()
+    for cut in dict.fromkeys(parts.loaded or _all_stages(order, parts, demand)):
+        hardware = tuple(
+            StageHardware(parts.parts[box].gpu, tp, count, parts.parts[box].link_gbps) for box, tp, count in cut
+        )
+        room = kv_capacity_tokens(demand.model, hardware, memory_share=MEMORY_SHARE)
+        if room >= demand.longest:
+            yield _Shape(cut, hardware, room)
+
+
+def _all_stages(order: Sequence[int], parts: Parts, demand: Demand) -> Iterator[Stages]:
     for widths in _widths(parts.parts, demand.model):
         stages = [(box, widths[box]) for box in order for _ in range(parts.parts[box].gpus // widths[box])]
         for layers in _layer_splits(stages, parts.parts, demand):
-            cut = tuple((box, tp, count) for (box, tp), count in zip(stages, layers, strict=True))
-            if cut in seen:
-                continue
-            seen.add(cut)
-            hardware = tuple(
-                StageHardware(parts.parts[box].gpu, tp, count, parts.parts[box].link_gbps) for box, tp, count in cut
-            )
-            room = kv_capacity_tokens(demand.model, hardware, memory_share=MEMORY_SHARE)
-            if room >= demand.longest:
-                yield _Shape(cut, hardware, room)
+            yield tuple((box, tp, count) for (box, tp), count in zip(stages, layers, strict=True))
 
 
 def _times(shape: _Shape, parts: Parts, demand: Demand) -> StepTimes:
@@ -354,10 +371,13 @@ def split_layers(layers: int, rates: Sequence[float], caps: Sequence[int]) -> tu
     `layers`, and there must be no more stages than layers.
     """
     held = [1] * len(rates)
+    ready = [(2 / rate, stage) for stage, rate in enumerate(rates) if caps[stage] > 1]
+    heapify(ready)
     for _ in range(layers - len(rates)):
-        stage = min(
-            (stage for stage in range(len(rates)) if held[stage] < caps[stage]),
-            key=lambda stage: (held[stage] + 1) / rates[stage],
-        )
+        _, stage = ready[0]
         held[stage] += 1
+        if held[stage] < caps[stage]:
+            heapreplace(ready, ((held[stage] + 1) / rates[stage], stage))
+        else:
+            heappop(ready)
     return tuple(held)

@@ -116,6 +116,10 @@ class Evaluator(Protocol):
         0 for what its phase leaves out, and (0, 0) where it does not hold the model."""
         ...
 
+    def part(self, problem: Problem) -> Evaluator:
+        """An evaluator for some of the boxes and services, at other rates; it may use what this one remembers."""
+        ...
+
     def score(self, solution: Solution) -> Score:
         """Parallel configurations, orchestration (linear programme) and the expected attainment."""
         ...

@@ -15,7 +15,6 @@ import numpy as np
 from ..plan import Phase
 from .cells import Cell, cells_of
 from .clustering import colocated_starts
-from .evaluator import LowerLevel
 from .judge import Improvement, Judge, Progress, never
 from .owners import owners_of
 from .packing import Packing
@@ -35,7 +34,7 @@ FIRST_PASS: Final = 0.2
 """The part of the steps that the cells' first pass takes, which finds out what each can carry."""
 
 PACKINGS: Final = 24
-"""Starts by integer programming, all but the first with rates that are off by chance."""
+"""Starts by integer programming, all but the first with rates that are off by chance; fewer where steps are few."""
 
 NOISE: Final = 0.1
 """By about how much."""
@@ -85,11 +84,10 @@ def search(
     start: Solution | None = None,
     progress: Progress | None = None,
     limit: int | None = None,
-    lower: Callable[[Problem], Evaluator] = LowerLevel,
 ) -> SearchResult:
     """The best solution found in `limit` evaluations (default: by the size of the cluster), or until `spent()`.
 
-    `start`: the running solution, from which the search then begins as well. `lower` makes the evaluators of cells.
+    `start`: the running solution, from which the search then begins as well.
     The same arguments give the same result, unless time ends the search. Raises NoPlan where there is no solution.
     """
     space = Space.of(problem, evaluator)
@@ -98,7 +96,7 @@ def search(
     steps = STEPS_PER_GPU * space.gpus if limit is None else limit
     if space.gpus <= 2 * CELL_GPUS:
         return _small(space, owners, start, steps, means)
-    return _large(space, cells_of(space, owners, CELL_GPUS), start, steps, means, lower)
+    return _large(space, cells_of(space, owners, CELL_GPUS), start, steps, means)
 
 
 def _small(space: Space, owners: dict[int, int], running: Solution | None, limit: int, means: _Means) -> SearchResult:
@@ -117,12 +115,14 @@ def _small(space: Space, owners: dict[int, int], running: Solution | None, limit
 
 
 def _packings(judge: Judge, packing: Packing, rng: np.random.Generator) -> list[Solution]:
-    """Starts by integer programming; each with the factors of the best one so far, off by chance."""
+    """Starts by integer programming: as rates are, with rates that are off by chance, and with those of the best one so
+    far, off by less."""
     best, level = np.zeros(packing.columns), float("-inf")
     found: list[Solution] = []
-    for place in range(PACKINGS):
-        spread = 0.0 if place == 0 else 2.0 * NOISE if place < PACKINGS / 2 else NOISE
-        near = best if place >= PACKINGS / 2 else 0.0
+    many = max(2, min(PACKINGS, judge.limit // 4))
+    for place in range(many):
+        spread = 0.0 if place == 0 else 2.0 * NOISE if place < many / 2 else NOISE
+        near = best if place >= many / 2 else 0.0
         noise = near + rng.normal(0.0, spread, packing.columns)
         start = packing.start(noise=np.exp(noise))
         if start:
@@ -140,7 +140,6 @@ def _large(
     running: Solution | None,
     limit: int,
     means: _Means,
-    lower: Callable[[Problem], Evaluator],
 ) -> SearchResult:
     """Twice over all cells: a first look with shares of the traffic by what their cards are on paper, then the search
     with shares by what they were found to carry."""
@@ -152,7 +151,7 @@ def _large(
         shares = _shares(cells, rates)
         for place, cell in enumerate(cells):
             problem = cell.problem(shares[place])
-            inner = Space.of(problem, lower(problem))
+            inner = Space.of(problem, space.evaluator.part(problem))
             steps = round(limit * part * inner.gpus / space.gpus)
             result = _small(inner, dict.fromkeys(inner.usable, 0), found[place], steps, means.after(done, limit))
             done += result.steps

@@ -10,12 +10,20 @@ from pathlib import Path
 from time import process_time
 from typing import Final
 
+from .ablation import ablation
+from .baselines import baselines
+from .convergence import convergence
+from .deployments import deployments
+from .headline import headline
 from .links import links
-from .page import Page, write_page
+from .page import Page, write_index, write_page
+from .ratios import ratios
+from .rescheduling import rescheduling
 from .setting import Scope
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
-    experiment.__name__: experiment for experiment in (links,)
+    experiment.__name__: experiment
+    for experiment in (links, ratios, ablation, rescheduling, deployments, baselines, convergence, headline)
 }
 EPILOG: Final = """\
 exit codes: 0 written; 1 a page could not be written; 2 wrong input"""
@@ -49,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             sys.stdout.write(f"{arguments.out / name}.md: {process_time() - start:.0f} CPU s\n")
         sys.stdout.flush()
+    write_index(arguments.out)
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["Curves", "Page", "Row", "Table", "write_page"]
+__all__ = ["Curves", "Page", "Row", "Table", "write_index", "write_page"]
 
 COMMAND: Final = "python -m p2pserve.sims.experiments"
 
@@ -21,7 +21,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one type under a title, with a line that says what to look at."""
+    """Rows of one type under a title, with a line that says what to look at. Lists in rows are for programs only."""
 
     title: str
     rows: Sequence[Row]
@@ -29,7 +29,8 @@ class Table:
 
     def markdown(self) -> str:
         """The whole table, title and all."""
-        fields = self.rows[0].__struct_fields__
+        first = self.rows[0]
+        fields = [field for field in first.__struct_fields__ if not isinstance(getattr(first, field), list)]
         lines = [f"## {self.title}", "", *([self.about, ""] if self.about else [])]
         lines.append("| " + " | ".join(field.replace("_", " ") for field in fields) + " |")
         lines.append("|" + " --- |" * len(fields))
@@ -56,7 +57,7 @@ class Page:
     title: str
     assumes: str
     tables: tuple[Table, ...]
-    remarks: tuple[str, ...]
+    remarks: str
     curves: tuple[Curves, ...] = ()
 
     def markdown(self) -> str:
@@ -64,7 +65,7 @@ class Page:
         parts = [f"# {self.title}", self.assumes, f"    {COMMAND} {self.name}"]
         parts += [table.markdown() for table in self.tables]
         parts += [f"![{curve.y} over {curve.x}]({curve.file}.png)" for curve in self.curves]
-        parts += ["## What agrees, what does not, and why", "\n".join(f"- {remark}" for remark in self.remarks)]
+        parts += ["## What agrees, what does not, and why", self.remarks.rstrip()]
         return "\n\n".join(parts) + "\n"
 
     def records(self) -> dict[str, Any]:
@@ -84,6 +85,16 @@ def write_page(page: Page, folder: Path) -> None:
     (folder / f"{page.name}.json").write_bytes(encoded + b"\n")
     for curve in page.curves:
         _draw(curve, folder / f"{curve.file}.png")
+
+
+def write_index(folder: Path) -> None:
+    """README.md: every page in the folder by its title, whoever wrote it."""
+    lines = ["# Results", "", f"Made again by `{COMMAND} all`, or as each page says.", ""]
+    for path in sorted(folder.glob("*.md")):
+        if path.name != "README.md":
+            title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            lines.append(f"- [{title}]({path.name})")
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _cell(value: object) -> str:

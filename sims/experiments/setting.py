@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
@@ -18,7 +18,7 @@ from ...coordinator.planning.cluster import Cluster
 from ...coordinator.planning.cluster_file import packaged_cluster
 from ...coordinator.planning.evaluator import LowerLevel
 from ...coordinator.planning.problem import Group, Problem, Proposal, Slice, Solution
-from ...coordinator.planning.search import SearchResult, search
+from ...coordinator.planning.search import search
 from ...coordinator.planning.slo import scaled_slo
 from ...coordinator.planning.workload import Service, Workload
 from ..outcomes import ServiceOutcome, attainment
@@ -28,15 +28,15 @@ from ..workloads import Lengths, azure, draw
 from ..world import simulate
 
 __all__ = [
-    "CLOUD", "COLUMNS", "TARGET", "WORKLOADS", "Case", "Planned", "Scope", "counts", "group", "highest_rate", "lengths",
-    "outcome", "planned", "propose", "run", "shapes", "spread",
+    "CLOUD", "COLUMNS", "TARGET", "WORKLOADS", "Case", "Deployed", "Scope", "at_rate", "counts", "group",
+    "highest_rate", "lengths", "outcome", "planned", "run", "shapes", "spread",
 ]  # fmt: skip
 
 CLOUD: Final = "thunderserve-cloud-32"
 WORKLOADS: Final = ("coding", "conversation")
 COLUMNS: Final = (Specs.TABLE1, Specs.MEASURED)
 TARGET: Final = 0.9
-BRACKET: Final = (0.2, 1.4)
+BRACKET: Final = (0.2, 1.2)
 """Where the highest rate is looked for, as multiples of what the planner expects."""
 
 
@@ -45,8 +45,8 @@ class Scope:
     """How much of everything: seeds, seconds of arrivals in a run, evaluations of a search, halvings of a rate."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    seconds: float = 200.0
-    steps: int = 600
+    seconds: float = 150.0
+    steps: int = 300
     halvings: int = 5
 
     @classmethod
@@ -65,7 +65,7 @@ class Case:
     model: str = "llama-30b"
     workload: str
     rate: float
-    scale: float = 5.0
+    scale: float = 10.0
     gbps: float | None = None
     kv_bits: float = 4.5
     mixed_only: bool = False
@@ -86,17 +86,26 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Planned:
-    """What the search found for a problem."""
+class Deployed:
+    """Replicas that stay, with their shares of the requests made anew for each rate, as the coordinator would."""
 
     problem: Problem
-    found: SearchResult
-    proposal: Proposal
+    solution: Solution
+    _proposals: dict[float, Proposal] = field(default_factory=dict)
 
-    @property
-    def plan(self) -> Plan:
-        """The finished plan."""
-        return self.proposal.plan
+    def at(self, rate: float | None = None) -> Proposal:
+        """The lower level's plan for a rate; without one, the problem's."""
+        wanted = rate or self.problem.services[0].workload.rate
+        if wanted not in self._proposals:
+            evaluator = LowerLevel(at_rate(self.problem, wanted))
+            (self._proposals[wanted],) = evaluator.propose(self.solution, epoch=0, version=1)
+        return self._proposals[wanted]
+
+
+def at_rate(problem: Problem, rate: float) -> Problem:
+    """The same with another rate."""
+    service = problem.services[0]
+    return replace(problem, services=(replace(service, workload=replace(service.workload, rate=rate)),))
 
 
 @cache
@@ -106,19 +115,11 @@ def lengths(workload: str) -> Lengths:
 
 
 @cache
-def planned(case: Case, steps: int, seed: int = 0) -> Planned:
-    """The plan of a case after so many evaluations; found once and remembered."""
+def planned(case: Case, steps: int) -> Deployed:
+    """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
     problem = case.problem()
-    evaluator = LowerLevel(problem)
-    found = search(problem, evaluator, rng=np.random.default_rng(seed), limit=steps)
-    (proposal,) = evaluator.propose(found.solution, epoch=0, version=1)
-    return Planned(problem, found, proposal)
-
-
-def propose(problem: Problem, solution: Solution) -> Proposal:
-    """The lower level's plan for groups that are given."""
-    (proposal,) = LowerLevel(problem).propose(tuple(sorted(solution)), epoch=0, version=1)
-    return proposal
+    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=steps)
+    return Deployed(problem, found.solution)
 
 
 def group(cluster: Cluster, phase: Phase, gpus: Mapping[str, int]) -> Group:
@@ -148,19 +149,19 @@ def outcome(
 def run(problem: Problem, plan: Plan, trace: Trace, settings: SimSettings) -> ServiceOutcome:
     """One simulation of one service."""
     service = problem.services[0]
-    return simulate(problem.cluster, [ServiceRun(service=service, plan=plan, trace=trace)], settings=settings).services[0]
+    return simulate(problem.cluster, [ServiceRun(service=service, plan=plan, trace=trace)], settings=settings).services[
+        0
+    ]
 
 
-def highest_rate(
-    problem: Problem, proposal: Proposal, scope: Scope, seed: int, dispatch: Dispatch = Dispatch.SHARES
-) -> float:
+def highest_rate(deployed: Deployed, scope: Scope, seed: int, dispatch: Dispatch = Dispatch.SHARES) -> float:
     """Requests per second at which TARGET of them still meet all deadlines, by halving around the planner's estimate;
     the lowest rate tried where even that is too much."""
-    low, high = (factor * proposal.max_rate for factor in BRACKET)
-    slo = problem.services[0].slo
+    low, high = (factor * deployed.at().max_rate for factor in BRACKET)
+    slo = deployed.problem.services[0].slo
     for _ in range(scope.halvings):
         rate = (low + high) / 2
-        found = outcome(problem, proposal.plan, scope, seed, rate=rate, dispatch=dispatch)
+        found = outcome(deployed.problem, deployed.at(rate).plan, scope, seed, rate=rate, dispatch=dispatch)
         if attainment(found.outcomes, slo) >= TARGET:
             low = rate
         else:

@@ -1,0 +1,118 @@
+"""What the 4-bit KV cache and the shares of the plan are worth: figure 12."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+from ...coordinator.dispatch import Dispatch
+from ...coordinator.plan import Plan
+from ...coordinator.planning.problem import Problem
+from ..outcomes import attainment
+from .page import Page, Row, Table
+from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, outcome, planned, spread
+
+__all__ = ["AblationRow", "ablation", "ablation_rows"]
+
+RATES: Final = (0.5, 3.0)
+"""Requests per second: when requests are nearly alone, and when the links have something to do."""
+
+
+class AblationRow(Row):
+    """One system: seconds a request takes, and how many times as long as with everything on."""
+
+    column: str
+    workload: str
+    rate: float
+    system: str
+    attainment: str
+    mean_e2e_s: float
+    times_all_on: float
+    kv_visible_s: float
+    paper: str
+
+
+@dataclass(frozen=True, slots=True)
+class _System:
+    name: str
+    kv_bits: float
+    dispatch: Dispatch
+    paper: str = "-"
+
+
+SYSTEMS: Final = (
+    _System("4 bit, shares of the plan", 4.5, Dispatch.SHARES, "1"),
+    _System("16 bit, shares of the plan", 16.0, Dispatch.SHARES, "1.3"),
+    _System("16 bit, at random", 16.0, Dispatch.RANDOM, "1.3 x 4"),
+    _System("4 bit, at random", 4.5, Dispatch.RANDOM),
+    _System("4 bit, by plan and queues", 4.5, Dispatch.PLAN),
+)
+
+
+@cache
+def ablation_rows(scope: Scope) -> tuple[AblationRow, ...]:
+    """Both workloads under both columns at 10 Gb/s, and with slower links."""
+    rows: list[AblationRow] = []
+    for specs in COLUMNS:
+        for workload in WORKLOADS:
+            deployed = planned(Case(specs=specs, workload=workload, rate=max(RATES)), scope.steps)
+            for rate in RATES:
+                rows += _rows(deployed, rate, scope)
+    return tuple(rows)
+
+
+def ablation(scope: Scope) -> Page:
+    """The page."""
+    return Page(
+        name="ablation",
+        title="Without compression, without orchestration",
+        assumes=(
+            f"LLaMA-30B on {CLOUD}, 10 Gb/s between boxes (not printed in the paper), our plan for {RATES[1]:g} "
+            "requests/s. "
+            f"Azure's lengths, Poisson arrivals for {scope.seconds:g} s at {RATES[0]:g} and {RATES[1]:g} requests/s, "
+            f"{len(scope.seeds)} seeds. Replicas and shares stay as made for 4 bit; only the codec and the dispatch "
+            "change. "
+            "`By plan and queues` is the running network's router."
+        ),
+        tables=(Table("Figure 12", ablation_rows(scope)),),
+        remarks=REMARKS,
+    )
+
+
+def _rows(deployed: Deployed, rate: float, scope: Scope) -> list[AblationRow]:
+    rows: list[AblationRow] = []
+    for system in SYSTEMS:
+        service = replace(deployed.problem.services[0], kv_bits=system.kv_bits)
+        problem = replace(deployed.problem, services=(service,))
+        e2e_s, visible_s, shares = _run(at_rate(problem, rate), deployed.at(rate).plan, system.dispatch, scope)
+        rows.append(
+            AblationRow(
+                column=problem.cluster.boxes[0].gpu.specs.value,
+                workload=service.name,
+                rate=rate,
+                system=system.name,
+                attainment=spread(shares),
+                mean_e2e_s=e2e_s,
+                times_all_on=e2e_s / (rows[0].mean_e2e_s if rows else e2e_s),
+                kv_visible_s=visible_s,
+                paper=system.paper,
+            )
+        )
+    return rows
+
+
+def _run(problem: Problem, plan: Plan, dispatch: Dispatch, scope: Scope) -> tuple[float, float, list[float]]:
+    """Mean end-to-end time, mean time that KV is waited for by those that wait, and attainment by seed."""
+    found = [outcome(problem, plan, scope, seed, dispatch=dispatch) for seed in scope.seeds]
+    slo = problem.services[0].slo
+    e2e_s = float(np.mean([np.nanmean(one.outcomes.e2e_s) for one in found]))
+    visible = np.concatenate([one.kv_s[one.prefill != one.decode] for one in found])
+    return e2e_s, float(visible.mean()) if len(visible) else 0.0, [attainment(one.outcomes, slo) for one in found]
+
+
+REMARKS: Final = """\
+- -
+"""

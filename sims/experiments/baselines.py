@@ -1,0 +1,221 @@
+"""Against HexGen-like, DistServe-like and vLLM-like serving for the same money: figures 7, 8 and 9."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+from ..outcomes import ServiceOutcome, attainment
+from .deployments import RATES
+from .page import Curves, Page, Row, Table
+from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, Case, Scope, counts, highest_rate, outcome, spread
+from .systems import IN_HOUSE, SYSTEMS, System, systems
+
+__all__ = ["Contest", "RatioRow", "SystemRow", "baselines", "contests"]
+
+SCALE: Final = 10.0
+LOADS: Final = (0.5, 0.8, 1.0)
+"""Rates at which deadlines are compared, as parts of what the HexGen-like plan carries."""
+SHOWN: Final = 0.8
+TARGETS: Final = (TARGET, 0.99)
+SCALES: Final = np.linspace(1.0, 20.0, 39)
+PAPER: Final = {
+    ("coding", "HexGen-like"): ("1.5", "1.4 (1.8)"),
+    ("conversation", "HexGen-like"): ("1.3", "1.3 (1.4)"),
+    ("coding", "DistServe-like"): ("1.5", "1.8 (2.5), both workloads, with vLLM"),
+    ("conversation", "DistServe-like"): ("2.1", "1.8 (2.5), both workloads, with vLLM"),
+    ("coding", "vLLM-like"): ("-", "1.8 (2.5), both workloads, with DistServe"),
+    ("conversation", "vLLM-like"): ("-", "1.8 (2.5), both workloads, with DistServe"),
+}
+
+
+class SystemRow(Row):
+    """One system; `highest_rate`: requests per second with 90 % in time, mean over seeds (least-most). The rest at the
+    same rate for all, 0.8 of what the HexGen-like plan carries."""
+
+    column: str
+    workload: str
+    system: str
+    usd_per_h: float
+    replicas: str
+    dispatch: str
+    expected_rate: float
+    highest_rate: str
+    tokens_per_s: float
+    rate: float
+    attainment: str
+    ttft_p90_s: float
+    tpot_p90_ms: float
+    e2e_p90_s: float
+    e2e_p99_s: float
+
+
+class RatioRow(Row):
+    """Ours over a baseline: throughput (mean over seeds, least-most), and by how much the end-to-end deadline could be
+    shorter, mean and best over rates, seeds, and 90 and 99 % in time."""
+
+    column: str
+    workload: str
+    baseline: str
+    throughput: str
+    paper_throughput: str
+    deadline_mean: float
+    deadline_best: float
+    deadline_worst: float
+    paper_deadline: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contest:
+    """All systems on one workload under one column; `curves`: attainment by scale of all deadlines at SHOWN."""
+
+    case: Case
+    rows: list[SystemRow]
+    ratios: list[RatioRow]
+    curves: dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """A system's highest rate by seed, and its runs by load, one a seed."""
+
+    system: System
+    rates: list[float]
+    runs: dict[float, list[ServiceOutcome]]
+
+    def deadlines(self) -> np.ndarray:
+        """End-to-end seconds within which the TARGETS are reached: [load, target, seed]."""
+        return np.array(
+            [[[_quantile(run, target) for run in runs] for target in TARGETS] for runs in self.runs.values()]
+        )
+
+
+def _quantile(run: ServiceOutcome, target: float) -> float:
+    e2e_s = np.sort(np.where(run.outcomes.completed, run.outcomes.e2e_s, np.inf))
+    return float(e2e_s[int(np.ceil(target * len(e2e_s))) - 1])
+
+
+@cache
+def contests(scope: Scope) -> tuple[Contest, ...]:
+    """Both workloads under both columns."""
+    cases = [
+        Case(specs=specs, workload=workload, rate=RATES[workload], scale=SCALE, gbps=10.0)
+        for specs in COLUMNS
+        for workload in WORKLOADS
+    ]
+    return tuple(_contest(case, scope) for case in cases)
+
+
+def _contest(case: Case, scope: Scope) -> Contest:
+    found = {system.name: system for system in systems(case, scope)}
+    rates = {
+        name: [highest_rate(one.deployed, scope, seed, one.dispatch) for seed in scope.seeds]
+        for name, one in found.items()
+    }
+    common = float(np.mean(rates["HexGen-like"]))
+    measured = {
+        name: _Measured(one, rates[name], {load: _runs(one, scope, load * common) for load in LOADS})
+        for name, one in found.items()
+    }
+    rows = [_system_row(case, measured[name], SHOWN * common) for name in SYSTEMS]
+    ratios = [_ratio_row(case, measured["ours"], measured[name]) for name in SYSTEMS[1:]]
+    curves = {
+        name: [
+            float(np.mean([attainment(run.outcomes, run.service.slo, scale / SCALE) for run in one.runs[SHOWN]]))
+            for scale in SCALES
+        ]
+        for name, one in measured.items()
+    }
+    return Contest(case, rows, ratios, curves)
+
+
+def _runs(system: System, scope: Scope, rate: float) -> list[ServiceOutcome]:
+    deployed, plan = system.deployed, system.deployed.at(rate).plan
+    return [outcome(deployed.problem, plan, scope, seed, rate=rate, dispatch=system.dispatch) for seed in scope.seeds]
+
+
+def _system_row(case: Case, measured: _Measured, rate: float) -> SystemRow:
+    system, runs = measured.system, measured.runs[SHOWN]
+    proposal, problem = system.deployed.at(), system.deployed.problem
+    service = problem.services[0]
+
+    def percentile(name: str, percent: float) -> float:
+        return float(np.mean([np.nanpercentile(getattr(run.outcomes, name), percent) for run in runs]))
+
+    return SystemRow(
+        column=case.specs.value,
+        workload=case.workload,
+        system=system.name,
+        usd_per_h=problem.cluster.usd_per_hour,
+        replicas=counts(proposal.plan),
+        dispatch=system.dispatch.value,
+        expected_rate=proposal.max_rate,
+        highest_rate=spread(measured.rates),
+        tokens_per_s=float(np.mean(measured.rates)) * service.workload.mean_output,
+        rate=rate,
+        attainment=spread([attainment(run.outcomes, service.slo) for run in runs]),
+        ttft_p90_s=percentile("ttft_s", 90),
+        tpot_p90_ms=1e3 * percentile("tpot_s", 90),
+        e2e_p90_s=percentile("e2e_s", 90),
+        e2e_p99_s=percentile("e2e_s", 99),
+    )
+
+
+def _ratio_row(case: Case, ours: _Measured, other: _Measured) -> RatioRow:
+    deadlines = other.deadlines() / ours.deadlines()
+    throughput, paper = [a / b for a, b in zip(ours.rates, other.rates, strict=True)], PAPER
+    return RatioRow(
+        column=case.specs.value,
+        workload=case.workload,
+        baseline=other.system.name,
+        throughput=spread(throughput),
+        paper_throughput=paper[case.workload, other.system.name][0],
+        deadline_mean=float(deadlines.mean()),
+        deadline_best=float(deadlines.max()),
+        deadline_worst=float(deadlines.min()),
+        paper_deadline=paper[case.workload, other.system.name][1],
+    )
+
+
+def baselines(scope: Scope) -> Page:
+    """The page."""
+    found = contests(scope)
+    return Page(
+        name="baselines",
+        title="Against colocated serving, and against eight A100",
+        assumes=(
+            f"LLaMA-30B on {CLOUD} (10 Gb/s between boxes: not printed in the paper) and on {IN_HOUSE}. Azure's "
+            "lengths, "
+            f"Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; all systems meet the same requests. "
+            f"Deadlines of {SCALE:g} times a lone request on an A100. HexGen-like: our search with replicas that do "
+            "both, "
+            "of any GPUs and degrees. DistServe-like and vLLM-like: all splits, and all sizes of equal replicas, on "
+            "the "
+            "eight A100, of which the best by the planner's estimate. Each keeps its replicas at all rates, chosen for "
+            f"{RATES['coding']:g} (coding) and {RATES['conversation']:g} requests/s, with shares anew for each rate, "
+            "and the better of two dispatchers: by those shares, or the router by queues."
+        ),
+        tables=(
+            Table("Figure 9, and deadlines of figures 7 and 8", [row for one in found for row in one.ratios]),
+            Table("Systems", [row for one in found for row in one.rows]),
+        ),
+        remarks=REMARKS,
+        curves=tuple(
+            Curves(
+                f"baselines-{one.case.workload}-{one.case.specs.value}",
+                f"deadlines, as multiples of a lone request on an A100 ({one.case.workload}, {one.case.specs.value})",
+                f"in time at {SHOWN:.0%} of HexGen-like's highest rate",
+                {name: (SCALES.tolist(), line) for name, line in one.curves.items()},
+                marker="",
+            )
+            for one in found
+        ),
+    )
+
+
+REMARKS: Final = """\
+- -
+"""

@@ -1,0 +1,120 @@
+"""Which plans are found for 32 cloud GPUs: Table 3 and appendix F."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+from ...coordinator.dispatch import Dispatch
+from ...coordinator.plan import Phase
+from ...coordinator.planning.cluster import Cluster
+from ...coordinator.planning.problem import Solution
+from .page import Page, Row, Table
+from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, counts, group, highest_rate, planned, shapes
+
+__all__ = ["RATES", "DeploymentRow", "deployment_rows", "deployments", "papers_solution"]
+
+RATES: Final = {"coding": 5.0, "conversation": 6.0}
+"""Requests per second that plans are made for: about three quarters of what the planner expects of the best."""
+
+LINKS: Final = (10.0, 40.0)
+
+_PAPER: Final[dict[str, tuple[tuple[Phase, dict[str, int]], ...]]] = {
+    "coding": (
+        *[(Phase.PREFILL, {"a40": 2})] * 4,
+        (Phase.PREFILL, {"a5000-0": 4}),
+        *[(Phase.PREFILL, {"a6000-0": 2})] * 2,
+        (Phase.PREFILL, {"a5000-1": 2, "3090ti-0": 2}),
+        (Phase.DECODE, {"a5000-1": 2, "3090ti-0": 2}),
+        (Phase.DECODE, {"3090ti-1": 4}),
+        *[(Phase.DECODE, {"a6000-1": 2})] * 2,
+    ),
+    "conversation": (
+        *[(Phase.PREFILL, {"a40": 2})] * 3,
+        (Phase.PREFILL, {"a5000-1": 2, "3090ti-0": 2}),
+        (Phase.DECODE, {"a5000-1": 2, "3090ti-0": 2}),
+        (Phase.DECODE, {"3090ti-1": 4}),
+        (Phase.DECODE, {"a40": 2}),
+        (Phase.DECODE, {"a5000-0": 4}),
+        *[(Phase.DECODE, {"a6000-0": 2})] * 2,
+        *[(Phase.DECODE, {"a6000-1": 2})] * 2,
+    ),
+}
+
+
+class DeploymentRow(Row):
+    """One plan; rates are requests per second with 90 % in time, expected by the planner and simulated."""
+
+    column: str
+    workload: str
+    link_gbps: float
+    plan: str
+    replicas: str
+    prefill: str
+    decode: str
+    both: str
+    expected_rate: float
+    simulated_rate: float
+
+
+def papers_solution(cluster: Cluster, workload: str) -> Solution:
+    """The groups and phases of appendix F; which of two equal boxes it is, the paper leaves open."""
+    return tuple(sorted(group(cluster, phase, gpus) for phase, gpus in _PAPER[workload]))
+
+
+@cache
+def deployment_rows(scope: Scope) -> tuple[DeploymentRow, ...]:
+    """Ours, the paper's, and the best colocated, under both columns."""
+    rows: list[DeploymentRow] = []
+    for specs in COLUMNS:
+        for workload in WORKLOADS:
+            for gbps in LINKS:
+                case = Case(specs=specs, workload=workload, rate=RATES[workload], gbps=gbps)
+                ours = planned(case, scope.steps)
+                papers = Deployed(ours.problem, papers_solution(ours.problem.cluster, workload))
+                rows += [_row(case, "ours", ours, scope), _row(case, "the paper's groups and phases", papers, scope)]
+    return tuple(rows)
+
+
+def _row(case: Case, name: str, deployed: Deployed, scope: Scope) -> DeploymentRow:
+    proposal, cluster = deployed.at(), deployed.problem.cluster
+    kinds = shapes(proposal.plan, cluster)
+    return DeploymentRow(
+        column=case.specs.value,
+        workload=case.workload,
+        link_gbps=case.gbps or 0.0,
+        plan=name,
+        replicas=counts(proposal.plan),
+        prefill=kinds[Phase.PREFILL],
+        decode=kinds[Phase.DECODE],
+        both=kinds[Phase.MIXED],
+        expected_rate=proposal.max_rate,
+        simulated_rate=max(
+            highest_rate(deployed, scope, scope.seeds[0], dispatch) for dispatch in (Dispatch.SHARES, Dispatch.PLAN)
+        ),
+    )
+
+
+def deployments(scope: Scope) -> Page:
+    """The page."""
+    return Page(
+        name="deployments",
+        title="Plans for 32 cloud GPUs",
+        assumes=(
+            f"LLaMA-30B on {CLOUD}, planned for {RATES['coding']:g} (coding) and {RATES['conversation']:g} requests/s "
+            "of "
+            f"Azure's lengths, deadlines of 10 times a lone request on an A100; {scope.steps} evaluations, seed 0. "
+            "The paper prints "
+            "neither its links (10 Gb/s between boxes assumed, 40 shown beside), nor rates or deadlines of its plans. "
+            "`The paper's groups and phases` is appendix F with our parallel configuration and shares: "
+            "8P 4D for coding, 4P 8D for conversation. Simulated with Poisson arrivals, dispatch by the plan's "
+            "shares or by queues, whichever carries more."
+        ),
+        tables=(Table("Table 3 and appendix F", deployment_rows(scope)),),
+        remarks=REMARKS,
+    )
+
+
+REMARKS: Final = """\
+- -
+"""

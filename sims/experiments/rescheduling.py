@@ -1,0 +1,140 @@
+"""Four of 32 GPUs are lost: figure 11, Table 4 and appendix G."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from time import process_time
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ...coordinator.plan import Plan
+from ...coordinator.planning.evaluator import LowerLevel
+from ...coordinator.planning.light import keeping, reschedule, surviving
+from ...coordinator.planning.problem import Problem
+from ...coordinator.planning.search import search
+from ..outcomes import attainment
+from .deployments import RATES, papers_solution
+from .page import Page, Row, Table
+from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, counts, highest_rate, outcome, spread
+
+__all__ = ["RescheduleRow", "reschedule_rows", "rescheduling"]
+
+LOST: Final = "a6000-1"
+LOAD: Final = 1.0
+PAPER: Final = {
+    "coding": {"before": "8P 4D", "none": "8P 2D", "light": "7P 3D, 13 s", "full": "54 s + 103 s reload"},
+    "conversation": {"before": "4P 8D", "none": "4P 6D", "light": "3P 7D, 13 s", "full": "54 s + 103 s reload"},
+}
+
+
+class RescheduleRow(Row):
+    """What serves after the loss. `attainment` at the same rate for all, mean over seeds (least-most)."""
+
+    column: str
+    workload: str
+    rescheduling: str
+    replicas: str
+    flips: str
+    cpu_s: float
+    rate: float
+    attainment: str
+    mean_e2e_s: float
+    paper: str
+
+
+@cache
+def reschedule_rows(scope: Scope) -> tuple[RescheduleRow, ...]:
+    """Both workloads under both columns."""
+    return tuple(row for specs in COLUMNS for workload in WORKLOADS for row in _rows(
+        Case(specs=specs, workload=workload, rate=RATES[workload]), scope
+    ))  # fmt: skip
+
+
+def _rows(case: Case, scope: Scope) -> list[RescheduleRow]:
+    whole = case.problem()
+    running = papers_solution(whole.cluster, case.workload)
+    deployed = Deployed(whole, running)
+    rate = LOAD * highest_rate(deployed, scope, scope.seeds[0])
+    before, whole = deployed.at(rate), at_rate(whole, rate)
+    less = replace(whole, cluster=whole.cluster.without(frozenset({LOST})))
+    left, old = surviving(running, whole.cluster, less.cluster), LowerLevel(whole)
+
+    start = process_time()
+    evaluator = keeping(less, running, old)
+    adjusted = reschedule(less, evaluator, left)
+    (light,) = evaluator.propose(adjusted.solution, epoch=0, version=2)
+    light_s = process_time() - start
+    start = process_time()
+    fresh = LowerLevel(less)
+    found = search(less, fresh, rng=np.random.default_rng(0), limit=scope.steps)
+    (full,) = fresh.propose(found.solution, epoch=0, version=2)
+    full_s = process_time() - start
+
+    flips = "; ".join(
+        f"{'+'.join(f'{gpus} {less.cluster.boxes[box].id}' for box, gpus in flip.was.slices)} "
+        f"{flip.was.phase.value} to {flip.now.phase.value}"
+        for flip in adjusted.flips
+    )
+    return [
+        _row(case, whole, before.plan, ("before", "-", 0.0), scope),
+        _row(case, less, _without(before.plan), ("none", "-", 0.0), scope),
+        _row(case, less, light.plan, ("light", flips or "none that pays", light_s), scope),
+        _row(case, less, full.plan, ("full", "-", full_s), scope),
+    ]
+
+
+def _without(plan: Plan) -> Plan:
+    """The plan as it goes on by itself: what is left of it, the requests in the same proportions as before."""
+    replicas = tuple(replica for replica in plan.replicas if LOST not in replica.peers)
+    ids = {replica.id for replica in replicas}
+    pairs = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= ids]
+    total = sum(pair.weight for pair in pairs)
+    scaled = tuple(msgspec.structs.replace(pair, weight=pair.weight / total) for pair in pairs)
+    return msgspec.structs.replace(plan, replicas=replicas, pairings=scaled)
+
+
+def _row(case: Case, problem: Problem, plan: Plan, what: tuple[str, str, float], scope: Scope) -> RescheduleRow:
+    name, flips, cpu_s = what
+    service = problem.services[0]
+    found = [outcome(problem, plan, scope, seed) for seed in scope.seeds]
+    return RescheduleRow(
+        column=case.specs.value,
+        workload=case.workload,
+        rescheduling=name,
+        replicas=counts(plan),
+        flips=flips,
+        cpu_s=cpu_s,
+        rate=service.workload.rate,
+        attainment=spread([attainment(one.outcomes, service.slo) for one in found]),
+        mean_e2e_s=float(np.mean([np.nanmean(one.outcomes.e2e_s) for one in found])),
+        paper=PAPER[case.workload][name],
+    )
+
+
+def rescheduling(scope: Scope) -> Page:
+    """The page."""
+    return Page(
+        name="rescheduling",
+        title="Four of 32 GPUs are lost",
+        assumes=(
+            f"LLaMA-30B on {CLOUD}, 10 Gb/s between boxes. What runs is the plan of appendix F, so that its flips can "
+            "be "
+            f"compared; box {LOST} with two decode replicas goes. `None`: the plan goes on with what is left, the "
+            "requests "
+            "in the same proportions. `Light`: phases and shares only. `Full`: a new search on 28 GPUs. Each is "
+            "simulated "
+            f"as it serves after the change, at {LOAD:.0%} of what the whole plan could carry; Azure's lengths, "
+            "Poisson "
+            f"arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds. CPU seconds are of one shared, busy core."
+        ),
+        tables=(Table("Figure 11, Table 4, appendix G", reschedule_rows(scope)),),
+        remarks=REMARKS,
+    )
+
+
+REMARKS: Final = """\
+- -
+"""

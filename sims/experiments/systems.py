@@ -1,0 +1,71 @@
+"""The systems that are compared, each as a plan for the same simulator: ours, and what HexGen, DistServe and vLLM would
+do with the money (ThunderServe section 5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final
+
+from ...coordinator.dispatch import Dispatch
+from ...coordinator.plan import Phase
+from ...coordinator.planning.problem import Problem, Solution
+from ..outcomes import attainment
+from .setting import Case, Deployed, Scope, group, outcome, planned
+
+__all__ = ["IN_HOUSE", "SYSTEMS", "System", "systems"]
+
+IN_HOUSE: Final = "thunderserve-8xa100"
+SYSTEMS: Final = ("ours", "HexGen-like", "DistServe-like", "vLLM-like")
+WIDTHS: Final = (1, 2, 4, 8)
+BUSY: Final = 0.7
+"""Of the expected highest rate: where the dispatchers are compared."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class System:
+    """A plan on its cluster. `dispatch`: by the plan's shares or by its queues, whichever carries more."""
+
+    name: str
+    deployed: Deployed
+    dispatch: Dispatch
+
+
+def systems(case: Case, scope: Scope) -> Iterator[System]:
+    """All four for one case of the cloud."""
+    ours, colocated = planned(case, scope.steps), planned(replace(case, mixed_only=True), scope.steps)
+    yield _system("ours", ours, scope)
+    yield _system("HexGen-like", Deployed(ours.problem, colocated.solution), scope)
+    in_house = replace(case, cluster=IN_HOUSE, gbps=None).problem()
+    for name, solutions in (("DistServe-like", _split(in_house)), ("vLLM-like", _colocated(in_house))):
+        every = [Deployed(in_house, solution) for solution in solutions]
+        yield _system(name, max(every, key=lambda one: one.at().max_rate), scope)
+
+
+def _system(name: str, deployed: Deployed, scope: Scope) -> System:
+    problem, rate = deployed.problem, BUSY * deployed.at().max_rate
+    plan, slo = deployed.at(rate).plan, deployed.problem.services[0].slo
+
+    def in_time(dispatch: Dispatch) -> float:
+        found = outcome(problem, plan, scope, scope.seeds[0], rate=rate, dispatch=dispatch)
+        return attainment(found.outcomes, slo)
+
+    return System(name, deployed, max((Dispatch.SHARES, Dispatch.PLAN), key=in_time))
+
+
+def _split(problem: Problem) -> Iterator[Solution]:
+    """So many equal prefill replicas beside so many equal decode replicas, on all GPUs of the box."""
+    (box,) = problem.cluster.boxes
+    for reading, read_width, write_width in product(range(1, box.gpus), WIDTHS, WIDTHS):
+        if reading % read_width == 0 and (box.gpus - reading) % write_width == 0:
+            prefill = group(problem.cluster, Phase.PREFILL, {box.id: read_width})
+            decode = group(problem.cluster, Phase.DECODE, {box.id: write_width})
+            yield tuple(sorted([prefill] * (reading // read_width) + [decode] * ((box.gpus - reading) // write_width)))
+
+
+def _colocated(problem: Problem) -> Iterator[Solution]:
+    """Equal replicas that do both."""
+    (box,) = problem.cluster.boxes
+    for width in WIDTHS:
+        yield (group(problem.cluster, Phase.MIXED, {box.id: width}),) * (box.gpus // width)
