@@ -1,6 +1,6 @@
 """How long planning takes, and how good the plans are.
 
-    python -m p2pserve.coordinator.bench [--sizes 16,24,32,128,1024] [--format json] [--plot FILE.png] [--long FILE.json]
+    python -m p2pserve.coordinator.bench [--sizes 16,24,32,128,1024] [--format json] [--plot PNG] [--long JSON]
 
 Seconds are those of the processor, on one core. `best_known` is the objective of the best solution that long searches
 have found (`data/best_plans.json`, evaluated anew), or of this run's if that is better. `--long` searches again, for
@@ -31,7 +31,7 @@ from .plan import Phase
 from .planning.evaluator import LowerLevel
 from .planning.light import keeping, reschedule, surviving
 from .planning.problem import Group, Problem, Slice, Solution
-from .planning.search import SearchResult, search
+from .planning.search import STEPS_PER_GPU, SearchResult, search
 
 __all__ = ["TARGETS", "main", "run"]
 
@@ -172,7 +172,7 @@ def _long(gpus: int, workload: str, budget_s: float) -> tuple[list[Any], float]:
             rng=np.random.default_rng(seed),
             spent=lambda: time.process_time() > stop,
             start=best.solution if best is not None and seed % 2 else None,
-            scale=LONG_ROUND,
+            limit=LONG_ROUND * STEPS_PER_GPU * problem.cluster.gpus,
         )
         if best is None or found.score.objective > best.score.objective:
             best = found
@@ -204,11 +204,15 @@ def _text(report: Row) -> str:
     ]
     light = report["light"]
     lines += [
-        f"light rescheduling: {light['seconds']:.3f} s (ThunderServe: 13 s), {light['attainment_ratio']:.3f} of the "
-        "full replan's attainment",
-        f"max flow: {report['max_flow_tok_s']:.0f} tok/s of at most {report['max_flow_bound_tok_s']:.0f} in "
-        f"{report['max_flow_seconds']:.1f} s (swarm 1752, homogeneous 1350, petals 1320; one pipeline "
-        f"{report['one_pipeline_tok_s']:.0f})",
+        (
+            f"light rescheduling: {light['seconds']:.3f} s (ThunderServe: 13 s), {light['attainment_ratio']:.3f} of "
+            "the full replan's attainment"
+        ),
+        (
+            f"max flow: {report['max_flow_tok_s']:.0f} tok/s of at most {report['max_flow_bound_tok_s']:.0f} in "
+            f"{report['max_flow_seconds']:.1f} s (swarm 1752, homogeneous 1350, petals 1320; one pipeline "
+            f"{report['one_pipeline_tok_s']:.0f})"
+        ),
     ]
     return "\n".join(lines) + "\n"
 

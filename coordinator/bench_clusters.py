@@ -58,7 +58,7 @@ def rented_cluster(gpus: int, rng: np.random.Generator) -> Cluster:
     def figures(inside: tuple[float, float], outside: tuple[float, float]) -> np.ndarray:
         def drawn(low: float, high: float) -> np.ndarray:
             half = np.triu(np.exp(rng.uniform(np.log(low), np.log(high), near.shape)), 1)
-            return half + half.T
+            return np.asarray(half + half.T)
 
         return np.where(near, drawn(*inside), drawn(*outside))
 

@@ -12,6 +12,7 @@ checks the result on the whole graph, links included.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import inf
 from typing import Final, NamedTuple
@@ -39,7 +40,8 @@ class NoPlacement(ValueError):
     """Nodes that do not hold the model together."""
 
 
-class NodeKind(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NodeKind:
     """`count` equal nodes; `tokens_s[k - 1]` is what one passes per second when it holds k layers."""
 
     name: str

@@ -65,4 +65,5 @@ class Outcomes:
     def tpot_s(self) -> Floats:
         """Mean time between tokens after the first; 0 for a request of one token."""
         gaps = np.maximum(self.trace.output - 1, 1)
-        return (self.e2e_s - self.ttft_s) / gaps
+        found: Floats = (self.e2e_s - self.ttft_s) / gaps
+        return found

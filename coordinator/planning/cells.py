@@ -1,9 +1,10 @@
-"""Large clusters in cells: boxes that are near each other, each cell a problem of its own with a share of the traffic."""
+"""Large clusters in cells: boxes near each other, each cell a problem of its own with a share of the traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import sqrt
 
 from .clustering import dendrogram, held
 from .problem import Group, Problem, Slice, Solution
@@ -31,7 +32,7 @@ class Cell:
     def power(self) -> float:
         """How much it might carry, before anything is known: compute and bandwidth both count."""
         boxes = self._cluster.boxes
-        return sum(box.gpus * (box.gpu.tflops * box.gpu.memory_gbps) ** 0.5 for box in boxes)
+        return sum(box.gpus * sqrt(box.gpu.tflops * box.gpu.memory_gbps) for box in boxes)
 
     def problem(self, share: float) -> Problem:
         """With this share of the service's traffic."""

@@ -22,7 +22,7 @@ from .space import NoPlan, Space, solution_of
 __all__ = ["MARGIN", "Adjustment", "Flip", "keeping", "reschedule", "surviving"]
 
 MARGIN: Final = 0.005
-"""Of the objective: by how much flips must pay. They cost next to nothing, but requests in flight finish where they are."""
+"""Of the objective: by how much flips must pay. They cost little, but requests in flight finish where they are."""
 
 STEPS: Final = 60
 """Evaluations at most."""

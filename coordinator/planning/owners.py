@@ -69,6 +69,6 @@ def _parts(space: Space, order: list[int], weights: list[float]) -> list[list[in
 def _too_small(space: Space, service: Service) -> str:
     memory = sum(space.boxes[box].gpus * space.boxes[box].gpu.memory_gib for box in space.usable)
     return (
-        f"the cluster does not hold {service.model.name}: it has {service.model.weight_bytes / 2**30:.1f} GiB of weights, "
-        f"and the {space.gpus} usable GPUs have {memory:.0f} GiB in all"
+        f"the cluster does not hold {service.model.name}: it has {service.model.weight_bytes / 2**30:.1f} GiB of "
+        f"weights, and the {space.gpus} usable GPUs have {memory:.0f} GiB in all"
     )

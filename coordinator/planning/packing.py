@@ -1,5 +1,5 @@
-"""Starts for the search by integer programming: how to cut every box, or two boxes together, into replicas, and in which
-phases, so that as much is read as is written and both are most.
+"""Starts for the search by integer programming: how to cut every box, or two boxes together, into replicas, and in
+which phases, so that as much is read as is written and both are most.
 
 Each way to cut is a column: the programme counts how many boxes of each class are cut in which way. It knows rates
 only. Of the links it counts the fastest of each box, and only for what a column reads more than it writes, or the other
@@ -75,7 +75,7 @@ class Packing:
         self._carried = np.stack(rates, axis=2) if rates else np.zeros((4, len(space.problem.services), 0))
 
     def start(self, phases: Sequence[Phase] = PHASES, noise: Array | None = None) -> Solution:
-        """The best solution by rates (times `noise`, one factor for each column), of replicas in these phases where pins
+        """The best solution by rates (times `noise`, a factor for each column), of replicas in these phases where pins
         leave the choice. Empty where no one or two boxes hold the model."""
         usable = [
             number

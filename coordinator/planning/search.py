@@ -27,7 +27,7 @@ __all__ = ["NoPlan", "Progress", "SearchResult", "search"]
 CELL_GPUS: Final = 32
 """Clusters with more than twice as many GPUs are searched in cells of up to this size."""
 
-STEPS_PER_GPU: Final = 40
+STEPS_PER_GPU: Final = 5
 """Evaluations, by default, for each GPU of a cell or a small cluster."""
 
 FIRST_PASS: Final = 0.2

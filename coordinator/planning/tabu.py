@@ -17,12 +17,14 @@ from .space import Space
 __all__ = ["climb", "flip_climb", "tabu"]
 
 RECUTS: Final = 48  # draws of boxes that are cut in another way: most meet boxes that share replicas with others
-NEIGHBOURS: Final = 8  # looked at in a step: ThunderServe takes 10; bounds make the others cheap
+NEIGHBOURS: Final = 48  # looked at in a step: ThunderServe takes 10; bounds make the others cheap
 MEMORY: Final = 24  # moves that may not be undone
 DOWNHILL: Final = 3  # neighbours scored where none can be better
 FRUITLESS: Final = 50  # steps in which nothing is new until the search ends
-PATIENCE: Final = 6  # steps without a new best until the search goes back to one of the good solutions
+PATIENCE: Final = 2  # steps without a new best until the search goes back to one of the good solutions
 KEPT: Final = 4  # good solutions to go back to
+FRESH: Final = 0.7  # of the new starts, those at a new packing
+SPREAD: Final = 0.2  # by about how much its rates are off
 KICK: Final = 2  # random moves away from one of those
 
 
@@ -67,7 +69,7 @@ def tabu(judge: Judge, packing: Packing, starts: Sequence[Solution], rng: np.ran
         if idle >= PATIENCE or found is None:
             kept = _with(kept, (level, here))
             idle = 0
-            here = _kicked(packing, space, kept[int(rng.integers(len(kept)))][1], rng)
+            here = _elsewhere(judge, packing, kept, rng)
             level = judge.objective(here)
             undone.clear()
 
@@ -123,8 +125,16 @@ def _with(kept: list[tuple[float, Solution]], one: tuple[float, Solution]) -> li
     return ordered[:KEPT]
 
 
-def _kicked(packing: Packing, space: Space, solution: Solution, rng: np.random.Generator) -> Solution:
+def _elsewhere(
+    judge: Judge, packing: Packing, kept: list[tuple[float, Solution]], rng: np.random.Generator
+) -> Solution:
+    """Where to start again: a few moves from a good solution, or at a new packing, its phases climbed up."""
+    if rng.random() < FRESH:
+        start = packing.start(noise=np.exp(rng.normal(0.0, SPREAD, packing.columns)))
+        if start:
+            return flip_climb(judge, judge.space, start)
+    solution = kept[int(rng.integers(len(kept)))][1]
     for _ in range(KICK):
-        around = _around(packing, space, solution, rng)
+        around = _around(packing, judge.space, solution, rng)
         solution = around[0] if around else solution
     return solution

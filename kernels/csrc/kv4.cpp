@@ -29,8 +29,8 @@ inline I unit_codes(F reach, I shift) {
     return least(most(((bits(reach) + UNIT_ROUND) >> UNIT_SHIFT) + 4 * shift - UNIT_BASE, I{}), I{} + 255);
 }
 
-// The grid on which a group is coded: its place and step are stored, and it lies `shift` fractions of a step further on
-// than the one to which its values are relative.
+// The grid on which a group is coded: its place and step are stored. In fractions of a step, on the grid to which its
+// values are relative, `shift` is where code 0 begins: half a step below its zero.
 struct Grid {
     F place, step;
     S shift;
@@ -77,7 +77,7 @@ template <Kind KIND> inline Grid fit(const F *x, int length, F base, F unit, F l
         // as only squares count.
         S low_bits = fine[i] << above;
         for (int c = 0; c < CANDIDATES; c++) {
-            S off = (low_bits - moves[c]) >> above;
+            S off = (c == 0 ? low_bits : low_bits - moves[c]) >> above;
             squares[c] += dot(off, off);
         }
     }
@@ -89,12 +89,14 @@ template <Kind KIND> inline Grid fit(const F *x, int length, F base, F unit, F l
         best.shift = (S)(better ? (I)shifts[c] : (I)best.shift);
         smallest = least(squares[c], smallest);
     }
+    constexpr std::int16_t half_step = 1 << (FINE_BITS - 1);
+    best.shift -= half_step;
     return best;
 }
 
 // Bytes of two codes each.
 inline I codes_of(S fine, const Grid &grid) {
-    S both = (fine - grid.shift + (1 << (FINE_BITS - 1))) >> FINE_BITS;
+    S both = (fine - grid.shift) >> FINE_BITS;
     return dot(least(most(both, S{}), S{} + 15), pairs(I{} + 1, I{} + 16));
 }
 

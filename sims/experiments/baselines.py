@@ -32,7 +32,7 @@ PAPER: Final = {
 }
 
 
-class SystemRow(Row):
+class SystemRow(Row, frozen=True):
     """One system; `highest_rate`: requests per second with 90 % in time, mean over seeds (least-most). The rest at the
     same rate for all, 0.8 of what the HexGen-like plan carries."""
 
@@ -53,7 +53,7 @@ class SystemRow(Row):
     e2e_p99_s: float
 
 
-class RatioRow(Row):
+class RatioRow(Row, frozen=True):
     """Ours over a baseline: throughput (mean over seeds, least-most), and by how much the end-to-end deadline could be
     shorter, mean and best over rates, seeds, and 90 and 99 % in time."""
 
@@ -188,15 +188,13 @@ def baselines(scope: Scope) -> Page:
         title="Against colocated serving, and against eight A100",
         assumes=(
             f"LLaMA-30B on {CLOUD} (10 Gb/s between boxes: not printed in the paper) and on {IN_HOUSE}. Azure's "
-            "lengths, "
-            f"Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; all systems meet the same requests. "
-            f"Deadlines of {SCALE:g} times a lone request on an A100. HexGen-like: our search with replicas that do "
-            "both, "
-            "of any GPUs and degrees. DistServe-like and vLLM-like: all splits, and all sizes of equal replicas, on "
-            "the "
-            "eight A100, of which the best by the planner's estimate. Each keeps its replicas at all rates, chosen for "
-            f"{RATES['coding']:g} (coding) and {RATES['conversation']:g} requests/s, with shares anew for each rate, "
-            "and the better of two dispatchers: by those shares, or the router by queues."
+            f"lengths, Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; all systems meet the same "
+            f"requests. Deadlines of {SCALE:g} times a lone request on an A100. HexGen-like: our search with "
+            "replicas that do both, of any GPUs and degrees. DistServe-like and vLLM-like: all splits, and all "
+            "sizes of equal replicas, on the eight A100, of which the best by the planner's estimate. Each keeps "
+            f"its replicas at all rates, chosen for {RATES['coding']:g} (coding) and {RATES['conversation']:g} "
+            "requests/s, with shares anew for each rate, and the better of two dispatchers: by those shares, or the "
+            "router by queues."
         ),
         tables=(
             Table("Figure 9, and deadlines of figures 7 and 8", [row for one in found for row in one.ratios]),

@@ -42,7 +42,7 @@ _PAPER: Final[dict[str, tuple[tuple[Phase, dict[str, int]], ...]]] = {
 }
 
 
-class DeploymentRow(Row):
+class DeploymentRow(Row, frozen=True):
     """One plan; rates are requests per second with 90 % in time, expected by the planner and simulated."""
 
     column: str
@@ -101,14 +101,12 @@ def deployments(scope: Scope) -> Page:
         name="deployments",
         title="Plans for 32 cloud GPUs",
         assumes=(
-            f"LLaMA-30B on {CLOUD}, planned for {RATES['coding']:g} (coding) and {RATES['conversation']:g} requests/s "
-            "of "
-            f"Azure's lengths, deadlines of 10 times a lone request on an A100; {scope.steps} evaluations, seed 0. "
-            "The paper prints "
-            "neither its links (10 Gb/s between boxes assumed, 40 shown beside), nor rates or deadlines of its plans. "
-            "`The paper's groups and phases` is appendix F with our parallel configuration and shares: "
-            "8P 4D for coding, 4P 8D for conversation. Simulated with Poisson arrivals, dispatch by the plan's "
-            "shares or by queues, whichever carries more."
+            f"LLaMA-30B on {CLOUD}, planned for {RATES['coding']:g} (coding) and {RATES['conversation']:g} "
+            f"requests/s of Azure's lengths, deadlines of 10 times a lone request on an A100; {scope.steps} "
+            "evaluations, seed 0. The paper prints neither its links (10 Gb/s between boxes assumed, 40 shown "
+            "beside), nor rates or deadlines of its plans. `The paper's groups and phases` is appendix F with our "
+            "parallel configuration and shares: 8P 4D for coding, 4P 8D for conversation. Simulated with Poisson "
+            "arrivals, dispatch by the plan's shares or by queues, whichever carries more."
         ),
         tables=(Table("Table 3 and appendix F", deployment_rows(scope)),),
         remarks=REMARKS,

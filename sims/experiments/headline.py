@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from ...coordinator.costs.gpus import Specs
-from .ablation import SYSTEMS as ABLATED
 from .ablation import RATES, ablation_rows
+from .ablation import SYSTEMS as ABLATED
 from .baselines import contests
 from .convergence import convergence_rows
 from .links import link_rows
@@ -19,7 +19,7 @@ from .setting import WORKLOADS, Scope
 __all__ = ["HeadlineRow", "headline"]
 
 
-class HeadlineRow(Row):
+class HeadlineRow(Row, frozen=True):
     """One claim, under both GPU columns."""
 
     figure: str

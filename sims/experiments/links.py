@@ -71,7 +71,7 @@ REMARKS: Final = """\
 """
 
 
-class LinkRow(Row):
+class LinkRow(Row, frozen=True):
     """One deployment: a request that is alone (ms), and the tokens per second, in and out, when they never end."""
 
     column: str
@@ -89,7 +89,7 @@ class LinkRow(Row):
     paper_tokens_per_s: str
 
 
-class ShareRow(Row):
+class ShareRow(Row, frozen=True):
     """The KV transfer's part of one request's end-to-end time, when it starts after the prompt is read."""
 
     column: str
@@ -113,12 +113,12 @@ def links(scope: Scope) -> Page:
         name="links",
         title="The link between two boxes",
         assumes=(
-            f"LLaMA-30B on 4 A40 and 4 3090Ti (appendix H), prompts of {PROMPT} tokens as there and {OUTPUT} tokens of "
-            "output: the paper does not print that number, and 1126 ms of decoding are 64 steps at the 17.6 ms that "
-            "LLaMA-30B's weights take four 3090Ti. 4 bit is kv4, 4.5 bits with its overhead. A request that is alone, "
-            "with its KV sent after the prompt (as the paper's serial figures are); then "
-            f"{BURST} requests at once, KV layer by layer; `expected` is what the planner estimates. GPU columns: the "
-            "paper's Table 1, and datasheet times measured share."
+            f"LLaMA-30B on 4 A40 and 4 3090Ti (appendix H), prompts of {PROMPT} tokens as there and {OUTPUT} tokens "
+            "of output: the paper does not print that number, and 1126 ms of decoding are 64 steps at the 17.6 ms "
+            "that LLaMA-30B's weights take four 3090Ti. 4 bit is kv4, 4.5 bits with its overhead. A request that is "
+            f"alone, with its KV sent after the prompt (as the paper's serial figures are); then {BURST} requests at "
+            "once, KV layer by layer; `expected` is what the planner estimates. GPU columns: the paper's Table 1, "
+            "and datasheet times measured share."
         ),
         tables=(
             Table(

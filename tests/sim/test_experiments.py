@@ -23,7 +23,7 @@ def _each_box_for_itself(cluster: Cluster) -> Solution:
     return tuple(group(cluster, Phase.MIXED, {box.id: box.gpus}) for box in cluster.boxes)
 
 
-class Pair(Row):
+class Pair(Row, frozen=True):
     """A row to print."""
 
     what_it_is: str
