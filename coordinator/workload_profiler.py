@@ -3,7 +3,7 @@
 Prompt and output lengths are watched by a two-sided CUSUM on their logarithms: a sum that grows while lengths are more
 than DRIFT standard deviations off the reference's mean, and alarms above ALARM. At DRIFT 0.5 and ALARM 20, a stationary
 stream of normal values would alarm less than once in a hundred million requests; a shift of d deviations is found
-after about ALARM / (d - DRIFT) requests: some 10 between coding and conversation, whose outputs are about two deviations
+after about ALARM / (d - DRIFT) requests: some 10 between coding and conversation, whose outputs are two deviations
 apart.
 
 The rate is watched the same way, on the mean gap of blocks of requests. Bursts make gaps alone say little: a block is

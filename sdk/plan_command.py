@@ -138,7 +138,7 @@ def _print_service(service: Service, problem: Problem, proposal: Proposal, conso
         f"{proposal.max_rate:.2f} requests/s; ${proposal.usd_per_hour:.2f}/h, "
         f"${proposal.usd_per_million_tokens:.2f} per million output tokens"
     )
-    console.print(f"limit: {proposal.limits}")
+    console.print(proposal.limits)
     for line in proposal.plan.why:
         console.print(f"  why: {line}")
 
