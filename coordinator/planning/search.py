@@ -28,7 +28,8 @@ CELL_GPUS: Final = 32
 """Clusters with more than twice as many GPUs are searched in cells of up to this size."""
 
 STEPS_PER_GPU: Final = 5
-"""Evaluations, by default, for each GPU of a cell or a small cluster."""
+LEAST_STEPS: Final = 200
+"""Evaluations, by default: so many for each GPU, and so many at least."""
 
 FIRST_PASS: Final = 0.2
 """The part of the steps that the cells' first pass takes, which finds out what each can carry."""
@@ -93,7 +94,7 @@ def search(
     space = Space.of(problem, evaluator)
     owners = owners_of(space)
     means = _Means(rng=rng, spent=spent, progress=progress)
-    steps = STEPS_PER_GPU * space.gpus if limit is None else limit
+    steps = max(LEAST_STEPS, STEPS_PER_GPU * space.gpus) if limit is None else limit
     if space.gpus <= 2 * CELL_GPUS:
         return _small(space, owners, start, steps, means)
     return _large(space, cells_of(space, owners, CELL_GPUS), start, steps, means)

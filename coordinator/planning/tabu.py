@@ -17,9 +17,8 @@ from .space import Space
 __all__ = ["climb", "flip_climb", "tabu"]
 
 RECUTS: Final = 48  # draws of boxes that are cut in another way: most meet boxes that share replicas with others
-NEIGHBOURS: Final = 48  # looked at in a step: ThunderServe takes 10; bounds make the others cheap
+NEIGHBOURS: Final = 40  # looked at in a step: ThunderServe takes 10; bounds make the others cheap
 MEMORY: Final = 24  # moves that may not be undone
-DOWNHILL: Final = 3  # neighbours scored where none can be better
 FRUITLESS: Final = 50  # steps in which nothing is new until the search ends
 PATIENCE: Final = 2  # steps without a new best until the search goes back to one of the good solutions
 KEPT: Final = 4  # good solutions to go back to
@@ -79,21 +78,15 @@ def _step(
 ) -> tuple[float, Solution] | None:
     """The first neighbour that is better than `level`, else the best of those that might have been or, if none might,
     of the most promising. What undoes a move counts only as a new best."""
-    bound = judge.space.evaluator.bound
-    hopeful: list[Solution] = []
-    others: list[tuple[float, Solution]] = []
-    for solution in around:
-        limit = bound(solution)
-        if limit > level:
-            hopeful.append(solution)
-        else:
-            others.append((limit, solution))
-    if not hopeful:
-        hopeful = [solution for _, solution in sorted(others, key=lambda item: -item[0])[:DOWNHILL]]
     found: tuple[float, Solution] | None = None
-    for solution in hopeful:
+    hopeless: list[tuple[float, Solution]] = []
+    for solution in around:
         if judge.over():
             break
+        limit = judge.space.evaluator.bound(solution)
+        if limit <= level:
+            hopeless.append((limit, solution))
+            continue
         record = judge.best_score.objective
         objective = judge.objective(solution)
         if objective <= record and _added(judge.space, here, solution) in undone:
@@ -102,6 +95,9 @@ def _step(
             found = (objective, solution)
         if objective > level:
             break
+    if found is None and hopeless:
+        limit, solution = max(hopeless, key=lambda item: item[0])
+        found = (judge.objective(solution), solution)
     return found
 
 
