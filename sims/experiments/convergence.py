@@ -51,7 +51,7 @@ def _row(gpus: int, scope: Scope) -> ConvergenceRow:
         if not curve or objective > curve[-1][1]:
             curve.append((process_time() - start, objective))
 
-    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=2 * scope.steps, progress=note)
+    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=scope.long_steps, progress=note)
     total_s = process_time() - start
     level = found.score.objective * (1.0 - NEAR)
     return ConvergenceRow(
@@ -73,9 +73,9 @@ def convergence(scope: Scope) -> Page:
         title="How soon the search has a good plan",
         assumes=(
             f"LLaMA-30B, conversations at {RATE_PER_GPU:g} requests/s for each GPU, Table 1's column, up to "
-            f"{scope.steps} evaluations, seed 0. The 16 and 24 GPUs are subsets of the 32; the paper does not say "
-            "which its are. CPU seconds are of one shared, busy core, and include all that the evaluator computes "
-            "for the first time."
+            f"{scope.long_steps} evaluations, seed 0. The 16 and 24 GPUs are subsets of the 32; the paper does not "
+            "say which its are. CPU seconds are of one shared, busy core, and include all that the evaluator "
+            "computes for the first time."
         ),
         tables=(Table("Figure 10", rows),),
         remarks=REMARKS,

@@ -102,11 +102,11 @@ def deployments(scope: Scope) -> Page:
         title="Plans for 32 cloud GPUs",
         assumes=(
             f"LLaMA-30B on {CLOUD}, planned for {RATES['coding']:g} (coding) and {RATES['conversation']:g} "
-            f"requests/s of Azure's lengths, deadlines of 10 times a lone request on an A100; {scope.steps} "
-            "evaluations, seed 0. The paper prints neither its links (10 Gb/s between boxes assumed, 40 shown "
-            "beside), nor rates or deadlines of its plans. `The paper's groups and phases` is appendix F with our "
-            "parallel configuration and shares: 8P 4D for coding, 4P 8D for conversation. Simulated with Poisson "
-            "arrivals, dispatch by the plan's shares or by queues, whichever carries more."
+            "requests/s of Azure's lengths, deadlines of 10 times a lone request on an A100. The paper prints "
+            "neither its links (10 Gb/s between boxes assumed, 40 shown beside), nor rates or deadlines of its "
+            "plans. `The paper's groups and phases` is appendix F with our parallel configuration and shares: 8P 4D "
+            "for coding, 4P 8D for conversation. Simulated with Poisson arrivals, dispatch by the plan's shares or "
+            "by queues, whichever carries more."
         ),
         tables=(Table("Table 3 and appendix F", deployment_rows(scope)),),
         remarks=REMARKS,

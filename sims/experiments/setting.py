@@ -42,17 +42,19 @@ BRACKET: Final = (0.2, 1.2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """How much of everything: seeds, seconds of arrivals in a run, evaluations of a search, halvings of a rate."""
+    """How much of everything: seeds, seconds of arrivals in a run, evaluations of a search (None: as many as the
+    planner takes by itself), of one that is watched as it converges, and halvings of a rate."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
-    steps: int = 300
+    steps: int | None = None
+    long_steps: int = 600
     halvings: int = 5
 
     @classmethod
     def quick(cls) -> Scope:
         """To see that everything works; its figures say little."""
-        return cls(seeds=(0,), seconds=20.0, steps=25, halvings=1)
+        return cls(seeds=(0,), seconds=20.0, steps=25, long_steps=25, halvings=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ def lengths(workload: str) -> Lengths:
 
 
 @cache
-def planned(case: Case, steps: int) -> Deployed:
+def planned(case: Case, steps: int | None) -> Deployed:
     """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
     problem = case.problem()
     found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=steps)

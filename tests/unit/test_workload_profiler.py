@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.workload_profiler import Shift, Watched, WorkloadProfiler
-from p2pserve.sims.workloads import Trace, azure, draw
+from p2pserve.sims.records import Trace
+from p2pserve.sims.workloads import azure, draw
 
 
 def trace(name: str, rate: float, requests: int, seed: int) -> Trace:
