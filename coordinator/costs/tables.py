@@ -191,7 +191,7 @@ class HelixTimes:
 
     def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
         """Not measured: a prefill, and what the requests add to a decode step of one."""
-        return self.prefill_s(tokens, pairs) + self.decode_line(requests).fixed_s - self._alone_s
+        return self.prefill_s(tokens, pairs) + (self.decode_line(requests).fixed_s - self._alone_s)
 
 
 class DistserveFit(NamedTuple):

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import final
+from uuid import uuid4
 
 import msgspec
 from huggingface_hub import HfApi, constants, hf_hub_url, try_to_load_from_cache
@@ -212,8 +213,9 @@ class Repository:
         """Make the file appear in the snapshot, as the cache's layout has it."""
         link = self.folder / file.path
         if not is_whole(link, file):
-            link.unlink(missing_ok=True)
-            link.symlink_to(Path("..", "..", "blobs", file.hash))
+            fresh = link.with_name(f"{link.name}.{uuid4().hex}")
+            fresh.symlink_to(Path("..", "..", "blobs", file.hash))
+            fresh.replace(link)  # in one step: somebody else may be making the same link
 
 
 def _in_threads(files: Iterable[RemoteFile], blob: Callable[[RemoteFile], Path], meter: Meter) -> None:

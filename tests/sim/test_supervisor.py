@@ -193,7 +193,9 @@ class World:
         return Told()
 
     @asynccontextmanager
-    async def fork_server(self, *, log: Path | None, threads: int, channel: int | None) -> AsyncIterator[Any]:
+    async def fork_server(
+        self, *, log: Path | None, threads: int, channel: int | None, emulated: bool
+    ) -> AsyncIterator[Any]:
         self.servers += 1
         own, world = PeerId(str(log)), self
 
