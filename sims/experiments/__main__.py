@@ -10,6 +10,8 @@ from pathlib import Path
 from time import process_time
 from typing import Final
 
+import msgspec
+
 from .ablation import ablation
 from .baselines import baselines
 from .convergence import convergence
@@ -23,10 +25,13 @@ from .setting import Scope
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
-    for experiment in (links, ratios, ablation, rescheduling, deployments, baselines, convergence, headline)
+    for experiment in (links, ratios, ablation, rescheduling, deployments, baselines, convergence)
 }
+SUMMARY: Final = "headline"
 EPILOG: Final = """\
-exit codes: 0 written; 1 a page could not be written; 2 wrong input"""
+headline sums up the pages that are in the folder already
+
+exit codes: 0 written; 1 a page could not be read or written; 2 wrong input"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,29 +40,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m p2pserve.sims.experiments",
         description="ThunderServe's figures and tables from this project's planner and simulator.",
         epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [*EXPERIMENTS, "all"]
+    names = [*EXPERIMENTS, SUMMARY, "all"]
     parser.add_argument("name", nargs="*", choices=names, default="all", metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the pages (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a look at whether it works; the figures say little")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (%(default)s)")
     arguments = parser.parse_args(argv)
     scope = Scope.quick() if arguments.quick else Scope()
-    chosen = list(EXPERIMENTS) if "all" in arguments.name else list(dict.fromkeys(arguments.name))
-    for name in chosen:
-        start = process_time()
-        page = EXPERIMENTS[name](scope)
-        try:
+    chosen = [*EXPERIMENTS, SUMMARY] if "all" in arguments.name else list(dict.fromkeys(arguments.name))
+    try:
+        for name in chosen:
+            start = process_time()
+            page = headline(arguments.out) if name == SUMMARY else EXPERIMENTS[name](scope)
             write_page(page, arguments.out)
-        except (OSError, ImportError) as error:
-            sys.stderr.write(f"experiments: error: {arguments.out}: {error}\n")
-            return 1
-        if arguments.format == "json":
-            sys.stdout.write(json.dumps(page.records()) + "\n")
-        else:
-            sys.stdout.write(f"{arguments.out / name}.md: {process_time() - start:.0f} CPU s\n")
-        sys.stdout.flush()
-    write_index(arguments.out)
+            if arguments.format == "json":
+                sys.stdout.write(json.dumps(page.records()) + "\n")
+            else:
+                sys.stdout.write(f"{arguments.out / name}.md: {process_time() - start:.0f} CPU s\n")
+            sys.stdout.flush()
+        write_index(arguments.out)
+    except (OSError, ImportError, msgspec.ValidationError) as error:
+        sys.stderr.write(f"experiments: error: {error}\n")
+        return 1
     return 0
 
 

@@ -17,6 +17,7 @@ from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, 
 
 __all__ = ["AblationRow", "ablation", "ablation_rows"]
 
+TITLE: Final = "Figure 12"
 RATES: Final = (0.5, 3.0)
 """Requests per second: when requests are nearly alone, and when the links have something to do."""
 
@@ -75,7 +76,7 @@ def ablation(scope: Scope) -> Page:
             f"requests/s, {len(scope.seeds)} seeds. Replicas and shares stay as made for 4 bit; only the codec and "
             "the dispatch change. `By plan and queues` is the running network's router."
         ),
-        tables=(Table("Figure 12", ablation_rows(scope)),),
+        tables=(Table(TITLE, ablation_rows(scope)),),
         remarks=REMARKS,
     )
 

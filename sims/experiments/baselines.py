@@ -14,8 +14,9 @@ from .page import Curves, Page, Row, Table
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, Case, Scope, counts, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, System, systems
 
-__all__ = ["Contest", "RatioRow", "SystemRow", "baselines", "contests"]
+__all__ = ["Contest", "OverRow", "SystemRow", "baselines", "contests"]
 
+TITLE: Final = "Figure 9, and deadlines of figures 7 and 8"
 SCALE: Final = 10.0
 LOADS: Final = (0.5, 0.8, 1.0)
 """Rates at which deadlines are compared, as parts of what the HexGen-like plan carries."""
@@ -53,7 +54,7 @@ class SystemRow(Row, frozen=True):
     e2e_p99_s: float
 
 
-class RatioRow(Row, frozen=True):
+class OverRow(Row, frozen=True):
     """Ours over a baseline: throughput (mean over seeds, least-most), and by how much the end-to-end deadline could be
     shorter, mean and best over rates, seeds, and 90 and 99 % in time."""
 
@@ -74,7 +75,7 @@ class Contest:
 
     case: Case
     rows: list[SystemRow]
-    ratios: list[RatioRow]
+    ratios: list[OverRow]
     curves: dict[str, list[float]]
 
 
@@ -164,10 +165,10 @@ def _system_row(case: Case, measured: _Measured, rate: float) -> SystemRow:
     )
 
 
-def _ratio_row(case: Case, ours: _Measured, other: _Measured) -> RatioRow:
+def _ratio_row(case: Case, ours: _Measured, other: _Measured) -> OverRow:
     deadlines = other.deadlines() / ours.deadlines()
     throughput, paper = [a / b for a, b in zip(ours.rates, other.rates, strict=True)], PAPER
-    return RatioRow(
+    return OverRow(
         column=case.specs.value,
         workload=case.workload,
         baseline=other.system.name,
@@ -197,7 +198,7 @@ def baselines(scope: Scope) -> Page:
             "router by queues."
         ),
         tables=(
-            Table("Figure 9, and deadlines of figures 7 and 8", [row for one in found for row in one.ratios]),
+            Table(TITLE, [row for one in found for row in one.ratios]),
             Table("Systems", [row for one in found for row in one.rows]),
         ),
         remarks=REMARKS,

@@ -16,6 +16,7 @@ from .setting import Case, Scope
 
 __all__ = ["ConvergenceRow", "convergence", "convergence_rows"]
 
+TITLE: Final = "Figure 10"
 PAPER_S: Final = {16: 21, 24: 36, 32: 54}
 RATE_PER_GPU: Final = 0.25
 NEAR: Final = 0.01
@@ -77,7 +78,7 @@ def convergence(scope: Scope) -> Page:
             "say which its are. CPU seconds are of one shared, busy core, and include all that the evaluator "
             "computes for the first time."
         ),
-        tables=(Table("Figure 10", rows),),
+        tables=(Table(TITLE, rows),),
         remarks=REMARKS,
         curves=(
             Curves(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from ...coordinator.costs.gpus import Specs
-from .ablation import RATES, ablation_rows
-from .ablation import SYSTEMS as ABLATED
-from .baselines import contests
-from .convergence import convergence_rows
-from .links import link_rows
-from .page import Page, Row, Table
-from .ratios import ratio_rows
-from .rescheduling import reschedule_rows
-from .setting import WORKLOADS, Scope
+from .ablation import SYSTEMS, AblationRow
+from .ablation import TITLE as ABLATION
+from .baselines import TITLE as BASELINES
+from .baselines import OverRow
+from .convergence import TITLE as CONVERGENCE
+from .convergence import ConvergenceRow
+from .links import PAPER_BASELINE, LinkRow
+from .links import TITLE as LINKS
+from .page import Page, Row, Table, read_rows
+from .ratios import TITLE as RATIOS
+from .ratios import RatioRow
+from .rescheduling import TITLE as RESCHEDULING
+from .rescheduling import RescheduleRow
+from .setting import WORKLOADS
 
 __all__ = ["HeadlineRow", "headline"]
 
@@ -29,8 +35,8 @@ class HeadlineRow(Row, frozen=True):
     page: str
 
 
-def headline(scope: Scope) -> Page:
-    """The page; runs every experiment that has not run yet."""
+def headline(folder: Path) -> Page:
+    """The page, from the rows of the others. Raises OSError where one of them has not been written."""
     return Page(
         name="headline",
         title="The evaluation of ThunderServe, again",
@@ -39,74 +45,74 @@ def headline(scope: Scope) -> Page:
             "simulated: no GPU of these was at hand. `By table 1` takes the paper's own GPU figures, `measured` "
             "datasheet figures times the share of them that was measured on that card."
         ),
-        tables=(Table("Beside the paper", list(_rows(scope))),),
+        tables=(Table("Beside the paper", list(_rows(folder))),),
         remarks=REMARKS,
     )
 
 
-def _rows(scope: Scope) -> Iterator[HeadlineRow]:
-    yield from _contests(scope)
-    for workload in WORKLOADS:
-        rows = [row for row in ratio_rows(scope) if row.workload == workload]
-        paper = next(row.prefill_decode for row in rows if row.best_in_paper)
-        best = {row.column: row.prefill_decode for row in rows if row.best_here}
-        yield _row(f"best prefill:decode, {workload}", paper, best, "ratios")
-    for bits, gbps, deployment, paper in (
-        ("4 bit", 40, "A40 read, 3090Ti write", "2.0"),
-        ("16 bit", 40, "A40 read, 3090Ti write", "1.5"),
-        ("4 bit", 5, "2 A40 + 2 3090Ti each", "1.4"),
-    ):
-        over = {
-            row.column: f"{row.over_baseline:.2f}"
-            for row in link_rows(scope)
-            if (row.KV, row.link_gbps, row.deployment) == (bits, gbps, deployment)
-        }
-        yield _row(f"tokens/s over each box for itself: {deployment}, {gbps} Gb/s, {bits}", paper, over, "links")
-    for system in ABLATED[1:3]:
-        for workload in WORKLOADS:
-            times = {
-                row.column: f"{row.times_all_on:.2f}"
-                for row in ablation_rows(scope)
-                if (row.workload, row.system, row.rate) == (workload, system.name, min(RATES))
-            }
-            yield _row(
-                f"time per request, {workload}, {min(RATES):g} requests/s: {system.name}",
-                system.paper,
-                times,
-                "ablation",
-            )
-    for workload in WORKLOADS:
-        flips = {
-            row.column: f"{row.replicas} ({row.cpu_s:.1f} CPU s)"
-            for row in reschedule_rows(scope)
-            if (row.workload, row.rescheduling) == (workload, "light")
-        }
-        paper = next(
-            row.paper for row in reschedule_rows(scope) if (row.workload, row.rescheduling) == (workload, "light")
-        )
-        yield _row(f"light rescheduling, {workload}", paper, flips, "rescheduling")
-    for search in convergence_rows(scope):
-        yield _row(
-            f"s to plan {search.gpus} GPUs", str(search.paper_s),
-            {Specs.TABLE1.value: f"{search.cpu_s_to_1_percent:.1f} to within 1 %, {search.cpu_s:.1f} in all"},
-            "convergence",
-        )  # fmt: skip
+def _rows(folder: Path) -> Iterator[HeadlineRow]:
+    yield from _contests(folder)
+    yield from _ratios(folder)
+    yield from _links(folder)
+    yield from _ablation(folder)
+    yield from _rescheduling(folder)
+    for search in read_rows(folder, "convergence", CONVERGENCE, ConvergenceRow):
+        spent = f"{search.cpu_s_to_1_percent:.1f} to within 1 %, {search.cpu_s:.1f} in all"
+        yield _row(f"s to plan {search.gpus} GPUs", str(search.paper_s), {Specs.TABLE1.value: spent}, "convergence")
 
 
-def _contests(scope: Scope) -> Iterator[HeadlineRow]:
+def _contests(folder: Path) -> Iterator[HeadlineRow]:
     """Throughput and deadlines against each baseline."""
-    ratios = [row for one in contests(scope) for row in one.ratios]
+    ratios = read_rows(folder, "baselines", BASELINES, OverRow)
     for workload, baseline in sorted({(row.workload, row.baseline) for row in ratios}):
         rows = {row.column: row for row in ratios if (row.workload, row.baseline) == (workload, baseline)}
         first = next(iter(rows.values()))
-        yield _row(
-            f"throughput over {baseline}, {workload}", first.paper_throughput,
-            {name: row.throughput for name, row in rows.items()}, "baselines",
-        )  # fmt: skip
-        yield _row(
-            f"deadline of {baseline} over ours, {workload}: mean (best)", first.paper_deadline,
-            {name: f"{row.deadline_mean:.2f} ({row.deadline_best:.2f})" for name, row in rows.items()}, "baselines",
-        )  # fmt: skip
+        over = {name: row.throughput for name, row in rows.items()}
+        yield _row(f"throughput over {baseline}, {workload}", first.paper_throughput, over, "baselines")
+        deadlines = {name: f"{row.deadline_mean:.2f} ({row.deadline_best:.2f})" for name, row in rows.items()}
+        title = f"deadline of {baseline} over ours, {workload}: mean (best)"
+        yield _row(title, first.paper_deadline, deadlines, "baselines")
+
+
+def _ratios(folder: Path) -> Iterator[HeadlineRow]:
+    every = read_rows(folder, "ratios", RATIOS, RatioRow)
+    for workload in WORKLOADS:
+        rows = [row for row in every if row.workload == workload]
+        paper = next(row.prefill_decode for row in rows if row.best_in_paper)
+        best = {row.column: row.prefill_decode for row in rows if row.best_here}
+        yield _row(f"best prefill:decode, {workload}", paper, best, "ratios")
+
+
+def _links(folder: Path) -> Iterator[HeadlineRow]:
+    every = read_rows(folder, "links", LINKS, LinkRow)
+    for row in every:
+        if row.paper_tokens_per_s != "-" and row.over_baseline != 1.0 and row.column == Specs.TABLE1.value:
+            over = {
+                one.column: f"{one.over_baseline:.2f}"
+                for one in every
+                if (one.KV, one.link_gbps, one.deployment) == (row.KV, row.link_gbps, row.deployment)
+            }
+            title = f"tokens/s over each box for itself: {row.deployment}, {row.link_gbps} Gb/s, {row.KV}"
+            yield _row(title, f"{float(row.paper_tokens_per_s) / PAPER_BASELINE:.2f}", over, "links")
+
+
+def _ablation(folder: Path) -> Iterator[HeadlineRow]:
+    every = read_rows(folder, "ablation", ABLATION, AblationRow)
+    for workload in WORKLOADS:
+        for system in SYSTEMS[1:3]:
+            rows = [row for row in every if (row.workload, row.system) == (workload, system.name)]
+            for rate in sorted({row.rate for row in rows}):
+                times = {row.column: f"{row.times_all_on:.2f}" for row in rows if row.rate == rate}
+                title = f"time per request, {workload}, {rate:g} requests/s: {system.name}"
+                yield _row(title, system.paper, times, "ablation")
+
+
+def _rescheduling(folder: Path) -> Iterator[HeadlineRow]:
+    every = read_rows(folder, "rescheduling", RESCHEDULING, RescheduleRow)
+    for workload in WORKLOADS:
+        light = [row for row in every if (row.workload, row.rescheduling) == (workload, "light")]
+        done = {row.column: f"{row.replicas} ({row.cpu_s:.1f} CPU s)" for row in light}
+        yield _row(f"light rescheduling, {workload}", light[0].paper, done, "rescheduling")
 
 
 def _row(figure: str, paper: str, ours: dict[str, str], page: str) -> HeadlineRow:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-__all__ = ["Curves", "Page", "Row", "Table", "write_index", "write_page"]
+__all__ = ["Curves", "Page", "Row", "Table", "read_rows", "write_index", "write_page"]
 
 COMMAND: Final = "python -m p2pserve.sims.experiments"
+
+
+RowT = TypeVar("RowT", bound="Row")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +88,12 @@ def write_page(page: Page, folder: Path) -> None:
     (folder / f"{page.name}.json").write_bytes(encoded + b"\n")
     for curve in page.curves:
         _draw(curve, folder / f"{curve.file}.png")
+
+
+def read_rows(folder: Path, name: str, title: str, kind: type[RowT]) -> list[RowT]:
+    """A table of a page that has been written. Raises OSError where it has not been, or ValueError for another form."""
+    records = msgspec.json.decode((folder / f"{name}.json").read_bytes())
+    return msgspec.convert(records["tables"][title], list[kind])  # type: ignore[valid-type]
 
 
 def write_index(folder: Path) -> None:

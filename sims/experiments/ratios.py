@@ -16,6 +16,7 @@ from .setting import COLUMNS, TARGET, WORKLOADS, Case, Deployed, Scope, group, h
 
 __all__ = ["RatioRow", "ratio_rows", "ratios"]
 
+TITLE: Final = "Figures 6 and 14"
 REPLICAS: Final = 8
 SCALES: Final = {Specs.TABLE1: 20.0, Specs.MEASURED: 10.0}
 """Deadlines, times a lone request on an A100. At Table 1's 27.8 TFLOPS an A5000 misses 10 with every long prompt."""
@@ -75,7 +76,7 @@ def ratios(scope: Scope) -> Page:
             f"between boxes of four (not printed in the paper). Rate: the highest at which {TARGET:.0%} of the "
             "requests meet all deadlines (TTFT, TPOT, end to end)."
         ),
-        tables=(Table("Figures 6 and 14", rows),),
+        tables=(Table(TITLE, rows),),
         remarks=REMARKS,
         curves=(
             Curves(

@@ -22,6 +22,7 @@ from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, 
 
 __all__ = ["RescheduleRow", "reschedule_rows", "rescheduling"]
 
+TITLE: Final = "Figure 11, Table 4, appendix G"
 LOST: Final = "a6000-1"
 LOAD: Final = 1.0
 PAPER: Final = {
@@ -127,7 +128,7 @@ def rescheduling(scope: Scope) -> Page:
             f"carry; Azure's lengths, Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds. CPU "
             "seconds are of one shared, busy core."
         ),
-        tables=(Table("Figure 11, Table 4, appendix G", reschedule_rows(scope)),),
+        tables=(Table(TITLE, reschedule_rows(scope)),),
         remarks=REMARKS,
     )
 

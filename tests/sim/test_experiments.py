@@ -13,6 +13,7 @@ from p2pserve.coordinator.planning.cluster_file import packaged_cluster
 from p2pserve.coordinator.planning.problem import Solution
 from p2pserve.sims.experiments.__main__ import EXPERIMENTS, main
 from p2pserve.sims.experiments.deployments import papers_solution
+from p2pserve.sims.experiments.headline import headline
 from p2pserve.sims.experiments.links import link_rows
 from p2pserve.sims.experiments.page import Curves, Page, Row, Table, write_index, write_page
 from p2pserve.sims.experiments.setting import CLOUD, Case, Deployed, Scope, counts, group, highest_rate, outcome, shapes
@@ -100,9 +101,17 @@ def test_links_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert rows[5, "2 A40 + 2 3090Ti each", "4 bit"] > 1.0
 
 
-def test_all_experiments_have_names_of_their_own() -> None:
-    assert len(EXPERIMENTS) == 8
-    assert list(EXPERIMENTS)[-1] == "headline"  # it sums up the others
+def test_the_headline_needs_the_other_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "headline" not in EXPERIMENTS  # it runs nothing
+    assert main(["headline", "--out", str(tmp_path)]) == 1
+    assert "baselines.json" in capsys.readouterr().err
+
+
+def test_the_headline_sums_up_the_pages_in_the_repository() -> None:
+    page = headline(Path(__file__).resolve().parents[2] / "docs" / "results")
+    text = page.markdown()
+    for line in ("throughput over HexGen-like, coding", "best prefill:decode, coding | 5:3", "s to plan 32 GPUs | 54"):
+        assert line in text
 
 
 def test_the_papers_plans_are_as_appendix_f_counts_them() -> None:
