@@ -28,6 +28,7 @@ from .quality_tensors import KINDS, Errors, bits_per_element, block_errors, tens
 __all__ = ["Report", "main", "measure_model", "measure_tensors", "render"]
 
 QUICK_MODULES = ("heapq",)
+BATCH = 10  # continuations at once
 LABELS = {
     "bits_per_element": "measured: payload bytes of a 1500-token prompt in blocks of 512 tokens, 8 heads of 128, bf16",
     "logit_error_db": "measured on synthetic bf16 tensors, 2048 x 4 x 128: error variance of q.k over its variance",
@@ -112,13 +113,14 @@ def measure_model(
 ) -> tuple[dict[str, float], dict[str, Rouge]]:
     """Perplexity and ROUGE of every codec; `continuations` prompts from each module."""
     model = BundledModel()
-    progress = _Progress(len(codecs) * (model.windows(modules) + 1))
+    batches = model.prompts(modules, continuations).split(BATCH)
+    progress = _Progress(len(codecs) * (model.windows(modules) + len(batches)))
     perplexity = {codec: model.perplexity(codec, modules, progress.advance) for codec in codecs}
-    prompts = model.prompts(modules, continuations)
-    texts = {}
+    texts: dict[str, list[str]] = {codec: [] for codec in codecs}
     for codec in codecs:
-        texts[codec] = model.continuations(codec, prompts)
-        progress.advance()
+        for batch in batches:
+            texts[codec] += model.continuations(codec, batch)
+            progress.advance()
     progress.close()
     return perplexity, {codec: mean_rouge(texts["raw"], found) for codec, found in texts.items()}
 
@@ -161,7 +163,7 @@ class _Progress:
 
 
 def _measure(codecs: Sequence[str], *, quick: bool) -> Report:
-    modules, each = (QUICK_MODULES, 4) if quick else (HELD_OUT, 8)
+    modules, each = (QUICK_MODULES, 4) if quick else (HELD_OUT, 60)
     before = accelerate.mode()
     accelerate.set_mode(accelerate.Mode.EAGER)  # the same bytes, without building anything for so little data
     try:
