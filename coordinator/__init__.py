@@ -1,21 +1,24 @@
 """What decides: plans and routes, as plain functions over plain frozen values.
 
 Nothing here reads a clock, a socket, a file or a random number, so the network, the tests and the simulator
-run the same code. `make_plan` turns views of boxes and links into a `Plan`; a `Router` turns a plan and the
-latest loads into a `Route` for one request. All values can be sent with msgspec and are validated on the way
-in.
+run the same code. `network_plan.plan_network` turns views of boxes and links and the demand into a `Plan`; a `Router`
+turns a plan and the latest loads into a `Route` for one request. All values can be sent with msgspec and are validated
+on the way in.
+
+`network_plan` is not imported here: it takes a solver, which is slow to import and needed by whoever plans only.
 """
 
 from .capacity import BoxView, CapacityError, LinkView
+from .demand import Demand, DemandMeter
 from .plan import Pairing, Phase, Plan, PlanError, Replica, Stage
-from .planner import PREFILL_TFLOP_PER_DECODE_GB, make_plan
 from .profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
 from .router import Load, LoadError, NoRoute, Route, Router, route
 
 __all__ = [
-    "PREFILL_TFLOP_PER_DECODE_GB",
     "BoxView",
     "CapacityError",
+    "Demand",
+    "DemandMeter",
     "LatencyProfile",
     "LinkView",
     "Load",
@@ -32,6 +35,5 @@ __all__ = [
     "Router",
     "Stage",
     "StepSample",
-    "make_plan",
     "route",
 ]

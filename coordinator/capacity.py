@@ -1,13 +1,28 @@
 """What the planner sees of a box and of a link: measured figures, as frozen values."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from math import isfinite
-from typing import final
+from typing import Final, final
 
 import msgspec
 
-UNKNOWN_RTT_S = 0.2
+from .costs.gpus import GpuError, Specs, gpu_table
+from .costs.model_shape import ModelShape
+from .plan import Phase
+from .profile import LatencyProfile
+
+__all__ = ["UNKNOWN_GBPS", "UNKNOWN_RTT_S", "BoxView", "CapacityError", "LinkView", "Links"]
+
+UNKNOWN_RTT_S: Final = 0.2
 """What a link counts for until it is measured: like one between continents."""
+
+UNKNOWN_GBPS: Final = 1.0
+"""Likewise, in Gb/s: rented boxes have 1 at the slower end, in homes, and several in data centres."""
+
+SLOWEST_GBPS: Final = 1e-3
+"""A link that was measured slower than this counts as one of this rate: plans are to stay finite."""
 
 
 class CapacityError(ValueError):
@@ -17,16 +32,19 @@ class CapacityError(ValueError):
 class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A box that offers a service.
 
-    `layers` is how many layers the model has, `fits` how many of them the box has memory for: one that holds them
-    all is a replica, others wait until a plan makes them stages of one. `ready` says that it can be given work: its
-    engine has answered a test request, or it waits for a stage. `draining` says that it wants no new work.
-    `compute_tflops`, `memory_gbps` (GB/s) and `memory_gib` are sums over its `tp` GPUs; `kv_tokens` is what its KV
-    cache holds. `emulated`: the engine only models a GPU.
+    `fits` is how many layers of `model` the box has memory for: one that holds them all is a replica, others wait until
+    a plan makes them stages of one. `ready` says that it can be given work: its engine has answered a test request, or
+    it waits for a stage. `draining` says that it wants no new work.
+    `compute_tflops`, `memory_gbps` (GB/s) and `memory_gib` are sums over its `tp` GPUs, any two of which are joined at
+    `card_link_gbps` (Gb/s); `kv_tokens` is what its KV cache holds, 0 while that is not known. `emulated`: the engine
+    only models a GPU. `card` names the GPUs; with `specs`, they count for what the table of GPUs has in that column,
+    else the figures were measured by the engine there. `profile` is fitted to the steps of that engine.
+    `phase`: all that its owner lets it do. `usd_per_hour`: for the whole box.
     """
 
     peer: str
     service: str
-    layers: int
+    model: ModelShape
     fits: int
     ready: bool
     draining: bool
@@ -36,11 +54,17 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_tokens: int
     emulated: bool = False
     tp: int = 1
+    card: str = ""
+    specs: Specs | None = None
+    card_link_gbps: float = 160.0
+    usd_per_hour: float = 0.0
+    phase: Phase | None = None
+    site: str = ""
+    profile: LatencyProfile | None = None
 
     def __post_init__(self) -> None:
         _require(bool(self.peer), "box.peer is empty")
         _require(bool(self.service), f"box.service of {self.peer} is empty")
-        _require(self.layers >= 1, f"box.layers of {self.peer} is {self.layers}; it must be at least 1")
         _require(
             0 <= self.fits <= self.layers, f"box.fits of {self.peer} is {self.fits}; it is 0 to {self.layers} layers"
         )
@@ -50,12 +74,24 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "compute_tflops": self.compute_tflops,
             "memory_gbps": self.memory_gbps,
             "memory_gib": self.memory_gib,
+            "card_link_gbps": self.card_link_gbps,
         }
         for field, value in figures.items():
             _require(
                 isfinite(value) and value > 0.0,
                 f"box.{field} of {self.peer} is {value}; measure the box first: it must be above 0",
             )
+        _require(
+            isfinite(self.usd_per_hour) and self.usd_per_hour >= 0.0,
+            f"box.usd_per_hour of {self.peer} is {self.usd_per_hour}; it must not be negative",
+        )
+        if self.specs is not None:
+            _check_card(self.peer, self.card, self.specs)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return self.model.layers
 
     @property
     def whole(self) -> bool:
@@ -69,33 +105,60 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LinkView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The directed path from one box to another, with its measured round trip."""
+    """The directed path from one box to another: its measured round trip, what n streams reach (Gb/s; 0 while that is
+    not measured), and what a GB over it costs."""
 
     source: str
     target: str
     rtt_s: float
+    gbps: float = 0.0
+    usd_per_gb: float = 0.0
 
     def __post_init__(self) -> None:
         _require(bool(self.source) and bool(self.target), "link.source or link.target is empty")
-        _require(
-            isfinite(self.rtt_s) and self.rtt_s >= 0.0,
-            f"link.rtt_s of {self.source} -> {self.target} is {self.rtt_s}; it must not be negative",
-        )
+        for field in ("rtt_s", "gbps", "usd_per_gb"):
+            value = getattr(self, field)
+            _require(
+                isfinite(value) and value >= 0.0,
+                f"link.{field} of {self.source} -> {self.target} is {value}; it must not be negative",
+            )
 
 
 @final
-class RoundTrips:
-    """The round trip between any two boxes; of several figures for one link the largest."""
+class Links:
+    """What lies between any two boxes. Of several figures for one link the worst; of a link that was measured one way
+    only, the way back counts as the same, but for its price; what nobody has measured is assumed."""
 
-    def __init__(self, links: Iterable[LinkView]) -> None:
-        self._measured: dict[tuple[str, str], float] = {}
-        for link in links:
-            pair = (link.source, link.target)
-            self._measured[pair] = max(link.rtt_s, self._measured.get(pair, 0.0))
+    def __init__(self, views: Iterable[LinkView]) -> None:
+        self._rtt_s: dict[tuple[str, str], float] = {}
+        self._gbps: dict[tuple[str, str], float] = {}
+        self._usd_per_gb: dict[tuple[str, str], float] = {}
+        for view in views:
+            pair = (view.source, view.target)
+            self._rtt_s[pair] = max(view.rtt_s, self._rtt_s.get(pair, 0.0))
+            self._usd_per_gb[pair] = max(view.usd_per_gb, self._usd_per_gb.get(pair, 0.0))
+            if view.gbps:
+                gbps = max(SLOWEST_GBPS, view.gbps)
+                self._gbps[pair] = min(gbps, self._gbps.get(pair, gbps))
 
-    def between(self, source: str, target: str) -> float:
-        """Seconds, as measured on the way asked for, else on the way back (the same round trip), else assumed."""
-        return self._measured.get((source, target), self._measured.get((target, source), UNKNOWN_RTT_S))
+    def rtt_s(self, source: str, target: str) -> float:
+        """The round trip in seconds."""
+        return self._rtt_s.get((source, target), self._rtt_s.get((target, source), UNKNOWN_RTT_S))
+
+    def gbps(self, source: str, target: str) -> float:
+        """Gb/s, always above 0."""
+        return self._gbps.get((source, target), self._gbps.get((target, source), UNKNOWN_GBPS))
+
+    def usd_per_gb(self, source: str, target: str) -> float:
+        """Of what goes this way."""
+        return self._usd_per_gb.get((source, target), 0.0)
+
+
+def _check_card(peer: str, card: str, specs: Specs) -> None:
+    try:
+        gpu_table().find(card, specs)
+    except GpuError as error:
+        raise CapacityError(f"box.card of {peer}: {error}") from None
 
 
 def _require(holds: bool, text: str) -> None:

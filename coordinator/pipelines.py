@@ -8,7 +8,7 @@ each other and as few as possible, because every stage adds a network hop to eve
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .capacity import BoxView, RoundTrips
+from .capacity import BoxView, Links
 from .plan import Plan, Replica, Stage
 
 __all__ = ["Group", "group_boxes"]
@@ -16,30 +16,17 @@ __all__ = ["Group", "group_boxes"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Boxes that together hold the model once: a replica that has no phase yet.
-
-    Its figures are those of one box that would do the whole model as fast as the slowest stage does its layers,
-    which is what a pipeline reaches with a batch in flight for each stage.
-    """
+    """Boxes that together hold the model once: a replica that has no phase yet."""
 
     stages: tuple[Stage, ...]
-    compute_tflops: float
-    memory_gbps: float
 
     @property
     def head(self) -> str:
         """The box with the first layer, after which the replica is named: a change of role keeps the name."""
         return self.stages[0].peer
 
-    @property
-    def compute_intensity(self) -> float:
-        """FLOP per byte: high suits prefill, low suits decode."""
-        return self.compute_tflops * 1e3 / self.memory_gbps
 
-
-def group_boxes(
-    boxes: Sequence[BoxView], round_trips: RoundTrips, previous: Plan | None, why: list[str]
-) -> list[Group]:
+def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, why: list[str]) -> list[Group]:
     """The replicas that these boxes of one model can be, in the order of their heads' peer ids.
 
     `why` gets a line for each new pipeline, and one for the boxes that have to wait.
@@ -52,7 +39,7 @@ def group_boxes(
             groups.append(_group(members, [stage.layers for stage in replica.stages]))
     for tp in sorted({box.tp for box in partial.values()}):
         free = [box for box in partial.values() if box.tp == tp]
-        while found := _pipeline(free, round_trips):
+        while found := _pipeline(free, links):
             groups.append(_group(found, _shares(found)))
             free = [box for box in free if box not in found]
             spans = ", ".join(f"{stage.layers} on {stage.peer}" for stage in groups[-1].stages)
@@ -75,7 +62,7 @@ def _goes_on(replica: Replica, partial: dict[str, BoxView]) -> bool:
     )
 
 
-def _pipeline(free: Sequence[BoxView], round_trips: RoundTrips) -> list[BoxView]:
+def _pipeline(free: Sequence[BoxView], links: Links) -> list[BoxView]:
     """Boxes for one more replica, in the order of their stages; none when all of them together are too small.
 
     The largest begins, the nearest to those there is added until the model fits, and whoever is not needed after all
@@ -86,7 +73,7 @@ def _pipeline(free: Sequence[BoxView], round_trips: RoundTrips) -> list[BoxView]
     rest = sorted(free, key=lambda box: (-box.fits, box.peer))
     chosen = [rest.pop(0)]
     while sum(box.fits for box in chosen) < chosen[0].layers:
-        nearest = min(rest, key=lambda box: (max(round_trips.between(one.peer, box.peer) for one in chosen), box.peer))
+        nearest = min(rest, key=lambda box: (max(links.rtt_s(one.peer, box.peer) for one in chosen), box.peer))
         rest.remove(nearest)
         chosen.append(nearest)
     for box in sorted(chosen[1:], key=lambda box: (box.fits, box.peer)):
@@ -95,7 +82,7 @@ def _pipeline(free: Sequence[BoxView], round_trips: RoundTrips) -> list[BoxView]
     chain, left = chosen[:1], chosen[1:]
     while left:
         last = chain[-1].peer
-        chain.append(min(left, key=lambda box: (round_trips.between(last, box.peer), box.peer)))
+        chain.append(min(left, key=lambda box: (links.rtt_s(last, box.peer), box.peer)))
         left.remove(chain[-1])
     return chain
 
@@ -120,8 +107,4 @@ def _group(chain: Sequence[BoxView], shares: Sequence[int]) -> Group:
     for box, share in zip(chain, shares, strict=True):
         stages.append(Stage(peer=box.peer, tp=box.tp, first_layer=first, last_layer=first + share))
         first += share
-    return Group(
-        stages=tuple(stages),
-        compute_tflops=min(box.compute_tflops * first / share for box, share in zip(chain, shares, strict=True)),
-        memory_gbps=min(box.memory_gbps * first / share for box, share in zip(chain, shares, strict=True)),
-    )
+    return Group(stages=tuple(stages))

@@ -30,11 +30,12 @@ from ..bootstrap import (
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.membership import Member, MemberState
 from ..bootstrap.network import Network
+from ..coordinator import Phase, PlanError
 from ..kvtransport.dialling import Path as KvPath
 from ..kvtransport.probe import Activity
 from ..kvtransport.relay import Relay
 from . import hardware, messages
-from .coordination import Coordinator
+from .coordination import QUIET_S, Coordinator
 from .data_port import DataPort, RelayDesk
 from .emulation import emulated_hardware, parse_cards
 from .gateway import Connections, Gateway
@@ -50,6 +51,7 @@ __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", 
 ADVERT_INTERVAL_S = 1.0
 WATCH_INTERVAL_S = 0.05
 LINKS_INTERVAL_S = 2.0
+PLANNING_S = 5.0  # what is best by then is the plan
 RTT_NEWS = 0.25  # a round trip is worth telling again when it has moved by this fraction
 
 Say = Callable[[str], None]
@@ -69,6 +71,8 @@ class NodeSettings:
     ways: WaySettings = field(default_factory=WaySettings)
     engine: EngineKnobs = field(default_factory=EngineKnobs)
     drain_s: float = 30.0
+    phase: Phase | None = None  # what the box is to do, whatever would be best
+    usd_per_hour: float = 0.0
     engine_channel: int | None = None
 
 
@@ -126,6 +130,7 @@ class Node:
         self._view = NetworkView()
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
+        self._looked = trio.Event()  # set when the view of the network is another
         self._draining = False
         self._port: DataPort | None = None
         self._ways: KvWays | None = None
@@ -165,6 +170,7 @@ class Node:
                 nursery.start_soon(self._advertise, network)
                 nursery.start_soon(self._tell_links, network)
                 nursery.start_soon(self._watch, network)
+                nursery.start_soon(self._coordinate, network)
                 await stop.wait()
                 await self._drain(network)
                 await network.leave()
@@ -339,6 +345,9 @@ class Node:
             fits=self._host.share.layers if self._host is not None else 0,
             tp=self._host.share.tp if self._host is not None else 1,
             profile=self._host.worker.learner.profile if self._host is not None else None,
+            demand=self._gateway.demand if self._gateway is not None else None,
+            phase=self._settings.phase,
+            usd_per_hour=self._settings.usd_per_hour,
         )
 
     async def _tell_links(self, network: Network) -> None:
@@ -354,8 +363,7 @@ class Node:
                 self._publish(network, messages.LINKS, msgspec.msgpack.encode(table))
 
     async def _watch(self, network: Network) -> None:
-        """Follow every change of membership, adverts and coordinator; coordinate when elected."""
-        coordinator = Coordinator(network.peer_id, self._settings.codec)
+        """Follow every change of membership, adverts, plan and coordinator."""
         revision = -1
         while True:
             revision = await network.wait_changed(revision)
@@ -375,16 +383,38 @@ class Node:
                 payload = network.entries(messages.PLAN).get(leader[0])
                 if payload is not None and self._view.consider_plan(leader[0], leader[1], payload):
                     self._say_plan(network.peer_id)
-            plan = None if self._draining else coordinator.decide(self._view, leader)
-            if plan is not None and leader is not None:
-                payload = msgspec.msgpack.encode(plan)
-                self._view.consider_plan(leader[0], leader[1], payload)  # our own word counts without its echo
-                self._publish(network, messages.PLAN, payload)
-                self._say_plan(network.peer_id)
+            self._looked.set()
             if self._host is not None and not self._draining:
                 self._host.follow(self._view.plan)
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
             await trio.sleep(WATCH_INTERVAL_S)
+
+    async def _coordinate(self, network: Network) -> None:
+        """Plan while this node is the elected coordinator, beside everything else: a plan may take a second."""
+        coordinator = Coordinator(network.peer_id, self._settings.codec)
+        while True:
+            task = coordinator.next(self._view, self._leader, trio.current_time()) if not self._draining else None
+            if task is None:
+                self._looked = trio.Event()
+                with trio.move_on_after(QUIET_S):
+                    await self._looked.wait()
+                continue
+            end = time.monotonic() + PLANNING_S
+            try:
+                found = await trio.to_thread.run_sync(
+                    task.run, lambda end=end: time.monotonic() > end, abandon_on_cancel=True
+                )
+            except PlanError as error:
+                self._say(f"no new plan for {task.service}: {error}")
+                continue
+            plan = coordinator.settle(task, found, self._view, self._leader)
+            if plan is not None:
+                payload = msgspec.msgpack.encode(plan)
+                self._view.consider_plan(network.peer_id, plan.epoch, payload)  # our own word counts without its echo
+                self._publish(network, messages.PLAN, payload)
+                self._say_plan(network.peer_id)
+                if self._host is not None and not self._draining:
+                    self._host.follow(plan)
 
     def _publish(self, network: Network, kind: str, payload: bytes) -> None:
         try:

@@ -2,11 +2,63 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 from ..bootstrap import PeerId
-from ..coordinator import Plan, make_plan
+from ..coordinator import BoxView, Demand, LinkView, Plan
 from .view import NetworkView
+
+__all__ = ["QUIET_S", "Coordinator", "Task"]
+
+QUIET_S = 15.0
+"""Figures of boxes and links move all the time: they are planned with so often. Boxes that come, go or change what they
+can do are planned with at once."""
+
+Leader = tuple[PeerId, int]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Something to plan. `run` may take a second: it is for a thread."""
+
+    boxes: tuple[BoxView, ...]
+    links: tuple[LinkView, ...]
+    demands: tuple[Demand, ...]
+    service: str
+    epoch: int
+    version: int
+    previous: Plan | None
+    codec: str
+
+    def run(self, spent: Callable[[], bool]) -> Plan | None:
+        """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready."""
+        from ..coordinator.network_plan import plan_network  # a second and 60 MB that only the coordinator pays
+
+        return plan_network(
+            self.boxes,
+            self.links,
+            self.demands,
+            service=self.service,
+            epoch=self.epoch,
+            version=self.version,
+            previous=self.previous,
+            codec=self.codec,
+            spent=spent,
+        )
+
+    @property
+    def roster(self) -> Any:
+        """What must not wait: who is there, and what each can do."""
+        boxes = frozenset((box.peer, box.ready, box.draining, box.fits, box.tp, box.phase) for box in self.boxes)
+        return self.epoch, self.service, boxes
+
+    @property
+    def figures(self) -> Any:
+        """Whatever a plan follows from."""
+        return self.epoch, self.previous and self.previous.number, self.boxes, self.links, self.demands
 
 
 @final
@@ -17,40 +69,55 @@ class Coordinator:
         self._own = own
         self._codec = codec
         self._numbered: tuple[int, int] = (-1, 0)  # (epoch, last version used in it)
-        self._seen: object = None  # what was planned from last: the same need not be planned again
+        self._last: Task | None = None
+        self._planned_at = float("-inf")
 
-    def decide(self, view: NetworkView, leader: tuple[PeerId, int] | None) -> Plan | None:
-        """A plan to publish now, or None when there is nothing to say."""
+    def next(self, view: NetworkView, leader: Leader | None, now: float) -> Task | None:
+        """What is to be planned at `now` (seconds), if anything. Say `settle` when it is done."""
+        task = self._task(view, leader)
+        if task is None:
+            return None
+        last = self._last
+        known = last is not None and task.roster == last.roster
+        if last is not None and known and (now < self._planned_at + QUIET_S or task.figures == last.figures):
+            return None
+        self._last, self._planned_at = task, now
+        return task
+
+    def settle(self, task: Task, plan: Plan | None, view: NetworkView, leader: Leader | None) -> Plan | None:
+        """What of a finished task is to be published, if anything: things may have changed meanwhile."""
+        if leader != (self._own, task.epoch) or _running(view, task.service) is not task.previous:
+            self._last = None  # it has to be planned again
+            return None
+        if plan is None or plan is task.previous:
+            return None
+        self._numbered = (task.epoch, plan.version)
+        self._last = replace(task, previous=plan)
+        return plan
+
+    def _task(self, view: NetworkView, leader: Leader | None) -> Task | None:
         if leader is None or leader[0] != self._own:
             return None
         epoch = leader[1]
         service = self._service(view)
         if service is None:
             return None
-        previous = view.plan if view.plan is not None and view.plan.service == service else None
+        previous = _running(view, service)
         if previous is not None and previous.epoch > epoch:
             return None  # an election has overtaken us; the next change of the view will say so
-        boxes, links = view.boxes(service), view.links()
-        seen = (epoch, previous, boxes, links)
-        if seen == self._seen:
-            return None
-        self._seen = seen
         version = self._numbered[1] + 1 if self._numbered[0] == epoch else 1
         if previous is not None and previous.epoch == epoch:
             version = max(version, previous.version + 1)
-        plan = make_plan(
-            boxes,
-            links,
+        return Task(
+            boxes=tuple(sorted(view.boxes(service), key=lambda box: box.peer)),
+            links=tuple(sorted(view.links(), key=lambda link: (link.source, link.target))),
+            demands=tuple(view.demands(service)),
             service=service,
             epoch=epoch,
             version=version,
             previous=previous,
             codec=self._codec,
         )
-        if plan is None or plan is previous:
-            return None
-        self._numbered = (epoch, plan.version)
-        return plan
 
     def _service(self, view: NetworkView) -> str | None:
         """The service to plan for: the running one while a box offers it, else the one most boxes offer."""
@@ -60,3 +127,7 @@ class Coordinator:
         if view.plan is not None and view.plan.service in offered:
             return view.plan.service
         return max(sorted(set(offered)), key=offered.count)
+
+
+def _running(view: NetworkView, service: str) -> Plan | None:
+    return view.plan if view.plan is not None and view.plan.service == service else None

@@ -75,7 +75,7 @@ def emulated_hardware(cards: Cards, box: Hardware) -> Hardware:
         Gpu(name=cards.gpu.name, memory_gib=cards.gpu.memory_gib, uuid=f"emulated-{number}")
         for number in range(cards.count)
     )
-    return msgspec.structs.replace(box, gpus=gpus, emulated=True)
+    return msgspec.structs.replace(box, gpus=gpus, emulated_as=cards.gpu.specs)
 
 
 def emulated_model(name: str, cards: Cards) -> EmulatedModel:
@@ -114,12 +114,7 @@ def _info(shape: ModelShape, service: str, longest: int) -> ModelInfo:
     windowed = shape.windowed_layers
     return ModelInfo(
         service=service,
-        name=shape.name,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocabulary=shape.vocabulary,
+        shape=shape,
         max_model_len=longest,
         weights=WeightSizes(
             layers=(shape.layer_weight_bytes,) * shape.layers,

@@ -3,6 +3,10 @@
 Engines come and go; the gateway keeps prompt and tokens so far. When the engine that decodes a request is
 lost, the request goes to another one with its tokens as part of the prompt, and the client's stream continues.
 When the engine that prefills is lost, the decode engine is told to compute the prompt itself.
+
+The engine that reads all of a prompt also writes the first token of the answer, which the client is shown at once; the
+decode engine is told, and begins with it. What the client has seen is what counts: should the decode engine begin with
+another token all the same, the request is tried again from the one that was shown.
 """
 
 from __future__ import annotations
@@ -11,14 +15,14 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import final
 
 import trio
 
 from ..bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
-from ..coordinator import NoRoute, Router, Stage
+from ..coordinator import Demand, DemandMeter, NoRoute, Router
 from . import messages
+from .attempt import Attempt, Chosen, Event, First, Progress
 from .models import ModelInfo
 from .request import LiveRequest, check, tokenize
 from .text import PromptError, TextModel
@@ -30,63 +34,9 @@ OPEN_TIMEOUT_S = 10.0
 NO_ENGINE_GRACE_S = 5.0  # how long a request waits for an engine when none is even starting
 FIGURES_GRACE_S = 0.5  # how long an answer waits for the transfer's report, which travels another way
 
-Event = messages.Tokens | messages.PrefillEnded | str  # a str is the id of a peer that was lost
-
 
 class _Refused(Exception):
     """An engine says that it can never serve this request: another one would say the same."""
-
-
-class _Chosen(NamedTuple):
-    """Where a request goes: the heads of two replicas, or of one."""
-
-    decode: PeerId
-    prefill: PeerId | None
-    stages: tuple[Stage, ...]  # of the replica that prefills
-    split: int  # tokens of the prompt that it reads; the decode node reads the rest
-
-
-@final
-@dataclass(slots=True)
-class _Attempt:
-    """One try at a request, on one route. `id` is new for each, so that late messages of another are told apart."""
-
-    id: str
-    route: _Chosen
-    codec: str
-    send: trio.MemorySendChannel[Event]
-    events: trio.MemoryReceiveChannel[Event]
-    busy: set[PeerId]  # who has this attempt to work on, as far as is known
-    prefill_open: bool = False
-
-    @property
-    def decode(self) -> PeerId:
-        """The node that writes the tokens."""
-        return self.route.decode
-
-    @property
-    def prefill(self) -> PeerId | None:
-        """The node that reads the prompt, if it is another one."""
-        return self.route.prefill
-
-
-@final
-@dataclass(slots=True)
-class _Progress:
-    """Bookkeeping of a request over all its attempts."""
-
-    client: PeerId
-    arrived: float
-    deadline: float
-    first_token: float | None = None
-    last_token: float | None = None
-    attempts: int = 0
-    codec: str = "raw"
-    cached_tokens: int = 0
-    route: tuple[PeerId | None, PeerId] | None = None
-    recovered: list[str] = field(default_factory=list)
-    failed: dict[PeerId, int] = field(default_factory=dict)  # peer -> start of the engine that failed us
-    transfer: messages.TransferFigures | None = None
 
 
 @final
@@ -130,9 +80,10 @@ class Gateway:
         self._model = model
         self._text = text
         self._nursery = nursery
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._scopes: dict[tuple[PeerId, str], trio.CancelScope] = {}
         self._in_flight: Counter[PeerId] = Counter()
+        self._meter = DemandMeter()
         self._router: Router | None = None  # of the latest plan
         self._tokenizing = trio.CapacityLimiter(2)
         self._draining = False
@@ -144,6 +95,11 @@ class Gateway:
     def idle(self) -> bool:
         """Whether no client waits for an answer."""
         return not self._scopes
+
+    @property
+    def demand(self) -> Demand | None:
+        """What clients have asked for lately; it changes only when that is news."""
+        return self._meter.demand
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
@@ -158,7 +114,7 @@ class Gateway:
         if (client, body.request) in self._scopes:
             raise RemoteError("invalid", f"request: the id {body.request} is in use")
         now = trio.current_time()
-        progress = _Progress(client, now, now + body.deadline_s)
+        progress = Progress(client, now, now + body.deadline_s)
         # From here on the client may stop the request, also while its prompt is still being tokenised.
         scope = self._scopes[client, body.request] = trio.CancelScope(deadline=progress.deadline)
         try:
@@ -174,6 +130,7 @@ class Gateway:
                 raise RemoteError("invalid", str(error)) from error
             raise
         live = LiveRequest(body, prompt, max_tokens, self._text.decoder())
+        self._meter.began(trio.current_time(), len(prompt))
         self._nursery.start_soon(self._serve, live, progress, scope, name=f"request {body.request}")
         return messages.Generating(service=self._model.service, prompt_tokens=len(prompt))
 
@@ -197,10 +154,14 @@ class Gateway:
                 attempt.send.send_nowait(peer)
 
     def on_tokens(self, peer: PeerId, role: Role, body: messages.Tokens) -> None:
-        """News from a decode node."""
+        """News from a decode node, or the first token from a prefill node."""
         attempt = self._attempts.get(body.request)
-        if attempt is not None and attempt.decode == peer:
+        if attempt is None:
+            return
+        if attempt.decode == peer:
             attempt.send.send_nowait(body)
+        elif attempt.prefill == peer and attempt.route.prefill_writes and body.tokens:
+            attempt.send.send_nowait(First(body))
 
     def on_prefill_ended(self, peer: PeerId, role: Role, body: messages.PrefillEnded) -> None:
         """News from a prefill node."""
@@ -219,7 +180,7 @@ class Gateway:
         ]
         return min([self._model.max_model_len, *lengths])
 
-    async def _serve(self, live: LiveRequest, progress: _Progress, scope: trio.CancelScope) -> None:
+    async def _serve(self, live: LiveRequest, progress: Progress, scope: trio.CancelScope) -> None:
         error = ""
         try:
             with scope:
@@ -233,6 +194,8 @@ class Gateway:
             error = f"internal error: {type(bug).__name__}"
         finally:
             del self._scopes[progress.client, live.id]
+        if live.finish is not None:
+            self._meter.ended(len(live.prompt), len(live.tokens))
         if live.finish is None and not error:
             if trio.current_time() < progress.deadline:
                 return  # the client has gone, or wants no more
@@ -245,11 +208,11 @@ class Gateway:
                 request=live.id,
                 finish="error" if error else live.finish,
                 error=error,
-                figures=self._figures(live, progress),
+                figures=progress.figures(live, trio.current_time()),
             ),
         )
 
-    async def _attempt(self, live: LiveRequest, progress: _Progress) -> None:
+    async def _attempt(self, live: LiveRequest, progress: Progress) -> None:
         """Run the request on one route until it is finished or the route has failed."""
         chosen = await self._choose(live, progress)
         progress.attempts += 1
@@ -257,7 +220,7 @@ class Gateway:
         plan = self._view.plan
         progress.codec = plan.codec if plan is not None else progress.codec
         busy = {chosen.decode, *([chosen.prefill] if chosen.prefill else [])}
-        attempt = _Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive, busy)
+        attempt = Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive, busy)
         self._attempts[attempt.id] = attempt
         progress.route = (attempt.prefill, attempt.decode)
         self._in_flight.update(busy)
@@ -274,7 +237,7 @@ class Gateway:
             if attempt.prefill is not None and attempt.prefill_open:
                 self._tell(attempt.prefill, "request.stop", stop)
 
-    async def _choose(self, live: LiveRequest, progress: _Progress) -> _Chosen:
+    async def _choose(self, live: LiveRequest, progress: Progress) -> Chosen:
         """Route the request; waits for an engine while one may come. Raises NoRoute."""
         give_up = trio.current_time() + NO_ENGINE_GRACE_S
         while True:
@@ -289,7 +252,7 @@ class Gateway:
             with trio.move_on_after(1.0):
                 await self._connections.wait_changed()
 
-    def _route(self, live: LiveRequest, progress: _Progress) -> _Chosen:
+    def _route(self, live: LiveRequest, progress: Progress) -> Chosen:
         view, plan = self._view, self._view.plan
         if plan is None or plan.service != self._model.service:
             raise NoRoute("the coordinator has made no plan for it yet")
@@ -308,10 +271,13 @@ class Gateway:
         prefill = plan.replica(found.prefill) if found.prefill is not None else None
         assert decode is not None  # the router names replicas of the plan
         if prefill is None:
-            return _Chosen(PeerId(decode.head), None, (), 0)
-        return _Chosen(PeerId(decode.head), PeerId(prefill.head), prefill.stages, found.split)
+            return Chosen(PeerId(decode.head), None, (), 0, False)
+        whole = found.split >= tokens
+        if whole and live.left == 1:  # written by whoever reads the prompt: nobody else is needed
+            return Chosen(PeerId(prefill.head), None, (), 0, False)
+        return Chosen(PeerId(decode.head), PeerId(prefill.head), prefill.stages, found.split, whole)
 
-    async def _open(self, attempt: _Attempt, live: LiveRequest, progress: _Progress) -> bool:
+    async def _open(self, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
         """Decode side first: it must have blocks and tickets before the first layer leaves."""
         prompt, sampling = live.replay()
         deadline_s = max(0.05, progress.deadline - trio.current_time())
@@ -328,6 +294,7 @@ class Gateway:
                     receive_tokens=attempt.route.split,
                     codec=attempt.codec,
                     prefill=attempt.route.stages,
+                    told_first=attempt.route.prefill_writes,
                 ),
                 messages.DecodeOpened,
                 timeout=OPEN_TIMEOUT_S,
@@ -349,6 +316,7 @@ class Gateway:
                     prompt=prompt[: attempt.route.split],
                     deadline_s=deadline_s,
                     parts=opened.parts,
+                    sampling=sampling if attempt.route.prefill_writes else None,
                 ),
                 messages.Opened,
                 timeout=OPEN_TIMEOUT_S,
@@ -358,7 +326,7 @@ class Gateway:
             self._without_kv(attempt, progress, str(error))
         return True
 
-    async def _follow(self, attempt: _Attempt, live: LiveRequest, progress: _Progress) -> bool:
+    async def _follow(self, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
         """Pass tokens on until the answer is complete (True) or the decode node has failed (False)."""
         async for event in attempt.events:
             match event:
@@ -369,8 +337,13 @@ class Gateway:
                 case messages.Tokens(failed=failed) if failed:
                     self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {failed}")
                     return False
+                case First(told):
+                    self._on_first(told, attempt, live, progress)
+                    if live.finish is not None:
+                        return False  # the decode node has nothing to do, and does not know
                 case messages.Tokens():
-                    self._on_tokens(event, live, progress)
+                    if not self._on_decoded(event, attempt, live, progress):
+                        return False
                     if live.finish is not None:
                         await self._await_figures(attempt, progress)
                         return event.finish is not None
@@ -382,21 +355,52 @@ class Gateway:
                         self._without_kv(attempt, progress, "it was lost")
         return False
 
-    def _on_tokens(self, event: messages.Tokens, live: LiveRequest, progress: _Progress) -> None:
+    def _on_first(self, told: messages.Tokens, attempt: Attempt, live: LiveRequest, progress: Progress) -> None:
+        """The client sees the first token, and the decode node hears of it."""
+        if attempt.decoding or not attempt.prefill_open:
+            return  # the decode node does without this prefill, and has begun or is about to
+        attempt.shown = told.tokens[:1]
+        self._show(attempt.shown, told.finish, live, progress)
+        if live.finish is None:
+            _, sampling = live.replay()
+            first = messages.FirstToken(request=attempt.id, token=attempt.shown[0], seed=sampling.seed)
+            self._tell(attempt.decode, "decode.first", first)
+
+    def _on_decoded(self, event: messages.Tokens, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
+        """The client sees what is new. False when that would contradict what it has seen."""
         if event.finish == "deadline":
-            return  # the request's own deadline is the same moment and says it better
-        if event.tokens:
+            return True  # the request's own deadline is the same moment and says it better
+        tokens = event.tokens
+        if tokens and not attempt.decoding:
+            attempt.decoding = True
+            shown = len(attempt.shown)
+            if tokens[:shown] != attempt.shown:
+                progress.recovered.append(
+                    f"decode node {_short(attempt.decode)}: it began with another token than prefill node "
+                    f"{_short(attempt.route.prefill or attempt.decode)}"
+                )
+                return False
+            tokens = tokens[shown:]
+            if progress.cached_tokens is None:
+                progress.cached_tokens = event.cached_tokens
+        self._show(tokens, event.finish, live, progress)
+        return True
+
+    def _show(
+        self, tokens: tuple[messages.Token, ...], finish: str | None, live: LiveRequest, progress: Progress
+    ) -> None:
+        """Add to the answer."""
+        if tokens:
             progress.last_token = trio.current_time()
             if progress.first_token is None:
                 progress.first_token = progress.last_token
-                progress.cached_tokens = event.cached_tokens
         before = len(live.tokens)
-        text = live.on_tokens(event.tokens, event.finish)
+        text = live.on_tokens(tokens, finish)
         tokens = tuple(live.tokens[before:])
         if tokens or text:
             self._notify(progress.client, messages.Chunk(request=live.id, text=text, tokens=tokens))
 
-    def _on_prefill(self, event: messages.PrefillEnded, attempt: _Attempt, progress: _Progress) -> None:
+    def _on_prefill(self, event: messages.PrefillEnded, attempt: Attempt, progress: Progress) -> None:
         if not attempt.prefill_open:
             return  # it was given up before it said so
         self._prefill_over(attempt)
@@ -405,7 +409,7 @@ class Gateway:
         elif event.figures is not None:
             progress.transfer = event.figures
 
-    def _without_kv(self, attempt: _Attempt, progress: _Progress, reason: str) -> None:
+    def _without_kv(self, attempt: Attempt, progress: Progress, reason: str) -> None:
         """The prefill node has failed: let the decode node compute what it did not get."""
         self._prefill_over(attempt)
         assert attempt.prefill is not None
@@ -413,44 +417,23 @@ class Gateway:
         stop = messages.StopTransfer(request=attempt.id, reason=reason)
         self._tell(attempt.decode, "transfer.stop", stop)
 
-    def _prefill_over(self, attempt: _Attempt) -> None:
+    def _prefill_over(self, attempt: Attempt) -> None:
         """The prefill node has no more to do with it: routes that are chosen from now on may count on that."""
         attempt.prefill_open = False
         if attempt.prefill in attempt.busy:
             attempt.busy.remove(attempt.prefill)
             self._in_flight[attempt.prefill] -= 1
 
-    async def _await_figures(self, attempt: _Attempt, progress: _Progress) -> None:
+    async def _await_figures(self, attempt: Attempt, progress: Progress) -> None:
         with trio.move_on_after(FIGURES_GRACE_S):
             while attempt.prefill_open:
                 event = await attempt.events.receive()
                 if isinstance(event, messages.PrefillEnded):
                     self._on_prefill(event, attempt, progress)
 
-    def _blame(self, progress: _Progress, peer: PeerId, what: str) -> None:
+    def _blame(self, progress: Progress, peer: PeerId, what: str) -> None:
         progress.failed[peer] = self._view.starts(peer)
         progress.recovered.append(what)
-
-    def _figures(self, live: LiveRequest, progress: _Progress) -> messages.RequestFigures | None:
-        if progress.route is None:
-            return None
-        prefill, decode = progress.route
-        first = progress.first_token if progress.first_token is not None else trio.current_time()
-        last = progress.last_token if progress.last_token is not None else first
-        return messages.RequestFigures(
-            prompt_tokens=len(live.prompt),
-            completion_tokens=len(live.tokens),
-            ttft_s=first - progress.arrived,
-            tpot_s=(last - first) / max(1, len(live.tokens) - 1),
-            e2e_s=last - progress.arrived,
-            prefill_node=prefill,
-            decode_node=decode,
-            codec=progress.codec,
-            attempts=progress.attempts,
-            recovered=tuple(progress.recovered),
-            cached_tokens=progress.cached_tokens,
-            transfer=progress.transfer,
-        )
 
     def _notify(self, client: PeerId, chunk: messages.Chunk) -> None:
         scope = self._scopes.get((client, chunk.request))

@@ -13,6 +13,8 @@ from typing import Annotated
 import msgspec
 import psutil
 
+from ..coordinator.costs.gpus import Specs, gpu_table
+
 Memory = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
@@ -25,14 +27,26 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """A box as it is advertised. `cores` and `memory_gib` are what this process may use. `emulated`: its GPUs are only
-    modelled, and named as in the project's table of them."""
+    """A box as it is advertised. `cores` and `memory_gib` are what this process may use. `emulated_as`: its GPUs are
+    only modelled, with the figures of this column of the project's table, and named as there."""
 
     cores: int
     memory_gib: Memory
     processor: str
     gpus: tuple[Gpu, ...] = ()
-    emulated: bool = False
+    emulated_as: Specs | None = None
+
+    def __post_init__(self) -> None:
+        if self.emulated_as is None:
+            return
+        if len({gpu.name for gpu in self.gpus}) != 1:
+            raise ValueError("hardware.emulated_as is set, and the GPUs are not of one kind")
+        gpu_table().find(self.gpus[0].name, self.emulated_as)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the GPUs are only modelled."""
+        return self.emulated_as is not None
 
     def summary(self) -> str:
         """One phrase for people: `2x NVIDIA A40 (45 GiB)` or `8 cores, 31 GiB`."""

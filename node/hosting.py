@@ -172,6 +172,7 @@ class Host:
         notices: dict[str, tuple[type[messages.Message], Callable[[PeerId, Role, Any], None]]] = {
             "request.stop": (messages.StopRequest, worker.stop_request),
             "transfer.stop": (messages.StopTransfer, worker.stop_transfer),
+            "decode.first": (messages.FirstToken, worker.first_token),
             "stage.loaded": (messages.StageLoaded, self._stages.on_stage_loaded),
             "stage.transfer": (messages.StageTransfer, worker.stage_transfer),
             "stage.abort": (messages.StageAbort, worker.stage_abort),

@@ -1,8 +1,9 @@
 """What nodes and clients say to each other on the control stream, above membership.
 
 A request's life: client -> gateway `generate`; gateway -> decode node `decode.open` (answered with a ticket);
-gateway -> prefill node `prefill.open` with that ticket; decode node -> gateway `tokens`, prefill node -> gateway
-`prefill.ended`; gateway -> client `chunk`, the last one with the figures of the request.
+gateway -> prefill node `prefill.open` with that ticket; prefill node -> gateway `tokens`, the first one, where it reads
+all of the prompt, and gateway -> decode node `decode.first` with it; prefill node -> gateway `prefill.ended`; decode
+node -> gateway `tokens`; gateway -> client `chunk`, the last one with the figures of the request.
 
 KV needs more than the request's tickets: sending node -> receiving node `link.open`, once for all transfers between
 two of their workers; sending node -> a third `relay.open` where the way through it is the better one; and any node ->
@@ -20,7 +21,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ..coordinator import LatencyProfile, Plan, Stage
+from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
 from ..kvtransport.burst_ticket import BurstTicket
 from ..kvtransport.figures import BoxFigures, LinkFigures
 from ..kvtransport.permits import Permit
@@ -75,7 +76,8 @@ class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
     `fits` is how many layers of its model it has memory for, on the `tp` GPUs that share each of them. `profile` is
-    fitted to the steps of its engine, once there are enough.
+    fitted to the steps of its engine, once there are enough. `demand` is what clients have asked of it lately. Its
+    owner says `phase`, where it is to do only that, and `usd_per_hour`, what the box costs.
     """
 
     hardware: Hardware
@@ -87,6 +89,9 @@ class Advert(Message, frozen=True, kw_only=True):
     fits: Count = 0
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1
     profile: LatencyProfile | None = None
+    demand: Demand | None = None
+    phase: Phase | None = None
+    usd_per_hour: Figure = 0.0
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
@@ -120,7 +125,7 @@ Parts = Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PIECES)]
 
 class DecodeOpen(Message, frozen=True, kw_only=True):
     """Serve a request to its end. `receive_tokens` > 0 asks for tickets under which the replica of the stages `prefill`
-    may push that prefix's KV."""
+    may push that prefix's KV. `told_first`: the first token is written there as well, and `decode.first` tells it."""
 
     request: RequestId
     service: str
@@ -130,6 +135,7 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
     receive_tokens: Count
     codec: str
     prefill: Stages = ()
+    told_first: bool = False
 
 
 class DecodeOpened(Message, frozen=True, kw_only=True):
@@ -139,13 +145,15 @@ class DecodeOpened(Message, frozen=True, kw_only=True):
 
 
 class PrefillOpen(Message, frozen=True, kw_only=True):
-    """Compute the KV of this (part of a) prompt and push it where `parts` say."""
+    """Compute the KV of this (part of a) prompt and push it where `parts` say. With `sampling` it is a whole prompt,
+    and the first token after it is wanted."""
 
     request: RequestId
     service: str
     prompt: Prompt
     deadline_s: Deadline
     parts: Annotated[Parts, msgspec.Meta(min_length=1)]
+    sampling: Sampling | None = None
 
 
 class Opened(Message, frozen=True, kw_only=True):
@@ -289,6 +297,15 @@ class Tokens(Message, frozen=True, kw_only=True):
     cached_tokens: int = 0
     failed: str = ""
     refused: str = ""
+
+
+class FirstToken(Message, frozen=True, kw_only=True):
+    """The client has been shown this token, which the prefill node has written: go on from there. `seed` is for those
+    that follow."""
+
+    request: RequestId
+    token: Token
+    seed: int | None = None
 
 
 class StopRequest(Message, frozen=True, kw_only=True):

@@ -102,6 +102,11 @@ class LiveRequest:
     def __repr__(self) -> str:
         return f"<LiveRequest {self.id} {len(self.prompt)}+{len(self.tokens)} tokens {self.finish or 'live'}>"
 
+    @property
+    def left(self) -> int:
+        """How many tokens may still come."""
+        return self._max_tokens - len(self.tokens)
+
     def replay(self) -> tuple[tuple[int, ...], Sampling]:
         """What an engine is asked for now: the prompt with the tokens so far, and how many are still wanted."""
         body, done = self._body, len(self.tokens)
@@ -110,7 +115,7 @@ class LiveRequest:
             # An engine's random numbers start anew with each request: not the same ones again.
             seed = (seed + 0x9E3779B97F4A7C15 * done) & MAX_SEED
         sampling = Sampling(
-            max_tokens=self._max_tokens - done,
+            max_tokens=self.left,
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
@@ -125,10 +130,10 @@ class LiveRequest:
         """
         if self.finish is not None:
             return ""
-        tokens = tokens[: self._max_tokens - len(self.tokens)]
+        tokens = tokens[: self.left]
         self.tokens += tokens
         shown = self._stops.push(self._decoder.push(tokens))
-        if not self._stops.found and finish is None and len(self.tokens) >= self._max_tokens:
+        if not self._stops.found and finish is None and not self.left:
             finish = "length"  # tokens of two engines together reached the limit
         if not self._stops.found and finish is not None:
             shown += self._stops.push(self._decoder.finish()) + self._stops.finish()

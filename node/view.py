@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Self, final
 
 import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
-from ..coordinator import BoxView, LinkView, Load, Plan, Replica
+from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
+from ..coordinator.capacity import SLOWEST_GBPS
+from ..coordinator.costs.gpus import GpuError, gpu_table
+from ..coordinator.planning.cluster_file import card_link_gbps
 from .engine.protocol import EngineStats
-from .messages import Advert, EngineAdvert, LinkTable
+from .hardware import Hardware
+from .messages import Advert, EngineAdvert, LinkTable, Status
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
+PCIE_GBPS = 150.0  # between two GPUs of which nothing is known
 UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
@@ -21,6 +26,8 @@ UNMEASURED_CPU = (0.5, 10.0)
 _adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
 _plans = msgspec.msgpack.Decoder(Plan)
+
+_NO_LINKS = LinkTable()
 
 
 def decode_adverts(entries: Mapping[PeerId, bytes]) -> tuple[dict[PeerId, Advert], tuple[PeerId, ...]]:
@@ -55,6 +62,15 @@ class NetworkView:
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_status(cls, status: Status) -> Self:
+        """As the node that gave this answer sees it."""
+        return cls(
+            adverts={PeerId(node.peer): node.advert for node in status.nodes if node.advert is not None},
+            plan=status.plan,
+            links_told={PeerId(node.peer): node.links for node in status.nodes if node.links is not None},
+        )
 
     def update(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in the adverts of the live members; only what has changed is decoded."""
@@ -137,7 +153,7 @@ class NetworkView:
                 BoxView(
                     peer=peer,
                     service=service,
-                    layers=advert.model.layers,
+                    model=advert.model.shape,
                     fits=fits,
                     ready=engine.state == "ready" if fits == advert.model.layers else engine.state != "failed",
                     draining=advert.draining,
@@ -147,17 +163,40 @@ class NetworkView:
                     kv_tokens=engine.kv_tokens,
                     tp=advert.tp,
                     emulated=hardware.emulated,
+                    card=hardware.gpus[0].name if hardware.gpus else "",
+                    specs=hardware.emulated_as,
+                    card_link_gbps=_card_link_gbps(hardware),
+                    usd_per_hour=advert.usd_per_hour,
+                    phase=advert.phase,
+                    site=self._table(peer).site,
+                    profile=advert.profile,
                 )
             )
         return found
 
     def links(self) -> list[LinkView]:
-        """Round trips as each box measured them."""
-        return [
-            LinkView(source=source, target=target, rtt_s=rtt)
-            for source, advert in self.adverts.items()
-            for target, rtt in advert.rtt_s.items()
-        ]
+        """Round trips as each box measured them, with what it knows of the links' rates and prices."""
+        found = []
+        for source, advert in self.adverts.items():
+            own = self._table(source)
+            for target, rtt in advert.rtt_s.items():
+                figures, other = own.links.get(target), self._table(PeerId(target))
+                gbps, usd = 0.0, None
+                if figures is not None:
+                    rate = figures.bounded(own.box.up_gbps, other.box.down_gbps).capacity_gbps
+                    gbps, usd = max(rate if figures.reachable else 0.0, SLOWEST_GBPS), figures.usd_per_gb
+                billed = own.box.up_usd_per_gb + other.box.down_usd_per_gb
+                found.append(
+                    LinkView(
+                        source=source, target=target, rtt_s=rtt, gbps=gbps, usd_per_gb=billed if usd is None else usd
+                    )
+                )
+        return found
+
+    def demands(self, service: str) -> list[Demand]:
+        """What the gateways of a service have been asked lately."""
+        adverts = (self._offer(peer, service) for peer in self.adverts)
+        return [advert.demand for advert in adverts if advert is not None and advert.demand is not None]
 
     def services(self) -> tuple[str, ...]:
         """Services that any member offers, in order of name."""
@@ -191,6 +230,10 @@ class NetworkView:
             )
         return loads
 
+    def _table(self, peer: PeerId) -> LinkTable:
+        """What a member says of its links."""
+        return self.links_told.get(peer, _NO_LINKS)
+
     def _offer(self, peer: str, service: str) -> Advert | None:
         """The advert of a box, if it offers the service."""
         advert = self.adverts.get(PeerId(peer))
@@ -199,3 +242,13 @@ class NetworkView:
     def _engine_of(self, peer: str) -> EngineAdvert | None:
         advert = self.adverts.get(PeerId(peer))
         return advert.engine if advert is not None else None
+
+
+def _card_link_gbps(hardware: Hardware) -> float:
+    """Gb/s between two GPUs of a box, by what is known of the card; one that is not in the table counts as on PCIe."""
+    if not hardware.gpus:
+        return PCIE_GBPS
+    try:
+        return card_link_gbps(gpu_table().find(hardware.gpus[0].name))
+    except GpuError:
+        return PCIE_GBPS

@@ -6,6 +6,8 @@ import socket
 from dataclasses import dataclass
 from typing import final
 
+import msgspec
+
 from ..bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ..kvtransport.dialling import Path
 from ..kvtransport.errors import TransferError
@@ -16,7 +18,7 @@ from .hand_off import Ended, HandOffs, Notify
 from .learning import Learner
 from .place import Place
 
-PREFILL_SAMPLING = protocol.Sampling(max_tokens=1)  # vLLM must sample something; nobody reads it
+UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
 
 
 @dataclass(slots=True)
@@ -24,6 +26,8 @@ class _Job:
     gateway: PeerId
     request: str
     transfer: bytes | None = None
+    writes: bool = False  # of a prefill: the first token is still wanted
+    figures: messages.TransferFigures | None = None  # of one whose KV was delivered before that
 
 
 @final
@@ -94,7 +98,7 @@ class Worker:
         """Queue a request; with `receive_tokens`, first make tickets for its KV."""
         self._engine_for(body.service)
         _refuse_known(body.request, self._decodes)
-        if body.receive_tokens > len(body.prompt):
+        if body.receive_tokens > len(body.prompt) or (body.told_first and body.receive_tokens < len(body.prompt)):
             raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = _Job(gateway, body.request)
@@ -114,6 +118,7 @@ class Worker:
                     deadline_s=body.deadline_s,
                     receive=inlets,
                     receive_tokens=body.receive_tokens if inlets else 0,
+                    told_first=body.told_first and bool(inlets),
                 ),
             )
         except BaseException as error:
@@ -125,12 +130,12 @@ class Worker:
         return messages.DecodeOpened(parts=parts)
 
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
-        """Compute a prompt's KV and push it where the parts say."""
+        """Compute a prompt's KV and push it where the parts say; tell the gateway the first token if it is wanted."""
         self._engine_for(body.service)
         _refuse_known(body.request, self._prefills)
         transfer = body.parts[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
-        job = self._prefills[body.request] = _Job(gateway, body.request, transfer)
+        job = self._prefills[body.request] = _Job(gateway, body.request, transfer, writes=body.sampling is not None)
         try:
             outlets = await self._hand_offs.send(body.parts, len(body.prompt))
             self._submit(
@@ -139,7 +144,7 @@ class Worker:
                 protocol.Submit(
                     request=_prefill_id(body.request),
                     prompt=body.prompt,
-                    sampling=PREFILL_SAMPLING,
+                    sampling=msgspec.structs.replace(body.sampling or UNREAD_SAMPLING, max_tokens=1),
                     deadline_s=body.deadline_s,
                     send=outlets,
                 ),
@@ -153,6 +158,13 @@ class Worker:
                 raise RemoteError("no-path", f"no KV can be pushed to {decode}: {error}") from error
             raise
         return messages.Opened()
+
+    def first_token(self, gateway: PeerId, role: Role, body: messages.FirstToken) -> None:
+        """The answer to this request has begun at its prefill node."""
+        job = self._decodes.get(body.request)
+        if job is not None and job.gateway == gateway and job.transfer is not None:
+            told = protocol.FirstToken(request=_decode_id(body.request), token=body.token, seed=body.seed)
+            self._send(told)
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
         """Forget a request of this gateway's."""
@@ -208,9 +220,7 @@ class Worker:
     def _on_tokens(self, output: protocol.NewTokens) -> None:
         kind, _, request = output.request.partition(":")
         if kind == "prefill":
-            # The KV is still on its way; the transfer's own report ends the job, unless it never started.
-            if output.finish in ("deadline", "error", "refused"):
-                self._end_prefill(request, f"prefill ended with {output.finish}", None)
+            self._on_prefilled(request, output)
             return
         job = self._decodes.get(request)
         if job is None:
@@ -234,11 +244,31 @@ class Worker:
         if not told:
             self._cancel_decode(request)  # an answer with a gap would be worse than none
 
+    def _on_prefilled(self, request: str, output: protocol.NewTokens) -> None:
+        """A prompt has been read, or never will be. Its KV may still be on its way: the transfer's own report ends the
+        job then."""
+        job = self._prefills.get(request)
+        if output.finish in ("deadline", "error", "refused"):
+            self._end_prefill(request, f"prefill ended with {output.finish}", None)
+        elif job is not None and job.writes and output.tokens:
+            job.writes = False
+            # It ends by its length here: of the answer, the gateway knows that.
+            finish = "stop" if output.finish == "stop" else None
+            if not self._tell(
+                job.gateway, "tokens", messages.Tokens(request=request, tokens=output.tokens, finish=finish)
+            ):
+                self._cancel_prefill(request)
+            elif job.figures is not None:
+                self._end_prefill(request, "", job.figures)
+
     def _on_ended(self, ended: Ended | None) -> None:
         if ended is None:
             return
         found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)
         if found is not None:
+            if not ended.failed and self._prefills[found].writes:
+                self._prefills[found].figures = ended.figures  # all layers are there before the token is
+                return
             self._end_prefill(found, ended.failed, ended.figures)
             # It may go on all the same: because its KV failed, or is not needed.
             self._send(protocol.Cancel(request=_prefill_id(found)))

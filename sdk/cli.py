@@ -288,6 +288,9 @@ def _add_prices(parser: argparse._ActionsContainer) -> None:
 def _add_links(parser: argparse.ArgumentParser) -> None:
     links = parser.add_argument_group("links")
     links.add_argument("--site", default="", metavar="NAME", help="boxes of one site measure the others for each other")
+    links.add_argument(
+        "--usd-per-hour", type=_figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
+    )
     links.add_argument("--up-gbps", type=_figure, metavar="G", help="what the box can send (default: as measured)")
     links.add_argument("--down-gbps", type=_figure, metavar="G", help="what it can receive (default: as measured)")
     links.add_argument(
@@ -407,6 +410,11 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         metavar="GIB",
         help="for weights and KV, at most (default: what the box has); a box without room for the whole model waits "
         "for others to hold it together with",
+    )
+    engine.add_argument(
+        "--phase",
+        choices=("prefill", "decode", "mixed"),
+        help="the only thing that this box is to do (default: what the planner finds best, which may change)",
     )
     engine.add_argument(
         "--emulate",

@@ -15,6 +15,7 @@ import msgspec
 import trio
 
 from ..bootstrap import parse_address
+from ..coordinator import Phase
 from ..kvtransport.figures import BoxFigures
 from ..node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
 from ..node.engine.selftest import check_installation, selftest_log
@@ -205,6 +206,8 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             emulate_specs=arguments.emulate_specs,
         ),
         drain_s=arguments.drain_s,
+        phase=Phase(arguments.phase) if arguments.phase is not None else None,
+        usd_per_hour=arguments.usd_per_hour,
         engine_channel=getattr(arguments, "engine_channel", None),
     )
 

@@ -21,6 +21,7 @@ import msgspec
 import trio
 from rich.console import Console
 
+from ..coordinator import Phase
 from ..node.engine import protocol
 from ..node.engine_link import EngineLink, open_fork_server
 from ..node.messages import Generate, Status
@@ -72,6 +73,7 @@ class Stack:
         '''
 MEASURE_UNTIL_S: Final = 40.0  # what is measured beside the requests is waited for until then
 MEASURED_MODULE: Final = "heapq"  # all five held-out modules would keep both cores busy for as long as the demo runs
+PINS: Final = (Phase.DECODE, Phase.PREFILL)  # equal boxes on one machine had better do both: nothing would be shown
 MEASUREMENT: Final = "p2pserve.node.bundled.evaluate"
 CHAT = [{"role": "user", "content": "Return the n-th Fibonacci number."}]
 
@@ -233,7 +235,8 @@ class Demo:
         peers: list[str] = []
 
         async def start(number: int) -> None:
-            greeting = await box.start_node(number, token, self._model.folder, self._settings.codec)
+            phase = PINS[number % len(PINS)] if self._settings.nodes > 1 else None
+            greeting = await box.start_node(number, token, self._model.folder, self._settings.codec, phase)
             peers.append(greeting.peer)
 
         watcher = Watcher()

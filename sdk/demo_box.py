@@ -28,6 +28,7 @@ from typing import final
 import psutil
 import trio
 
+from ..coordinator import Phase
 from ..node.engine_link import fork_server_command
 from .errors import DemoFailed
 
@@ -103,9 +104,10 @@ class Box:
         child = await self._start_node("bootstrap", ["bootstrap", "--codec", codec], {}, ())
         return await self._greeting(child)
 
-    async def start_node(self, number: int, token: str, model: Path, codec: str) -> Greeting:
-        """Start a node with an engine and wait until it has joined."""
-        options = ["--model", str(model), "--codec", codec, "--threads", "1", "--kv-cache-mib", str(KV_CACHE_MIB)]
+    async def start_node(self, number: int, token: str, model: Path, codec: str, phase: Phase | None) -> Greeting:
+        """Start a node with an engine, pinned to a phase or not, and wait until it has joined."""
+        options = ["--phase", phase.value] if phase is not None else []
+        options += ["--model", str(model), "--codec", codec, "--threads", "1", "--kv-cache-mib", str(KV_CACHE_MIB)]
         return await self.join(number, token, options)
 
     async def join(self, number: int, token: str, options: list[str]) -> Greeting:

@@ -16,15 +16,13 @@ from ..coordinator.planning.cluster import Cluster, ClusterError
 from ..coordinator.planning.cluster_file import packaged_cluster, parse_cluster
 from ..coordinator.planning.problem import Problem
 from ..coordinator.planning.slo import parse_slo
-from ..coordinator.planning.workload import Service, Workload, WorkloadError
+from ..coordinator.planning.workload import KV_BITS, Service, Workload, WorkloadError
 from ..kernels.format import Codec
 from ..sims.workloads import AZURE, azure, read_requests, workload_of
 from .errors import UsageError
 
-__all__ = ["KV_BITS", "problem_of", "read_cluster", "read_model", "read_workload"]
+__all__ = ["problem_of", "read_cluster", "read_model", "read_workload"]
 
-# Bits per element on the wire, all overhead included, as measured at heads of 128 (docs/codecs.md).
-KV_BITS: Final = {Codec.RAW: 16.0, Codec.FP8: 8.1, Codec.KV4: 4.5, Codec.KIVI4: 5.2}
 PHASES: Final = tuple(phase.value for phase in Phase)
 
 
@@ -35,7 +33,7 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
         raise UsageError("cluster: give --cluster FILE, or --live for the running network")
     cluster = read_cluster(arguments.cluster, specs)
     codec = Codec(arguments.codec)
-    services = tuple(replace(item, codec=codec.value, kv_bits=KV_BITS[codec]) for item in _services(arguments))
+    services = tuple(replace(item, codec=codec.value, kv_bits=KV_BITS[codec.value]) for item in _services(arguments))
     known = {box.id for box in cluster.boxes}
     for box in (*(text.partition("=")[0] for text in arguments.pin), *arguments.exclude):
         if box not in known:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bootstrap import Role
+from ..coordinator import Phase
 from ..node.messages import Advert, NodeStatus, Status
 from ..node.place import Place
 
@@ -61,7 +62,7 @@ def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
     return (
         short(node.peer) + marks,
         node.role,
-        phase.value if phase is not None else "-",
+        _phase(phase, advert.phase),
         state,
         node.address,
         rtt,
@@ -102,6 +103,15 @@ def plan_lines(status: Status) -> list[str]:
 def short(peer: str) -> str:
     """A peer id as tables show it: its end, since all begin alike."""
     return f"..{peer[-6:]}"
+
+
+def _phase(phase: Phase | None, pinned: Phase | None) -> str:
+    """What a node does, and what its owner wants it to."""
+    if pinned is None:
+        return phase.value if phase is not None else "-"
+    if phase is pinned:
+        return f"{phase.value}, pinned"
+    return f"{phase.value if phase is not None else '-'}, pinned to {pinned.value}"
 
 
 def _engine(advert: Advert, peer: str) -> str:

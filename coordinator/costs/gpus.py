@@ -24,11 +24,13 @@ class Specs(StrEnum):
 
     DENSE: the datasheet's dense tensor rate. TABLE1: ThunderServe's Table 1, which mixes tensor and shader rates, for
     the five cards that it names. MEASURED: dense, times the share of it that was measured on that card.
+    ENGINE: in no table: what the engine of a running node has measured there, all of which counts.
     """
 
     DENSE = "dense"
     TABLE1 = "thunderserve-table1"
     MEASURED = "measured"
+    ENGINE = "engine"
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +75,8 @@ class GpuTable:
             near = [card for card in self._cards if name.strip().lower().split("-")[0][:4] in card.lower()]
             hint = f"; near it: {', '.join(near)}" if near else ""
             raise GpuError(f"GPU {name!r} is not in the table of {len(self._cards)} cards{hint}")
+        if specs is Specs.ENGINE:
+            raise GpuError(f"GPU {name!r}: the table has no figures that engines measure")
         card = self._cards[known]
         if specs is Specs.TABLE1:
             if known not in _TABLE1:

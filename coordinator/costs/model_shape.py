@@ -181,19 +181,21 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
             raise ModelShapeError(f"config of {name} has no {' or '.join(fields)}")
         return default
 
-    hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
-    layers = number("num_hidden_layers", "n_layer")
+    hidden = number("hidden_size", "n_embd", "d_model")
+    heads = number("num_attention_heads", "n_head", "n_heads", "num_heads")
+    layers = number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    one_for_all = config.get("multi_query") is True and config.get("new_decoder_architecture") is not True
     plain = config.get("model_type") in {"opt", "bloom", "gpt2", "gpt_neox"}
     experts = number("num_local_experts", "num_experts", default=1)
     window = number("sliding_window", default=0) if config.get("use_sliding_window", True) else 0
     kinds = config.get("layer_types")
-    windowed = layers if kinds is None else list(kinds).count("sliding_attention")
+    windowed = list(kinds).count("sliding_attention") if isinstance(kinds, list) else layers
     return ModelShape(
         name=name,
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=number("num_key_value_heads", default=heads),
+        kv_heads=1 if one_for_all else number("num_key_value_heads", "num_kv_heads", default=heads),
         head_dim=number("head_dim", default=hidden // heads if heads > 0 else 0),
         intermediate=number("moe_intermediate_size", "intermediate_size", "ffn_dim", default=4 * hidden),
         vocabulary=number("vocab_size"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from .efficiency import efficiency_of
@@ -46,15 +48,18 @@ class Hop(NamedTuple):
 def replica_times(model: ModelShape, stages: Sequence[StageHardware], hops: Sequence[Hop] = ()) -> StepTimes:
     """Raises ReplicaError where stages, layers and hops do not fit the model or each other."""
     _check(model, stages, hops)
-    costs = tuple(
-        stage_cost(
-            model, stage.gpu, efficiency_of(stage.gpu),
-            layers=stage.layers, tp=stage.tp, link_gbps=stage.link_gbps, last=number == len(stages) - 1,
-        )
-        for number, stage in enumerate(stages)
-    )  # fmt: skip
+    costs = [_cost(model, stage, last=number == len(stages) - 1) for number, stage in enumerate(stages)]
     columns = sorted({stage.gpu.specs.value for stage in stages})
-    return _Replica(costs, tuple(hops), model.activation_bytes_per_token, f"roofline, {' + '.join(columns)}")
+    return _Replica(costs, hops, model.activation_bytes_per_token, f"roofline, {' + '.join(columns)}")
+
+
+@lru_cache(maxsize=4096)
+def _cost(model: ModelShape, stage: StageHardware, *, last: bool) -> StageCost:
+    """A planner asks for the same few stages in thousands of pipelines."""
+    return stage_cost(
+        model, stage.gpu, efficiency_of(stage.gpu),
+        layers=stage.layers, tp=stage.tp, link_gbps=stage.link_gbps, last=last,
+    )  # fmt: skip
 
 
 def kv_capacity_tokens(model: ModelShape, stages: Sequence[StageHardware], *, memory_share: float = 0.9) -> int:
@@ -95,12 +100,14 @@ def _check(model: ModelShape, stages: Sequence[StageHardware], hops: Sequence[Ho
 
 
 class _Replica:
-    """StepTimes of stages and hops; the lines of batch sizes seen are kept."""
+    """StepTimes of stages and hops; the lines of batch sizes seen are kept. Stages that are equal take equally long, so
+    runs of them are computed once."""
 
-    def __init__(self, stages: tuple[StageCost, ...], hops: tuple[Hop, ...], token_bytes: int, source: str) -> None:
+    def __init__(self, stages: Sequence[StageCost], hops: Sequence[Hop], token_bytes: int, source: str) -> None:
         token_s = [token_bytes * 8.0 / (hop.gbps * 1e9) for hop in hops]
         self.source = source
-        self._stages = stages
+        self._size = len(stages)
+        self._runs = [(stage, len(list(run))) for stage, run in groupby(stages)]
         # What a stage has computed goes ahead to the next; back to the first go only the numbers of sampled tokens.
         self._round_s = sum(hop.rtt_s / 2 for hop in hops)
         self._ahead_s = sum(hop.rtt_s / 2 for hop in hops[:-1])
@@ -110,13 +117,13 @@ class _Replica:
 
     def prefill_s(self, tokens: int, pairs: float) -> float:
         seconds = self._ahead_s + self._ahead_token_s * tokens
-        for stage in self._stages:
-            seconds += stage.step_s(tokens, pairs, 0, 0.0)
+        for stage, count in self._runs:
+            seconds += count * stage.step_s(tokens, pairs, 0, 0.0)
         return seconds
 
     def prefill_interval_s(self, tokens: int, pairs: float) -> float:
         seconds = self._slowest_hop_token_s * tokens
-        for stage in self._stages:
+        for stage, _ in self._runs:
             seconds = max(seconds, stage.step_s(tokens, pairs, 0, 0.0))
         return seconds
 
@@ -129,13 +136,15 @@ class _Replica:
 
     def _decode_line(self, requests: int) -> DecodeLine:
         batches = self._batches(requests)
-        lines = [stage.decode_line(requests / batches) for stage in self._stages]
+        lines = [(stage.decode_line(requests / batches), count) for stage, count in self._runs]
         through = DecodeLine(
-            sum(line.fixed_s for line in lines) + self._round_s + self._ahead_token_s * requests / batches,
-            sum(line.context_s for line in lines) / batches,
+            sum(line.fixed_s * count for line, count in lines)
+            + self._round_s
+            + self._ahead_token_s * requests / batches,
+            sum(line.context_s * count for line, count in lines) / batches,
         )
         # All batches pass a stage one after the other, and with them all of the context.
-        queues = [DecodeLine(batches * line.fixed_s, line.context_s) for line in lines]
+        queues = [DecodeLine(batches * line.fixed_s, line.context_s) for line, _ in lines]
         typical = requests * TYPICAL_CONTEXT
         return max([through, *queues], key=lambda line: line.step_s(typical))
 
@@ -145,12 +154,12 @@ class _Replica:
         batch, held = requests / batches, context / batches
         through = self._round_s + self._ahead_token_s * (batch + tokens)
         slowest = 0.0
-        for stage in self._stages:
+        for stage, count in self._runs:
             both = stage.step_s(tokens, pairs, batch, held)
-            through += both
+            through += count * both
             if batches > 1:
                 slowest = max(slowest, both + (batches - 1) * stage.step_s(0, 0.0, batch, held))
         return max(through, slowest)
 
     def _batches(self, requests: int) -> int:
-        return max(1, min(len(self._stages), requests))
+        return max(1, min(self._size, requests))

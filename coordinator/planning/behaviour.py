@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from ..costs.step_times import StepTimes
+from ..costs.rounds import CHUNKS, Chunk, chunk_tokens, round_s
+from ..costs.step_times import StepTimes, chunk_pairs
 from ..plan import Phase
 from .length_classes import Classes
 
@@ -34,8 +35,9 @@ Array = NDArray[np.float64]
 LOADS: Final[Array] = np.array([0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0])
 """The utilisations that a replica's behaviour is tabulated at."""
 
-CHUNK_TOKENS: Final = 2048
-"""Prompt tokens that one step computes at most: longer prompts are read in chunks, short ones together."""
+CHUNK_TOKENS: Final = CHUNKS[0]
+"""Prompt tokens that a step computes at most where nothing is decoded: longer prompts are read in chunks, short ones
+together."""
 
 MAX_BATCH: Final = 256
 """Requests that one replica decodes together at most."""
@@ -48,13 +50,16 @@ class Behaviour:
     """One replica on its own, at every load.
 
     `read` and `write`: the rates (requests/s) that would fill it if it did nothing else, infinite for what it does not
-    do; the load at X prompts and Y outputs per second is X / read + Y / write. `lone_s`, `lone_sd_s`: reading a prompt
-    of each class; `chunks`: the steps that takes on a mixed replica, each behind a decode step. `spread`: squared
-    coefficient of variation of the times to read. `table`: the columns of `Row` at each of LOADS.
+    do. `both`: that of requests which it reads and writes itself; they take less than their halves would, since weights
+    are read once for a chunk and what is decoded beside it. The load at X prompts of others, Y outputs of others and Z
+    own requests per second is X / read + Y / write + Z / both. `lone_s`, `lone_sd_s`: reading a prompt of each class;
+    `chunks`: the rounds that takes on a mixed replica. `spread`: squared coefficient of variation of the times to read.
+    `table`: the columns of `Row` at each of LOADS.
     """
 
     read: float
     write: float
+    both: float
     lone_s: Array
     lone_sd_s: Array
     chunks: Array
@@ -65,7 +70,7 @@ class Behaviour:
     @property
     def rate(self) -> float:
         """Requests per second at full load when it does all of its work for the same requests."""
-        return 1.0 / (1.0 / self.read + 1.0 / self.write)
+        return min(self.read, self.write, self.both)
 
     @property
     def reads(self) -> bool:
@@ -91,20 +96,25 @@ class Behaviour:
 class Row(NamedTuple):
     """What a replica does at one load, as columns of `Behaviour.table`.
 
-    `rho`: share of the time that it is reading. `occupied_s`: by one prompt on average. `step_s`: a decode step's time.
-    `tpot_s`: from token to token. `batch`: requests that decode. Variances of tpot_s: with their number, `batch_var`;
-    with their contexts, `context_var`; with the prompts that come between, times the tokens of the request that sees
-    them, `prompt_var`.
+    Of reading: `rho`, the chance that a prompt finds others; `occupied_s`, a prompt's share of the time at best;
+    `step_s`, the decode step that each chunk travels with; `joins_s`, until a prompt that has come is taken up.
+    Of writing: `tpot_s`, from token to token on average; `batch`, requests that decode; of its variance, `batch_var`
+    with their number and `context_var` with their contexts. Rounds that read take `stall_s` longer than others: they
+    are `stalled` of all rounds, and come in runs of about `run` rounds; `reading` is the share of the time they take.
     """
 
     rho: Array
     occupied_s: Array
     step_s: Array
+    joins_s: Array
     tpot_s: Array
     batch: Array
     batch_var: Array
     context_var: Array
-    prompt_var: Array
+    stall_s: Array
+    stalled: Array
+    run: Array
+    reading: Array
 
 
 class _Steps(NamedTuple):
@@ -118,18 +128,20 @@ class _Steps(NamedTuple):
 
 
 def behaviour(
-    phase: Phase, times: StepTimes, classes: Classes, *, kv_tokens: int, arrival_cv: float = 1.0
-) -> Behaviour:
-    """Of a replica with room for so many tokens of KV, which must be enough for the requests there are."""
+    phase: Phase, times: StepTimes, classes: Classes,
+    *, kv_tokens: int, arrival_cv: float = 1.0, stages: int = 1, tpot_s: float = inf,
+) -> Behaviour:  # fmt: skip
+    """Of a replica with room for so many tokens of KV, which must be enough for the requests there are.
+
+    `tpot_s`: the deadline that a mixed replica chooses its chunks by.
+    """
     if phase is Phase.PREFILL:
         return _reader(times, classes, _reads(times, classes))
     peaked = (1.0 + arrival_cv**2) / 2.0
     steps = _decode_steps(times, classes, _most(times, classes, kv_tokens), peaked)
     if phase is Phase.DECODE:
-        nothing = np.zeros_like(classes.share)
-        return _writer(steps, classes, _Reads(nothing, nothing, nothing), peaked)
-    reads, gain = _reads(times, classes), _ride(times, classes, steps)
-    return _writer(steps, classes, _Reads(*(column * gain for column in reads)), peaked)
+        return _writer(steps, classes, None, peaked)
+    return _writer(steps, classes, _beside(times, classes, steps, stages, chunk_tokens(times, stages, tpot_s)), peaked)
 
 
 def _most(times: StepTimes, classes: Classes, kv_tokens: int) -> int:
@@ -160,12 +172,20 @@ class _Reads(NamedTuple):
 
 
 def _reads(times: StepTimes, classes: Classes) -> _Reads:
+    """In full chunks, and what is left in the last: it cannot be out before the one ahead of it."""
     latency, occupied = [], []
     for prompt, pairs in zip(classes.prompt.tolist(), classes.pairs.tolist(), strict=True):
-        chunks = ceil(prompt / CHUNK_TOKENS)
-        size = round(prompt / chunks), pairs / chunks
-        occupied.append(chunks * times.prefill_interval_s(*size))
-        latency.append(times.prefill_s(*size) + occupied[-1] * (chunks - 1) / chunks)
+        full = ceil(prompt / CHUNK_TOKENS) - 1
+        rest = max(1, round(prompt - full * CHUNK_TOKENS))
+        last = rest, min(pairs, chunk_pairs(full * CHUNK_TOKENS, rest))
+        ahead_s = out_s = 0.0
+        if full:
+            chunk = CHUNK_TOKENS, (pairs - last[1]) / full
+            interval_s = times.prefill_interval_s(*chunk)
+            ahead_s = full * interval_s
+            out_s = ahead_s - interval_s + times.prefill_s(*chunk)
+        occupied.append(ahead_s + times.prefill_interval_s(*last))
+        latency.append(max(out_s, ahead_s + times.prefill_s(*last)))
     return _Reads(np.array(latency), np.array(latency) * classes.prompt_sd / classes.prompt, np.array(occupied))
 
 
@@ -177,8 +197,9 @@ def _reader(times: StepTimes, classes: Classes, reads: _Reads) -> Behaviour:
     occupied = min(mean, batch_s / together)
     table = np.zeros((len(LOADS), len(Row._fields)))
     table[:, 0], table[:, 1] = LOADS, occupied
+    table[:, Row._fields.index("run")] = 1.0
     return Behaviour(
-        read=1.0 / occupied, write=inf, lone_s=reads.latency_s, lone_sd_s=reads.latency_sd_s,
+        read=1.0 / occupied, write=inf, both=inf, lone_s=reads.latency_s, lone_sd_s=reads.latency_sd_s,
         chunks=np.zeros_like(reads.latency_s), spread=reads.square_s(classes) / mean**2 - 1.0, max_batch=inf,
         table=table,
     )  # fmt: skip
@@ -199,49 +220,116 @@ def _decode_steps(times: StepTimes, classes: Classes, most: int, peaked: float) 
     return _Steps(batches, np.concatenate((step[:1], step)), np.concatenate((context[:1], context)), again)
 
 
-def _ride(times: StepTimes, classes: Classes, steps: _Steps) -> float:
-    """What a chunk adds to a step that decodes, over what it costs alone: weights are read once for both."""
-    tokens = min(CHUNK_TOKENS, max(1, round(classes.mean_prompt)))
-    pairs = classes.mean_pairs * tokens / classes.mean_prompt
-    alone = times.prefill_s(tokens, pairs)
-    if times.prefill_interval_s(tokens, pairs) < alone:
-        return 1.0  # a pipeline: its stages are at different things at a time
+class _Beside(NamedTuple):
+    """Reading beside decoding. `tokens` of prompts in a round, up to all that fit, make it `added_s` longer; prompts of
+    each class that are read alone take `rounds`, and add `alone_s` in all. With nothing to decode, a prompt occupies
+    the replica for `occupied_s` on average."""
+
+    tokens: Array
+    added_s: Array
+    rounds: Array
+    alone_s: Array
+    occupied_s: float
+
+    @property
+    def most(self) -> float:
+        """Tokens that fit a round."""
+        return float(self.tokens[-1])
+
+
+def _beside(times: StepTimes, classes: Classes, steps: _Steps, stages: int, chunk: int) -> _Beside:
+    """Looked at beside a middling batch: what is added depends little on it."""
     batch = int(steps.batch[len(steps.batch) // 2])
-    context = batch * classes.held
-    added = times.mixed_s(tokens, pairs, batch, context) - times.decode_line(batch).step_s(context)
-    return min(1.0, max(0.1, added / alone))
+    context, pairs = batch * classes.held, classes.mean_pairs / classes.mean_prompt
+    step_s = times.decode_line(batch).step_s(context)
+    size = max(chunk // 4, chunk - batch // stages)
+    rounds = [[part] for part in (size // 8, size // 3)] + [[size] * count for count in range(1, stages + 1)]
+    tokens = np.array([0.0, *(float(sum(sizes)) for sizes in rounds)])
+    added = [
+        round_s(times, stages, [Chunk(part, part * pairs) for part in sizes], batch, context) - step_s
+        for sizes in rounds
+    ]
+    added_s = np.maximum.accumulate([0.0, *added])
+    alone = np.ceil(classes.prompt / tokens[-1])
+    # a class has its own pairs to the token: longer prompts take longer by their attention, as when they are alone
+    skew = classes.pairs / classes.prompt / pairs - 1.0
+    attention = _attention_share(times, classes)
+    alone_s = alone * np.interp(classes.prompt / alone, tokens, added_s) * (1.0 + attention * skew)
+    occupied_s = classes.mean_prompt / chunk * times.prefill_interval_s(chunk, chunk * pairs)
+    return _Beside(tokens, added_s, alone, alone_s, occupied_s)
 
 
-def _writer(steps: _Steps, classes: Classes, reads: _Reads, peaked: float) -> Behaviour:
-    """A replica that writes, and reads if `reads` has times."""
+def _attention_share(times: StepTimes, classes: Classes) -> float:
+    """Of the time that reading an average prompt takes."""
+    prompt = max(1, round(classes.mean_prompt))
+    whole = times.prefill_interval_s(prompt, classes.mean_pairs)
+    return 1.0 - times.prefill_interval_s(prompt, 0.0) / whole if whole > 0.0 else 0.0
+
+
+class _Rounds(NamedTuple):
+    """At each batch: prompts that end per second, tokens read in a round that reads, and what that adds to it."""
+
+    rate: Array
+    tokens: Array
+    added_s: Array
+
+
+def _rounds(steps: _Steps, classes: Classes, beside: _Beside | None) -> _Rounds:
+    """At b requests in flight, a request takes 1/b of `output` steps, but no fewer than its prompt takes rounds; the
+    rest of the time goes into what prompts add. Prompts that come during a round are read together in the next."""
     batch, step = steps.batch, steps.step_s
-    output, occupied = classes.mean_output, reads.mean_s(classes)
-    chunks = classes.mean_prompt / CHUNK_TOKENS if occupied else 0.0
-    # At b requests in flight, a request takes 1/b of `output` steps, but no fewer than its prompt has chunks; Little's
-    # law then gives the time between tokens.
-    shared = np.maximum(output / np.maximum(batch, 1.0), chunks)
-    rate = np.minimum(batch, 1.0) / (occupied + steps.again_s + step * shared)
-    full = int(np.argmax(rate))
+    share = classes.mean_output / np.maximum(batch, 1.0)
+    if beside is None:
+        none = np.zeros_like(batch)
+        return _Rounds(np.minimum(batch, 1.0) / (steps.again_s + step * share), none, none)
+    prompt, most = classes.mean_prompt, beside.most
+    alone_s, rounds = float(classes.share @ beside.alone_s), float(classes.share @ beside.rounds)
+    fixed_s = steps.again_s + step * np.maximum(share, prompt / most)
+    tokens, added = np.full(len(batch), prompt / rounds), np.full(len(batch), alone_s / rounds)
+    # short prompts and long ones alone take less than as many of mean length; full rounds are all alike
+    alike = alone_s / max(1e-12, rounds * float(np.interp(prompt / rounds, beside.tokens, beside.added_s)))
+    spare = max(1e-12, most - prompt / rounds)
+    for _ in range(4):
+        rate = 1.0 / (fixed_s + prompt / tokens * added)
+        come = np.maximum(rate * (step + added), 1e-9)
+        tokens = np.minimum(most, np.maximum(prompt / rounds * come / -np.expm1(-come), prompt / share))
+        uneven = 1.0 + (alike - 1.0) * (most - tokens) / spare
+        added = np.interp(tokens, beside.tokens, beside.added_s) * uneven
+    return _Rounds(np.minimum(batch, 1.0) / (fixed_s + prompt / tokens * added), tokens, added)
+
+
+def _writer(steps: _Steps, classes: Classes, beside: _Beside | None, peaked: float) -> Behaviour:
+    """A replica that writes, and reads if there is something `beside`."""
+    rounds = _rounds(steps, classes, beside)
+    full = int(np.argmax(rounds.rate))
     batch, step, context, again = (column[: full + 1] for column in steps)
-    rate, shared = rate[: full + 1], shared[: full + 1]
+    rate, tokens, added = (column[: full + 1] for column in rounds)
+    output, prompt = classes.mean_output, classes.mean_prompt
     tpot = np.concatenate((step[:1], batch[1:] / (rate[1:] * output)))
     slope = np.gradient(tpot, batch)
-    square = reads.square_s(classes)
+    none, kinds = np.zeros_like(batch), np.zeros_like(classes.share)
+    rows, lone_s, chunks, spread = [none] * 4, kinds, kinds, 0.0
+    stall, stalled, run, reading = none, none, none + 1.0, none
+    read, write = inf, 1.0 / float(step[-1] * output / batch[-1] + again[-1])
+    if beside is not None:
+        lone_s, chunks = beside.alone_s, beside.rounds
+        reads = rate * prompt / tokens  # rounds that read, per second
+        stall, stalled, reading = added, np.minimum(1.0, reads * tpot), np.minimum(1.0, reads * (step + added))
+        often = float(classes.share @ chunks**2) / float(classes.share @ chunks)
+        run = often * (step + added) / ((1.0 - reading) * (step + added) + reading * step)
+        least_s = prompt / beside.most * (step + beside.added_s[-1])
+        joins = 0.5 * (reading * (step + added) + (1.0 - reading) * step)
+        rows = [rate / rate[-1], least_s, step, joins]
+        square = classes.prompt**2 + classes.prompt_sd**2
+        spread = float(classes.share @ square) / prompt**2 - 1.0
+        read = 1.0 / beside.occupied_s
     columns = Row(
-        rho=rate * (occupied + step * chunks),
-        occupied_s=occupied + step * chunks,
-        step_s=step * bool(occupied),
-        tpot_s=tpot,
-        batch=batch,
-        batch_var=batch * peaked * slope**2,
-        context_var=batch * context**2 * classes.held_var,
-        prompt_var=rate * tpot * square,
-    )
+        *rows, tpot_s=tpot, batch=batch, batch_var=batch * peaked * slope**2,
+        context_var=batch * context**2 * classes.held_var, stall_s=stall, stalled=stalled, run=run, reading=reading,
+    )  # fmt: skip
     table = np.stack([np.interp(LOADS * rate[-1], rate, column) for column in columns], axis=1)
-    mean = max(occupied + float(step.mean()) * chunks, 1e-12)
     return Behaviour(
-        read=1.0 / occupied if occupied else inf, write=1.0 / float(step[-1] * shared[-1] + again[-1]),
-        lone_s=reads.latency_s, lone_sd_s=reads.latency_sd_s,
-        chunks=np.maximum(classes.prompt / CHUNK_TOKENS, 1.0) * bool(occupied),
-        spread=max(0.0, square - occupied**2) / mean**2, max_batch=float(batch[-1]), table=table,
+        read=read, write=write, both=float(rate[-1]) if beside else inf, lone_s=lone_s,
+        lone_sd_s=lone_s * classes.prompt_sd / classes.prompt, chunks=chunks, spread=spread,
+        max_batch=float(batch[-1]), table=table,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from ..plan import Phase
 from .flow import Flow, Network, fill, flow_of, solve
 from .handover import Links
 from .members import Loaded, Member, Members, Memory
-from .orchestration import Orchestration, Solver, carried, orchestrate
+from .orchestration import Orchestration, Solver, carried, highest_rate, orchestrate
 from .parallel import Stages
 from .problem import Group, Problem, Proposal, Score, Slice, Solution
 from .proposals import Proposer
@@ -51,6 +51,7 @@ class LowerLevel:
         self._members = Members(problem, self._links, loaded, self._memory)
         rates = [service.workload.rate for service in problem.services]
         self._shares = [rate / sum(rates) for rate in rates]
+        self._scores: dict[Solution, Score] = {}
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether these GPUs have the memory for the model and its long requests, in a shape that can be run."""
@@ -80,7 +81,9 @@ class LowerLevel:
 
     def score(self, solution: Solution) -> Score:
         """By the fast orchestration."""
-        return self._score(solution, self.orchestrate(solution))
+        if solution not in self._scores:
+            self._scores[solution] = self._score(solution, self.orchestrate(solution))
+        return self._scores[solution]
 
     def bound(self, solution: Solution) -> float:
         """No less than the objective: replicas at their best, links without limit, traffic for nothing."""
@@ -102,18 +105,25 @@ class LowerLevel:
             total += share * (min(1.0, reads / rate, writes / rate) + HEADROOM * capacity / (1.0 + capacity))
         return total
 
-    def propose(self, solution: Solution, *, epoch: int, version: int) -> tuple[Proposal, ...]:
-        """The finished plan of each service, by the better of the fast and the exact orchestration.
+    def propose(
+        self, solution: Solution, *, epoch: int, version: int, solvers: Sequence[Solver] = (fill, solve)
+    ) -> tuple[Proposal, ...]:
+        """The finished plan of each service, by the best of these orchestrations: the fast and the exact one.
 
         Where no request would be in time, those that there are are served all the same. Raises UnservedError.
         """
-        ways = [self.orchestrate(solution), self.orchestrate(solution, solver=solve)]
+        ways = [self.orchestrate(solution, solver=solver) for solver in solvers]
         best = max(ways, key=lambda found: self._score(solution, found).objective)
         if not all(item.flow.served > 0.0 for item in best):
             best = self.orchestrate(solution, solver=_anyway)
         score = self._score(solution, best)
         proposer = Proposer(self.problem.cluster, self._members, best, score)
-        return tuple(proposer.proposal(item, epoch=epoch, version=version) for item in best)
+        roads = self._links.roads.less(np.sum([item.flow.used for item in best], axis=0))
+        proposals = []
+        for item in best:
+            most = highest_rate(item, self._links, roads.more(item.flow.used), fill)
+            proposals.append(proposer.proposal(item, most, epoch=epoch, version=version))
+        return tuple(proposals)
 
     def orchestrate(self, solution: Solution, *, solver: Solver = fill) -> tuple[Orchestration, ...]:
         """Every service in turn, on what the ones before leave of the links."""

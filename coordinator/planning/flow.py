@@ -64,6 +64,11 @@ class Roads:
         )
 
 
+    def more(self, used: Array) -> Roads:
+        """With `used` [from, to] Gb/s given back."""
+        return Roads(self.between + used, self.out + used.sum(axis=1), self.into + used.sum(axis=0))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LossCurve:
     """Requests lost per second over the load: `slopes[k]` up to `loads[k]`, rising, from 0 before the first."""
@@ -81,8 +86,9 @@ class LossCurve:
 class Network:
     """Replicas, by index; pairs of them that may serve requests together, and `rate` requests per second to serve.
 
-    `read` and `write`: as in `queueing.Behaviour`. A pair reads on `reader[k]`, writes on `writer[k]` (the same for a
-    replica that keeps its requests), is worth `worth[k]` per request and sends `wires[k]`.
+    `read`, `write` and `both`: as in `behaviour.Behaviour`. A pair reads on `reader[k]`, writes on `writer[k]` (the
+    same for a replica that keeps its requests), is worth `worth[k]` per request and sends `wires[k]`. Without `both`, a
+    request that is kept takes as much as its halves would.
     """
 
     rate: float
@@ -94,6 +100,15 @@ class Network:
     worth: Array
     wires: Sequence[tuple[Wire, ...]]
     roads: Roads
+    both: Array | None = None
+
+    def costs(self) -> tuple[Array, Array]:
+        """By pair: the load that one request per second puts on its reader, and on its writer."""
+        reading, writing = 1.0 / self.read[self.reader], 1.0 / self.write[self.writer]
+        if self.both is not None:
+            kept, half = self.reader == self.writer, 0.5 / self.both[self.reader]
+            reading, writing = np.where(kept, half, reading), np.where(kept, half, writing)
+        return reading, writing
 
     def unlimited(self, rate: float, loads: Sequence[float]) -> Network:
         """The same for another rate, up to these loads, where nothing is lost and all pairs are worth the same."""
@@ -136,8 +151,9 @@ def _above(loads: Array, lost: Array, first: int, middle: int, last: int) -> boo
 def flow_of(network: Network, pairs: Array) -> Flow:
     """Loads and links under so many requests per second of each pair."""
     loads = np.zeros(len(network.read))
-    np.add.at(loads, network.reader, pairs / network.read[network.reader])
-    np.add.at(loads, network.writer, pairs / network.write[network.writer])
+    reading, writing = network.costs()
+    np.add.at(loads, network.reader, pairs * reading)
+    np.add.at(loads, network.writer, pairs * writing)
     used = np.zeros_like(network.roads.between)
     for pair in np.flatnonzero(pairs).tolist():
         for wire in network.wires[pair]:
@@ -156,18 +172,18 @@ class _Filling:
         replicas = len(network.read)
         self._piece = [0] * replicas
         self._left: list[float] = [curve.loads[0] for curve in network.curves]
-        slopes = np.array([curve.slopes[0] for curve in network.curves])
-        self._read_price, self._write_price = slopes / network.read, slopes / network.write
+        self._slope = np.array([curve.slopes[0] for curve in network.curves])
+        self._reading, self._writing = network.costs()
         self._worth = network.worth.copy()
-        self._gain = self._worth - self._read_price[network.reader] - self._write_price[network.writer]
+        self._gain = self._worth - self._prices(slice(None))
         self._touching = _touching(network)
         self._out: list[float] = network.roads.out.tolist()
         self._into: list[float] = network.roads.into.tolist()
         self._between: dict[tuple[int, int], float] = {}  # filled as it is asked for
         self._reader: list[int] = network.reader.tolist()
         self._writer: list[int] = network.writer.tolist()
-        self._read_cost: list[float] = (1.0 / network.read).tolist()
-        self._write_cost: list[float] = (1.0 / network.write).tolist()
+        self._read_cost: list[float] = self._reading.tolist()
+        self._write_cost: list[float] = self._writing.tolist()
         self.pairs = np.zeros(len(network.worth))
 
     def place(self, rest: float) -> float:
@@ -177,9 +193,9 @@ class _Filling:
             return 0.0
         reader, writer = self._reader[pair], self._writer[pair]
         if reader == writer:
-            amount = self._left[reader] / (self._read_cost[reader] + self._write_cost[reader])
+            amount = self._left[reader] / (self._read_cost[pair] + self._write_cost[pair])
         else:
-            amount = min(self._left[reader] / self._read_cost[reader], self._left[writer] / self._write_cost[writer])
+            amount = min(self._left[reader] / self._read_cost[pair], self._left[writer] / self._write_cost[pair])
         wires = self._network.wires[pair]
         room = self._room(wires) if wires else inf
         amount = min(amount, rest)
@@ -189,8 +205,8 @@ class _Filling:
         self.pairs[pair] += amount
         for wire in wires:
             self._take(wire, amount)
-        self._load(reader, amount * self._read_cost[reader])
-        self._load(writer, amount * self._write_cost[writer])
+        self._load(reader, amount * self._read_cost[pair])
+        self._load(writer, amount * self._write_cost[pair])
         return max(amount, NOTHING)
 
     def _room(self, wires: tuple[Wire, ...]) -> float:
@@ -232,11 +248,15 @@ class _Filling:
         if piece < len(curve.loads):
             slope = curve.slopes[piece]
             self._left[replica] = curve.loads[piece] - curve.loads[piece - 1]
-        self._read_price[replica] = slope * self._read_cost[replica] if self._read_cost[replica] else 0.0
-        self._write_price[replica] = slope * self._write_cost[replica] if self._write_cost[replica] else 0.0
+        self._slope[replica] = slope
         at = self._touching[replica]
-        self._gain[at] = (
-            self._worth[at] - self._read_price[self._network.reader[at]] - self._write_price[self._network.writer[at]]
+        self._gain[at] = self._worth[at] - self._prices(at)
+
+    def _prices(self, at: Index | slice) -> Array:
+        """What one more request would cost the others on both replicas of these pairs."""
+        network = self._network
+        return np.asarray(
+            self._slope[network.reader[at]] * self._reading[at] + self._slope[network.writer[at]] * self._writing[at]
         )
 
 
@@ -273,11 +293,10 @@ def solve(network: Network) -> Flow:
     owner = np.array([replica for replica, _, _ in pieces])
     replicas = len(network.read)
     columns = np.arange(pairs)
+    reading, writing = network.costs()
     balance = coo_array(
         (
-            np.concatenate(
-                (1.0 / network.read[network.reader], 1.0 / network.write[network.writer], -np.ones(len(pieces)))
-            ),
+            np.concatenate((reading, writing, -np.ones(len(pieces)))),
             (
                 np.concatenate((network.reader, network.writer, owner)),
                 np.concatenate((columns, columns, pairs + np.arange(len(pieces)))),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .workload import Workload
 
@@ -46,14 +47,25 @@ class Classes:
         return self.prompt * (self.prompt + 1) / 2 + self.prompt_sd**2 / 2
 
 
-def classes_of(workload: Workload, *, prompts: int = 8, outputs: int = 4) -> Classes:
-    """At most `prompts` * `outputs` classes, fewer for a sample with fewer requests."""
+PROMPTS: Final = 6
+"""Classes by prompt, of equally many requests each."""
+
+OUTPUTS: Final = (0.25, 0.5, 0.75, 0.9, 0.97)
+"""Where the requests of a prompt's class are cut by output. A tenth of them may write most of the tokens, and whether
+those end in time decides about the last percents."""
+
+
+def classes_of(workload: Workload, *, prompts: int = PROMPTS, outputs: ArrayLike = OUTPUTS) -> Classes:
+    """At most prompts * (outputs + 1) classes: `outputs` are cuts, fewer for a sample with fewer requests."""
     order = np.lexsort((workload.outputs, workload.prompts))
     cells = [
         rows[np.argsort(workload.outputs[rows], kind="stable")]
         for rows in np.array_split(order, min(prompts, len(order)))
     ]
-    cells = [part for rows in cells for part in np.array_split(rows, min(outputs, len(rows)))]
+    cells = [
+        part for rows in cells for part in np.split(rows, np.round(np.array(outputs) * len(rows)).astype(np.intp))
+        if len(part)
+    ]  # fmt: skip
     prompt = [workload.prompts[cell].astype(np.float64) for cell in cells]
     output = [workload.outputs[cell].astype(np.float64) for cell in cells]
     p, n = workload.prompts.astype(np.float64), workload.outputs.astype(np.float64)

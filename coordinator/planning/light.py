@@ -7,13 +7,13 @@ not better by `MARGIN` is not adopted: the running solution stays, with its rout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from .cluster import Cluster
 from .evaluator import LowerLevel
-from .judge import Judge
+from .judge import Judge, never
 from .moves import flips
 from .parallel import Stages
 from .problem import Evaluator, Group, Problem, Score, Slice, Solution
@@ -78,10 +78,18 @@ def keeping(problem: Problem, running: Solution, old: LowerLevel) -> LowerLevel:
     return LowerLevel(problem, loaded)
 
 
-def reschedule(problem: Problem, evaluator: Evaluator, running: Solution) -> Adjustment:
-    """The best phases found for the running replicas. `evaluator`: one that keeps their stages (`keeping`)."""
+def reschedule(
+    problem: Problem,
+    evaluator: Evaluator,
+    running: Solution,
+    *,
+    margin: float = MARGIN,
+    spent: Callable[[], bool] = never,
+) -> Adjustment:
+    """The best phases found for the running replicas until `spent()`; as they are unless others gain `margin`.
+    `evaluator`: one that keeps their stages (`keeping`)."""
     space = Space.of(problem, evaluator)
-    judge = Judge(space, limit=STEPS)
+    judge = Judge(space, limit=STEPS, spent=spent)
     before = judge.score(running)
     here, level = running, before.objective
     while not judge.over():
@@ -90,7 +98,7 @@ def reschedule(problem: Problem, evaluator: Evaluator, running: Solution) -> Adj
         if found is None:
             break
         level, here = found
-    if level < before.objective + MARGIN:
+    if level < before.objective + margin:
         return Adjustment(solution=running, score=before, before=before, flips=())
     return Adjustment(solution=here, score=judge.score(here), before=before, flips=_flips(space, running, here))
 

@@ -18,7 +18,7 @@ from .behaviour import LOADS, Behaviour, Row
 from .flow import LossCurve, loss_curve
 from .handover import Holder, Links
 from .length_classes import classes_of
-from .parallel import Configuration, Demand, Part, Parts, Stages, configure, holds
+from .parallel import Configuration, Demand, Options, Part, Parts, Stages
 from .problem import Group, Problem, Slice
 from .queueing import Partner
 from .workload import Service, Slo
@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 REFERENCE_LOAD: Final = 4
 """Index into LOADS (0.6) of the load at which replicas and pairs are compared before loads are known."""
 
-EVENNESS: Final = 1e-3
+EVENNESS: Final = 1e-2
 """Requests that a full replica is taken to lose besides, with the square of its load: equal replicas share alike."""
 
 TPOT: Final = Row._fields.index("tpot_s")
@@ -73,12 +73,12 @@ class Member:
 
 class Memory:
     """What is known of groups by what they are made of, whatever cluster they are in and however much they have to do:
-    configurations, and whether there are any. Services by name."""
+    the ways to run a service, and the best of them for each phase. Services by name."""
 
     def __init__(self) -> None:
         self.numbers: dict[Parts, int] = {}
         self.configurations: dict[tuple[int, Phase, str], Configuration | None] = {}
-        self.holding: dict[tuple[int, str], bool] = {}
+        self.options: dict[tuple[int, str], Options] = {}
 
 
 class Members:
@@ -96,11 +96,7 @@ class Members:
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether a group of these can be a member."""
-        kind, parts = self._kind(slices)
-        known, key = self._memory.holding, (kind, self._names[service])
-        if key not in known:
-            known[key] = holds(parts, self.demands[service])
-        return known[key] and not self._cut(slices)
+        return self._options(slices, service).possible and not self._cut(slices)
 
     def member(self, group: Group) -> Member | None:
         """The group at its best, None where it does not hold the model."""
@@ -124,15 +120,22 @@ class Members:
     def _member(self, group: Group) -> Member | None:
         if self._cut(group.slices):
             return None
-        kind, parts = self._kind(group.slices)
+        kind, _ = self._kind(group.slices)
         known, key = self._memory.configurations, (kind, group.phase, self._names[group.service])
         if key not in known:
-            known[key] = configure(parts, group.phase, self.demands[group.service])
+            known[key] = self._options(group.slices, group.service).best(group.phase)
         configuration = known[key]
         if configuration is None:
             return None
         spans = tuple((group.slices[part].box, first, last) for part, first, last in configuration.spans)
         return Member(group, kind, configuration, Holder(group.phase, spans))
+
+    def _options(self, slices: tuple[Slice, ...], service: int) -> Options:
+        kind, parts = self._kind(slices)
+        known, key = self._memory.options, (kind, self._names[service])
+        if key not in known:
+            known[key] = Options(parts, self.demands[service])
+        return known[key]
 
     def _cut(self, slices: tuple[Slice, ...]) -> bool:
         """Whether only a part of an atomic box is among these."""

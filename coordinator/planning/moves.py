@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
+from typing import Final
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from .clustering import tile
 from .problem import Group, Slice, Solution
 from .space import Space, group_of, solution_of
 
-__all__ = ["flips", "neighbours", "retilings"]
+__all__ = ["flips", "neighbour", "retilings"]
 
 Move = Callable[[Space, Solution, np.random.Generator], Iterator[Solution]]
 
@@ -71,18 +72,10 @@ def _tilings(space: Space, box: int, gpus: int, service: int) -> Iterator[list[i
             yield sizes
 
 
-def neighbours(space: Space, solution: Solution, rng: np.random.Generator, count: int) -> list[Solution]:
-    """Up to `count` different ones, drawn by kind of move and then by place."""
-    moves: list[Move] = [_flip, _flip, _split, _merge, _merge, _move, _move, _exchange, _cut, _idle]
-    if len(space.problem.services) > 1:
-        moves.append(_reassign)
-    found: dict[Solution, None] = {}
-    for _ in range(4 * count):
-        made = moves[int(rng.integers(len(moves)))](space, solution, rng)
-        found.update((one, None) for one in made if one and one != solution)
-        if len(found) >= count:
-            break
-    return list(found)[:count]
+def neighbour(space: Space, solution: Solution, rng: np.random.Generator) -> Solution | None:
+    """A random one, drawn by kind of move and then by place; None where there is no such move at that place."""
+    moves = MOVES if len(space.problem.services) == 1 else (*MOVES, _reassign)
+    return next(moves[int(rng.integers(len(moves)))](space, solution, rng), None)
 
 
 def _replaced(solution: Solution, gone: Iterable[Group], come: Iterable[Group]) -> Solution:
@@ -224,3 +217,7 @@ def _reassign(space: Space, solution: Solution, rng: np.random.Generator) -> Ite
     made = _fitting(space, group.slices, group.phase, others[int(rng.integers(len(others)))], rng)
     if made is not None:
         yield _replaced(solution, [group], [made])
+
+
+MOVES: Final[Sequence[Move]] = (_flip, _flip, _split, _merge, _merge, _move, _move, _exchange, _cut, _idle)
+"""Of one service; some come twice since they help twice as often."""

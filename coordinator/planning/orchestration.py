@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import Phase
 from .behaviour import LOADS
-from .flow import Flow, Network, Roads
+from .flow import Flow, Network, Roads, solve
 from .handover import Handovers, Links, handovers
 from .kv_cost import kv_gigabits, visible_s
 from .length_classes import Classes
 from .members import REFERENCE_LOAD, Curve, Member
-from .queueing import Fates, Fleet
+from .queueing import Fates, Fleet, Sending
 from .workload import Service
 
-__all__ = ["Orchestration", "Solver", "carried", "orchestrate"]
+__all__ = ["Orchestration", "Solver", "carried", "highest_rate", "orchestrate"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Solver = Callable[[Network], Flow]
+
+
+HALVINGS: Final = 9
+"""Of the interval that the highest rate is searched in."""
+
+REFERENCE_BUSY: Final = 0.5
+"""How busy links are taken to be before it is known what they carry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +72,34 @@ def orchestrate(
     outcome = _Outcome(service, classes, fleet, handover, gigabits, _crowd(members))
     network = Network(
         service.workload.rate, fleet.read, fleet.write, [curve.lost for curve in curves],
-        handover.reader, handover.writer, outcome.worth(curves), handover.wires, roads,
+        handover.reader, handover.writer, outcome.worth(curves), handover.wires, roads, fleet.both,
     )  # fmt: skip
     flow = solver(network)
     active = np.flatnonzero(flow.pairs)
-    stretch = _stretch(handover, active, links.busy(flow.used + _hop_gbps(members, handover, flow, service)))
-    fates = outcome.of(active, flow.loads, stretch)
+    busy = _busy(handover, active, links.busy(flow.used + _hop_gbps(members, handover, flow, service)))
+    fates = outcome.of(active, flow.loads, busy)
     return Orchestration(service, classes, members, curves, network, handover, flow, active, fates)
+
+
+def highest_rate(found: Orchestration, links: Links, roads: Roads, solver: Solver) -> float:
+    """Requests per second at which the service's target share would still be in time, shared out anew for each rate.
+
+    `roads`: what other services leave of the links."""
+    target = found.service.slo.target
+    low, high = 0.0, solve(found.network.unlimited(inf, [1.0] * len(found.members))).served
+
+    def enough(rate: float) -> bool:
+        workload = replace(found.service.workload, rate=rate)
+        service = replace(found.service, workload=workload)
+        again = orchestrate(service, found.classes, found.members, found.curves, links, roads, solver)
+        return again.attainment >= target
+
+    if high > 0.0 and enough(high):
+        return high
+    for _ in range(HALVINGS if high > 0.0 else 0):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return low
 
 
 def _crowd(members: Sequence[Member]) -> tuple[int, int]:
@@ -91,23 +121,25 @@ class _Outcome:
     gigabits: Array
     crowd: tuple[int, int]
 
-    def of(self, pairs: Index, loads: Array, stretch: Array) -> Fates:
-        """Rows for these pairs, at these loads of all replicas. `stretch`: how much longer their KV takes on links that
-        carry more than it. A decode replica needs a step for the first token as for any other."""
+    def of(self, pairs: Index, loads: Array, busy: Array) -> Fates:
+        """Rows for these pairs, at these loads of all replicas. `busy`: the share of the time that others send on a
+        pair's links; they share them, so that KV takes 1 / (1 - busy) times as long on average. A decode replica needs
+        a step for the first token as for any other."""
         readers, writers = self.handover.reader[pairs], self.handover.writer[pairs]
         everyone = np.arange(len(loads))
         reading = self.fleet.reading(everyone, loads, self.crowd[0]).at(readers)
         writing = self.fleet.writing(everyone, loads, self.crowd[1]).at(writers)
-        wire_s = (self.handover.gigabit_s[pairs] * stretch)[:, None] * self.gigabits
-        alpha_s = self.handover.alpha_s[pairs][:, None]
-        visible = visible_s(wire_s, alpha_s, self.fleet.lone_s[readers], self.service.model.layers)
-        handed = (readers != writers)[:, None]
-        admit, step = writing.admit_s[:, None], writing.tpot_s[:, None]
-        if self.service.decode_writes_first:
-            first, later = admit + visible + handed * step, np.zeros_like(visible)
-        else:
-            first, later = np.where(handed, 0.0, admit + visible), np.where(handed, admit + visible, 0.0)
-        return Fates(self.classes, reading, writing, first, later)
+        wire_s = self.handover.gigabit_s[pairs][:, None] * self.gigabits
+        alpha_s, read_s = self.handover.alpha_s[pairs][:, None], self.fleet.lone_s[readers]
+        layers = self.service.model.layers
+        least_s = visible_s(wire_s, alpha_s, read_s, layers)
+        shared_s = visible_s(wire_s / (1.0 - busy)[:, None], alpha_s, read_s, layers) - least_s
+        sending = Sending(least_s, busy, shared_s / np.maximum(busy, 1e-9)[:, None])
+        handed = readers != writers
+        early = ~handed | self.service.decode_writes_first
+        step_s = np.where(handed & self.service.decode_writes_first, writing.tpot_s, 0.0)
+        admit_s = np.broadcast_to(writing.admit_s[:, None], wire_s.shape)
+        return Fates(self.classes, reading, writing, sending, admit_s, early.astype(np.float64), step_s)
 
     def worth(self, curves: Sequence[Curve]) -> Array:
         """Of a request on each pair, before what both replicas lose to their loads.
@@ -119,18 +151,22 @@ class _Outcome:
         cross = np.flatnonzero(self.handover.reader != self.handover.writer)
         if len(cross):
             loads = np.full(len(curves), LOADS[REFERENCE_LOAD])
-            share = self.of(cross, loads, np.ones(len(cross))).met(self.service.slo)
+            busy = np.array([REFERENCE_BUSY * bool(self.handover.wires[pair]) for pair in cross.tolist()])
+            share = self.of(cross, loads, busy).met(self.service.slo)
             alone = np.array([curve.met[REFERENCE_LOAD] for curve in curves])
             worth[cross] += share - alone[self.handover.reader[cross]] - alone[self.handover.writer[cross]] + 1.0
         return worth
 
 
-def _stretch(handover: Handovers, active: Index, busy: Array) -> Array:
-    """How much longer KV takes on links that are busy so much of the time: transfers share them."""
-    worst = [
-        max((busy[wire.source, wire.target] for wire in handover.wires[pair]), default=0.0) for pair in active.tolist()
-    ]
-    return 1.0 / (1.0 - np.array(worst, dtype=np.float64))
+def _busy(handover: Handovers, active: Index, busy: Array) -> Array:
+    """By pair: how much of the time the busiest of its links is."""
+    return np.array(
+        [
+            max((busy[wire.source, wire.target] for wire in handover.wires[pair]), default=0.0)
+            for pair in active.tolist()
+        ],
+        dtype=np.float64,
+    )
 
 
 def _hop_gbps(members: Sequence[Member], handover: Handovers, flow: Flow, service: Service) -> Array:
@@ -157,25 +193,25 @@ def carried(members: Sequence[Member], curves: Sequence[Curve], network: Network
     """
     ways = _ways(members, network)
     reading = writing = 0.0
-    both: list[tuple[float, float]] = []
+    both: list[Array] = []
     for index, (member, curve) in enumerate(zip(members, curves, strict=True)):
-        read, write = curve.usable * member.behaviour.read, curve.usable * member.behaviour.write
+        behaves, usable = member.behaviour, curve.usable
         if member.group.phase is Phase.PREFILL:
-            reading += min(read, ways[index])
+            reading += min(usable * behaves.read, ways[index])
         elif member.group.phase is Phase.DECODE:
-            writing += min(write, ways[index])
-        elif curve.usable:
-            both.append((read, write))
+            writing += min(usable * behaves.write, ways[index])
+        elif usable:
+            both.append(usable * np.array([behaves.read, behaves.write, behaves.both]))
     if not (reading or writing):
-        return sum(1.0 / (1.0 / read + 1.0 / write) for read, write in both)
-    # all mixed replicas write at first; those that read best for it change sides until both sides are equal
-    writing += sum(write for _, write in both)
-    for read, write in sorted(both, key=lambda rates: rates[1] / rates[0]):
-        if reading >= writing:
-            break
-        part = min(1.0, (writing - reading) / (read + write))
-        reading, writing = reading + part * read, writing - part * write
-    return min(reading, writing)
+        return float(sum(rates[2] for rates in both))
+    # mixed replicas help the side that is behind, those first that lose least of their own; the rest keep their own
+    side, behind = (0, writing - reading) if reading < writing else (1, reading - writing)
+    own = 0.0
+    for rates in sorted(both, key=lambda rates: rates[2] / rates[side]):
+        part = min(1.0, behind / rates[side])
+        behind -= part * rates[side]
+        own += (1.0 - part) * rates[2]
+    return float(max(reading, writing) - max(behind, 0.0) + own)
 
 
 def _ways(members: Sequence[Member], network: Network | None) -> Array:

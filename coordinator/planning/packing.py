@@ -1,22 +1,29 @@
-"""Starts for the search by integer programming: how to cut every box, or two boxes together, into replicas, and in
-which phases, so that as much is read as is written and both are most.
+"""Starts for the search: how to cut every box, or two boxes together, into replicas, and in which phases, so that as
+much is read as is written and both are most.
 
-Each way to cut is a column: the programme counts how many boxes of each class are cut in which way. It knows rates
-only. Of the links it counts the fastest of each box, and only for what a column reads more than it writes, or the other
-way round; what waiting does to deadlines it does not see. So it is solved several times, each time with rates that are
-off by chance, and the search goes on from the solutions with the real objective.
+Each way to cut is a column. What columns carry together is a linear programme, whose mixed replicas read or write as is
+needed; its dual has one variable, the price of a prompt read, where an output written costs the rest of 1:
+
+    rate = min over prices of the sum over columns of worth(price)
+    worth(price) = price * reads + (1 - price) * writes
+                   + sum over mixed replicas of max(price * read, (1 - price) * write)
+
+So a column is a vector over some prices, columns add up, and to choose among all cuts of a box, or of two boxes, is one
+minimum over an array. The best choice for a box after the other, until none is better, takes a millisecond.
+
+It knows rates only. Of the links it counts the fastest of each box, and only for what a column reads more than it
+writes, or the other way round; what waiting does to deadlines it does not see. So it is asked several times, each time
+with rates that are off by chance, and the search goes on from the solutions with the real objective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations_with_replacement, product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, combinations_with_replacement, product
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from ..plan import Phase
 from .handover import LINK_SHARE
@@ -35,10 +42,12 @@ MIXED_CLASSES: Final = 4
 HEADROOM: Final = 0.1
 """What a rate of twice the one asked for is worth more than the rate itself."""
 
-GAP: Final = 1e-3
-NODES: Final = 200  # branches of the programme until it gives the best that it has
+PRICES: Final = np.linspace(0.0, 1.0, 33)
+
+LEAST_GAIN: Final = 1e-9
 
 Array = NDArray[np.float64]
+Boxes = tuple[int, ...]
 
 
 class _Replica(NamedTuple):
@@ -71,31 +80,23 @@ class Packing:
         self._columns = [
             _Column(classes, cut) for classes in (*singles, *pairs) for cut in _cuts(space, self._members(classes))
         ]
-        rates = [self._rates(column, crowd) for column in self._columns]
-        self._carried = np.stack(rates, axis=2) if rates else np.zeros((4, len(space.problem.services), 0))
+        self._worth = np.array([self._worth_of(column, crowd) for column in self._columns])
+        self._usd = np.array([
+            sum(space.boxes[box].usd_per_hour for box in self._members(column.classes)) for column in self._columns
+        ])  # fmt: skip
 
-    def start(self, phases: Sequence[Phase] = PHASES, noise: Array | None = None) -> Solution:
-        """The best solution by rates (times `noise`, a factor for each column), of replicas in these phases where pins
-        leave the choice. Empty where no one or two boxes hold the model."""
-        usable = [
-            number
-            for number, column in enumerate(self._columns)
-            if all(
-                replica.phase in phases or not set(phases) & set(self._allowed(column, replica))
-                for replica in column.cut
-            )
-        ]
-        if not usable:
-            return ()
-        carried = self._carried if noise is None else self._carried * noise
-        times = self._chosen(carried[:, :, usable], [self._columns[number] for number in usable])
-        left = [list(boxes) for boxes in self._classes]
-        groups: list[Group] = []
-        for number, count in zip(usable, times, strict=True):
-            for _ in range(count):
-                boxes = [left[one].pop(0) for one in self._columns[number].classes]
-                groups.extend(_group(boxes, replica) for replica in self._columns[number].cut)
-        return solution_of(groups)
+    def start(self, rng: np.random.Generator, phases: Sequence[Phase] = PHASES, noise: Array | None = None) -> Solution:
+        """The best solution found by rates (times `noise`, a factor for each column), of replicas in these phases where
+        pins leave the choice. Empty where no one or two boxes hold the model."""
+        options: dict[Boxes, list[int]] = {}
+        for number, column in enumerate(self._columns):
+            if all(self._may(column, replica, phases) for replica in column.cut):
+                for boxes in self._places(column):
+                    options.setdefault(boxes, []).append(number)
+        worth = self._worth if noise is None else self._worth * noise[:, None, None]
+        asked = np.array([service.workload.rate for service in self._space.problem.services])
+        taken = _Choice(worth, self._usd * self._space.problem.price_weight, asked, options).climbed(rng)
+        return solution_of(_group(boxes, replica) for boxes, number in taken for replica in self._columns[number].cut)
 
     def recut(self, solution: Solution, rng: np.random.Generator) -> Solution | None:
         """A neighbour: one or two boxes, which share no replica with others, cut in another way. None where the draw
@@ -120,60 +121,119 @@ class Packing:
         """A box for each: two different ones of the same class."""
         return [self._classes[one][classes[:place].count(one)] for place, one in enumerate(classes)]
 
-    def _allowed(self, column: _Column, replica: _Replica) -> tuple[Phase, ...]:
-        return self._space.phases_of(_group(self._members(column.classes), replica).slices)
+    def _places(self, column: _Column) -> Iterator[Boxes]:
+        """The boxes that may be cut like this."""
+        members = [self._classes[one] for one in column.classes]
+        if len(members) == 1:
+            yield from ((box,) for box in members[0])
+        elif column.classes[0] == column.classes[1]:
+            yield from combinations(members[0], 2)
+        else:
+            yield from product(*members)
 
-    def _rates(self, column: _Column, crowd: int) -> Array:
-        """Requests per second [read, written, read or written by mixed replicas; service].
+    def _may(self, column: _Column, replica: _Replica, phases: Sequence[Phase]) -> bool:
+        """Whether it is in one of these phases, or pins leave none of them."""
+        allowed = self._space.phases_of(_group(self._members(column.classes), replica).slices)
+        return replica.phase in phases or not set(phases) & set(allowed)
+
+    def _worth_of(self, column: _Column, crowd: int) -> Array:
+        """Requests per second [service, price].
 
         What one phase does more than the other has to go over the boxes' links, and counts only as far as those let it.
         """
-        space = self._space
-        found = np.zeros((4, len(space.problem.services)))
-        boxes = self._members(column.classes)
+        space, boxes = self._space, self._members(column.classes)
+        rates = np.zeros((len(space.problem.services), 2))  # of those that only read or only write
+        worth = np.zeros((len(space.problem.services), len(PRICES)))
         for replica in column.cut:
-            first = 2 * (replica.phase is Phase.MIXED)
-            found[first : first + 2, replica.service] += space.evaluator.rates(_group(boxes, replica), crowd)
+            read, write = space.evaluator.rates(_group(boxes, replica), crowd)
+            if replica.phase is Phase.MIXED:
+                worth[replica.service] += np.maximum(PRICES * read, (1.0 - PRICES) * write)
+            else:
+                rates[replica.service] += (read, write)
         for number, service in enumerate(space.problem.services):
             gigabits = float(kv_gigabits(service.model, service.workload.mean_prompt, service.kv_bits))
             over = LINK_SHARE * sum(_fastest(space, box) for box in boxes) / gigabits
-            found[:2, number] = np.minimum(found[:2, number], found[:2, number].min() + over)
-        return found
+            read, write = np.minimum(rates[number], rates[number].min() + over)
+            worth[number] += PRICES * read + (1.0 - PRICES) * write
+        return worth
 
-    def _chosen(self, carried: Array, columns: Sequence[_Column]) -> NDArray[np.int64]:
-        """How often each column is taken.
 
-        Variables: times of each column; times of each that its mixed replicas read rather than write; for each service
-        its rate over what is asked for, and the part of that up to 1.
-        """
-        space, many = self._space, len(columns)
-        services = len(space.problem.services)
-        asked = np.array([service.workload.rate for service in space.problem.services])
-        reads, writes, mixed_reads, mixed_writes = carried / asked[:, None]
-        each, blank = np.eye(services), np.zeros((services, services))
-        rows = [
-            np.hstack((reads, mixed_reads, -each, blank)),
-            np.hstack((writes + mixed_writes, -mixed_writes, -each, blank)),
-            np.hstack((np.eye(many), -np.eye(many), np.zeros((many, 2 * services)))),
-            np.hstack((np.zeros((services, 2 * many)), each, -each)),
-        ]
-        used = np.zeros((len(self._classes), 2 * many + 2 * services))
-        usd = np.zeros(many)
-        for number, column in enumerate(columns):
-            np.add.at(used[:, number], list(column.classes), 1.0)
-            usd[number] = sum(space.boxes[box].usd_per_hour for box in self._members(column.classes))
-        weight = asked / asked.sum()
-        found = milp(
-            np.concatenate((space.problem.price_weight * usd, np.zeros(many), -HEADROOM * weight, -weight)),
-            integrality=np.concatenate((np.ones(many), np.zeros(many + 2 * services))),
-            bounds=Bounds(0.0, np.concatenate((np.full(2 * many + services, np.inf), np.ones(services)))),
-            constraints=[
-                LinearConstraint(csr_array(np.vstack(rows)), 0.0, np.inf),
-                LinearConstraint(csr_array(used), 0.0, [len(boxes) for boxes in self._classes]),
-            ],
-            options={"node_limit": NODES, "mip_rel_gap": GAP},
-        )
-        return np.zeros(many, dtype=np.int64) if found.x is None else np.rint(found.x[:many]).astype(np.int64)
+class _Choice:
+    """A column for every box, or for two together, as good as changes of one or two boxes make it.
+
+    `worth` [column, service, price] and `cost` [column] (in objective) add up; `asked` is the rate of each service.
+    `options`: the columns that each box and each pair may be cut by.
+    """
+
+    def __init__(self, worth: Array, cost: Array, asked: Array, options: Mapping[Boxes, Sequence[int]]) -> None:
+        self._idle = len(worth)
+        self._worth = np.concatenate((worth, np.zeros((1, *worth.shape[1:]))))
+        self._cost, self._asked, self._weight = np.append(cost, 0.0), asked, asked / asked.sum()
+        self._options = {
+            boxes: np.array([*columns, *[self._idle] * (len(boxes) == 1)]) for boxes, columns in options.items()
+        }
+        self._taken: dict[Boxes, int] = {}
+        self._of: dict[int, Boxes] = {}
+        self._total, self._spent = self._worth[self._idle], 0.0
+
+    def climbed(self, rng: np.random.Generator) -> list[tuple[Boxes, int]]:
+        """What is taken in the end. In the beginning every box alone is cut as well as can be at some price."""
+        price = int(rng.integers(len(PRICES)))
+        for boxes, columns in self._options.items():
+            if len(boxes) == 1:
+                self._take({boxes: int(columns[self._worth[columns, :, price].sum(axis=1).argmax()])})
+        places = sorted({box for boxes in self._options for box in boxes})
+        levels: list[list[Boxes]] = [[(box,) for box in places], list(combinations(places, 2))]
+        while any(self._sweep(level, rng) for level in levels):
+            pass  # two at a time only where one alone no longer helps
+        return sorted((boxes, column) for boxes, column in self._taken.items() if column != self._idle)
+
+    def _sweep(self, places: Sequence[Boxes], rng: np.random.Generator) -> int:
+        """How many of all these were cut anew."""
+        return sum(self._improved(places[n]) for n in rng.permutation(len(places)).tolist())
+
+    def _improved(self, boxes: Boxes) -> bool:
+        """Cuts these anew if that is better; not where they are cut together with others."""
+        inside = {self._of[box] for box in boxes if box in self._of}
+        if any(box not in boxes for place in inside for box in place):
+            return False
+        held = [self._taken[place] for place in inside]
+        rest, spent = self._total - self._worth[held].sum(axis=0), self._spent - self._cost[held].sum()
+        ways = [self._best(rest, spent, [(box,) for box in boxes])]
+        if len(boxes) > 1:
+            ways.append(self._best(rest, spent, [boxes]))
+        value, chosen = max(ways, key=lambda way: way[0])
+        if value <= float(self._value(self._total, self._spent)) + LEAST_GAIN:
+            return False
+        for place in inside:
+            del self._taken[place]
+        self._total, self._spent = rest, spent
+        self._take(chosen)
+        return True
+
+    def _best(self, worth: Array, cost: Array | float, places: Sequence[Boxes]) -> tuple[float, dict[Boxes, int]]:
+        """Of all columns for these, on top of what the others are worth; those that cannot be cut stay idle."""
+        places = [place for place in places if place in self._options]
+        for place in places:
+            columns = self._options[place]
+            worth = worth[..., None, :, :] + self._worth[columns]
+            cost = np.asarray(cost)[..., None] + self._cost[columns]
+        values = self._value(worth, cost)
+        at = np.unravel_index(int(values.argmax()), values.shape)
+        chosen = {place: int(self._options[place][n]) for place, n in zip(places, at, strict=True)}
+        return float(values[at]), chosen
+
+    def _take(self, chosen: Mapping[Boxes, int]) -> None:
+        for place, column in chosen.items():
+            self._taken[place] = column
+            self._of.update(dict.fromkeys(place, place))
+            self._total = self._total + self._worth[column]
+            self._spent += self._cost[column]
+
+    def _value(self, worth: Array, cost: Array | float) -> Array:
+        """In objective, of what is worth this together [..., service, price]."""
+        rates = worth.min(axis=-1) / self._asked
+        return np.asarray((np.minimum(rates, 1.0) + HEADROOM * rates) @ self._weight - cost)
 
 
 def _classes(space: Space) -> list[list[int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heapify, heappop, heapreplace
 from itertools import groupby, pairwise, product
 from math import inf, isfinite, prod
@@ -35,13 +36,12 @@ from .workload import Service, Slo
 __all__ = [
     "Configuration",
     "Demand",
+    "Options",
     "Part",
     "Parts",
     "Stages",
     "best_order",
-    "configure",
     "fits",
-    "holds",
     "split_layers",
 ]
 
@@ -59,8 +59,9 @@ EXACT_STAGES: Final = 10
 MAX_SHAPES: Final = 48
 """Ways to cut a group's boxes into stages that are tried; above that, all boxes are cut to stages of one width."""
 
-PROMISING: Final = 2
-"""Shapes that are looked at in detail for what they might carry, and as many for how soon they might answer."""
+PROMISING: Final = {Phase.PREFILL: 1, Phase.DECODE: 2, Phase.MIXED: 2}
+"""Shapes that are looked at in detail for what they might carry, and as many for how soon they might answer. Of those
+that only read, the first look is right."""
 
 NEAR: Final = 0.02
 """Configurations whose rates are within this share of each other count as equal."""
@@ -148,55 +149,68 @@ def fits(parts: Sequence[Part], demand: Demand) -> bool:
     return room >= demand.model.weight_bytes + demand.longest * demand.model.kv_bytes_per_token
 
 
-def holds(parts: Parts, demand: Demand) -> bool:
-    """Whether `configure` finds anything, without finding out how good it is."""
-    return any(True for _ in _shapes(parts, Phase.MIXED, demand))
+class Options:
+    """The ways to run a service on some parts. What the phases have in common is found once for all of them."""
+
+    def __init__(self, parts: Parts, demand: Demand) -> None:
+        self._parts, self._demand = parts, demand
+        self._known: dict[tuple[int, ...], list[_Timed]] = {}
+
+    @cached_property
+    def possible(self) -> bool:
+        """Whether there is one, found without finding out how good it is."""
+        order = self._order(Phase.MIXED)
+        return order is not None and any(True for _ in self._shapes(order))
+
+    def best(self, phase: Phase) -> Configuration | None:
+        """For a phase; None where no configuration holds the model and the longest request."""
+        order = self._order(phase)
+        if order is None:
+            return None
+        if order not in self._known:
+            self._known[order] = [_Timed(shape, self._times(shape)) for shape in self._shapes(order)]
+        found = [
+            _configuration(timed, phase, self._demand) for timed in _promising(self._known[order], phase, self._demand)
+        ]
+        if len(found) < 2:
+            return found[0] if found else None
+        goodput = [_goodput(configuration.behaviour, self._demand) for configuration in found]
+        near = [item for item, rate in zip(found, goodput, strict=True) if rate >= max(goodput) * (1.0 - NEAR)]
+        return min(near, key=lambda item: item.behaviour.alone_s(self._demand.classes))
+
+    def _order(self, phase: Phase) -> tuple[int, ...] | None:
+        if not fits(self._parts.parts, self._demand):
+            return None
+        return best_order(_hop_costs(self._parts, phase, self._demand), cycle=phase is not Phase.PREFILL)
+
+    def _shapes(self, order: tuple[int, ...]) -> Iterator[_Shape]:
+        """All different ones that have room for the longest request."""
+        parts, model = self._parts.parts, self._demand.model
+        for stages in dict.fromkeys(self._parts.loaded or _all_stages(order, parts, self._demand)):
+            hardware = tuple(
+                StageHardware(parts[box].gpu, tp, count, parts[box].link_gbps) for box, tp, count in stages
+            )
+            room = kv_capacity_tokens(model, hardware, memory_share=MEMORY_SHARE)
+            if room >= self._demand.longest:
+                yield _Shape(stages, hardware, room)
+
+    def _times(self, shape: _Shape) -> StepTimes:
+        boxes = [box for box, _, _ in shape.stages]
+        hops = [_hop(self._parts, *ends) for ends in pairwise([*boxes, boxes[0]])] if len(boxes) > 1 else []
+        return replica_times(self._demand.model, shape.hardware, hops)
 
 
-def configure(parts: Parts, phase: Phase, demand: Demand) -> Configuration | None:
-    """The best configuration, or None where none holds the model and the longest request."""
-    shapes = [_Timed(shape, _times(shape, parts, demand)) for shape in _shapes(parts, phase, demand)]
-    found = [_configuration(timed, phase, demand) for timed in _promising(shapes, phase, demand)]
-    if not found:
-        return None
-    goodput = [_goodput(configuration.behaviour, demand) for configuration in found]
-    near = [item for item, rate in zip(found, goodput, strict=True) if rate >= max(goodput) * (1.0 - NEAR)]
-    return min(near, key=lambda item: item.behaviour.alone_s(demand.classes))
-
-
-def _shapes(parts: Parts, phase: Phase, demand: Demand) -> Iterator[_Shape]:
-    """All different ones that have room for the longest request."""
-    if not fits(parts.parts, demand):
-        return
-    order = best_order(_hop_costs(parts, phase, demand), cycle=phase is not Phase.PREFILL)
-    if order is None:
-        return
-    for cut in dict.fromkeys(parts.loaded or _all_stages(order, parts, demand)):
-        hardware = tuple(
-            StageHardware(parts.parts[box].gpu, tp, count, parts.parts[box].link_gbps) for box, tp, count in cut
-        )
-        room = kv_capacity_tokens(demand.model, hardware, memory_share=MEMORY_SHARE)
-        if room >= demand.longest:
-            yield _Shape(cut, hardware, room)
-
-
-def _all_stages(order: Sequence[int], parts: Parts, demand: Demand) -> Iterator[Stages]:
-    for widths in _widths(parts.parts, demand.model):
-        stages = [(box, widths[box]) for box in order for _ in range(parts.parts[box].gpus // widths[box])]
-        for layers in _layer_splits(stages, parts.parts, demand):
+def _all_stages(order: Sequence[int], parts: Sequence[Part], demand: Demand) -> Iterator[Stages]:
+    for widths in _widths(parts, demand.model):
+        stages = [(box, widths[box]) for box in order for _ in range(parts[box].gpus // widths[box])]
+        for layers in _layer_splits(stages, parts, demand):
             yield tuple((box, tp, count) for (box, tp), count in zip(stages, layers, strict=True))
-
-
-def _times(shape: _Shape, parts: Parts, demand: Demand) -> StepTimes:
-    boxes = [box for box, _, _ in shape.stages]
-    hops = tuple(_hop(parts, *ends) for ends in pairwise([*boxes, boxes[0]])) if len(boxes) > 1 else ()
-    return replica_times(demand.model, shape.hardware, hops)
 
 
 def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> list[_Timed]:
     """Those that would carry the most of average requests that never wait, and those that would answer one soonest:
     what each does in detail takes far longer to find out."""
-    if len(shapes) <= 2 * PROMISING:
+    if len(shapes) <= 2 * PROMISING[phase]:
         return list(shapes)
     workload = demand.service.workload
     prompt, pairs, output = round(workload.mean_prompt), workload.mean_pairs, workload.mean_output
@@ -214,13 +228,16 @@ def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> list[_
     costs = [seconds(timed) for timed in shapes]
     kept: set[int] = set()
     for measure in (0, 1):
-        kept.update(sorted(range(len(shapes)), key=lambda number: costs[number][measure])[:PROMISING])
+        kept.update(sorted(range(len(shapes)), key=lambda number: costs[number][measure])[: PROMISING[phase]])
     return [shapes[number] for number in sorted(kept)]
 
 
 def _configuration(timed: _Timed, phase: Phase, demand: Demand) -> Configuration:
     cv = demand.service.workload.arrival_cv
-    behaves = behaviour(phase, timed.times, demand.classes, kv_tokens=timed.shape.room, arrival_cv=cv)
+    behaves = behaviour(
+        phase, timed.times, demand.classes, kv_tokens=timed.shape.room, arrival_cv=cv,
+        stages=len(timed.shape.stages), tpot_s=demand.service.slo.tpot_s,
+    )  # fmt: skip
     return Configuration(timed.shape.stages, timed.times, timed.shape.room, behaves)
 
 
@@ -346,22 +363,32 @@ def _layer_splits(
     stages: Sequence[tuple[int, int]], parts: Sequence[Part], demand: Demand
 ) -> Iterator[tuple[int, ...]]:
     """Layers in proportion to compute, to memory bandwidth, and to memory; none where the memory does not do."""
-    model = demand.model
+    model, ends = demand.model, len(stages) - 1
+    known: dict[tuple[int, int, bool, bool], int] = {}
     caps = []
     for number, (box, tp) in enumerate(stages):
-        room = tp * parts[box].gpu.memory_gib * GIB * MEMORY_SHARE
-        ends = model.stage_weight_bytes(1, first=number == 0, last=number == len(stages) - 1) - model.layer_weight_bytes
-        kv = model.kv_bytes_per_token_layer * max(1.0, tp / model.kv_heads) * demand.longest
-        caps.append(int((room - ends) // (model.layer_weight_bytes + kv)))
+        key = box, tp, number == 0, number == ends
+        if key not in known:
+            known[key] = _most_layers(parts[box].gpu, tp, demand, first=key[2], last=key[3])
+        caps.append(known[key])
     if min(caps) < 1 or sum(caps) < model.layers:
         return
-    gpus = [parts[box].gpu for box, _ in stages]
+    cards = [(parts[box].gpu, tp) for box, tp in stages]
     for rates in (
-        [gpu.tflops * tp for gpu, (_, tp) in zip(gpus, stages, strict=True)],
-        [gpu.memory_gbps * tp for gpu, (_, tp) in zip(gpus, stages, strict=True)],
-        [gpu.memory_gib * tp for gpu, (_, tp) in zip(gpus, stages, strict=True)],
+        [gpu.tflops * tp for gpu, tp in cards],
+        [gpu.memory_gbps * tp for gpu, tp in cards],
+        [gpu.memory_gib * tp for gpu, tp in cards],
     ):
         yield split_layers(model.layers, rates, caps)
+
+
+def _most_layers(gpu: GpuSpec, tp: int, demand: Demand, *, first: bool, last: bool) -> int:
+    """That a stage has memory for, with the longest request."""
+    model = demand.model
+    room = tp * gpu.memory_gib * GIB * MEMORY_SHARE
+    ends = model.stage_weight_bytes(1, first=first, last=last) - model.layer_weight_bytes
+    kv = model.kv_bytes_per_token_layer * max(1.0, tp / model.kv_heads) * demand.longest
+    return int((room - ends) // (model.layer_weight_bytes + kv))
 
 
 def split_layers(layers: int, rates: Sequence[float], caps: Sequence[int]) -> tuple[int, ...]:
@@ -370,10 +397,12 @@ def split_layers(layers: int, rates: Sequence[float], caps: Sequence[int]) -> tu
     Every layer goes where it hurts least, which is optimal for the slowest stage. `sum(caps)` must be at least
     `layers`, and there must be no more stages than layers.
     """
-    held = [1] * len(rates)
-    ready = [(2 / rate, stage) for stage, rate in enumerate(rates) if caps[stage] > 1]
+    # the slowest stage takes at least this long, so what each holds by then needs no choice
+    least = (layers - len(rates)) / sum(rates)
+    held = [max(1, min(cap, int(rate * least))) for rate, cap in zip(rates, caps, strict=True)]
+    ready = [((count + 1) / rates[stage], stage) for stage, count in enumerate(held) if caps[stage] > count]
     heapify(ready)
-    for _ in range(layers - len(rates)):
+    for _ in range(layers - sum(held)):
         _, stage = ready[0]
         held[stage] += 1
         if held[stage] < caps[stage]:

@@ -51,15 +51,16 @@ class Proposer:
             for member in orchestration.members:
                 self._gpus.update(dict(member.group.slices))
 
-    def proposal(self, orchestration: Orchestration, *, epoch: int, version: int) -> Proposal:
-        """Of one service; call it once for each, in their order. Raises UnservedError."""
+    def proposal(self, orchestration: Orchestration, most: float, *, epoch: int, version: int) -> Proposal:
+        """Of one service, which up to `most` requests per second would be in time for; call it once for each, in their
+        order. Raises UnservedError."""
         service, flow = orchestration.service, orchestration.flow
         if not flow.served > 0.0:
             raise UnservedError(f"service {service.name}: no replicas of the solution can hand over to each other")
         replicas = tuple(self._replica(member) for member in orchestration.members)
         estimates = tuple(self._estimate(orchestration, number, replica.id) for number, replica in enumerate(replicas))
-        most, carried = _at_most(orchestration, in_time=True), _at_most(orchestration, in_time=False)
-        limits = _limits(orchestration, most)
+        carried = _at_most(orchestration, in_time=False)
+        limits = _limits(orchestration, _at_most(orchestration, in_time=True))
         tokens_s = min(service.workload.rate, carried) * service.workload.mean_output
         usd = self._usd_per_hour(orchestration)
         plan = Plan(
@@ -138,7 +139,7 @@ class Proposer:
 def _expectation(orchestration: Orchestration, most: float) -> str:
     rate, target = orchestration.service.workload.rate, orchestration.service.slo.target
     expected = f"{orchestration.attainment:.1%} of {rate:g} requests/s are expected to be in time"
-    return f"{expected}; up to {most:.3g} requests/s would be, with {target:.0%} on every replica"
+    return f"{expected}; up to {most:.3g} requests/s {target:.0%} would be"
 
 
 def _pairings(orchestration: Orchestration, replicas: Sequence[Replica]) -> tuple[Pairing, ...]:

@@ -27,7 +27,7 @@ from .behaviour import LOADS, Behaviour, Row
 from .length_classes import Classes
 from .workload import Slo
 
-__all__ = ["Fates", "Fleet", "Partner", "Reading", "Writing", "alone", "in_time", "waits"]
+__all__ = ["Fates", "Fleet", "Partner", "Reading", "Sending", "Writing", "alone", "in_time", "waits"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -71,11 +71,36 @@ class Reading(NamedTuple):
         return Reading(*(column[rows] for column in self))
 
 
+class Sending(NamedTuple):
+    """KV on its way: rows are pairs. `least_s`, by class: what of it is waited for where nobody else sends. `busy`: the
+    chance that others do. `shared_s`, by class: how much longer it then takes on average, and how much that varies."""
+
+    least_s: Array
+    busy: Array
+    shared_s: Array
+
+    @property
+    def mean_s(self) -> Array:
+        """By class."""
+        return self.least_s + self.busy[:, None] * self.shared_s
+
+    @property
+    def variance(self) -> Array:
+        """By class."""
+        busy = self.busy[:, None]
+        return np.asarray(busy * (2.0 - busy) * self.shared_s**2)
+
+
 class Writing(NamedTuple):
-    """Outputs at some loads. `admit_s`: mean wait for room in the batch."""
+    """Outputs at some loads. Those that begin in company of prompts that are read, `stalled` of all, take on average
+    `slow_s` from token to token, others `fast_s`, both with a deviation of `sd_s` (by row and class). `tpot_s`: the
+    mean of all. `admit_s`: mean wait for room in the batch."""
 
     tpot_s: Array
-    tpot_sd_s: Array
+    fast_s: Array
+    slow_s: Array
+    sd_s: Array
+    stalled: Array
     admit_s: Array
 
     def at(self, rows: Index) -> Writing:
@@ -91,6 +116,7 @@ class Fleet:
     arrival_cv: float
     read: Array
     write: Array
+    both: Array
     lone_s: Array
     lone_sd_s: Array
     chunks: Array
@@ -107,8 +133,8 @@ class Fleet:
 
         kinds, table = len(classes.share), (len(LOADS), len(Row._fields))
         return cls(
-            classes, arrival_cv, rows("read"), rows("write"), rows("lone_s", kinds), rows("lone_sd_s", kinds),
-            rows("chunks", kinds), rows("spread"), rows("max_batch"), rows("table", *table),
+            classes, arrival_cv, rows("read"), rows("write"), rows("both"), rows("lone_s", kinds),
+            rows("lone_sd_s", kinds), rows("chunks", kinds), rows("spread"), rows("max_batch"), rows("table", *table),
         )  # fmt: skip
 
     def _row(self, index: Index, load: Array) -> Row:
@@ -124,56 +150,82 @@ class Fleet:
         row = self._row(index, load)
         variability = (self.arrival_cv**2 + self.spread[index]) / 2.0
         busy, wait = waits(row.rho, row.occupied_s, variability, servers)
-        # a chunk joins at the end of the step that runs: half a step on average
-        service = self.lone_s[index] + (self.chunks[index] + 0.5 * (self.chunks[index] > 0)) * row.step_s[:, None]
+        service = self.lone_s[index] + self.chunks[index] * row.step_s[:, None] + row.joins_s[:, None]
         return Reading(service, self.lone_sd_s[index], busy, wait)
 
     def writing(self, index: Index, load: Array, servers: float) -> Writing:
         """Of outputs on replicas `index[k]` at `load[k]`, when `servers` replicas share them."""
         row = self._row(index, load)
         tokens = np.maximum(self.classes.output, 1.0)[None, :]
-        lives = tokens / self.classes.life
-        averaged = 2.0 * (lives - 1.0 + np.exp(-lives)) / lives**2
         varied = (row.batch_var / servers + row.context_var)[:, None]
-        variance = varied * averaged + row.prompt_var[:, None] / tokens
+        variance = varied * _averaged(tokens / self.classes.life)
+        runs = tokens / row.run[:, None]
+        # how much of how it began is left over its life, and what varies besides
+        kept = -np.expm1(-runs) / runs
+        stalled, stall = row.stalled[:, None], row.stall_s[:, None]
+        variance += stall**2 * stalled * (1.0 - stalled) * np.maximum(_averaged(runs) - kept**2, 0.0)
+        base = row.tpot_s[:, None] - stall * stalled
+        fast, slow = base + stall * stalled * (1.0 - kept), base + stall * (stalled + (1.0 - stalled) * kept)
         peaked = (1.0 + self.arrival_cv**2) / 2.0
         number_sd = np.sqrt((peaked / servers + self.classes.uneven) * row.batch + 0.25)
         full = ndtr((row.batch - self.max_batch[index]) / number_sd)
         # as many servers as places in all batches: a wait lasts 1 / (what they finish - what comes)
         idle = np.maximum(1.0 - load, LEAST_SHARE) * servers * self.write[index]
-        return Writing(row.tpot_s, np.sqrt(variance), full / idle)
+        return Writing(row.tpot_s, fast, slow, np.sqrt(variance), row.reading, full / idle)
+
+
+def _averaged(lives: Array) -> Array:
+    """What is left of a variance in the average over so many times as long as its cause lasts."""
+    return np.asarray(2.0 * (lives - 1.0 + np.exp(-lives)) / lives**2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fates:
-    """When requests have what, by row and class. A hand-over and a wait for room in the batch come before the first
-    token, `first_delay_s`, or after it, `later_delay_s`."""
+    """When requests have what, by row and class. `admit_s`: a wait for room in the batch. It and `sending` come before
+    the first token, which a decode replica writes in `step_s` where it does (`early`); or else after it."""
 
     classes: Classes
     reading: Reading
     writing: Writing
-    first_delay_s: Array
-    later_delay_s: Array
+    sending: Sending
+    admit_s: Array
+    early: Array
+    step_s: Array
 
     def first_within(self, seconds: float) -> Array:
         """The chance that the first token is there."""
-        reading = self.reading
-        slack = seconds - reading.service_s - self.first_delay_s
-        return in_time(slack, reading.service_sd_s, reading.busy[:, None], reading.wait_s[:, None])
+        reading, early = self.reading, self.early[:, None]
+        slack = seconds - reading.service_s - early * (self.admit_s + self.sending.mean_s) - self.step_s[:, None]
+        sd = np.sqrt(reading.service_sd_s**2 + early * self.sending.variance)
+        return in_time(slack, sd, reading.busy[:, None], reading.wait_s[:, None])
 
     def paced_within(self, seconds: float) -> Array:
         """The chance that the mean time from token to token is no longer; sure for answers of one token."""
-        gaps = np.maximum(self.classes.output - 1.0, 1.0)
-        slack = seconds - self.writing.tpot_s[:, None] - self.later_delay_s / gaps
-        paced = ndtr(slack / np.maximum(self.writing.tpot_sd_s, 1e-9))
-        return np.where(self.classes.output > 1.5, paced, 1.0)
+        gaps, writing, sending = np.maximum(self.classes.output - 1.0, 1.0), self.writing, self.sending
+        late = 1.0 - self.early[:, None]
+        slack, sd = seconds - late * (self.admit_s + sending.least_s) / gaps, np.maximum(writing.sd_s, 1e-9)
+        busy, shared = late * sending.busy[:, None], late * sending.shared_s / gaps
+
+        def paced(tpot_s: Array) -> Array:
+            if busy.any():
+                return in_time(slack - tpot_s, sd, busy, shared)
+            return np.asarray(ndtr((slack - tpot_s) / sd))
+
+        share = paced(writing.fast_s)
+        if writing.stalled.any():
+            share += writing.stalled[:, None] * (paced(writing.slow_s) - share)
+        return np.where(self.classes.output > 1.5, share, 1.0)
 
     def ended_within(self, seconds: float) -> Array:
         """The chance that the last token is there."""
         reading, writing = self.reading, self.writing
-        gaps, tpot = np.maximum(self.classes.output - 1.0, 0.0), writing.tpot_s[:, None]
-        sd = np.sqrt(reading.service_sd_s**2 + (gaps * writing.tpot_sd_s) ** 2 + (tpot * self.classes.output_sd) ** 2)
-        slack = seconds - reading.service_s - self.first_delay_s - self.later_delay_s - gaps * tpot
+        gaps, stalled = np.maximum(self.classes.output - 1.0, 0.0), writing.stalled[:, None]
+        apart = writing.slow_s - writing.fast_s
+        tpot, tpot_var = writing.fast_s + stalled * apart, writing.sd_s**2 + stalled * (1.0 - stalled) * apart**2
+        sd = np.sqrt(
+            reading.service_sd_s**2 + self.sending.variance + gaps**2 * tpot_var + (tpot * self.classes.output_sd) ** 2
+        )
+        slack = seconds - reading.service_s - self.admit_s - self.sending.mean_s - self.step_s[:, None] - gaps * tpot
         return in_time(slack, sd, reading.busy[:, None], reading.wait_s[:, None])
 
     def met(self, slo: Slo) -> Array:
@@ -182,7 +234,7 @@ class Fates:
         The first token and the pace fail independently of each other; the end-to-end deadline fails together with
         whichever of the two is the worse.
         """
-        share = np.ones_like(self.first_delay_s)
+        share = np.ones_like(self.admit_s)
         if isfinite(slo.ttft_s):
             share = self.first_within(slo.ttft_s)
         if isfinite(slo.tpot_s):
@@ -211,12 +263,12 @@ def alone(
     nones = np.zeros((len(LOADS), len(classes.share)))
     reading, writing = (
         Reading(nones + partner.service_s, nones, none, none),
-        Writing(none + partner.tpot_s, nones, none),
+        Writing(none + partner.tpot_s, nones + partner.tpot_s, nones + partner.tpot_s, nones, none, none),
     )
     if behaves.reads:
         reading = fleet.reading(rows, LOADS, crowd[0])
     if behaves.writes:
         writing = fleet.writing(rows, LOADS, crowd[1])
-    admit = nones + writing.admit_s[:, None]
-    delays = (nones, admit) if admitted_later else (admit, nones)
-    return Fates(classes, reading, writing, *delays).met(slo)
+    admit, sending = nones + writing.admit_s[:, None], Sending(nones, none, nones)
+    early = none if admitted_later else none + 1.0
+    return Fates(classes, reading, writing, sending, admit, early, none).met(slo)

@@ -22,7 +22,7 @@ from .problem import Evaluator, Group, Problem, Score, Solution
 from .space import NoPlan, Space, solution_of
 from .tabu import flip_climb, tabu
 
-__all__ = ["NoPlan", "Progress", "SearchResult", "search"]
+__all__ = ["NoPlan", "Progress", "SearchResult", "cuts", "search"]
 
 CELL_GPUS: Final = 32
 """Clusters with more than twice as many GPUs are searched in cells of up to this size."""
@@ -106,9 +106,9 @@ def _small(space: Space, owners: dict[int, int], running: Solution | None, limit
     judge = Judge(space, limit=limit, spent=means.spent, progress=means.progress)
     plain = list(colocated_starts(space, owners))
     packing = Packing(space, max(1, len(plain[0]) // 2))
-    colocated = max({*plain, packing.start((Phase.MIXED,))} - {()}, key=judge.objective)
-    cuts = judge.leader(list(_cuts(space, colocated)))
-    starts = [running or (), colocated, cuts[1] if cuts else (), *_packings(judge, packing, means.rng)]
+    colocated = max({*plain, packing.start(means.rng, (Phase.MIXED,))} - {()}, key=judge.objective)
+    cut = judge.leader(list(cuts(space, colocated)))
+    starts = [running or (), colocated, cut[1] if cut else (), *_packings(judge, packing, means.rng)]
     ranked = sorted({*starts} - {()}, key=judge.objective, reverse=True)
     good = [flip_climb(judge, space, start) for start in ranked[:CLIMBED] if not judge.over()]
     tabu(judge, packing, [*good, *ranked], means.rng)
@@ -125,7 +125,7 @@ def _packings(judge: Judge, packing: Packing, rng: np.random.Generator) -> list[
         spread = 0.0 if place == 0 else 2.0 * NOISE if place < many / 2 else NOISE
         near = best if place >= many / 2 else 0.0
         noise = near + rng.normal(0.0, spread, packing.columns)
-        start = packing.start(noise=np.exp(noise))
+        start = packing.start(rng, noise=np.exp(noise))
         if start:
             found.append(start)
             if judge.objective(start) > level:
@@ -190,7 +190,7 @@ def _result(judge: Judge, colocated: Solution) -> SearchResult:
     )
 
 
-def _cuts(space: Space, start: Solution) -> Iterator[Solution]:
+def cuts(space: Space, start: Solution) -> Iterator[Solution]:
     """Groups in the order of compute over memory bandwidth: those before a cut prefill, those behind it decode. Pinned
     groups stay as they are."""
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
 from .judge import Judge
-from .moves import flips, neighbours
+from .moves import flips, neighbour
 from .packing import Packing
 from .problem import Solution
 from .space import Space
 
 __all__ = ["climb", "flip_climb", "tabu"]
 
-RECUTS: Final = 48  # draws of boxes that are cut in another way: most meet boxes that share replicas with others
-NEIGHBOURS: Final = 40  # looked at in a step: ThunderServe takes 10; bounds make the others cheap
+DRAWS: Final = 120  # of neighbours for a step, at most: ThunderServe takes 10; bounds make most of them cheap
+RECUT: Final = 0.5  # of them, boxes cut in another way: many meet boxes that share replicas with others
 MEMORY: Final = 24  # moves that may not be undone
 FRUITLESS: Final = 50  # steps in which nothing is new until the search ends
 PATIENCE: Final = 2  # steps without a new best until the search goes back to one of the good solutions
@@ -74,7 +74,7 @@ def tabu(judge: Judge, packing: Packing, starts: Sequence[Solution], rng: np.ran
 
 
 def _step(
-    judge: Judge, around: list[Solution], here: Solution, level: float, undone: deque[frozenset[object]]
+    judge: Judge, around: Iterable[Solution], here: Solution, level: float, undone: deque[frozenset[object]]
 ) -> tuple[float, Solution] | None:
     """The first neighbour that is better than `level`, else the best of those that might have been or, if none might,
     of the most promising. What undoes a move counts only as a new best."""
@@ -101,13 +101,14 @@ def _step(
     return found
 
 
-def _around(packing: Packing, space: Space, here: Solution, rng: np.random.Generator) -> list[Solution]:
-    """Random neighbours, a part of them recut boxes."""
-    recut = [packing.recut(here, rng) for _ in range(RECUTS)]
-    found = dict.fromkeys(one for one in recut if one is not None and one != here)
-    found.update(dict.fromkeys(neighbours(space, here, rng, NEIGHBOURS)))
-    around = list(found)
-    return [around[int(place)] for place in rng.permutation(len(around))]
+def _around(packing: Packing, space: Space, here: Solution, rng: np.random.Generator) -> Iterator[Solution]:
+    """Different random neighbours, one by one: groups that a step does not get to need no configuration."""
+    seen = {here}
+    for _ in range(DRAWS):
+        drawn = packing.recut(here, rng) if rng.random() < RECUT else neighbour(space, here, rng)
+        if drawn and drawn not in seen:
+            seen.add(drawn)
+            yield drawn
 
 
 def _added(space: Space, old: Solution, new: Solution) -> frozenset[object]:
@@ -126,11 +127,10 @@ def _elsewhere(
 ) -> Solution:
     """Where to start again: a few moves from a good solution, or at a new packing, its phases climbed up."""
     if rng.random() < FRESH:
-        start = packing.start(noise=np.exp(rng.normal(0.0, SPREAD, packing.columns)))
+        start = packing.start(rng, noise=np.exp(rng.normal(0.0, SPREAD, packing.columns)))
         if start:
             return flip_climb(judge, judge.space, start)
     solution = kept[int(rng.integers(len(kept)))][1]
     for _ in range(KICK):
-        around = _around(packing, judge.space, solution, rng)
-        solution = around[0] if around else solution
+        solution = next(_around(packing, judge.space, solution, rng), solution)
     return solution

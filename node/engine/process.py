@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,15 @@ def _accept(sockets: socket.socket, switchboard: Switchboard, arrivals: Arrivals
                 switchboard.attach(hello, connection)
 
 
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine."""
+
+    deadline: float  # on this process's clock
+    told_by: bytes | None  # the transfer whose sender is to tell the first token, until it has
+    first: tuple[int, ...] = ()  # that token, until it has gone out with the next
+
+
 class EngineRunner:
     """A vLLM engine and the loop around it. Everything but the constructor runs on one thread."""
 
@@ -115,7 +125,7 @@ class EngineRunner:
         connector = self._scheduler.get_kv_connector()
         assert isinstance(connector, P2PConnector)
         self._transfers = connector.scheduler_side
-        self._live: dict[str, float] = {}  # request -> its deadline, on this process's clock
+        self._live: dict[str, _Live] = {}
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reported: protocol.EngineStats | None = None
@@ -184,10 +194,13 @@ class EngineRunner:
                     # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
                     self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
+            case protocol.FirstToken():
+                self._begin_with(message)
             case protocol.Cancel(request=request):
-                if self._live.pop(request, None) is not None:
-                    self._engine.abort_request([request])
+                self._abort([request])
             case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+                if isinstance(message, protocol.AbortTransfer):
+                    self._wait_no_longer(message.transfer)
                 # With the next step, so that it does not overtake what has been submitted; without one, directly.
                 if self._busy():
                     self._transfers.pass_on(message)
@@ -206,7 +219,9 @@ class EngineRunner:
         if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
         sampling = submit.sampling
-        self._live[submit.request] = time.monotonic() + submit.deadline_s
+        self._live[submit.request] = _Live(
+            time.monotonic() + submit.deadline_s, submit.receive[0].ticket.transfer if submit.told_first else None
+        )
         self._engine.add_request(
             submit.request,
             {"prompt_token_ids": list(submit.prompt)},
@@ -229,29 +244,51 @@ class EngineRunner:
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
         self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
 
+    def _begin_with(self, told: protocol.FirstToken) -> None:
+        """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
+        the answer begins with one of our own."""
+        live = self._live.get(told.request)
+        if live is None or live.told_by is None:
+            return
+        transfer, live.told_by = live.told_by, None
+        if told.token < self._vocabulary and self._transfers.first_token(transfer, told.token, told.seed):
+            live.first = (told.token,)
+        self._wait_no_longer(transfer)
+
+    def _wait_no_longer(self, transfer: bytes) -> None:
+        """For the first token of the request that receives this."""
+        request = self._transfers.wait_no_longer(transfer)
+        if request is not None:
+            self._scheduler.finished_recving_kv_req_ids.add(request)
+
+    def _abort(self, requests: list[str]) -> None:
+        """Those that are known. One whose KV is here must not be taken for one that still receives: its blocks would
+        never be free."""
+        ended = {request: live for request in requests if (live := self._live.pop(request, None)) is not None}
+        for live in ended.values():
+            if live.told_by is not None:
+                self._wait_no_longer(live.told_by)
+        if ended:
+            self._engine.abort_request(list(ended))
+
     def _expire(self) -> list[protocol.NewTokens]:
         now = time.monotonic()
-        late = [request for request, deadline in self._live.items() if now > deadline]
-        for request in late:
-            del self._live[request]
-        if late:
-            self._engine.abort_request(late)
+        late = [request for request, live in self._live.items() if now > live.deadline]
+        self._abort(late)
         return [protocol.NewTokens(request, (), "deadline") for request in late]
 
     def _publish(self, outputs: list[Any], late: list[protocol.NewTokens]) -> None:
         news = list(late)
         for output in outputs:
-            if output.request_id not in self._live:
+            live = self._live.get(output.request_id)
+            if live is None:
                 continue
             completion = output.outputs[0]
+            tokens, live.first = (*live.first, *completion.token_ids), ()
             finish = completion.finish_reason if output.finished else None
             if output.finished:
                 del self._live[output.request_id]
-            news.append(
-                protocol.NewTokens(
-                    output.request_id, tuple(completion.token_ids), finish, output.num_cached_tokens or 0
-                )
-            )
+            news.append(protocol.NewTokens(output.request_id, tokens, finish, output.num_cached_tokens or 0))
         stats = self._stats()
         pausing = not self._busy()
         if pausing:
@@ -283,6 +320,7 @@ def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
     opening = Opening(
         transfer=(submit.send or submit.receive)[0].ticket.transfer,
         tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
+        told_first=submit.told_first,
         send=submit.send,
         receive=submit.receive,
     )

@@ -160,10 +160,12 @@ class Inlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
-    """Run a request. With `send`, its prompt's KV is pushed over these outlets and the sampled token means nothing.
+    """Run a request. With `send`, its prompt's KV is pushed over these outlets.
 
     With `receive`, the first `receive_tokens` positions of KV are expected from another engine at these inlets, and
     are computed here as far as they do not arrive. All tickets of a request name the same transfer; each, its link.
+    `told_first`: that engine writes the first token too. Once all KV is here, the request waits for `FirstToken`, or
+    for `AbortTransfer`, after which it writes its own.
     """
 
     request: str
@@ -173,6 +175,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     send: tuple[Outlet, ...] = ()
     receive: tuple[Inlet, ...] = ()
     receive_tokens: int = 0
+    told_first: bool = False
 
     def __post_init__(self) -> None:
         if self.send and self.receive:
@@ -183,6 +186,18 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
         for end in ends:
             if end.ticket.link != end.link.link:
                 raise ValueError("a ticket is for another link than the one beside it")
+        if self.told_first and (not self.receive or self.receive_tokens != len(self.prompt)):
+            raise ValueError("who writes the first token elsewhere has read all of the prompt")
+
+
+class FirstToken(Message, frozen=True, kw_only=True, tag="first-token"):
+    """What another engine has written first for a request that waits for it: go on from there. The answer begins with
+    this token all the same. `seed` is for those that follow. It comes too late for a request that is being computed,
+    because its KV has not come as a whole; that one begins with a token of its own."""
+
+    request: str
+    token: Count
+    seed: int | None = None
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
@@ -338,7 +353,7 @@ class LinkReport(Message, frozen=True, kw_only=True, tag="link"):
     blocked: bool
 
 
-ToEngine = Submit | Cancel | AbortTransfer | SetPaths | CloseLink | Stop
+ToEngine = Submit | FirstToken | Cancel | AbortTransfer | SetPaths | CloseLink | Stop
 FromEngine = Ready | StartFailed | EngineFailed | Step | TransferReport | LinkReport
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)

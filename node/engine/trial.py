@@ -103,6 +103,7 @@ class TrialEngine:
         send: tuple[protocol.Outlet, ...] = (),
         receive: tuple[protocol.Inlet, ...] = (),
         receive_tokens: int = 0,
+        told_first: bool = False,
     ) -> str:
         """Ask for exactly `count` tokens, the likeliest ones. Raises EngineLost."""
         assert self.link is not None
@@ -116,9 +117,15 @@ class TrialEngine:
                 send=send,
                 receive=receive,
                 receive_tokens=receive_tokens,
+                told_first=told_first,
             )
         )
         return request
+
+    def tell_first(self, request: str, token: int) -> None:
+        """The token that the sender of its KV has written first. Raises EngineLost."""
+        assert self.link is not None
+        self.link.send(protocol.FirstToken(request=request, token=token))
 
     async def answer(self, request: str) -> Answer:
         """Wait for the end of a request. Raises EngineError when it ends in any other way than with its tokens."""

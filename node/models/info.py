@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ...coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
 from .errors import ModelError
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -49,16 +50,12 @@ class WeightSizes(msgspec.Struct, frozen=True, kw_only=True):
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the network needs to know of a model; `service` names it, the same on every box.
 
-    `windows`: how many tokens each layer looks back, 0 for all of them; empty when no layer is limited.
+    `shape` has its dimensions, its `dtype_bytes` those of a weight as it is stored. `windows`: how many tokens each
+    layer looks back, 0 for all of them; empty when no layer is limited.
     """
 
     service: Annotated[str, msgspec.Meta(min_length=1)]
-    name: str
-    layers: Annotated[Count, msgspec.Meta(le=MAX_LAYERS)]
-    hidden: Count
-    kv_heads: Count
-    head_dim: Count
-    vocabulary: Count
+    shape: ModelShape
     max_model_len: Count
     weights: WeightSizes
     windows: Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
@@ -68,6 +65,26 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"model.weights has {len(self.weights.layers)} layers, and the model {self.layers}")
         if self.windows and len(self.windows) != self.layers:
             raise ValueError(f"model.windows has {len(self.windows)} layers, and the model {self.layers}")
+
+    @property
+    def name(self) -> str:
+        """As the user knows it."""
+        return self.shape.name
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return self.shape.layers
+
+    @property
+    def kv_heads(self) -> int:
+        """Of one layer."""
+        return self.shape.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers in a key of one head."""
+        return self.shape.head_dim
 
     def kv_bytes(self, tokens: int, first: int, last: int, float_bytes: int) -> int:
         """What the KV of one sequence of `tokens` takes in layers `[first, last)`, `float_bytes` for each number."""
@@ -145,25 +162,24 @@ def kv_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
 def describe(name: str, service: str, config: dict[str, Any], weights: WeightSizes, layers: int) -> ModelInfo:
     """Read the sizes of a model. Raises ModelError for a configuration that lacks or garbles one."""
     try:
-        heads = int(_first(config, "num_attention_heads", "n_head", "n_heads", "num_heads"))
-        hidden = int(_first(config, "hidden_size", "n_embd", "d_model"))
-        kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
-        if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
-            kv_heads = 1  # Falcon's and StarCoder's way of saying so
+        windows = kv_windows(config, layers)
         longest = config.get("max_position_embeddings") or config.get("n_positions") or config.get("max_seq_len")
         return ModelInfo(
             service=service,
-            name=name,
-            layers=layers,
-            hidden=hidden,
-            kv_heads=int(kv_heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocabulary=int(config["vocab_size"]),
+            shape=msgspec.structs.replace(
+                shape_of_config(config, name),
+                layers=layers,
+                window=max(windows, default=0),
+                windowed_layers=sum(window > 0 for window in windows),
+                dtype_bytes=min(4, weights.float_bytes or 1),  # a byte: quantised, about
+            ),
             max_model_len=int(longest or 2048),
             weights=weights,
-            windows=kv_windows(config, layers),
+            windows=windows,
         )
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+    except ModelShapeError as error:
+        raise ModelError(f"model {name}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise _garbled(name, error) from error
 
 

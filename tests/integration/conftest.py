@@ -7,7 +7,7 @@ import random
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ import trio
 from p2pserve.bootstrap import Address, Identity, JoinToken, PeerId, Role
 from p2pserve.bootstrap.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.network import Network
+from p2pserve.coordinator import Phase
 from p2pserve.node import messages
 from p2pserve.node.agent import EngineKnobs, NodeSettings, Started, run_node
 from p2pserve.node.engine_link import fork_server_command
@@ -172,17 +173,19 @@ async def open_cluster(
     *,
     codec: str = "raw",
     knobs: tuple[dict[str, Any], ...] = (),
+    phases: Sequence[Phase | None] = (Phase.PREFILL, Phase.DECODE),
 ) -> AsyncIterator[Cluster]:
     """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server, or, without
     `channels`, each from its own.
 
-    `knobs` has what is different for the engines of the first nodes.
+    `knobs` has what is different for the engines of the first nodes. Several nodes are pinned to `phases` in turn:
+    of so small a model and machine, the planner would let each do both.
     """
     said: list[str] = []
     async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
 
         async def start(
-            name: str, token: str | None, channel: int | None, changes: dict[str, Any]
+            name: str, token: str | None, channel: int | None, changes: dict[str, Any], phase: Phase | None
         ) -> tuple[Started, trio.Event]:
             stop = trio.Event()
             settings = NodeSettings(
@@ -193,6 +196,7 @@ async def open_cluster(
                 codec=codec,
                 engine=replace(KNOBS, **changes),
                 drain_s=1,
+                phase=phase,
                 engine_channel=channel,
             )
 
@@ -202,13 +206,14 @@ async def open_cluster(
 
             return await nursery.start(run), stop
 
-        bootstrap, bootstrap_stop = await start("bootstrap", None, None, {})
+        bootstrap, bootstrap_stop = await start("bootstrap", None, None, {}, None)
         started = [
             await start(
                 f"node{i}",
                 bootstrap.tokens["worker"],
                 channels.pop() if channels is not None else None,
                 dict(*knobs[i : i + 1]),
+                phases[i % len(phases)] if nodes > 1 else None,
             )
             for i in range(nodes)
         ]

@@ -120,6 +120,42 @@ def test_one_box_serves_alone_and_kv4_saves_bytes(cluster: Any, random_model: Pa
     trio.run(main)
 
 
+def test_nodes_that_nobody_has_pinned_all_serve(cluster: Any, random_model: Path, tmp_path: Path) -> None:
+    """What they do is the planner's choice, and it says why; one that leaves is planned without."""
+    text = TextModel(random_model)
+    asked = prompts(text, (1, 40, 200, 300))
+    expected = [greedy(random_model, text.encode(prompt), TOKENS) for prompt in asked]
+
+    async def main() -> None:
+        async with cluster(tmp_path, random_model, 3, phases=(None,)) as network:
+            plan = (await network.wait_plan(3)).plan
+            assert any(line.startswith("planned for ") for line in plan.why)
+            found: dict[int, Any] = {}
+
+            async def ask(i: int) -> None:
+                gateway = network.nodes[i % 3].peer
+                found[i] = await network.client.generate(gateway, asked[i % 4], max_tokens=TOKENS)
+
+            async with trio.open_nursery() as nursery:
+                for i in range(12):
+                    nursery.start_soon(ask, i)
+            assert [found[i].tokens for i in range(12)] == expected * 3
+            used = {
+                peer for answer in found.values() for peer in (answer.figures.prefill_node, answer.figures.decode_node)
+            }
+            assert len(used - {None}) > 1
+            network.stops[2].set()
+            rest = {node.peer for node in network.nodes[:2]}
+            with trio.fail_after(60):
+                while True:
+                    status = await network.client.status(network.nodes[0].peer)
+                    if set(status.plan.peers) == rest:
+                        break
+                    await trio.sleep(0.05)
+
+    trio.run(main)
+
+
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_a_killed_engine_changes_no_token(cluster: Any, random_model: Path, tmp_path: Path, victim: str) -> None:
     """kill -9 of either engine process in the middle of a request: same greedy tokens, none lost or repeated."""

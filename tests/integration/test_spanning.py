@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 
 # With 64 MiB of KV cache, in float32: room for 7 layers of the bundled model's 8 and for 2 of them.
 LIMITS = ({"memory_gib": 0.088}, {"memory_gib": 0.073})
+PHASES = (Phase.PREFILL, Phase.PREFILL, Phase.DECODE)
 TOKENS = 24
 
 
@@ -53,7 +54,7 @@ def test_two_small_boxes_and_a_large_one_serve_together_and_survive_the_loss_of_
     expected = [answer[:TOKENS] for answer in whole]
 
     async def main() -> None:
-        async with cluster(tmp_path, "bundled", 3, knobs=LIMITS) as network:
+        async with cluster(tmp_path, "bundled", 3, knobs=LIMITS, phases=PHASES) as network:
             small = [node.peer for node in network.nodes[:2]]
             await network.wait_plan(2)
             status = await wait_engines(network, "ready", [node.peer for node in network.nodes])

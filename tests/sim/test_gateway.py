@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.engine.protocol import Rank, Slice
@@ -27,12 +28,9 @@ TEXT = TextModel(BUNDLED)
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(
     service=SERVICE,
-    name="tiny",
-    layers=4,
-    hidden=128,
-    kv_heads=2,
-    head_dim=64,
-    vocabulary=4096,
+    shape=ModelShape(
+        name="tiny", layers=4, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128, vocabulary=4096
+    ),
     max_model_len=512,
     weights=WeightSizes(layers=(1 << 20,) * 4, embeddings=1 << 20, head=256),
 )
@@ -100,6 +98,8 @@ class Job:
     request: str
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     kv: trio.Event = field(default_factory=trio.Event)
+    word: trio.Event = field(default_factory=trio.Event)  # of the first token, or that none will be told
+    told: tuple[int, ...] = ()
 
 
 @dataclass
@@ -107,8 +107,10 @@ class World:
     """A gateway with everything around it scripted.
 
     Workers answer as real ones do. What goes wrong at the next requests of a worker stands in `faults`:
-    decode: refuse, timeout, lost, never, fail:N, gone:N, hang:N (after N tokens), wide:N (N tokens too many).
-    prefill: refuse, timeout, lost, fail, gone, silent.
+    decode: refuse, timeout, lost, never, fail:N, gone:N, hang:N (after N tokens), wide:N (N tokens too many), other
+    (another first token than it was told), alone (it does not wait for the prefill node's).
+    prefill: refuse, timeout, lost, fail, gone, silent, end (of the answer, with its first token); late-fail, late-gone,
+    late-silent: when the first token has been told.
     """
 
     nursery: trio.Nursery
@@ -214,11 +216,18 @@ class World:
                 if job is not None:
                     job.scope.cancel()
         else:
-            assert isinstance(message, messages.StopTransfer)
-            assert method == "transfer.stop"
-            job = self.jobs.get((peer, "decode", message.request))
+            job = self.jobs.get((peer, "decode", message.request))  # type: ignore[attr-defined]
+            if isinstance(message, messages.FirstToken):
+                assert method == "decode.first"
+                if job is not None:
+                    job.told = (message.token,)
+            else:
+                assert isinstance(message, messages.StopTransfer)
+                assert method == "transfer.stop"
+                if job is not None:
+                    job.kv.set()
             if job is not None:
-                job.kv.set()
+                job.word.set()
 
     async def _request(
         self, peer: PeerId, method: str, body: Any, answer: type[messages.Message], *, timeout: float
@@ -270,13 +279,19 @@ class World:
             if body.receive_tokens:
                 assert 1 <= body.receive_tokens <= len(body.prompt)
                 assert body.prefill
+                assert not body.told_first or body.receive_tokens == len(body.prompt)
                 await job.kv.wait()
+                if body.told_first and what != "alone":
+                    await job.word.wait()
             made = 0
             while made < min(total, good):
                 await elapse(STEP_S)
                 size = min(max(self.burst(), 1 if what != "wide" else total), total - made)
-                size = int(min(size, good - made))
+                size = int(min(size + len(job.told if not made else ()), good - made, total - made))
                 piece = ANSWER[done + made : done + made + size]
+                assert made or piece[: len(job.told)] == job.told[:size]
+                if what == "other" and job.told and not made:
+                    piece = (piece[0] ^ 1, *piece[1:])
                 made += size
                 finish = "length" if made >= wanted and what != "wide" else None
                 if job.scope.cancel_called:
@@ -298,6 +313,16 @@ class World:
         with job.scope:
             await elapse(STEP_S)
             what = fault.partition(":")[0]
+            if job.scope.cancel_called:
+                return
+            if body.sampling is not None and what in ("", "end", "late-fail", "late-gone", "late-silent"):
+                done = len(body.prompt) - len(PROMPT_TOKENS)
+                finish = "stop" if what == "end" else None
+                first = messages.Tokens(request=job.request, tokens=ANSWER[done : done + 1], finish=finish)
+                self._tokens(job.peer, first)
+            if what.startswith("late-"):
+                what = what.removeprefix("late-")
+                await elapse(LATENCY_S)
             if what in ("silent", "hang"):
                 await trio.sleep_forever()
             if what == "gone":
@@ -397,10 +422,11 @@ def test_a_split_request() -> None:
             assert figures.transfer == FIGURES
             assert figures.recovered == ()
             assert (figures.prompt_tokens, figures.completion_tokens) == (len(PROMPT_TOKENS), 12)
-            # two opens, a prefill step, then a decode step for each token
-            assert figures.ttft_s == pytest.approx(2 * LATENCY_S + 2 * STEP_S)
+            # two opens, a prefill step, then a decode step for each token but the first
+            assert figures.ttft_s == pytest.approx(2 * LATENCY_S + STEP_S)
             assert figures.tpot_s == pytest.approx(STEP_S)
-            assert figures.e2e_s == pytest.approx(2 * LATENCY_S + STEP_S + 12 * STEP_S)
+            assert figures.e2e_s == pytest.approx(2 * LATENCY_S + 12 * STEP_S)
+            assert world.sent("decode.first") == [D]
             assert [kind for kind, _, _ in world.opened] == ["decode", "prefill"]
             assert world.sent("request.stop") == []
             assert world.sent("transfer.stop") == []
@@ -475,7 +501,7 @@ def test_a_prefill_node_that_leaves_after_its_work_has_not_failed() -> None:
     async def main() -> None:
         async with open_world(P, D) as world:
             await world.ask()
-            await elapse(2 * LATENCY_S + 3.5 * STEP_S)
+            await elapse(2 * LATENCY_S + 2.5 * STEP_S)
             assert len(world.tokens()) == 2
             world.lose(P)
             await world.settle()
@@ -508,14 +534,15 @@ def test_a_prefill_that_may_have_been_accepted_is_stopped() -> None:
 def test_an_answer_does_not_wait_long_for_figures_that_do_not_come() -> None:
     async def main() -> None:
         async with open_world(P, D) as world:
-            world.faults[P] = ["silent"]
+            world.faults[P] = ["late-silent"]
             name = await world.ask()
             await elapse(5 * LATENCY_S)
             (decode,) = [job for job in world.jobs.values() if job.kind == "decode"]
             decode.kv.set()  # the KV has arrived; only the sender's report is missing
+            assert world.tokens() == ANSWER[:1]
             begun = trio.current_time()
             await world.settle()
-            assert world.ended[name] - begun == pytest.approx(12 * STEP_S + FIGURES_GRACE_S)
+            assert world.ended[name] - begun == pytest.approx(11 * STEP_S + FIGURES_GRACE_S)
             assert world.tokens() == ANSWER[:12]
             assert world.sent("request.stop") == [P]
 
@@ -534,9 +561,148 @@ def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int
             (_, _, decode), (_, _, prefill) = world.opened
             assert isinstance(decode, messages.DecodeOpen)
             assert (decode.prompt, decode.receive_tokens) == (PROMPT_TOKENS, split)
+            whole = split == len(PROMPT_TOKENS)
+            assert decode.told_first is whole
             assert [stage.peer for stage in decode.prefill] == [P]
             assert isinstance(prefill, messages.PrefillOpen)
             assert (prefill.prompt, prefill.parts) == (PROMPT_TOKENS[:split], (PART,))
+            assert prefill.sampling == (decode.sampling if whole else None)
+            assert world.sent("decode.first") == ([D] if whole else [])
+
+    virtually(main)
+
+
+# ---- the first token is the prefill node's ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["late-fail", "late-gone"])
+def test_the_answer_goes_on_from_a_token_whose_kv_never_comes(fault: str) -> None:
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            world.faults[P] = [fault]
+            last = await world.answer()
+            assert last.finish == "length"
+            assert world.tokens() == ANSWER[:12]
+            figures = figures_of(last)
+            assert figures.ttft_s == pytest.approx(2 * LATENCY_S + STEP_S)
+            assert figures.attempts == 1
+            assert "prefill node ..p1" in figures.recovered[0]
+            told = [method for peer, method, _ in world.notices if peer == D]
+            assert told == ["decode.first", "transfer.stop"]  # in this order: the token counts
+
+    virtually(main)
+
+
+def test_what_the_decode_node_is_told_is_the_token_and_the_seed_of_those_that_follow() -> None:
+    async def main() -> None:
+        async with open_world(P, D, D2) as world:
+            world.faults[D] = ["fail:0"]
+            await world.answer(temperature=1.0, seed=5)
+            told = next(message for _, _, message in world.notices if isinstance(message, messages.FirstToken))
+            decode, replay = (body for kind, _, body in world.opened if kind == "decode")
+            assert isinstance(decode, messages.DecodeOpen)
+            assert isinstance(replay, messages.DecodeOpen)
+            assert (told.request, told.token) == (decode.request, ANSWER[0])
+            assert told.seed == replay.sampling.seed != decode.sampling.seed == 5
+
+    virtually(main)
+
+
+def test_an_answer_that_begins_differently_at_the_decode_node_goes_on_from_what_was_shown() -> None:
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            world.faults[D] = ["other"]
+            last = await world.answer()
+            assert last.finish == "length"
+            assert world.tokens() == ANSWER[:12]
+            figures = figures_of(last)
+            assert figures.attempts == 2
+            assert "began with another token" in figures.recovered[0]
+            again = world.opened[2][2]
+            assert isinstance(again, messages.DecodeOpen)
+            assert again.prompt == PROMPT_TOKENS + ANSWER[:1]
+            assert again.sampling.max_tokens == 11
+            assert D in world.sent("request.stop")
+
+    virtually(main)
+
+
+def test_a_decode_node_that_does_not_wait_for_the_first_token_writes_the_same_one() -> None:
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            world.faults[D] = ["alone"]
+            last = await world.answer()
+            assert world.tokens() == ANSWER[:12]
+            assert figures_of(last).attempts == 1
+
+    virtually(main)
+
+
+def test_a_first_token_that_comes_when_the_decode_node_has_begun_is_not_heard() -> None:
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            world.faults.update({P: ["silent"], D: ["alone"]})
+            await world.ask()
+            await elapse(3 * LATENCY_S)
+            decode, prefill = sorted(world.jobs.values(), key=lambda job: job.kind)
+            decode.kv.set()
+            await elapse(2.5 * STEP_S)
+            begun = world.tokens()
+            assert begun == ANSWER[: len(begun)] != ()
+            late = messages.Tokens(request=prefill.request, tokens=(ANSWER[0] ^ 1,))
+            world.gateway.on_tokens(P, Role.WORKER, late)
+            await world.settle()
+            assert world.tokens() == ANSWER[:12]
+            assert world.sent("decode.first") == []
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("how", ["end of text", "stop string"])
+def test_an_answer_that_ends_with_its_first_token_needs_no_decode_node(how: str) -> None:
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            world.faults[P] = ["end" if how == "end of text" else "late-silent"]
+            last = await world.answer(stop=() if how == "end of text" else (text_of(1),))
+            assert (last.finish, last.error) == ("stop", "")
+            assert world.tokens() == ANSWER[:1]
+            assert world.text() == (text_of(1) if how == "end of text" else "")
+            assert world.ended["r1"] == pytest.approx(2 * LATENCY_S + STEP_S)
+            assert D in world.sent("request.stop")
+            assert world.sent("decode.first") == []
+            figures = figures_of(last)
+            assert (figures.completion_tokens, figures.tpot_s, figures.recovered) == (1, 0.0, ())
+
+    virtually(main)
+
+
+def test_a_single_token_is_written_by_whoever_reads_the_prompt() -> None:
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            last = await world.answer(max_tokens=1)
+            assert last.finish == "length"
+            assert world.tokens() == ANSWER[:1]
+            assert [(kind, peer) for kind, peer, _ in world.opened] == [("decode", P)]
+            assert (figures_of(last).prefill_node, figures_of(last).decode_node) == (None, P)
+            world.view.plan = plan_of(P, D, prefill_share=0.5)
+            await world.answer(max_tokens=1)
+            assert [(kind, peer) for kind, peer, _ in world.opened[1:]] == [("decode", D), ("prefill", P)]
+
+    virtually(main)
+
+
+def test_a_prefill_node_that_has_been_given_up_is_not_heard() -> None:
+    async def main() -> None:
+        async with open_world(P, D) as world:
+            world.faults[P] = ["fail"]
+            await world.ask()
+            await elapse(2 * LATENCY_S + 1.5 * STEP_S)
+            (decode,) = world.jobs.values()
+            assert world.tokens() == ()
+            late = messages.Tokens(request=decode.request, tokens=(ANSWER[0] ^ 1,))
+            world.gateway.on_tokens(P, Role.WORKER, late)
+            await world.settle()
+            assert world.tokens() == ANSWER[:12]
 
     virtually(main)
 
@@ -550,7 +716,7 @@ def test_a_lost_decode_node_costs_no_token(fault: str) -> None:
         async with open_world(P, D, D2) as world:
             world.faults[D] = [fault]
             last = await world.answer()
-            done = int(fault.partition(":")[2])
+            done = max(1, int(fault.partition(":")[2]))  # the first token was the prefill node's
             assert last.finish == "length"
             assert world.tokens() == ANSWER[:12]
             assert world.text() == text_of(12)
@@ -936,9 +1102,11 @@ def test_every_request_ends_once_whatever_fails(seed: int) -> None:
                 await elapse(rng.uniform(0, 0.4))
                 if rng.random() < 0.2:
                     peer = rng.choice([P, P2])
-                    world.faults[peer].append(rng.choice(["refuse", "timeout", "fail", "silent", "gone", "lost"]))
+                    world.faults[peer].append(
+                        rng.choice(["refuse", "timeout", "fail", "silent", "gone", "lost", "late-fail", "late-gone"])
+                    )
                 if rng.random() < 0.2:
-                    fault = rng.choice(["refuse", "timeout", "lost", "fail", "gone", "hang", "wide"])
+                    fault = rng.choice(["refuse", "timeout", "lost", "fail", "gone", "hang", "wide", "other", "alone"])
                     at = f":{rng.randint(1, 9)}" if fault in ("fail", "gone", "hang", "wide") else ""
                     world.faults[rng.choice([D, D2])].append(fault + at)
                 wanted, deadline = rng.randint(1, 60), rng.choice([2.0, 20.0, 60.0])

@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import NetworkError, PeerId, PeerLost, RemoteError, RequestTimeout, Role
 from p2pserve.coordinator import Stage
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.tickets import LinkTicket
 from p2pserve.node import messages
@@ -29,12 +30,9 @@ from p2pserve.node.worker import Worker
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(
     service=SERVICE,
-    name="tiny",
-    layers=6,
-    hidden=128,
-    kv_heads=2,
-    head_dim=64,
-    vocabulary=4096,
+    shape=ModelShape(
+        name="tiny", layers=6, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128, vocabulary=4096
+    ),
     max_model_len=512,
     weights=WeightSizes(layers=(1000,) * 6, embeddings=500, head=500),
 )

@@ -14,6 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, NetworkError, PeerId, RemoteError, Unreachable
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.estimates import LinkEstimator
@@ -29,12 +30,9 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 S, T, R, R2 = PeerId("source"), PeerId("target"), PeerId("relay-1"), PeerId("relay-2")
 MODEL = ModelInfo(
     service="tiny",
-    name="tiny",
-    layers=32,
-    hidden=4096,
-    kv_heads=8,
-    head_dim=128,
-    vocabulary=4096,
+    shape=ModelShape(
+        name="tiny", layers=32, hidden=4096, heads=8, kv_heads=8, head_dim=128, intermediate=4096, vocabulary=4096
+    ),
     max_model_len=4096,
     weights=WeightSizes(layers=(400_000_000,) * 32, embeddings=33_000_000, head=33_000_000),
 )

@@ -215,6 +215,68 @@ def test_kv_from_elsewhere_leaves_one_position_to_compute() -> None:
     assert bench.ways.forgotten == [TICKET.transfer]
 
 
+def told_first(bench: Bench) -> tuple[tuple[int, ...], FakeArrivals]:
+    """A request that waits for KV of all of its prompt, and for its first token."""
+    prompt = bench.submit("r", 600, 3, receive=(INLET,), receive_tokens=600, told_first=True)
+    assert bench.step() is None
+    (arrivals,) = bench.ways.arrivals
+    return prompt, arrivals
+
+
+def arrive(arrivals: FakeArrivals, tokens: int) -> None:
+    arrivals.part, arrivals.tokens = tokens / 600, tokens
+    arrivals.on_end()
+
+
+@pytest.mark.parametrize("first", ["token", "kv"])
+def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
+    """Whichever comes first; the last position of the prompt is not computed again."""
+    bench = Bench()
+    prompt, arrivals = told_first(bench)
+    told = protocol.FirstToken(request="r", token=77)
+    if first == "token":
+        bench.engine.take(told, bench.now)
+        assert bench.step() is None
+        arrive(arrivals, 600)
+    else:
+        arrive(arrivals, 600)
+        assert bench.step() is None
+        bench.engine.take(told, bench.now)
+    assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(600))
+    bench.step()
+    answer = Answer((*prompt, 77), 900)
+    outputs = bench.outputs()
+    assert [output.tokens for output in outputs] == [(77, answer.next()), (answer.next(),)]
+    assert outputs[-1].finish == "length"
+    assert bench.engine.idle
+
+
+@pytest.mark.parametrize("word", ["abort", "no token"])
+def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
+    bench = Bench()
+    prompt, arrivals = told_first(bench)
+    arrive(arrivals, 600)
+    assert bench.step() is None
+    if word == "abort":
+        bench.engine.take(protocol.AbortTransfer(transfer=TICKET.transfer, reason="it was lost"), bench.now)
+        assert bench.ways.orders
+    else:
+        bench.engine.take(protocol.FirstToken(request="r", token=900), bench.now)
+    assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
+    assert bench.outputs()[0].tokens == (Answer(prompt, 900).next(),)
+
+
+def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None:
+    bench = Bench(max_batched_tokens=1000)
+    prompt, arrivals = told_first(bench)
+    arrive(arrivals, 37)
+    assert bench.step() == pytest.approx(TIMES.prefill_s(568, chunk_pairs(32, 568)))
+    bench.engine.take(protocol.FirstToken(request="r", token=77), bench.now)
+    bench.step()
+    answer = Answer(prompt, 900)
+    assert [output.tokens for output in bench.outputs()] == [(answer.next(),), (answer.next(),)]
+
+
 @pytest.mark.parametrize(("arrived", "kept"), [(0, 0), (37, 32), (599, 592)])
 def test_what_is_missing_is_computed(arrived: int, kept: int) -> None:
     bench = Bench(max_batched_tokens=1000)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.fitting import CPU_KV_CACHE_MIB, Room, default_tp, layers_that_fit, room_on
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.home import NodeError
@@ -28,12 +29,16 @@ def model(
     )
     return ModelInfo(
         service="m-1",
-        name="m",
-        layers=len(layers),
-        hidden=1,
-        kv_heads=kv_heads,
-        head_dim=128,
-        vocabulary=1,
+        shape=ModelShape(
+            name="m",
+            layers=len(layers),
+            hidden=1,
+            heads=kv_heads,
+            kv_heads=kv_heads,
+            head_dim=128,
+            intermediate=1,
+            vocabulary=1,
+        ),
         max_model_len=longest,
         weights=sizes,
     )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.models import (
     LayerRange,
     ModelError,
@@ -96,8 +97,8 @@ def without(key: str) -> dict[str, Any]:
 def test_a_model_is_described(tmp_path: Path) -> None:
     model = open_model(str(make(tmp_path / "tiny")))
     info = model.info
-    assert (info.name, info.layers, info.hidden, info.kv_heads, info.head_dim) == ("tiny", 4, 128, 2, 32)
-    assert (info.vocabulary, info.max_model_len) == (4096, 512)
+    assert (info.name, info.layers, info.shape.hidden, info.kv_heads, info.head_dim) == ("tiny", 4, 128, 2, 32)
+    assert (info.shape.vocabulary, info.max_model_len) == (4096, 512)
     assert info.service.startswith("tiny-")
     assert model.folder == tmp_path / "tiny"
 
@@ -158,13 +159,13 @@ def test_a_missing_part_is_named(tmp_path: Path, leave_out: str, said: str) -> N
         ({**CONFIG, "architectures": "LlamaForCausalLM"}, "not a causal language model"),
         ({**CONFIG, "architectures": 5}, "not a causal language model"),
         (without("num_hidden_layers"), "lacks or garbles 'num_hidden_layers'"),
-        (without("vocab_size"), "lacks or garbles 'vocab_size'"),
-        ({**CONFIG, "hidden_size": "wide"}, "lacks or garbles"),
-        ({**CONFIG, "hidden_size": None}, "lacks or garbles"),
+        (without("vocab_size"), "config of a has no vocab_size"),
+        ({**CONFIG, "hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
+        ({**CONFIG, "hidden_size": None}, "config of a has no hidden_size"),
         ({**CONFIG, "num_hidden_layers": 0}, "lacks or garbles 0 layers"),
-        ({**CONFIG, "num_attention_heads": 0, "num_key_value_heads": 1}, "lacks or garbles"),
+        ({**CONFIG, "num_attention_heads": 0, "num_key_value_heads": 1}, "model.heads of a is 0"),
         ({**CONFIG, "num_hidden_layers": 5}, "there are no weights of layer 4 in its safetensors files"),
-        (json.dumps(CONFIG).replace("4096", "Infinity"), "lacks or garbles"),
+        (json.dumps(CONFIG).replace("4096", "Infinity"), "vocab_size is inf, not a whole number"),
     ],
 )
 def test_a_config_that_is_none(tmp_path: Path, config: object, said: str) -> None:
@@ -291,7 +292,7 @@ def test_kv_of_a_sequence(tmp_path: Path) -> None:
 def test_other_names_for_the_same_sizes(tmp_path: Path) -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 9}
     info = open_model(str(make(tmp_path / "a", config={**gpt2, "n_positions": 64}))).info
-    assert (info.layers, info.hidden, info.kv_heads, info.head_dim, info.max_model_len) == (4, 128, 4, 32, 64)
+    assert (info.layers, info.shape.hidden, info.kv_heads, info.head_dim, info.max_model_len) == (4, 128, 4, 32, 64)
     one_head = open_model(str(make(tmp_path / "b", config={**gpt2, "multi_query": True}))).info
     assert one_head.kv_heads == 1
 
@@ -299,17 +300,17 @@ def test_other_names_for_the_same_sizes(tmp_path: Path) -> None:
 def test_an_advert_that_contradicts_itself_is_none() -> None:
     sizes = WeightSizes(layers=(1, 1), embeddings=1, head=1)
     ModelInfo(
-        service="s", name="s", layers=2, hidden=1, kv_heads=1, head_dim=1, vocabulary=1, max_model_len=1, weights=sizes
+        service="s",
+        shape=ModelShape(name="s", layers=2, hidden=1, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocabulary=1),
+        max_model_len=1,
+        weights=sizes,
     )
     with pytest.raises(ValueError, match="weights has 2 layers"):
         ModelInfo(
             service="s",
-            name="s",
-            layers=3,
-            hidden=1,
-            kv_heads=1,
-            head_dim=1,
-            vocabulary=1,
+            shape=ModelShape(
+                name="s", layers=3, hidden=1, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocabulary=1
+            ),
             max_model_len=1,
             weights=sizes,
         )

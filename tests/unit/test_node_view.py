@@ -6,11 +6,14 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId
-from p2pserve.coordinator import Phase, Plan, Replica, Stage
-from p2pserve.node.coordination import Coordinator
+from p2pserve.coordinator import LinkView, Phase, Plan, Replica, Stage
+from p2pserve.coordinator.capacity import SLOWEST_GBPS
+from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.kvtransport.figures import BoxFigures, LinkFigures
+from p2pserve.node.coordination import QUIET_S, Coordinator
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.hardware import Gpu, Hardware
-from p2pserve.node.messages import Advert, EngineAdvert
+from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.view import NetworkView, decode_adverts, decode_plan
 
@@ -47,12 +50,9 @@ def alone(peer: PeerId) -> Replica:
 def _model(service: str) -> ModelInfo:
     return ModelInfo(
         service=service,
-        name="tiny",
-        layers=4,
-        hidden=128,
-        kv_heads=2,
-        head_dim=64,
-        vocabulary=4096,
+        shape=ModelShape(
+            name="tiny", layers=4, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128, vocabulary=4096
+        ),
         max_model_len=512,
         weights=WeightSizes(layers=(1 << 20,) * 4, embeddings=1 << 20, head=256),
     )
@@ -66,8 +66,15 @@ def packed(plan: Plan) -> bytes:
     return msgspec.msgpack.encode(plan)
 
 
+def decide(
+    coordinator: Coordinator, view: NetworkView, leader: tuple[PeerId, int] | None, now: float = 0.0
+) -> Plan | None:
+    task = coordinator.next(view, leader, now)
+    return coordinator.settle(task, task.run(lambda: False), view, leader) if task is not None else None
+
+
 def plan_for(view: NetworkView, epoch: int = 1, own: PeerId = A) -> Plan:
-    plan = Coordinator(own, "raw").decide(view, (own, epoch))
+    plan = decide(Coordinator(own, "raw"), view, (own, epoch))
     assert plan is not None
     return plan
 
@@ -101,12 +108,30 @@ def test_adverts_survive_and_garbage_is_named() -> None:
             advert(),
             hardware=Hardware(cores=1, memory_gib=1.0, processor="x", gpus=(Gpu(name="g", memory_gib=-1, uuid="u"),)),
         ),
-        msgspec.structs.replace(advert(), model=msgspec.structs.replace(_model(SERVICE), hidden=0)),
     ],
 )
 def test_figures_that_cannot_be_are_refused_before_anyone_computes_with_them(bad: Advert) -> None:
     """One node's nonsense must stop neither the coordinator nor a gateway."""
     assert decode_adverts({A: msgspec.msgpack.encode(bad)}) == ({}, (A,))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [("shape", "hidden", 0), ("shape", "kv_heads", 3), ("shape", "layers", 5), ("weights", "layers", [])],
+)
+def test_a_model_that_cannot_be_is_refused_as_well(part: str, field: str, value: object) -> None:
+    said = msgspec.to_builtins(advert())
+    said["model"][part][field] = value
+    assert decode_adverts({A: msgspec.msgpack.encode(said)}) == ({}, (A,))
+
+
+@pytest.mark.parametrize("names", [(), ("A40", "L4"), ("GTX 9",)])
+def test_emulated_gpus_that_are_none_are_refused_as_well(names: tuple[str, ...]) -> None:
+    said = msgspec.to_builtins(advert())
+    said["hardware"] |= {
+        "gpus": [{"name": name, "memory_gib": 48.0, "uuid": "u"} for name in names], "emulated_as": "dense"
+    }  # fmt: skip
+    assert decode_adverts({A: msgspec.msgpack.encode(said)}) == ({}, (A,))
 
 
 def test_whatever_is_accepted_can_be_planned_and_routed_with() -> None:
@@ -249,7 +274,7 @@ def test_boxes_that_wait_for_layers_are_planned_with_before_anything_runs_there(
     (replica,) = plan_for(view).replicas
     assert replica.stages == TWO
     view.adverts[B] = advert("failed", fits=1, **unmeasured)
-    assert Coordinator(A, "raw").decide(view, (A, 1)) is None
+    assert decide(Coordinator(A, "raw"), view, (A, 1)) is None
 
 
 @pytest.mark.parametrize("out", [advert("failed"), advert("restarting"), advert(draining=True)])
@@ -268,8 +293,23 @@ def test_boxes_and_links_are_what_was_advertised() -> None:
     assert set(boxes) == {A, B}
     assert (boxes[A].memory_gib, boxes[B].memory_gib) == (80.0, 8.0)
     assert [(box.tp, box.fits, box.layers) for box in (boxes[A], boxes[B])] == [(2, 4, 4), (1, 4, 4)]
-    assert [(link.source, link.target, link.rtt_s) for link in view.links()] == [(B, A, 0.25)]
+    assert view.links() == [LinkView(source=B, target=A, rtt_s=0.25)]
     assert view.services() == ("other", SERVICE)
+
+
+def test_rates_and_prices_of_links_are_what_is_known_of_both_ends() -> None:
+    view = view_of(a=advert(rtt_s={B: 0.1, C: 0.2}), b=advert(rtt_s={A: 0.1}), c=advert())
+    link = LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=8.0)
+    view.links_told = {
+        A: LinkTable(
+            box=BoxFigures(up_gbps=2.0, up_usd_per_gb=0.1),
+            links={B: link, C: msgspec.structs.replace(link, usd_per_gb=0.01)},
+        ),
+        B: LinkTable(links={A: msgspec.structs.replace(link, reachable=False)}),
+        C: LinkTable(box=BoxFigures(down_gbps=1.0, down_usd_per_gb=0.05)),
+    }
+    found = {(link.source, link.target): (link.rtt_s, link.gbps, link.usd_per_gb) for link in view.links()}
+    assert found == {(A, B): (0.1, 2.0, 0.1), (A, C): (0.2, 1.0, 0.01), (B, A): (0.1, SLOWEST_GBPS, 0.0)}
 
 
 def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_report() -> None:
@@ -299,9 +339,9 @@ def test_starts_tell_a_restarted_engine() -> None:
 # ---- the coordinator --------------------------------------------------------------------------------------
 
 
-def publish(view: NetworkView, coordinator: Coordinator, epoch: int, own: PeerId = A) -> Plan | None:
+def publish(view: NetworkView, coordinator: Coordinator, epoch: int, own: PeerId = A, now: float = 0.0) -> Plan | None:
     """What the agent does with a decision: its own word counts without its echo."""
-    plan = coordinator.decide(view, (own, epoch))
+    plan = decide(coordinator, view, (own, epoch), now)
     if plan is not None:
         assert view.consider_plan(own, epoch, packed(plan))
     return plan
@@ -309,13 +349,13 @@ def publish(view: NetworkView, coordinator: Coordinator, epoch: int, own: PeerId
 
 @pytest.mark.parametrize("leader", [None, (B, 1)])
 def test_who_is_not_elected_is_silent(leader: tuple[PeerId, int] | None) -> None:
-    assert Coordinator(A, "raw").decide(view_of(a=advert(), b=advert()), leader) is None
+    assert decide(Coordinator(A, "raw"), view_of(a=advert(), b=advert()), leader) is None
 
 
 def test_nothing_to_plan_with_is_no_plan() -> None:
     coordinator = Coordinator(A, "raw")
     for view in (NetworkView(), view_of(a=advert(service=None)), view_of(a=advert("starting", tflops=0.0))):
-        assert coordinator.decide(view, (A, 1)) is None
+        assert decide(coordinator, view, (A, 1)) is None
 
 
 def test_a_plan_is_made_once_and_again_only_for_a_change() -> None:
@@ -339,12 +379,36 @@ def test_load_and_small_moves_of_round_trips_are_no_reason_for_a_plan() -> None:
     assert publish(view, coordinator, 1) is None
 
 
+def test_figures_that_move_are_planned_with_now_and_then_and_a_box_that_comes_at_once() -> None:
+    coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert())
+    assert publish(view, coordinator, 1) is not None
+    view.adverts[B] = advert(tflops=2.0)
+    assert coordinator.next(view, (A, 1), QUIET_S - 0.1) is None
+    assert coordinator.next(view, (A, 1), QUIET_S) is not None
+    assert coordinator.next(view, (A, 1), 3 * QUIET_S) is None  # nothing new since
+    view.adverts[C] = advert()
+    assert coordinator.next(view, (A, 1), QUIET_S) is not None
+
+
+def test_a_task_that_was_overtaken_while_it_was_planned_is_planned_again() -> None:
+    coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert())
+    task = coordinator.next(view, (A, 1), 0.0)
+    assert task is not None
+    plan = task.run(lambda: False)
+    assert coordinator.settle(task, plan, view, (B, 2)) is None
+    again = coordinator.next(view, (A, 3), 0.0)
+    assert again is not None
+    assert view.consider_plan(A, 3, packed(plan_for(view, epoch=3)))
+    assert coordinator.settle(again, again.run(lambda: False), view, (A, 3)) is None
+    assert coordinator.next(view, (A, 3), 0.0) is not None
+
+
 def test_a_plan_that_is_not_echoed_is_not_made_again_and_its_number_not_used_again() -> None:
     coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert())
-    numbers = [plan.number for _ in range(20) if (plan := coordinator.decide(view, (A, 1))) is not None]
+    numbers = [plan.number for _ in range(20) if (plan := decide(coordinator, view, (A, 1))) is not None]
     assert numbers == [(1, 1)]
     view.adverts[C] = advert()
-    changed = coordinator.decide(view, (A, 1))
+    changed = decide(coordinator, view, (A, 1))
     assert changed is not None
     assert changed.number == (1, 2)
 
@@ -365,7 +429,7 @@ def test_a_leader_that_an_election_has_overtaken_is_silent() -> None:
     view = view_of(a=advert(), b=advert())
     publish(view, Coordinator(B, "raw"), 7, own=B)
     view.adverts[C] = advert()
-    assert Coordinator(A, "raw").decide(view, (A, 6)) is None
+    assert decide(Coordinator(A, "raw"), view, (A, 6)) is None
 
 
 def test_a_leader_elected_again_goes_on_after_what_is_known_of_its_epoch() -> None:

@@ -12,6 +12,7 @@ import trio
 
 from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role, Unreachable
 from p2pserve.coordinator import Stage
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.errors import TransferError
@@ -50,12 +51,9 @@ READY = protocol.Ready(
 
 MODEL = ModelInfo(
     service=SERVICE,
-    name="tiny",
-    layers=4,
-    hidden=128,
-    kv_heads=2,
-    head_dim=64,
-    vocabulary=4096,
+    shape=ModelShape(
+        name="tiny", layers=4, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128, vocabulary=4096
+    ),
     max_model_len=512,
     weights=WeightSizes(layers=(1000,) * 4, embeddings=500, head=500),
 )
@@ -581,9 +579,90 @@ def test_the_transfers_report_ends_the_prefill_and_its_sampled_token_does_not(wo
     assert world.news() == []
 
 
+WANTED = protocol.Sampling(max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=7)
+
+
+def test_a_first_token_that_is_wanted_is_sampled_as_the_answer_and_told_once(world: World) -> None:
+    world.prefill(sampling=WANTED)
+    (submit,) = world.asked()
+    assert isinstance(submit, protocol.Submit)
+    assert submit.sampling == msgspec.structs.replace(WANTED, max_tokens=1)
+    world.step(protocol.NewTokens("prefill:r", (5,), "length"))
+    assert world.news() == [(A, "tokens", tokens("r", 5))]  # it is not the answer that ends by its length
+    assert not world.worker.idle
+    world.step(protocol.NewTokens("prefill:r", (6,)))
+    assert world.news() == []
+    world.report(ticket_of().transfer)
+    assert [method for _, method, _ in world.news()] == ["prefill.ended"]
+    assert world.worker.idle
+
+
+def test_an_answer_that_ends_with_its_first_token_is_told_to(world: World) -> None:
+    world.prefill(sampling=WANTED)
+    world.step(protocol.NewTokens("prefill:r", (0,), "stop"))
+    assert world.news() == [(A, "tokens", tokens("r", 0, finish="stop"))]
+
+
+def test_kv_that_is_delivered_before_the_first_token_is_written_does_not_end_the_prefill(world: World) -> None:
+    world.prefill(sampling=WANTED)
+    world.asked()
+    world.report(ticket_of().transfer)
+    assert world.news() == []
+    assert world.asked() == []
+    world.step(protocol.NewTokens("prefill:r", (5,), "length"))
+    (_, _, token), (_, method, ended) = world.news()
+    assert token == tokens("r", 5)
+    assert method == "prefill.ended"
+    assert isinstance(ended, messages.PrefillEnded)
+    assert ended.failed == ""
+    assert ended.figures is not None
+    assert world.worker.idle
+
+
+def test_kv_that_fails_ends_the_prefill_whether_or_not_its_token_is_written(world: World) -> None:
+    world.prefill(sampling=WANTED)
+    world.asked()
+    world.report(ticket_of().transfer, "cut")
+    assert [method for _, method, _ in world.news()] == ["prefill.ended"]
+    assert protocol.Cancel(request="prefill:r") in world.asked()
+    world.step(protocol.NewTokens("prefill:r", (5,), "length"))
+    assert world.news() == []
+
+
+def test_a_gateway_that_cannot_be_told_the_first_token_loses_its_prefill(world: World) -> None:
+    world.prefill(sampling=WANTED)
+    world.asked()
+    world.gone.add(A)
+    world.step(protocol.NewTokens("prefill:r", (5,), "length"))
+    assert world.asked()[0] == protocol.Cancel(request="prefill:r")
+    assert world.worker.idle
+
+
+def test_the_first_token_is_passed_on_by_its_gateway_only(world: World) -> None:
+    world.decode(told_first=True)
+    (submit,) = world.asked()
+    assert isinstance(submit, protocol.Submit)
+    assert submit.told_first
+    body = messages.FirstToken(request="r", token=5, seed=8)
+    world.worker.first_token(B, Role.WORKER, body)
+    world.worker.first_token(A, Role.WORKER, messages.FirstToken(request="unknown", token=5))
+    assert world.asked() == []
+    world.worker.first_token(A, Role.WORKER, body)
+    assert world.asked() == [protocol.FirstToken(request="decode:r", token=5, seed=8)]
+
+
+def test_nobody_waits_for_a_first_token_without_kv_of_the_whole_prompt(world: World) -> None:
+    world.decode(told_first=True, prefill=())
+    (submit,) = world.asked()
+    assert isinstance(submit, protocol.Submit)
+    assert not submit.told_first
+    assert refusal(world, "decode", request="s", told_first=True, receive_tokens=2) == "invalid"
+
+
 @pytest.mark.parametrize("finish", ["deadline", "error", "refused"])
-def test_a_prefill_that_ends_early_is_reported(world: World, finish: str) -> None:
-    world.prefill()
+@pytest.mark.parametrize("sampling", [None, WANTED])
+def test_a_prefill_that_ends_early_is_reported(world: World, finish: str, sampling: protocol.Sampling | None) -> None:
+    world.prefill(sampling=sampling)
     world.step(protocol.NewTokens("prefill:r", (), finish))
     ((_, _, message),) = world.news()
     assert isinstance(message, messages.PrefillEnded)

@@ -14,7 +14,16 @@ from p2pserve.coordinator.costs.model_shape import ModelShape, model_shape
 from p2pserve.coordinator.costs.replica import Hop
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.length_classes import classes_of
-from p2pserve.coordinator.planning.parallel import Demand, Part, Parts, best_order, configure, fits, split_layers
+from p2pserve.coordinator.planning.parallel import (
+    Configuration,
+    Demand,
+    Options,
+    Part,
+    Parts,
+    best_order,
+    fits,
+    split_layers,
+)
 from p2pserve.coordinator.planning.workload import Service, Slo, Workload
 
 Matrix = NDArray[np.float64]
@@ -36,6 +45,10 @@ def box(gpu: GpuSpec, gpus: int, *, atomic: bool = False) -> Parts:
 def pair(gbps: float, rtt_s: float = 1e-3) -> Parts:
     hop = Hop(rtt_s, gbps)
     return Parts((Part(A40, 2, 160.0, False), Part(TI, 2, 160.0, False)), ((hop, hop), (hop, hop)))
+
+
+def configure(parts: Parts, phase: Phase, wanted: Demand) -> Configuration | None:
+    return Options(parts, wanted).best(phase)
 
 
 def length(costs: Matrix, order: tuple[int, ...], cycle: bool) -> float:

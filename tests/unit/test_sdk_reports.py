@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
@@ -33,12 +34,7 @@ from p2pserve.sdk.status_view import COLUMNS, node_row, plan_lines, print_status
 BOOT, FIRST, SECOND = "12D3boot01", "12D3first1", "12D3second"
 MODEL = ModelInfo(
     service="m-1",
-    name="m",
-    layers=2,
-    hidden=8,
-    kv_heads=1,
-    head_dim=4,
-    vocabulary=9,
+    shape=ModelShape(name="m", layers=2, hidden=8, heads=1, kv_heads=1, head_dim=4, intermediate=8, vocabulary=9),
     max_model_len=99,
     weights=WeightSizes(layers=(1,) * 2, embeddings=1, head=1),
 )
@@ -91,6 +87,13 @@ def test_a_row_has_every_column() -> None:
         "model": "m-1",
         "load": "1 running, 2 waiting, KV 25%",
     }
+
+
+@pytest.mark.parametrize(
+    ("pinned", "shown"), [(Phase.PREFILL, "prefill, pinned"), (Phase.DECODE, "prefill, pinned to decode")]
+)
+def test_a_pinned_node_is_shown_as_such(pinned: Phase, shown: str) -> None:
+    assert node_row(node(FIRST, advert=advert(phase=pinned)), status(plan=SPLIT))[2] == shown
 
 
 def test_rows_of_nodes_that_say_little() -> None:

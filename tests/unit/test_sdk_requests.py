@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from p2pserve.bootstrap import PeerId
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.hardware import Hardware
 from p2pserve.node.messages import Advert, Chunk, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
@@ -87,12 +88,7 @@ def candidate(
 ) -> Candidate:
     model = ModelInfo(
         service=service,
-        name="m",
-        layers=1,
-        hidden=1,
-        kv_heads=1,
-        head_dim=1,
-        vocabulary=1,
+        shape=ModelShape(name="m", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocabulary=1),
         max_model_len=1,
         weights=WeightSizes(layers=(1,), embeddings=1, head=1),
     )

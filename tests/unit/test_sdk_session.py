@@ -24,6 +24,7 @@ from p2pserve.bootstrap import (
 )
 from p2pserve.bootstrap.memory import MemoryNetwork
 from p2pserve.bootstrap.network import Network
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.hardware import Hardware
 from p2pserve.node.messages import (
     ADVERT,
@@ -52,12 +53,7 @@ NOW = 1_700_000_000.0
 WORDS = ("one ", "two ", "three ", "four ")
 MODEL = ModelInfo(
     service="m-1",
-    name="m",
-    layers=1,
-    hidden=1,
-    kv_heads=1,
-    head_dim=1,
-    vocabulary=9,
+    shape=ModelShape(name="m", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocabulary=9),
     max_model_len=99,
     weights=WeightSizes(layers=(1,) * 1, embeddings=1, head=1),
 )

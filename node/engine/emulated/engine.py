@@ -97,6 +97,9 @@ class _Request:
     deadline: float
     sends: bytes | None = None  # the transfer of its prompt's KV, until all of that has been computed
     expected: Expected | None = None
+    told_by: bytes | None = None  # the transfer whose sender is to tell the first token, while that is waited for
+    here: int = 0  # positions of KV that have come by then
+    first: tuple[int, ...] = ()  # that token, until it has gone out with the next
 
 
 @final
@@ -181,11 +184,15 @@ class EmulatedEngine:
                     self._tell(protocol.Step(outputs=(refused,), stats=self._stats()))
                 else:
                     self._submit(message, now)
+            case protocol.FirstToken():
+                self._begin_with(message)
             case protocol.Cancel(request=request):
                 self._drop(request, "the request was cancelled")
             case KvEnded(request=request):
                 self._on_kv(request)
             case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+                if isinstance(message, protocol.AbortTransfer):
+                    self._wait_no_longer(message.transfer)
                 self._ways.carry_out(message)
             case protocol.Stop():
                 raise AssertionError("handled by the loop")
@@ -224,7 +231,8 @@ class EmulatedEngine:
         for work in self._batcher.complete(batch):
             live = self._live[work.request]
             finish = "length" if work.done else None
-            outputs.append(protocol.NewTokens(work.request, (live.answer.next(),), finish, work.arrived))
+            tokens, live.first = (*live.first, live.answer.next()), ()
+            outputs.append(protocol.NewTokens(work.request, tokens, finish, work.arrived))
             if work.done:
                 del self._live[work.request]
         sample = batch.sample(max(0.0, now - began))
@@ -280,6 +288,7 @@ class EmulatedEngine:
             try:
                 live.expected = self._ways.expect(submit.receive, submit.receive_tokens, lambda: self._wake(ended))
                 live.work.external = submit.receive_tokens
+                live.told_by = submit.receive[0].ticket.transfer if submit.told_first else None
             except TransferError as error:  # then the prompt is computed
                 _log.warning("request %s cannot receive: %s", submit.request, error)
         if self.idle:  # after a pause there is nothing to catch up with
@@ -307,7 +316,31 @@ class EmulatedEngine:
         part, tokens = expected.progress()
         if part < 1.0:
             tokens -= tokens % self._batcher.block_size  # as the real engine does, which drops whole blocks
-        self._batcher.arrived(request, tokens)
+            live.told_by = None  # computing what is missing does not wait for anybody
+        live.here = tokens
+        if live.told_by is None:
+            self._batcher.arrived(request, tokens)
+
+    def _begin_with(self, told: protocol.FirstToken) -> None:
+        """Another engine has written the first token of this answer; one that begins by itself writes the same."""
+        live = self._live.get(told.request)
+        if live is None or live.told_by is None:
+            return
+        if told.token < self._emulation.vocabulary:
+            live.answer.go_on_from(told.token)
+            live.first = (told.token,)
+            live.work.prompt += 1
+            live.work.wanted -= 1
+        self._wait_no_longer(live.told_by)
+
+    def _wait_no_longer(self, transfer: bytes) -> None:
+        """For the first token of the request that receives this."""
+        for request, live in self._live.items():
+            if live.told_by == transfer:
+                live.told_by = None
+                if live.expected is None:
+                    self._batcher.arrived(request, live.here)
+                return
 
     def _drop(self, request: str, reason: str) -> None:
         """Forget a request, and end what is under way for it; what has been computed may still be sent."""

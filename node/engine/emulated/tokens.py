@@ -25,5 +25,9 @@ class Answer:
     def next(self) -> int:
         """The next token, in `[1, vocabulary)`."""
         token = 1 + int.from_bytes(self._hash.digest(), "little") % self._choices
-        self._hash.update(array("q", (token,)).tobytes())
+        self.go_on_from(token)
         return token
+
+    def go_on_from(self, token: int) -> None:
+        """Another engine has written this one."""
+        self._hash.update(array("q", (token,)).tobytes())

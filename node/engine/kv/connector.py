@@ -121,10 +121,15 @@ class P2PConnector(KVConnectorBase_V1):
         return self.scheduler_side.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What all workers together have said after a step."""
+        """What all workers together have said after a step. vLLM calls this before it looks at the loads itself."""
         progress = connector_output.kv_connector_worker_meta
         assert progress is None or isinstance(progress, LoadProgress)
-        self.scheduler_side.update_progress(progress, connector_output.finished_recving or set())
+        connector_output.finished_recving = self.scheduler_side.update_progress(
+            progress,
+            connector_output.finished_recving or set(),
+            connector_output.failed_recving,
+            connector_output.invalid_block_ids,
+        )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `SchedulerSide`. Its blocks may be freed."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from ..patience import Patience
 from ..protocol import AbortTransfer, CloseLink, SetPaths
+from .first_token import go_on_from
 from .step_work import PARAMS_KEY, LoadProgress, LoadWork, Opening, SendWork, StepWork
 
 if TYPE_CHECKING:
@@ -28,9 +29,13 @@ class _Send:
 
 @dataclass(slots=True)
 class _Receive:
+    request: Request
     transfer: bytes
     tokens: int
+    told_first: bool  # the first token is still to be told; without it, KV that is all there is not told to vLLM
     asked: bool = False  # blocks were allocated once; after a preemption there is nothing left to wait for
+    blocks: set[int] = field(default_factory=set)
+    here: bool = False  # all KV is, and vLLM has not been told
 
 
 @final
@@ -56,6 +61,21 @@ class SchedulerSide:
         """Something the agent wants of the workers, in order with the requests it has submitted."""
         self._next.orders.append(order)
 
+    def first_token(self, transfer: bytes, token: int, seed: int | None) -> bool:
+        """The request that waits for this transfer goes on from this token. False when it does not wait any more."""
+        receive = self._receiving(transfer)
+        return receive is not None and go_on_from(receive.request, token, seed)
+
+    def wait_no_longer(self, transfer: bytes) -> str | None:
+        """The first token has been told, or will not be. Returns vLLM's id of the request if all its KV is here, of
+        which vLLM must be told now."""
+        receive = self._receiving(transfer)
+        if receive is None:
+            return None
+        receive.told_first = False
+        here, receive.here = receive.here, False
+        return receive.request.request_id if here else None
+
     def stepped(self, seconds: float) -> None:
         """The step that was built last has taken so long."""
         self._patience.on_prefill(self._prefill_tokens, seconds)
@@ -71,7 +91,7 @@ class SchedulerSide:
         if opening.send:
             self._sends[request.request_id] = _Send(opening.transfer, opening.tokens)
         else:
-            self._receives[request.request_id] = _Receive(opening.transfer, opening.tokens)
+            self._receives[request.request_id] = _Receive(request, opening.transfer, opening.tokens, opening.told_first)
         self._next.orders.append(opening)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -91,6 +111,7 @@ class SchedulerSide:
             self._next.present.append(receive.transfer)
             return
         block_ids = list(blocks.get_block_ids()[0])
+        receive.blocks = set(block_ids)
         behind = next((i for i, block in enumerate(block_ids) if block != NULL_BLOCK), len(block_ids))
         first = max(receive.tokens - num_external_tokens, min(behind * self._block_size, receive.tokens - 1))
         self._next.loads.append(
@@ -114,6 +135,9 @@ class SchedulerSide:
         if self._sends:
             self._add_sends(work, scheduler_output)
         return work
+
+    def _receiving(self, transfer: bytes) -> _Receive | None:
+        return next((receive for receive in self._receives.values() if receive.transfer == transfer), None)
 
     def _add_sends(self, work: StepWork, scheduler_output: SchedulerOutput) -> None:
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -141,13 +165,26 @@ class SchedulerSide:
         for request, reason in self._patience.give_up(now).items():
             work.orders.append(AbortTransfer(transfer=self._receives[request].transfer, reason=reason))
 
-    def update_progress(self, progress: LoadProgress | None, finished: set[str]) -> None:
-        """What the workers have said after a step."""
+    def update_progress(
+        self, progress: LoadProgress | None, finished: set[str], failed: set[str], invalid: set[int]
+    ) -> set[str]:
+        """What the workers have said after a step: which loads have ended, which of them have failed, and blocks that
+        hold nothing useful. Returns the loads whose end vLLM may hear of now; the others wait for their first token."""
+        for request, each in self._receives.items():
+            if request in failed or not invalid.isdisjoint(each.blocks):
+                each.told_first = False  # computing what is missing does not wait for anybody
         now = self._clock()
         for request, arrived in ({} if progress is None else progress.arrived).items():
             self._patience.on_arrival(request, arrived.part, arrived.tokens, now)
+        told = set()
         for request in finished:
             self._patience.end(request)
+            receive = self._receives.get(request)
+            if receive is not None and receive.told_first:
+                receive.here = True
+            else:
+                told.add(request)
+        return told
 
     def request_finished(self, request: Request) -> None:
         """The request is over, for whatever reason. Nothing needs its blocks any more."""

@@ -19,11 +19,12 @@ PARAMS_KEY = "p2pserve"
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """The ends of one request's transfer, of all workers: each opens those of its own rank.
 
-    `tokens`: how many positions of the prompt are sent, or expected.
+    `tokens`: how many positions of the prompt are sent, or expected. `told_first`: the token after them is to be told.
     """
 
     transfer: bytes
     tokens: int
+    told_first: bool = False
     send: tuple[Outlet, ...] = ()
     receive: tuple[Inlet, ...] = ()
 

@@ -1,0 +1,61 @@
+"""Steps that decode and read prompts at once, and how many tokens of prompts one of them should read.
+
+A pipeline of n stages works on n batches, and each of them may read a chunk of a prompt beside what it decodes. From
+one token of a request to its next is one round: once through all stages in company of the largest chunk, or all batches
+through the slowest stage, whichever takes longer. A batch that is slow holds up all behind it, so that one chunk costs
+as much of a round as one for every batch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from .roofline import TYPICAL_CONTEXT
+from .step_times import StepTimes, chunk_pairs
+
+__all__ = ["CHUNKS", "Chunk", "chunk_tokens", "round_s"]
+
+CHUNKS: Final = (2048, 1536, 1024, 768, 512, 384)
+"""Token budgets of a batch (vLLM's max_num_batched_tokens) that are chosen from. Below the last, reading the weights
+for every chunk takes most of the time, and 256 decoding requests would leave no room for prompts."""
+
+DEADLINE_SHARE: Final = 0.7
+"""Of the deadline from token to token, what a round may take that reads all it can."""
+
+COMPANY: Final = 4
+"""Requests that decode in each batch, of TYPICAL_CONTEXT, when a budget is chosen."""
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens that one batch reads in a step, and their query-key pairs."""
+
+    tokens: int
+    pairs: float
+
+
+def round_s(times: StepTimes, stages: int, chunks: Sequence[Chunk], requests: int, context: float) -> float:
+    """Seconds of a round in which `requests` decode and as many batches as there are `chunks` read one each.
+
+    There are no more chunks than stages, and at least one.
+    """
+    longest = max(times.mixed_s(*chunk, requests, context) for chunk in chunks)
+    if stages == 1:
+        return longest
+    batches = min(stages, requests)
+    line, beside = times.decode_line(requests), round(requests / stages)
+    # weights are read once for a chunk and what is decoded beside it
+    reading = sum(times.prefill_interval_s(chunk.tokens + beside, chunk.pairs) for chunk in chunks)
+    plain = max(0, batches - len(chunks)) / batches * line.fixed_s
+    return max(longest, reading + plain + line.context_s * context)
+
+
+def chunk_tokens(times: StepTimes, stages: int, tpot_s: float) -> int:
+    """The largest of CHUNKS that keeps a round in time, in which every batch reads as much as it may; the least of them
+    where none does."""
+    requests = COMPANY * stages
+    for tokens in CHUNKS:
+        chunk = Chunk(tokens - COMPANY, chunk_pairs(TYPICAL_CONTEXT, tokens - COMPANY))
+        if round_s(times, stages, [chunk] * stages, requests, requests * TYPICAL_CONTEXT) <= DEADLINE_SHARE * tpot_s:
+            return tokens
+    return CHUNKS[-1]

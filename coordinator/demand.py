@@ -1,0 +1,187 @@
+"""What clients ask of a service: each gateway counts its own requests, and plans are made for all of them together."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from io import StringIO
+from math import log, sqrt
+from typing import Annotated, Final, final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .planning.length_classes import classes_of
+from .planning.workload import Workload
+from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
+
+__all__ = ["UNKNOWN_RATE", "Demand", "DemandMeter", "expected_workload"]
+
+Lengths = NDArray[np.int64]
+
+EACH_WAY: Final = 8
+MAX_LENGTHS: Final = EACH_WAY * EACH_WAY
+"""Requests that a demand describes by their lengths, at most: so many classes by prompt, each of so many by output."""
+
+UNKNOWN_RATE: Final = 1.0
+"""Requests per second that are planned for until somebody has asked for something."""
+
+FEWEST: Final = 32
+"""Requests that have to end before a gateway says anything: until then the packaged lengths are the better guess."""
+
+LOOKS: Final = 16
+"""Requests that end between two looks at whether there is news."""
+
+MOVED: Final = 1.5
+"""A rate or a mean length that is off by less than this factor is no news..."""
+
+SURE: Final = 3.0
+"""...nor is one that is off by less than so many of its standard errors."""
+
+SAMPLE: Final = 4096
+"""Requests that stand for those of several gateways."""
+
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one gateway has seen lately: requests per second, the coefficient of variation of the times between them,
+    and lengths, as (prompt, output) tokens that are equally frequent."""
+
+    requests_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
+    arrival_cv: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+    lengths: Annotated[tuple[tuple[Tokens, Tokens], ...], msgspec.Meta(min_length=1, max_length=MAX_LENGTHS)]
+
+
+@final
+class DemandMeter:
+    """Of one gateway and one service. Tell it of every request as it begins and as it ends.
+
+    `demand` changes only when there is news: the first requests have ended, as many as a reference takes have, the
+    traffic has shifted (`WorkloadProfiler`), or a mean is clearly not what it was. So it can be gossiped whenever it
+    changes. It does not notice that requests no longer come.
+    """
+
+    def __init__(self) -> None:
+        self._profiler = WorkloadProfiler()
+        self._ended = 0  # since the profiler began, or began anew
+        self._told: WorkloadStatistics | None = None
+        self._demand: Demand | None = None
+        self._shifted = False
+
+    def __repr__(self) -> str:
+        return f"<DemandMeter: {self._profiler!r}, said {self._demand}>"
+
+    @property
+    def demand(self) -> Demand | None:
+        """The latest news; None before there are any."""
+        return self._demand
+
+    def began(self, now: float, prompt_tokens: int) -> None:
+        """A request has come. `now` (seconds) must not go back."""
+        self._note(self._profiler.arrived(prompt_tokens, now=now))
+
+    def ended(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A request has been answered, with so many tokens."""
+        self._ended += 1
+        self._note(self._profiler.finished(max(1, prompt_tokens), max(1, output_tokens)))
+        if self._ended % LOOKS == 0 or self._ended == REFERENCE:
+            self._look()
+
+    def _note(self, shift: Shift | None) -> None:
+        if shift is not None:
+            self._shifted, self._ended = True, 0
+
+    def _look(self) -> None:
+        now = self._profiler.statistics()
+        if now.requests < FEWEST or not now.rate > 0.0:
+            return
+        if self._told is None or self._shifted or self._ended == REFERENCE or self._moved(self._told, now):
+            self._told, self._shifted = now, False
+            self._demand = _demand(self._profiler.workload("requests of one gateway"))
+
+    def _moved(self, told: WorkloadStatistics, now: WorkloadStatistics) -> bool:
+        lengths = self._profiler.workload("requests of one gateway")
+        return (
+            _off(told.rate, now.rate, now.arrival_cv / sqrt(now.requests))
+            or _off(told.prompt, now.prompt, _standard_error(lengths.prompts))
+            or _off(told.output, now.output, _standard_error(lengths.outputs))
+        )
+
+
+def expected_workload(demands: Iterable[Demand], longest: int) -> Workload:
+    """What all gateways together ask for; where none has seen anything, lengths of Azure's conversations at
+    UNKNOWN_RATE.
+
+    A request of more than `longest` tokens in all is shortened to that, prompt and output alike. The order of `demands`
+    does not matter.
+    """
+    seen = sorted(demands, key=msgspec.structs.astuple)
+    if not seen:
+        prompts, outputs = _azure()
+        prompts, outputs = _fitted(prompts, outputs, longest)
+        return Workload(name="Azure's conversations", prompts=prompts, outputs=outputs, rate=UNKNOWN_RATE)
+    rate = sum(demand.requests_s for demand in seen)
+    pairs = np.concatenate([
+        np.repeat(np.array(demand.lengths, dtype=np.int64), _repeats(demand, rate), axis=0) for demand in seen
+    ])  # fmt: skip
+    prompts, outputs = _fitted(pairs[:, 0], pairs[:, 1], longest)
+    # independent streams: in the long run, variances of their counts add up
+    square = sum(demand.requests_s * demand.arrival_cv**2 for demand in seen) / rate
+    return Workload(
+        name=f"what {len(seen)} gateways have seen" if len(seen) > 1 else "what a gateway has seen",
+        prompts=prompts, outputs=outputs, rate=rate, arrival_cv=sqrt(square),
+    )  # fmt: skip
+
+
+def _repeats(demand: Demand, rate: float) -> int:
+    """How often each of its lengths is in a sample in which all gateways have their shares."""
+    return max(1, round(SAMPLE * demand.requests_s / rate / len(demand.lengths)))
+
+
+def _fitted(prompts: Lengths, outputs: Lengths, longest: int) -> tuple[Lengths, Lengths]:
+    most = max(2, longest)
+    total = prompts + outputs
+    kept = np.clip(prompts * most // np.maximum(total, 1), 1, most - 1)
+    long = total > most
+    return np.where(long, kept, prompts), np.where(long, most - kept, outputs)
+
+
+def _demand(workload: Workload) -> Demand:
+    return Demand(requests_s=workload.rate, arrival_cv=workload.arrival_cv, lengths=_summary(workload))
+
+
+def _summary(workload: Workload) -> tuple[tuple[int, int], ...]:
+    """All lengths where they are few; else means of classes of equal size, of as many of the latest as those take."""
+    count = len(workload.prompts)
+    if count <= MAX_LENGTHS:
+        pairs = zip(workload.prompts.tolist(), workload.outputs.tolist(), strict=True)
+        return tuple(sorted(pairs))
+    size = count // MAX_LENGTHS * MAX_LENGTHS
+    latest = replace(workload, prompts=workload.prompts[-size:], outputs=workload.outputs[-size:])
+    classes = classes_of(latest, prompts=EACH_WAY, outputs=np.arange(1, EACH_WAY) / EACH_WAY)
+    means = zip(classes.prompt.tolist(), classes.output.tolist(), strict=True)
+    return tuple((round(prompt), round(output)) for prompt, output in means)
+
+
+def _standard_error(lengths: Lengths) -> float:
+    """Of the mean, relative to it."""
+    return float(lengths.std() / lengths.mean() / sqrt(len(lengths)))
+
+
+def _off(before: float, after: float, error: float) -> bool:
+    """Whether two means are clearly not the same."""
+    return abs(log(after / before)) > max(log(MOVED), SURE * error)
+
+
+@cache
+def _azure() -> tuple[Lengths, Lengths]:
+    """Prompts and outputs of the packaged conversations."""
+    text = (files(__package__) / "data" / "azure_lengths.csv").read_text(encoding="utf-8")
+    rows = [row for row in csv.DictReader(StringIO(text)) if row["workload"] == "conversation"]
+    prompts, outputs = (np.array([int(row[name]) for row in rows], dtype=np.int64) for name in ("prompt", "output"))
+    return prompts, outputs

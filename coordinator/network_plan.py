@@ -1,0 +1,269 @@
+"""The plan of the running network: who does what, and who sends to whom.
+
+A first plan takes the best phases found from several starts. After that, replicas keep their phases: new ones take what
+helps most, and a phase changes only where that pays (`planning.light`). X and Y come from the planner's linear
+programme. Nothing of it loads weights, except for boxes that form a new pipeline.
+
+Importing this takes a solver with it: import it where plans are made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import Final, TypedDict, Unpack
+
+import msgspec
+import numpy as np
+
+from .capacity import BoxView, LinkView
+from .demand import Demand
+from .network_problem import NetworkProblem, network_problem
+from .plan import Pairing, Phase, Plan, PlanError, Replica
+from .planning.flow import Flow, Network, flow_of
+from .planning.judge import Judge, never
+from .planning.light import Adjustment, reschedule
+from .planning.orchestration import Solver
+from .planning.problem import Solution
+from .planning.search import cuts
+from .planning.space import Space
+
+__all__ = ["best_phases", "plan_network", "routed_as"]
+
+STEPS_PER_REPLICA: Final = 8
+LEAST_STEPS: Final = 40
+MOST_STEPS: Final = 200
+"""Evaluations for a first plan: so many for each replica, but no fewer and no more than these."""
+
+CLIMBED: Final = 3
+"""Starts that a first plan is climbed to from."""
+
+MARGIN: Final = 0.02
+"""Of the objective, by how much a change of phases must pay: measured figures are some percent off, and off by another
+few the next time."""
+
+WEIGHT_HYSTERESIS: Final = 0.1
+"""Shares of requests that all moved by less than this are not worth a new plan: every plan is signed and gossiped."""
+
+MAX_PAIRINGS: Final = 128
+"""Pairs that a plan names, and for each replica its heaviest besides: a plan has to fit 64 KiB of gossip."""
+
+WHY_CHARACTERS: Final = 8000
+"""Of reasons, for the same reason."""
+
+
+class Named(TypedDict):
+    """What the new plan is to be called, and what it replaces."""
+
+    service: str
+    epoch: int
+    version: int
+    previous: Plan | None
+    codec: str
+
+
+def plan_network(
+    boxes: Iterable[BoxView],
+    links: Iterable[LinkView],
+    demands: Iterable[Demand],
+    *,
+    spent: Callable[[], bool] = never,
+    **named: Unpack[Named],
+) -> Plan | None:
+    """The plan for a service, `previous` itself where nothing changes, None where no box or group of boxes is ready.
+
+    The order of boxes, links and demands does not matter. A replica keeps its phase unless a change of phases pays. A
+    new epoch is a change: its coordinator states the decisions again under its own number. The search ends early when
+    `spent()`. Raises PlanError if a new plan would not be newer than `previous`, or is given what cannot be planned.
+    """
+    previous, service, codec = named["previous"], named["service"], named["codec"]
+    if previous is not None and previous.service != service:
+        raise PlanError(f"the previous plan is of service {previous.service!r}, not {service!r}")
+    offered = list(boxes)
+    network = network_problem(offered, links, demands, service=service, codec=codec, previous=previous)
+    if network is None:
+        return None
+    why = [*network.why, *_departures(offered, service, previous)]
+    solution = _solution(network, previous, spent, why)
+    proposal = network.evaluator.propose(solution, epoch=named["epoch"], version=named["version"])[0].plan
+    replicas = tuple(sorted(proposal.replicas, key=lambda replica: replica.id))
+    pairings = _bounded(proposal.pairings)
+    if previous is not None:
+        if replicas == previous.replicas and _settled(network, solution, previous.pairings, pairings):
+            pairings = previous.pairings
+            if (named["epoch"], codec) == (previous.epoch, previous.codec):
+                return previous
+        if codec != previous.codec:
+            why.append(f"KV travels as {codec}, before as {previous.codec}")
+    plan = Plan(
+        epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
+        codec=codec, why=_shortened([*why, *_idle(replicas, pairings), _asked(network), *proposal.why]),
+    )  # fmt: skip
+    if not plan.newer_than(previous):
+        raise PlanError(f"the new plan {plan.number} would not be newer than {previous and previous.number}")
+    return plan
+
+
+def best_phases(network: NetworkProblem, spent: Callable[[], bool] = never) -> Solution:
+    """The best phases found, whatever runs now: from all mixed, and from replicas in the order of what they are good
+    at, cut at several places into those that prefill and those that decode."""
+    mixed = network.colocated
+    if len(network.heads) == 1:
+        return mixed
+    judge = _judge(network, spent)
+    starts = {*cuts(judge.space, mixed)} - {mixed}
+    ranked = sorted(starts, key=lambda start: (-judge.objective(start), start))
+    for start in (mixed, *ranked)[:CLIMBED]:
+        _swept(network, judge, start, tuple(network.heads))
+    return judge.best
+
+
+def routed_as(network: NetworkProblem, solution: Solution, pairings: Iterable[Pairing], rate: float) -> Solver:
+    """An orchestration that shares `rate` requests per second out as these pairs do, among a solution's replicas."""
+    weights = {(pair.prefill, pair.decode): pair.weight for pair in pairings}
+    ids = network.ids(solution)
+
+    def routed(network: Network) -> Flow:
+        ends = zip(network.reader.tolist(), network.writer.tolist(), strict=True)
+        return flow_of(network, rate * np.array([weights.get((ids[one], ids[two]), 0.0) for one, two in ends]))
+
+    return routed
+
+
+def _departures(offered: Sequence[BoxView], service: str, previous: Plan | None) -> list[str]:
+    """One line where boxes of the previous plan no longer offer themselves; a plan does not name those."""
+    here = {box.peer for box in offered if box.service == service and box.usable}
+    gone = set(previous.peers) - here if previous is not None else set()
+    return [f"boxes of the previous plan that are gone, draining or not ready: {len(gone)}"] if gone else []
+
+
+# --- phases
+
+
+def _solution(network: NetworkProblem, previous: Plan | None, spent: Callable[[], bool], why: list[str]) -> Solution:
+    """Every replica's phase: what it had, then what is best for new ones, then whatever change pays."""
+    kept = _kept(network, previous, why)
+    running = _joined(network, kept, spent) if kept else best_phases(network, spent)
+    why += [f"{head} takes {phase}" for head, phase in network.phases(running).items() if head not in kept]
+    if len(network.heads) == 1:
+        return running
+    while (found := _adjusted(network, running, spent)).flips:
+        why += [flip.why for flip in found.flips]
+        running = found.solution
+    return running
+
+
+def _adjusted(network: NetworkProblem, running: Solution, spent: Callable[[], bool]) -> Adjustment:
+    return reschedule(network.problem, network.evaluator, running, margin=MARGIN, spent=spent)
+
+
+def _kept(network: NetworkProblem, previous: Plan | None, why: list[str]) -> dict[str, Phase]:
+    """The phases that go on, as far as owners still allow them."""
+    kept: dict[str, Phase] = {}
+    for head in network.heads:
+        phase = previous.phase_of(head) if previous is not None else None
+        if phase in (allowed := network.allowed(head)):
+            kept[head] = phase
+        elif phase is not None:
+            why.append(f"{head} does not go on with {phase}: only {' or '.join(allowed)} is open to it")
+    return kept
+
+
+def _joined(network: NetworkProblem, kept: Mapping[str, Phase], spent: Callable[[], bool]) -> Solution:
+    """The replicas that go on in their phases, and new ones in those that help most, changed one at a time."""
+    running = network.solution({head: kept.get(head, network.allowed(head)[0]) for head in network.heads})
+    new = [head for head in network.heads if head not in kept]
+    return _swept(network, _judge(network, spent), running, new)
+
+
+def _swept(network: NetworkProblem, judge: Judge, start: Solution, heads: Sequence[str]) -> Solution:
+    """Up from `start` by changing the phase of one of these replicas at a time, each in turn, until none is better."""
+    here, level = start, judge.objective(start)
+    idle = 0
+    for head in cycle(heads):
+        if idle == len(heads) or judge.over():
+            break
+        phases = network.phases(here)
+        others = [
+            network.solution({**phases, head: phase}) for phase in network.allowed(head) if phase is not phases[head]
+        ]
+        found = judge.leader(others, level)
+        idle = idle + 1 if found is None else 0
+        level, here = found or (level, here)
+    return here
+
+
+def _judge(network: NetworkProblem, spent: Callable[[], bool]) -> Judge:
+    steps = min(MOST_STEPS, max(LEAST_STEPS, STEPS_PER_REPLICA * len(network.heads)))
+    return Judge(Space.of(network.problem, network.evaluator), limit=steps, spent=spent)
+
+
+# --- routing
+
+
+def _settled(network: NetworkProblem, solution: Solution, before: Sequence[Pairing], after: Sequence[Pairing]) -> bool:
+    """Whether requests may as well be shared out as before: every replica reads and writes about as many, and no more
+    of them would be in time."""
+    if _moved(before, after) > WEIGHT_HYSTERESIS:
+        return False
+    best = network.evaluator.orchestrate(solution)[0]
+    old = network.evaluator.orchestrate(solution, solver=routed_as(network, solution, before, best.flow.served))[0]
+    return best.attainment < old.attainment + MARGIN
+
+
+def _moved(before: Sequence[Pairing], after: Sequence[Pairing]) -> float:
+    """By how much the share of some replica differs, of what is read or of what is written."""
+    moved: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for sign, pairings in ((-1.0, before), (1.0, after)):
+        for pair in pairings:
+            moved["reads", pair.prefill] += sign * pair.weight
+            moved["writes", pair.decode] += sign * pair.weight
+    return max(abs(share) for share in moved.values())
+
+
+def _bounded(pairings: Sequence[Pairing]) -> tuple[Pairing, ...]:
+    """The heaviest pairs, and the heaviest of each replica, in order of their ids; their weights sum to 1 again."""
+    ranked = sorted(pairings, key=lambda pair: (-pair.weight, pair.prefill, pair.decode))
+    kept = ranked[:MAX_PAIRINGS]
+    named = {end for pair in kept for end in (pair.prefill, pair.decode)}
+    for pair in ranked[MAX_PAIRINGS:]:
+        if not {pair.prefill, pair.decode} <= named:
+            named |= {pair.prefill, pair.decode}
+            kept.append(pair)
+    total = sum(pair.weight for pair in kept)
+    kept.sort(key=lambda pair: (pair.prefill, pair.decode))
+    return tuple(msgspec.structs.replace(pair, weight=pair.weight / total) for pair in kept)
+
+
+# --- reasons
+
+
+def _idle(replicas: Sequence[Replica], pairings: Sequence[Pairing]) -> list[str]:
+    """One line where replicas get no requests."""
+    busy = {end for pair in pairings for end in (pair.prefill, pair.decode)}
+    idle = [replica.id for replica in replicas if replica.id not in busy]
+    return [f"no requests for {', '.join(idle)}: all that can be in time are served without"] if idle else []
+
+
+def _asked(network: NetworkProblem) -> str:
+    """What the plan is for."""
+    workload, slo = network.service.workload, network.service.slo
+    ready = f" ({network.asked:.3g} are asked for: the rest is room)" if network.asked < workload.rate else ""
+    return (
+        f"planned for {workload.rate:.3g} requests/s{ready} with lengths of {workload.name}: "
+        f"{workload.mean_prompt:.0f} tokens in and {workload.mean_output:.0f} out on average; deadlines "
+        f"{slo.ttft_s:.3g} s to the first token, {slo.tpot_s:.3g} s from token to token, {slo.e2e_s:.3g} s in all"
+    )
+
+
+def _shortened(lines: Sequence[str]) -> tuple[str, ...]:
+    """As many as fit."""
+    kept: list[str] = []
+    room = WHY_CHARACTERS
+    for number, line in enumerate(lines):
+        room -= len(line)
+        if room < 0:
+            return (*kept, f"and {len(lines) - number} more reasons")
+        kept.append(line)
+    return tuple(kept)

@@ -1,0 +1,35 @@
+"""How a request of vLLM's goes on from a token that another engine has written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["go_on_from"]
+
+
+def go_on_from(request: Request, token: int, seed: int | None) -> bool:
+    """Put the token at the end of the prompt; those that follow are sampled with `seed`, if the request has one.
+
+    False, and nothing changed, when the request has been computed with: vLLM tells its workers of a request's prompt
+    when that happens first. Until then it is the scheduler's alone.
+    """
+    if request.status not in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS) or request.num_preemptions:
+        return False
+    sampling = request.sampling_params
+    assert sampling is not None
+    assert sampling.max_tokens is not None
+    assert request.prompt_token_ids is not None
+    request.prompt_token_ids = [*request.prompt_token_ids, token]  # the list is not the request's alone
+    request.num_prompt_tokens += 1
+    request._all_token_ids.append(token)  # noqa: SLF001 (vLLM has a method for tokens of the answer only)
+    request.update_block_hashes()
+    request.max_tokens -= 1
+    sampling.max_tokens -= 1
+    if sampling.seed is not None and seed is not None:
+        sampling.seed = seed
+    return True
