@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-from importlib.resources import files
-from io import StringIO
 from typing import Final
 
 import numpy as np
 
 from .costs.gpus import Specs, gpu_table
 from .costs.model_shape import model_shape
+from .demand import azure_lengths
 from .planning.cluster import Box, Cluster
 from .planning.cluster_file import packaged_cluster
 from .planning.problem import Problem
@@ -35,9 +33,7 @@ SLO_SCALE: Final = 8.0
 
 def azure_workload(kind: str, rate: float) -> Workload:
     """Lengths of 512 requests of the Azure traces: `coding` or `conversation`; Poisson arrivals."""
-    text = (files(__package__) / "data" / "azure_lengths.csv").read_text(encoding="utf-8")
-    rows = [row for row in csv.DictReader(StringIO(text)) if row["workload"] == kind]
-    prompts, outputs = (np.array([int(row[name]) for row in rows], dtype=np.int64) for name in ("prompt", "output"))
+    prompts, outputs = azure_lengths(kind)
     return Workload(name=f"azure {kind}, 512 of its requests", prompts=prompts, outputs=outputs, rate=rate)
 
 

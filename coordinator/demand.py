@@ -19,7 +19,7 @@ from .planning.length_classes import classes_of
 from .planning.workload import Workload
 from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
 
-__all__ = ["UNKNOWN_RATE", "Demand", "DemandMeter", "expected_workload"]
+__all__ = ["UNKNOWN_RATE", "Demand", "DemandMeter", "azure_lengths", "expected_workload"]
 
 Lengths = NDArray[np.int64]
 
@@ -122,7 +122,7 @@ def expected_workload(demands: Iterable[Demand], longest: int) -> Workload:
     """
     seen = sorted(demands, key=msgspec.structs.astuple)
     if not seen:
-        prompts, outputs = _azure()
+        prompts, outputs = azure_lengths("conversation")
         prompts, outputs = _fitted(prompts, outputs, longest)
         return Workload(name="Azure's conversations", prompts=prompts, outputs=outputs, rate=UNKNOWN_RATE)
     rate = sum(demand.requests_s for demand in seen)
@@ -179,9 +179,9 @@ def _off(before: float, after: float, error: float) -> bool:
 
 
 @cache
-def _azure() -> tuple[Lengths, Lengths]:
-    """Prompts and outputs of the packaged conversations."""
+def azure_lengths(kind: str) -> tuple[Lengths, Lengths]:
+    """Prompts and outputs of 512 requests of Azure's traces, `coding` or `conversation`."""
     text = (files(__package__) / "data" / "azure_lengths.csv").read_text(encoding="utf-8")
-    rows = [row for row in csv.DictReader(StringIO(text)) if row["workload"] == "conversation"]
+    rows = [row for row in csv.DictReader(StringIO(text)) if row["workload"] == kind]
     prompts, outputs = (np.array([int(row[name]) for row in rows], dtype=np.int64) for name in ("prompt", "output"))
     return prompts, outputs

@@ -33,8 +33,12 @@ __all__ = ["best_phases", "plan_network", "routed_as"]
 
 STEPS_PER_REPLICA: Final = 8
 LEAST_STEPS: Final = 40
-MOST_STEPS: Final = 200
+MOST_STEPS: Final = 150
 """Evaluations for a first plan: so many for each replica, but no fewer and no more than these."""
+
+FLIPS_PER_REPLICA: Final = 4
+MOST_FLIPS: Final = 60
+"""Likewise to see whether running replicas should change their phases: each in either other one, and some in pairs."""
 
 CLIMBED: Final = 3
 """Starts that a first plan is climbed to from."""
@@ -155,7 +159,8 @@ def _solution(network: NetworkProblem, previous: Plan | None, spent: Callable[[]
 
 
 def _adjusted(network: NetworkProblem, running: Solution, spent: Callable[[], bool]) -> Adjustment:
-    return reschedule(network.problem, network.evaluator, running, margin=MARGIN, spent=spent)
+    steps = min(MOST_FLIPS, FLIPS_PER_REPLICA * len(network.heads))
+    return reschedule(network.problem, network.evaluator, running, margin=MARGIN, steps=steps, spent=spent)
 
 
 def _kept(network: NetworkProblem, previous: Plan | None, why: list[str]) -> dict[str, Phase]:
@@ -207,9 +212,12 @@ def _settled(network: NetworkProblem, solution: Solution, before: Sequence[Pairi
     of them would be in time."""
     if _moved(before, after) > WEIGHT_HYSTERESIS:
         return False
-    best = network.evaluator.orchestrate(solution)[0]
-    old = network.evaluator.orchestrate(solution, solver=routed_as(network, solution, before, best.flow.served))[0]
-    return best.attainment < old.attainment + MARGIN
+    served = network.evaluator.orchestrate(solution)[0].flow.served
+    old, new = (
+        network.evaluator.orchestrate(solution, solver=routed_as(network, solution, pairings, served))[0].attainment
+        for pairings in (before, after)
+    )
+    return new < old + MARGIN
 
 
 def _moved(before: Sequence[Pairing], after: Sequence[Pairing]) -> float:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .calibration import calibrated
 from .capacity import BoxView, Links, LinkView
 from .costs.gpus import GpuSpec, Specs, gpu_table
 from .costs.model_shape import ModelShape
@@ -87,8 +88,8 @@ class NetworkProblem:
         return self.evaluator.score(self.colocated).capacity * self.service.workload.rate
 
     def solution(self, phases: Mapping[str, Phase]) -> Solution:
-        """Every replica in its phase."""
-        return solution_of(PhasedGroup(slices, phases[head]) for head, slices in self.heads.items())
+        """These replicas, by head, in their phases."""
+        return solution_of(PhasedGroup(self.heads[head], phase) for head, phase in phases.items())
 
     def phases(self, solution: Solution) -> dict[str, Phase]:
         """By head."""
@@ -131,6 +132,7 @@ def network_problem(
     workload = expected_workload(demands, longest=max(rooms))
     workload = workload if rate is None else replace(workload, rate=rate)
     longest = int((workload.prompts + workload.outputs).max())
+    usable = calibrated(usable, workload)
     cards = {
         stage.peer: _card(usable[stage.peer], model, stage, max(room, longest) + part)
         for group, room, part in zip(groups, rooms, _parts_of_tokens(groups), strict=True)

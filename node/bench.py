@@ -113,13 +113,13 @@ class _Engine:
 class _Bench:
     """Two engines on this machine, and the link from the first to the second."""
 
-    def __init__(self, prefill: _Engine, decode: _Engine, port: int, codec: str, shape: ModelInfo) -> None:
+    def __init__(self, prefill: _Engine, decode: _Engine, port: int, codec: str, model: ModelInfo) -> None:
         self._prefill, self._decode = prefill, decode
         self._port = port
         self._codec = codec
-        self._vocabulary = shape.vocabulary
+        self._vocabulary = model.shape.vocabulary
         self._rng = random.Random(1)
-        self._all = protocol.Slice(first_layer=0, last_layer=shape.layers, first_head=0, last_head=shape.kv_heads)
+        self._all = protocol.Slice(first_layer=0, last_layer=model.layers, first_head=0, last_head=model.kv_heads)
         self._link: LinkTicket = issue_link(LEASE_S, secrets.token_bytes)
 
     def prompt(self, tokens: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..kernels.format import Codec
-from .planning_parsers import add_plan_options, add_sim_options
+from .planning_parsers import add_live_option, add_plan_options, add_sim_options
 
 __all__ = ["main"]
 
@@ -83,6 +83,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from .demo import run_demo  # a second's worth of imports
 
         return run_demo(arguments)
+    if arguments.command == "plan" and arguments.live:
+        from .live_plan import run_live_plan  # scipy
+
+        return run_live_plan(arguments)
     if arguments.command == "plan":
         from .plan_command import run_plan  # scipy, and nothing of the network
 
@@ -252,11 +256,15 @@ def _add_plan(commands: Commands[_Parser]) -> None:
     parser = _command(
         commands,
         "plan",
-        "say which GPUs should form replicas, what each should do and what to expect, for a described cluster",
+        "say which GPUs should form replicas, what each should do and what to expect, for a described cluster or, with "
+        "--live, for the running network",
         "p2pserve plan --cluster thunderserve-cloud-32 --model llama-30b --workload coding --rate 10",
         ("table", "json"),
     )
     add_plan_options(parser)
+    add_live_option(parser)
+    _add_network(parser, "p2p_client_...")
+    _add_patience(parser)
 
 
 def _add_sim(commands: Commands[_Parser]) -> None:

@@ -27,7 +27,7 @@ from .links_view import choice_text, explain_path, print_links
 from .requests import GenerateOptions, build_request
 from .status_view import print_status
 
-__all__ = ["COMMANDS", "figures_line", "set_up_logging"]
+__all__ = ["COMMANDS", "figures_line", "network_target", "set_up_logging"]
 
 
 def bootstrap(arguments: Namespace) -> int:
@@ -37,7 +37,7 @@ def bootstrap(arguments: Namespace) -> int:
 
 def join(arguments: Namespace) -> int:
     """`p2pserve join`."""
-    where = _network(arguments)
+    where = network_target(arguments)
     return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
 
 
@@ -61,7 +61,7 @@ def generate(arguments: Namespace) -> int:
         service=arguments.service,
     )
     build_request(prompt, messages, options)  # before the network is asked for anything
-    where = _network(arguments)
+    where = network_target(arguments)
     _write_any_text()
     with Client(where, token=arguments.token, timeout_s=arguments.timeout_s) as client:
         if arguments.format == "json":
@@ -81,7 +81,7 @@ def generate(arguments: Namespace) -> int:
 
 def status(arguments: Namespace) -> int:
     """`p2pserve status`."""
-    with Client(_network(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
         found = client.status()
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(found)))
@@ -95,7 +95,7 @@ def status(arguments: Namespace) -> int:
 
 def path(arguments: Namespace) -> int:
     """`p2pserve path`."""
-    with Client(_network(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
         found = client.status()
     prices = (arguments.usd_per_s, arguments.max_usd_per_gb)
     choice = explain_path(found, arguments.source, arguments.target, arguments.megabytes, prices)
@@ -163,7 +163,8 @@ def set_up_logging(arguments: Namespace) -> None:
         logging.disable(logging.WARNING)
 
 
-def _network(arguments: Namespace) -> str:
+def network_target(arguments: Namespace) -> str:
+    """The address or token of --bootstrap. Raises UsageError."""
     if not arguments.bootstrap:
         raise UsageError(
             "bootstrap: give --bootstrap with the token that `p2pserve bootstrap` printed, or set P2PSERVE_BOOTSTRAP"

@@ -44,7 +44,7 @@ from .demo_report import (
 )
 from .errors import DemoFailed, UsageError
 from .requests import Generation, build_request
-from .status_view import open_console
+from .status_view import open_console, shortened
 
 __all__ = ["DemoSettings", "run_demo"]
 
@@ -386,7 +386,7 @@ def show_report(report: DemoReport, console: Console) -> None:
         console.print(f"{node.peer_id}  {node.role:7}  {node.engine} on {node.device} in {node.dtype}")
     console.print(f"coordinator: {report.coordinator}")
     for reason in report.plan["why"]:
-        console.print(f"plan: {reason}")
+        console.print(f"plan: {shortened(reason, (node.peer_id for node in report.nodes))}")
     console.print()
     console.print(request_table(report.requests))
     _show_agreement(report.requests, console)

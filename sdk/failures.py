@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..bootstrap.errors import AddressError, NetworkError, TokenError
+from ..coordinator import CapacityError, PlanError
 from ..coordinator.costs.gpus import GpuError
 from ..coordinator.costs.model_shape import ModelShapeError
 from ..coordinator.planning.cluster import ClusterError
@@ -43,7 +44,17 @@ _USAGE = (
     WorkloadError,
     WorldError,
 )
-_FAILED = (ReportError, UnservedError, NetworkError, NodeError, EngineError, ClientError, DemoFailed)
+_FAILED = (
+    CapacityError,
+    PlanError,
+    ReportError,
+    UnservedError,
+    NetworkError,
+    NodeError,
+    EngineError,
+    ClientError,
+    DemoFailed,
+)
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:

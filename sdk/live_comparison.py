@@ -25,7 +25,7 @@ import trio
 from numpy.typing import NDArray
 from rich.table import Table
 
-from ..coordinator import Plan
+from ..coordinator import Phase, Plan
 from ..coordinator.costs.gpus import Specs
 from ..coordinator.costs.model_shape import ModelShape
 from ..coordinator.planning.cluster import Box, Cluster
@@ -43,6 +43,7 @@ from ..sims.world import simulate
 from .errors import UsageError
 from .failures import explain
 from .live_network import LiveRun, LiveSettings, Say, run_live
+from .planning_parsers import SPECS
 from .status_view import open_console
 
 __all__ = ["Comparison", "Figure", "compare", "figures_of", "main", "simulated"]
@@ -228,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cards", default="1xRTX A6000", metavar="GPUS", help="of each node (default: 1xRTX A6000)")
     add(
         "--specs",
-        choices=tuple(column.value for column in Specs),
+        choices=SPECS,
         default=Specs.TABLE1.value,
         help="the figures of those GPUs (default: thunderserve-table1, whose A6000 reads prompts slowly: what a loaded "
         "machine adds to a first token weighs less then)",
@@ -240,6 +241,15 @@ def parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=1.0, metavar="R", help="requests per second, Poisson (default: 1)")
     add("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default: 0)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="of a step (default: 2048)")
+    add(
+        "--phases",
+        nargs="+",
+        choices=tuple(Phase),
+        type=Phase,
+        default=[],
+        metavar="PHASE",
+        help="pin the nodes to these in turn (default: prefill, decode or mixed as the planner finds best)",
+    )
     add("--tolerance", type=float, default=TOLERANCE, metavar="SHARE", help="default: 0.1")
     add("--format", choices=("table", "json"), default="table", help="default: table")
     add("--debug", action="store_true", help="show tracebacks and the log")
@@ -259,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=arguments.model,
         codec=arguments.codec,
         max_batched_tokens=arguments.max_num_batched_tokens,
+        phases=tuple(arguments.phases),
     )
     try:
         _check(settings)

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import trio
 
-from ..coordinator import Plan
+from ..coordinator import Phase, Plan
 from ..node.messages import Status
 from ..sims.records import Outcomes, Trace
 from .client import AsyncClient
@@ -40,7 +40,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
-    """`nodes` with `cards` each (`1xL4`), by that column of the GPU table, serve a known `model`."""
+    """`nodes` with `cards` each (`1xL4`), by that column of the GPU table, serve a known `model`. They are pinned to
+    `phases` in turn, if there are any."""
 
     nodes: int
     cards: str
@@ -48,6 +49,7 @@ class LiveSettings:
     model: str
     codec: str
     max_batched_tokens: int
+    phases: tuple[Phase, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,7 +113,8 @@ async def _start(box: Box, client: AsyncClient, token: str, settings: LiveSettin
     peers: list[str] = []
 
     async def start(number: int) -> None:
-        peers.append((await box.join(number, token, options)).peer)
+        pin = ["--phase", settings.phases[number % len(settings.phases)].value] if settings.phases else []
+        peers.append((await box.join(number, token, [*options, *pin])).peer)
 
     say(f"starting {settings.nodes} emulated nodes of {settings.cards} ({settings.specs}) for {settings.model}")
     with trio.move_on_after(PLAN_S):

@@ -23,7 +23,7 @@ from ..coordinator.planning.workload import Service
 from .plan_options import problem_of
 from .status_view import open_console
 
-__all__ = ["plan_json", "print_proposals", "run_plan"]
+__all__ = ["plan_json", "print_proposals", "print_service", "run_plan"]
 
 FLOWS_SHOWN: Final = 12
 
@@ -97,14 +97,15 @@ def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Prop
         f"GPU figures: {_specs(problem)}; estimates, not measurements"
     )
     for service, proposal in zip(problem.services, proposals, strict=True):
-        _print_service(service, problem, proposal, console)
+        print_service(service, problem, proposal, console)
     console.print(
         f"objective {found.score.objective:.4f}: attainment {found.score.attainment:.1%}, "
         f"capacity {found.score.capacity:.2f} x the rate"
     )
 
 
-def _print_service(service: Service, problem: Problem, proposal: Proposal, console: Console) -> None:
+def print_service(service: Service, problem: Problem, proposal: Proposal, console: Console) -> None:
+    """One service: its replicas, who sends to whom, what to expect, and why."""
     workload, slo = service.workload, service.slo
     console.print(
         f"\n{service.name}: {workload.rate:g} requests/s, lengths {workload.name} (mean {workload.mean_prompt:.0f} in, "

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..kernels.format import Codec
 
-__all__ = ["SPECS", "add_plan_options", "add_sim_options"]
+__all__ = ["SPECS", "add_live_option", "add_plan_options", "add_sim_options"]
 
 SPECS: Final = ("measured", "dense", "thunderserve-table1")
 
@@ -54,6 +54,16 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="stop after so long with the best plan so far (default: by size)",
     )
     add("--seed", type=_seed, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
+
+
+def add_live_option(parser: argparse.ArgumentParser) -> None:
+    """What makes `p2pserve plan` look at a network instead of a file."""
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="the running network: its plan, and the best one for its boxes, links and traffic as they are now; takes "
+        "--model, --rate and --slo (whose multiples are then of a lone request on its fastest replica)",
+    )
 
 
 def add_sim_options(parser: argparse.ArgumentParser) -> None:

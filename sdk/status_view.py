@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 
@@ -97,7 +99,14 @@ def plan_lines(status: Status) -> list[str]:
                 f"  {pair.weight:4.0%} of requests prefill{_part(pair.prefill_share)} on {short(pair.prefill)}, "
                 f"decode on {short(pair.decode)}"
             )
-    return [*lines, *(f"  why: {reason}" for reason in plan.why)]
+    return [*lines, *(f"  why: {shortened(reason, plan.peers)}" for reason in plan.why)]
+
+
+def shortened(text: str, peers: Iterable[str]) -> str:
+    """A text with these peers' ids as tables show them."""
+    for peer in peers:
+        text = text.replace(peer, short(peer))
+    return text
 
 
 def short(peer: str) -> str:

@@ -26,6 +26,7 @@ from itertools import chain
 from math import ceil, inf, sqrt
 from typing import Final, NamedTuple, final
 
+from ..coordinator.costs.rounds import Chunk, round_s
 from ..coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
 from .engine_values import EngineError, EngineSettings, Signal, SignalKind, StepRecord, Tally
 from .sequence import DecodeBatch, Sequence
@@ -36,7 +37,7 @@ _ROUNDING: Final = 1e-9
 """Share of a step by which a moment may miss the step's boundary and still be on it."""
 
 
-class _Chunk(NamedTuple):
+class _Part(NamedTuple):
     """So many tokens of a prompt behind `start` that were read before."""
 
     sequence: Sequence
@@ -48,7 +49,7 @@ class _PrefillStep(NamedTuple):
     """On its way through the stages, out at `end`."""
 
     end: float
-    chunks: list[_Chunk]
+    chunks: list[_Part]
 
 
 @final
@@ -87,7 +88,7 @@ class Engine:
         # The steps under way that decode: so many, from `_run_start` to `_run_end` (infinite: there are none).
         self._run_start, self._run_end, self._run_steps = 0.0, inf, 0
         self._run_line = DecodeLine(0.0, 0.0)
-        self._run_chunks: list[_Chunk] = []
+        self._run_chunks: list[_Part] = []
 
     def __repr__(self) -> str:
         return f"<Engine {self._batch.size} decode, {self._reading} read, {len(self._queue)} wait, {self._free} blocks>"
@@ -207,22 +208,21 @@ class Engine:
         if self._record is not None:
             self._record(StepRecord(now, end, "prefill", tokens, 0, 1))
 
-    def _groups_beside_decode(self, signals: list[Signal]) -> list[list[_Chunk]]:
+    def _groups_beside_decode(self, signals: list[Signal]) -> list[list[_Part]]:
         """What prompts are read in the next step, by batch in flight: each has a budget of its own."""
         decoding = self._batch.size
-        batches = min(self._stages, decoding)
-        groups: list[list[_Chunk]] = []
+        groups: list[list[_Part]] = []
         own = self._batch.blocks_for(1)  # goes before those of whoever is let in
         self._free -= own
-        for _ in range(batches):
-            group = self._fill(self._settings.max_batched_tokens - ceil(decoding / batches), signals)
+        for _ in range(self._stages if decoding else 0):
+            group = self._fill(self._settings.max_batched_tokens - ceil(decoding / self._stages), signals)
             if not group:
                 break
             groups.append(group)
         self._free += own
         return groups
 
-    def _begin_run(self, now: float, groups: list[list[_Chunk]], signals: list[Signal], most: float) -> None:
+    def _begin_run(self, now: float, groups: list[list[_Part]], signals: list[Signal], most: float) -> None:
         """Decode: one step that reads as well, or as many as nothing can change in, and no more than `most`."""
         batch, requests = self._batch, self._batch.size
         line = self._lines.get(requests)
@@ -232,7 +232,8 @@ class Engine:
         if groups:
             chunks = self._run_chunks = list(chain.from_iterable(groups))
             self._run_steps = 1
-            self._run_end = first_end = now + self._mixed_s(groups, line)
+            work = [_work(group) for group in groups]
+            self._run_end = first_end = now + round_s(self.times, self._stages, work, requests, batch.context)
             self._tell_reading(chunks, self._run_end, signals)
         else:
             steps = int(min(most, batch.steps_to_ending()))
@@ -246,16 +247,6 @@ class Engine:
                 sequence.fresh = False
                 signals.append(Signal(SignalKind.FIRST, sequence, first_end))
             batch.fresh.clear()
-
-    def _mixed_s(self, groups: list[list[_Chunk]], line: DecodeLine) -> float:
-        """A step that decodes and reads: the longest way of a batch through all stages or, where that is more, of all
-        batches through the slowest stage."""
-        requests, context, times = self._batch.size, self._batch.context, self.times
-        longest = max(times.mixed_s(*_work(group), requests, context) for group in groups)
-        if self._stages == 1:
-            return longest
-        slowest = line.step_s(context) + sum(times.prefill_interval_s(*_work(group)) for group in groups)
-        return max(longest, slowest)
 
     def _end_run(self, now: float, signals: list[Signal]) -> None:
         batch, steps, chunks = self._batch, self._run_steps, self._run_chunks
@@ -278,7 +269,7 @@ class Engine:
         self._run_end, self._run_chunks = inf, []
         self._complete(chunks, now, signals)
 
-    def _complete(self, chunks: list[_Chunk], now: float, signals: list[Signal]) -> None:
+    def _complete(self, chunks: list[_Part], now: float, signals: list[Signal]) -> None:
         """These tokens are read; a prompt that is whole writes its first token, or is handed over."""
         for sequence, start, tokens in chunks:
             self.tally.prompt_tokens += tokens
@@ -356,9 +347,9 @@ class Engine:
 
     # Who is let in, and memory
 
-    def _fill(self, budget: int, signals: list[Signal]) -> list[_Chunk]:
+    def _fill(self, budget: int, signals: list[Signal]) -> list[_Part]:
         """Prompts for one step, up to `budget` tokens; lets in who comes next in the queue and fits."""
-        chunks: list[_Chunk] = []
+        chunks: list[_Part] = []
         while budget > 0:
             if not self._to_read:
                 sequence = self._admit()
@@ -369,7 +360,7 @@ class Engine:
                     continue
             sequence = self._to_read[0]
             tokens = min(budget, sequence.known - sequence.computed)
-            chunks.append(_Chunk(sequence, sequence.computed, tokens))
+            chunks.append(_Part(sequence, sequence.computed, tokens))
             sequence.computed += tokens
             budget -= tokens
             if sequence.computed == sequence.known:
@@ -434,13 +425,13 @@ class Engine:
         return self._blocks_of(sequence.incoming if pure else sequence.known)
 
     @staticmethod
-    def _tell_reading(chunks: list[_Chunk], end: float, signals: list[Signal]) -> None:
+    def _tell_reading(chunks: list[_Part], end: float, signals: list[Signal]) -> None:
         signals.extend(
             Signal(SignalKind.READING, sequence, end, tokens) for sequence, _, tokens in chunks if sequence.hands_over
         )
 
 
-def _work(chunks: list[_Chunk]) -> tuple[int, float]:
-    """Prompt tokens of a step, and their query-key pairs."""
+def _work(chunks: list[_Part]) -> Chunk:
+    """What one batch reads in a step."""
     tokens = sum(chunk.tokens for chunk in chunks)
-    return tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks)
+    return Chunk(tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks))

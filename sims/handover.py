@@ -52,7 +52,7 @@ class Handover:
         self.read_at = nan
         self.unsent = 0
         self.flows: set[int] = set()  # under way, by key
-        self.limited: list[tuple[Flow, float]] = []  # as fast as they are computed, and what a layer of each comes to
+        self.limited: list[tuple[Flow, Way, float]] = []  # as fast as they are computed; what a layer of each comes to
 
 
 @final
@@ -78,7 +78,7 @@ class Handovers:
         for way in handover.ways.ways:
             size = tokens * handover.token_bytes * way.share
             flow = self._start(handover, way, size, now, limit=size * share_early / (until - now))
-            handover.limited.append((flow, size / layers))
+            handover.limited.append((flow, way, size / layers))
 
     def all_read(self, handover: Handover, now: float) -> None:
         """The prompt is read, up to its end."""
@@ -126,8 +126,12 @@ class Handovers:
         return flow
 
     def _unlimit(self, handover: Handover, now: float) -> None:
-        for flow, layer in handover.limited:
-            self._network.unlimit(flow, now, at_least=layer)
+        for flow, way, layer in handover.limited:
+            if flow.done:  # the next chunk was put off: all but the last layer had left long ago, and that leaves now
+                self.sent_bytes[way.source, way.target] -= layer
+                self._start(handover, way, layer, now)
+            else:
+                self._network.unlimit(flow, now, at_least=layer)
         handover.limited.clear()
 
 

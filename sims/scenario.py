@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, replica_times
+from ..coordinator.costs.rounds import CHUNKS, chunk_tokens
 from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.dispatch import Dispatch
-from ..coordinator.plan import Plan, Replica
+from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.cluster import Cluster
 from ..coordinator.planning.workload import Service
 from .engine_values import EngineSettings
@@ -48,6 +49,7 @@ class ServiceRun:
 class SimSettings:
     """How everything works that is no decision.
 
+    `engine`: the same for all; None for the usual, with the token budget that `ReplicaModel` has for each replica.
     `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`: TCP streams of a
     transfer; None for as many as the link needs. `decode_writes_first`: the first token comes from the decode replica
     once the KV is there, as in the running network; else from the prefill replica, as the papers have it.
@@ -55,7 +57,7 @@ class SimSettings:
     `seed` is for dispatch at random.
     """
 
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings | None = None
     layerwise: bool = True
     streams: int | None = None
     decode_writes_first: bool = False
@@ -113,14 +115,16 @@ Replan = Callable[[Situation], Sequence[PlanChange]]
 
 
 class ReplicaModel(NamedTuple):
-    """How fast a replica is, and how many tokens of KV it holds."""
+    """How fast a replica is, how many tokens of KV it holds, and how many a batch of it computes at most."""
 
     times: StepTimes
     kv_tokens: int
+    max_batched_tokens: int = CHUNKS[0]
 
 
 def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> ReplicaModel:
-    """By the GPU table and the links of the cluster. Raises WorldError for a replica that the cluster cannot hold."""
+    """By the GPU table and the links of the cluster; the token budget by the service's deadlines where prompts are read
+    beside decoding. Raises WorldError for a replica that the cluster cannot hold."""
     numbers = [cluster.index(stage.peer) for stage in replica.stages]
     stages = []
     for stage, number in zip(replica.stages, numbers, strict=True):
@@ -140,4 +144,7 @@ def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> Repl
     tokens = kv_capacity_tokens(service.model, stages)
     if tokens < 1:
         raise WorldError(f"replica {replica.id}: {service.model.name} does not fit its {len(replica.gpus)} GPUs")
-    return ReplicaModel(replica_times(service.model, stages, hops), tokens)
+    times = replica_times(service.model, stages, hops)
+    if replica.phase is Phase.PREFILL:
+        return ReplicaModel(times, tokens)
+    return ReplicaModel(times, tokens, chunk_tokens(times, len(stages), service.slo.tpot_s))

@@ -22,7 +22,7 @@ from ..coordinator.planning.workload import Service
 from ..coordinator.router import NoRoute
 from .deployment import NEVER, Assignment, Deployment, Host, Request, Split, check_plans
 from .engine import Engine
-from .engine_values import SignalKind, StepRecord
+from .engine_values import EngineSettings, SignalKind, StepRecord
 from .events import EventQueue, Scheduled
 from .handover import Handover, Handovers
 from .network import Network, link_capacities
@@ -354,7 +354,7 @@ class _World:
         record = None if self._steps is None else partial(_keep, self._steps, number)
         engine = Engine(
             model.times,
-            self._settings.engine,
+            self._settings.engine or EngineSettings(max_batched_tokens=model.max_batched_tokens),
             kv_tokens=model.kv_tokens,
             stages=len(replica.stages),
             record=record,

@@ -4,8 +4,10 @@ Assumptions, so that a simulation can be held against them:
 
 - The number of requests that decode together is the one at which as many end as come (Little): b = rate * mean output
   * time between tokens, which depends on b.
-- A mixed replica reads prompts in chunks that ride on decode steps: reading takes time from writing, and every chunk
-  waits for the decodes it travels with.
+- A mixed replica reads prompts in chunks beside what it decodes, of a size that the deadline from token to token
+  allows (`costs/rounds.py`). A round that reads takes longer than one that does not, in a pipeline nearly as much for
+  one chunk as for one in every batch. Prompts that come during a round are read together in the next. An output of few
+  tokens sees either rounds that read or others; a long one sees the average.
 - A replica that only reads computes short prompts together when many wait, and one after the other when few do. Long
   ones are read in chunks, which follow each other through the stages of a pipeline.
 - Memory for a prompt is taken when its reading begins, here or on another replica, which is as fast as this one. Memory
@@ -15,7 +17,7 @@ Assumptions, so that a simulation can be held against them:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Final, NamedTuple
 
@@ -302,34 +304,50 @@ def _writer(steps: _Steps, classes: Classes, beside: _Beside | None, peaked: flo
     """A replica that writes, and reads if there is something `beside`."""
     rounds = _rounds(steps, classes, beside)
     full = int(np.argmax(rounds.rate))
-    batch, step, context, again = (column[: full + 1] for column in steps)
-    rate, tokens, added = (column[: full + 1] for column in rounds)
-    output, prompt = classes.mean_output, classes.mean_prompt
-    tpot = np.concatenate((step[:1], batch[1:] / (rate[1:] * output)))
-    slope = np.gradient(tpot, batch)
+    steps = _Steps(*(column[: full + 1] for column in steps))
+    rounds = _Rounds(*(column[: full + 1] for column in rounds))
+    batch, output = steps.batch, classes.mean_output
+    tpot = np.concatenate((steps.step_s[:1], batch[1:] / (rounds.rate[1:] * output)))
     none, kinds = np.zeros_like(batch), np.zeros_like(classes.share)
-    rows, lone_s, chunks, spread = [none] * 4, kinds, kinds, 0.0
-    stall, stalled, run, reading = none, none, none + 1.0, none
-    read, write = inf, 1.0 / float(step[-1] * output / batch[-1] + again[-1])
-    if beside is not None:
-        lone_s, chunks = beside.alone_s, beside.rounds
-        reads = rate * prompt / tokens  # rounds that read, per second
-        stall, stalled, reading = added, np.minimum(1.0, reads * tpot), np.minimum(1.0, reads * (step + added))
-        often = float(classes.share @ chunks**2) / float(classes.share @ chunks)
-        run = often * (step + added) / ((1.0 - reading) * (step + added) + reading * step)
-        least_s = prompt / beside.most * (step + beside.added_s[-1])
-        joins = 0.5 * (reading * (step + added) + (1.0 - reading) * step)
-        rows = [rate / rate[-1], least_s, step, joins]
-        square = classes.prompt**2 + classes.prompt_sd**2
-        spread = float(classes.share @ square) / prompt**2 - 1.0
-        read = 1.0 / beside.occupied_s
     columns = Row(
-        *rows, tpot_s=tpot, batch=batch, batch_var=batch * peaked * slope**2,
-        context_var=batch * context**2 * classes.held_var, stall_s=stall, stalled=stalled, run=run, reading=reading,
+        rho=none, occupied_s=none, step_s=none, joins_s=none, tpot_s=tpot, batch=batch,
+        batch_var=batch * peaked * np.gradient(tpot, batch) ** 2,
+        context_var=batch * steps.context_s**2 * classes.held_var,
+        stall_s=none, stalled=none, run=none + 1.0, reading=none,
     )  # fmt: skip
-    table = np.stack([np.interp(LOADS * rate[-1], rate, column) for column in columns], axis=1)
-    return Behaviour(
-        read=read, write=write, both=float(rate[-1]) if beside else inf, lone_s=lone_s,
-        lone_sd_s=lone_s * classes.prompt_sd / classes.prompt, chunks=chunks, spread=spread,
-        max_batch=float(batch[-1]), table=table,
+    writes = Behaviour(
+        read=inf, write=1.0 / float(steps.step_s[-1] * output / batch[-1] + steps.again_s[-1]), both=inf,
+        lone_s=kinds, lone_sd_s=kinds, chunks=kinds, spread=0.0, max_batch=float(batch[-1]),
+        table=_at_loads(rounds.rate, columns),
     )  # fmt: skip
+    if beside is None:
+        return writes
+    square = classes.prompt**2 + classes.prompt_sd**2
+    return replace(
+        writes, read=1.0 / beside.occupied_s, both=float(rounds.rate[-1]), lone_s=beside.alone_s,
+        lone_sd_s=beside.alone_s * classes.prompt_sd / classes.prompt, chunks=beside.rounds,
+        spread=float(classes.share @ square) / classes.mean_prompt**2 - 1.0,
+        table=_at_loads(rounds.rate, _stalled(columns, steps, rounds, classes, beside)),
+    )  # fmt: skip
+
+
+def _stalled(row: Row, steps: _Steps, rounds: _Rounds, classes: Classes, beside: _Beside) -> Row:
+    """The same with the columns of a replica that reads as well."""
+    step, slow = steps.step_s, steps.step_s + rounds.added_s
+    read = rounds.rate * classes.mean_prompt / rounds.tokens  # rounds that do, per second
+    reading = np.minimum(1.0, read * slow)
+    often = float(classes.share @ beside.rounds**2) / float(classes.share @ beside.rounds)
+    return row._replace(
+        rho=rounds.rate / rounds.rate[-1],
+        occupied_s=classes.mean_prompt / beside.most * (step + beside.added_s[-1]),
+        step_s=step,
+        joins_s=0.5 * (reading * slow + (1.0 - reading) * step),
+        stall_s=rounds.added_s,
+        stalled=np.minimum(1.0, read * row.tpot_s),
+        run=often * slow / ((1.0 - reading) * slow + reading * step),
+        reading=reading,
+    )
+
+
+def _at_loads(rate: Array, columns: Row) -> Array:
+    return np.stack([np.interp(LOADS * rate[-1], rate, column) for column in columns], axis=1)

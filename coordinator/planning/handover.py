@@ -25,8 +25,9 @@ Index = NDArray[np.intp]
 Spans = tuple[tuple[int, float, float], ...]
 """Boxes in layer order: (box, first, last), with the layers as shares of the model."""
 
-LINK_SHARE: Final = 0.8
-"""Of a link's rate that plans may count on: transfers come when prompts end, not evenly."""
+LINK_SHARE: Final = 0.7
+"""Of a link's rate that plans may count on: transfers come when prompts end, not evenly, and the router sends more than
+a pair's share where queues are short."""
 
 ROUNDING: Final = 1e-9
 """Shares of layers below this are none."""

@@ -39,7 +39,9 @@ class Judge:
         self.space = space
         self._spent = spent
         self._progress = progress
+        self._keys: dict[Solution, Solution] = {}
         self._memory: dict[Solution, Score] = {}
+        self._bounds: dict[Solution, float] = {}
         self.limit = limit
         self.best: Solution = ()
         self.best_score = Score(float("-inf"), 0.0, 0.0)
@@ -60,7 +62,7 @@ class Judge:
 
     def score(self, solution: Solution) -> Score:
         """Of a solution, which becomes the best if it is."""
-        key = self.space.canonical(solution)
+        key = self._key(solution)
         known = self._memory.get(key)
         if known is None:
             known = self._memory[key] = self.space.evaluator.score(key)
@@ -71,15 +73,29 @@ class Judge:
                 self._progress(self.steps, self.limit, self.best_score.objective)
         return known
 
+    def bound(self, solution: Solution) -> float:
+        """No less than the objective of a solution; the objective itself where it is known."""
+        key = self._key(solution)
+        if key in self._memory:
+            return self._memory[key].objective
+        if key not in self._bounds:
+            self._bounds[key] = self.space.evaluator.bound(key)
+        return self._bounds[key]
+
     def leader(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
         """The best of these that is above `floor`, most promising first: what its bound rules out is not scored. None
         where there is no such, or the budget ends before the first."""
-        bound = self.space.evaluator.bound
         found: tuple[float, Solution] | None = None
-        for limit, solution in sorted(((bound(one), one) for one in solutions), key=lambda item: -item[0]):
+        for limit, solution in sorted(((self.bound(one), one) for one in solutions), key=lambda item: -item[0]):
             if limit <= floor or self.over():
                 break
             objective = self.objective(solution)
             if objective > floor:
                 floor, found = objective, (objective, solution)
         return found
+
+    def _key(self, solution: Solution) -> Solution:
+        """What equal solutions have in common."""
+        if solution not in self._keys:
+            self._keys[solution] = self.space.canonical(solution)
+        return self._keys[solution]

@@ -84,17 +84,20 @@ def reschedule(
     running: Solution,
     *,
     margin: float = MARGIN,
+    steps: int = STEPS,
     spent: Callable[[], bool] = never,
 ) -> Adjustment:
-    """The best phases found for the running replicas until `spent()`; as they are unless others gain `margin`.
-    `evaluator`: one that keeps their stages (`keeping`)."""
+    """The best phases found for the running replicas in so many evaluations, or until `spent()`; as they are unless
+    others gain `margin`. `evaluator`: one that keeps their stages (`keeping`)."""
     space = Space.of(problem, evaluator)
-    judge = Judge(space, limit=STEPS, spent=spent)
+    judge = Judge(space, limit=steps, spent=spent)
     before = judge.score(running)
     here, level = running, before.objective
     while not judge.over():
         near = [solution for _, solution in flips(space, here)]
-        found = judge.leader(near, level) or judge.leader(list(_twice(space, near)), level)
+        found = judge.leader(near, level)
+        if found is None and not judge.over():
+            found = judge.leader(list(_twice(space, near)), level)
         if found is None:
             break
         level, here = found

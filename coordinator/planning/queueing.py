@@ -181,8 +181,10 @@ def _averaged(lives: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fates:
-    """When requests have what, by row and class. `admit_s`: a wait for room in the batch. It and `sending` come before
-    the first token, which a decode replica writes in `step_s` where it does (`early`); or else after it."""
+    """When requests have what, by row and class. `admit_s`: a wait for room in the batch. `sending` comes before the
+    first token, which a decode replica writes in `step_s` where it does (`early`); or else after it, and so does the
+    wait. But even then later prompts have to wait as long, when those that nobody takes fill the memory of the reader.
+    """
 
     classes: Classes
     reading: Reading
@@ -195,7 +197,7 @@ class Fates:
     def first_within(self, seconds: float) -> Array:
         """The chance that the first token is there."""
         reading, early = self.reading, self.early[:, None]
-        slack = seconds - reading.service_s - early * (self.admit_s + self.sending.mean_s) - self.step_s[:, None]
+        slack = seconds - reading.service_s - self.admit_s - early * self.sending.mean_s - self.step_s[:, None]
         sd = np.sqrt(reading.service_sd_s**2 + early * self.sending.variance)
         return in_time(slack, sd, reading.busy[:, None], reading.wait_s[:, None])
 

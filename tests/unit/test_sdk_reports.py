@@ -120,6 +120,8 @@ def test_the_page_shows_plan_pairings_and_reasons() -> None:
     lines = plan_lines(status(coordinator=None))
     assert (lines[0], lines[-1]) == ("coordinator: none is elected", "plan: none yet")
     assert "  100% of requests on ..first1" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
+    why = msgspec.structs.replace(SPLIT, why=(f"{FIRST} takes prefill from {SECOND}",))
+    assert plan_lines(status(plan=why))[-1] == "  why: ..first1 takes prefill from ..second"
 
 
 def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:

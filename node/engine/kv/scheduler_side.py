@@ -170,7 +170,7 @@ class SchedulerSide:
     ) -> set[str]:
         """What the workers have said after a step: which loads have ended, which of them have failed, and blocks that
         hold nothing useful. Returns the loads whose end vLLM may hear of now; the others wait for their first token."""
-        for request, each in self._receives.items():
+        for request, each in self._receives.items() if failed or invalid else ():
             if request in failed or not invalid.isdisjoint(each.blocks):
                 each.told_first = False  # computing what is missing does not wait for anybody
         now = self._clock()

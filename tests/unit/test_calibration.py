@@ -1,0 +1,92 @@
+"""Rates of cards, corrected by what their engines' own steps took."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from p2pserve.coordinator import BoxView, LatencyProfile, PhaseCost, PhaseFit
+from p2pserve.coordinator.calibration import BATCH, FURTHEST, WORST_FIT, calibrated
+from p2pserve.coordinator.costs.gpus import GpuSpec, Specs
+from p2pserve.coordinator.costs.model_shape import MODELS
+from p2pserve.coordinator.costs.replica import StageHardware, replica_times
+from p2pserve.coordinator.costs.step_times import StepTimes
+from p2pserve.coordinator.demand import expected_workload
+
+MODEL = MODELS["llama3-8b"]
+WORKLOAD = expected_workload([], 8192)
+PROMPT, HELD = WORKLOAD.mean_prompt, WORKLOAD.mean_prompt + WORKLOAD.mean_output / 2
+
+
+def box(peer: str, **more: Any) -> BoxView:
+    made = BoxView(
+        peer=peer, service="s", model=MODEL, fits=MODEL.layers, ready=True, draining=False, compute_tflops=200.0,
+        memory_gbps=1600.0, memory_gib=48.0, kv_tokens=50_000, tp=2, card="A40-48GB",
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **more)
+
+
+def times(one: BoxView) -> StepTimes:
+    card = GpuSpec(
+        name="x", memory_gib=24.0, memory_gbps=one.memory_gbps / one.tp, tflops=one.compute_tflops / one.tp,
+        nvlink_gbps=0.0, pcie_gen=0, usd_per_hour=0.0, specs=Specs.ENGINE,
+    )  # fmt: skip
+    return replica_times(MODEL, [StageHardware(card, one.tp, MODEL.layers, one.card_link_gbps)])
+
+
+def prefill_s(one: BoxView) -> float:
+    return times(one).prefill_s(round(PROMPT), PROMPT * (PROMPT + 1) / 2)
+
+
+def decode_s(one: BoxView) -> float:
+    return times(one).decode_line(BATCH).step_s(BATCH * HELD)
+
+
+def profile(prefill: float | None = None, decode: float | None = None, error: float = 0.05) -> LatencyProfile:
+    """Of an engine whose mean prompt, and whose decode step, take so many seconds."""
+
+    def fit(seconds: float) -> PhaseFit:
+        return PhaseFit(cost=PhaseCost(step_s=seconds), samples=100, error=error)
+
+    return LatencyProfile(
+        prefill=None if prefill is None else fit(prefill), decode=None if decode is None else fit(decode)
+    )
+
+
+def test_the_roofline_takes_as_long_as_the_engine_did() -> None:
+    slow = box("a", profile=profile(1.5 * prefill_s(box("a")), 1.3 * decode_s(box("a"))))
+    found = calibrated({"a": slow}, WORKLOAD)["a"]
+    assert prefill_s(found) == pytest.approx(1.5 * prefill_s(slow), rel=0.03)
+    assert decode_s(found) == pytest.approx(1.3 * decode_s(slow), rel=0.03)
+
+
+def test_what_a_box_has_not_done_is_taken_from_its_like() -> None:
+    reader = box("a", profile=profile(prefill=2.0 * prefill_s(box("a"))))
+    writer = box("b", profile=profile(decode=2.0 * decode_s(box("b"))))
+    other = box("c", card="RTX-4090-24GB")
+    found = calibrated({one.peer: one for one in (reader, writer, other)}, WORKLOAD)
+    assert found["a"].compute_tflops == found["b"].compute_tflops < 150.0
+    assert found["a"].memory_gbps == pytest.approx(found["b"].memory_gbps, rel=0.1)
+    assert found["a"].memory_gbps < 1200.0
+    assert (found["c"].compute_tflops, found["c"].memory_gbps) == (200.0, 1600.0)
+
+
+def test_a_correction_has_bounds() -> None:
+    found = calibrated({"a": box("a", profile=profile(1e5, 1e-9))}, WORKLOAD)["a"]
+    assert found.compute_tflops == pytest.approx(200.0 / FURTHEST, rel=0.01)
+    assert found.memory_gbps == pytest.approx(1600.0 * FURTHEST, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        box("a"),
+        box("a", profile=LatencyProfile()),
+        box("a", profile=profile(5.0, 5.0, error=2 * WORST_FIT)),
+        box("a", profile=profile(0.0, 0.0)),
+        box("a", profile=profile(5.0, 5.0), specs=Specs.DENSE, emulated=True),
+        box("a", profile=profile(5.0, 5.0), fits=3),
+    ],
+)
+def test_figures_that_stay_as_they_are(one: BoxView) -> None:
+    assert calibrated({"a": one}, WORKLOAD) == {"a": one}
