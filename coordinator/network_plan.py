@@ -10,7 +10,7 @@ Importing this takes a solver with it: import it where plans are made.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Final, TypedDict, Unpack
 
@@ -26,6 +26,7 @@ from .planning.judge import Judge, never
 from .planning.light import Adjustment, reschedule
 from .planning.orchestration import Solver
 from .planning.problem import Solution
+from .planning.proposals import UnservedError
 from .planning.search import cuts
 from .planning.space import Space
 
@@ -90,9 +91,7 @@ def plan_network(
         return None
     why = [*network.why, *_departures(offered, service, previous)]
     solution = _solution(network, previous, spent, why)
-    proposal = network.evaluator.propose(solution, epoch=named["epoch"], version=named["version"])[0].plan
-    replicas = tuple(sorted(proposal.replicas, key=lambda replica: replica.id))
-    pairings = _bounded(proposal.pairings)
+    replicas, pairings, expected = _routed(network, solution)
     if previous is not None:
         if replicas == previous.replicas and _settled(network, solution, previous.pairings, pairings):
             pairings = previous.pairings
@@ -102,7 +101,7 @@ def plan_network(
             why.append(f"KV travels as {codec}, before as {previous.codec}")
     plan = Plan(
         epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
-        codec=codec, why=_shortened([*why, *_idle(replicas, pairings), _asked(network), *proposal.why]),
+        codec=codec, why=_shortened([*why, *_idle(replicas, pairings), _asked(network), *expected]),
     )  # fmt: skip
     if not plan.newer_than(previous):
         raise PlanError(f"the new plan {plan.number} would not be newer than {previous and previous.number}")
@@ -149,6 +148,9 @@ def _solution(network: NetworkProblem, previous: Plan | None, spent: Callable[[]
     """Every replica's phase: what it had, then what is best for new ones, then whatever change pays."""
     kept = _kept(network, previous, why)
     running = _joined(network, kept, spent) if kept else best_phases(network, spent)
+    if not _serves(network.phases(running).values()):
+        why.append("phases are chosen anew: of those that go on, nobody does one of the two")
+        kept, running = {}, best_phases(network, spent)
     why += [f"{head} takes {phase}" for head, phase in network.phases(running).items() if head not in kept]
     if len(network.heads) == 1:
         return running
@@ -156,6 +158,11 @@ def _solution(network: NetworkProblem, previous: Plan | None, spent: Callable[[]
         why += [flip.why for flip in found.flips]
         running = found.solution
     return running
+
+
+def _serves(phases: Collection[Phase]) -> bool:
+    """Whether somebody reads and somebody writes."""
+    return Phase.MIXED in phases or {Phase.PREFILL, Phase.DECODE} <= set(phases)
 
 
 def _adjusted(network: NetworkProblem, running: Solution, spent: Callable[[], bool]) -> Adjustment:
@@ -205,6 +212,29 @@ def _judge(network: NetworkProblem, spent: Callable[[], bool]) -> Judge:
 
 
 # --- routing
+
+
+def _routed(
+    network: NetworkProblem, solution: Solution
+) -> tuple[tuple[Replica, ...], tuple[Pairing, ...], tuple[str, ...]]:
+    """The replicas, X and Y, and what is expected of them. Where figures are so far apart that the programme finds no
+    way for any request, all replicas do both phases, as far as owners let them, and share alike."""
+    try:
+        plan = network.evaluator.propose(solution, epoch=0, version=0)[0].plan
+    except UnservedError:
+        phases = network.phases(network.colocated)
+        replicas = tuple(
+            Replica(id=head, phase=phases[head], stages=network.stages[head]) for head in sorted(network.heads)
+        )
+        ends = [(one.id, two.id) for one in replicas for two in replicas if _paired(one, two)]
+        pairings = [Pairing(prefill=one, decode=two, weight=1.0 / len(ends)) for one, two in ends]
+        return replicas, _bounded(pairings), ("nothing is expected of any replica: all share alike",)
+    return tuple(sorted(plan.replicas, key=lambda replica: replica.id)), _bounded(plan.pairings), plan.why
+
+
+def _paired(one: Replica, two: Replica) -> bool:
+    """A mixed replica keeps its requests, unless the other one does not read."""
+    return one.id == two.id if one.decodes and two.prefills else one.prefills and two.decodes
 
 
 def _settled(network: NetworkProblem, solution: Solution, before: Sequence[Pairing], after: Sequence[Pairing]) -> bool:

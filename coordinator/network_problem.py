@@ -50,18 +50,23 @@ come."""
 STEP: Final = log(1.03)
 """Measured figures are rounded to steps of three percent: cards that are equal count as equal, and noise as none."""
 
+SLOWEST_TFLOPS: Final = 1e-3
+SLOWEST_MEMORY_GBPS: Final = 0.1
+"""A card that was measured slower than this counts as if it were as fast: solvers lose smaller rates among others."""
+
 UNNAMED: Final = "unnamed card"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NetworkProblem:
     """`heads` has the replicas that there are, by the id of the box with the first layer: the slices of the problem's
-    cluster that each is made of. `evaluator` keeps their stages. `asked`: the requests per second that were seen or
-    assumed, where the problem is for no less. `why`: what was decided on the way, for people."""
+    cluster that each is made of, and its `stages`, which `evaluator` keeps. `asked`: the requests per second that were
+    seen or assumed; the problem is for no less. `why`: what was decided on the way, for people."""
 
     problem: Problem
     evaluator: LowerLevel
     heads: Mapping[str, tuple[Slice, ...]]
+    stages: Mapping[str, tuple[Stage, ...]]
     asked: float
     why: tuple[str, ...]
 
@@ -143,8 +148,7 @@ def network_problem(
         alone = [slo_by(_times(model, group, cluster), workload, slo) for group in groups]
         slo = min(alone, key=lambda deadlines: deadlines.e2e_s)
     ours = Service(
-        name=service, model=model, workload=workload, slo=slo, codec=codec, kv_bits=KV_BITS[codec],
-        decode_writes_first=True,
+        name=service, model=model, workload=workload, slo=slo, codec=codec, kv_bits=KV_BITS[codec]
     )  # fmt: skip
     problem = Problem(cluster=cluster, services=(ours,), pinned=_pins(groups, usable, why))
     places = {box.id: number for number, box in enumerate(cluster.boxes)}
@@ -154,8 +158,8 @@ def network_problem(
     loaded = {heads[group.head]: (_parts(group.stages, places),) for group in groups}
     memory = Memory()
     found = NetworkProblem(
-        problem=problem, evaluator=LowerLevel(problem, loaded, memory), heads=heads, asked=workload.rate,
-        why=tuple(why),
+        problem=problem, evaluator=LowerLevel(problem, loaded, memory), heads=heads,
+        stages={group.head: group.stages for group in groups}, asked=workload.rate, why=tuple(why),
     )  # fmt: skip
     least = 0.0 if rate is not None else READY * found.colocated_rate
     if least <= workload.rate:
@@ -235,7 +239,8 @@ def _card(box: BoxView, model: ModelShape, stage: Stage, tokens: float) -> GpuSp
 def _bare_card(box: BoxView, memory_gib: float) -> GpuSpec:
     if box.specs is not None:
         return msgspec.structs.replace(gpu_table().find(box.card, box.specs), memory_gib=memory_gib)
-    tflops, memory_gbps = _rounded(box.compute_tflops / box.tp), _rounded(box.memory_gbps / box.tp)
+    tflops = _rounded(max(SLOWEST_TFLOPS, box.compute_tflops / box.tp))
+    memory_gbps = _rounded(max(SLOWEST_MEMORY_GBPS, box.memory_gbps / box.tp))
     return GpuSpec(
         name=f"{box.card or UNNAMED} ({tflops:.3g} TFLOP/s, {memory_gbps:.3g} GB/s)", memory_gib=memory_gib,
         memory_gbps=memory_gbps, tflops=tflops, nvlink_gbps=0.0, pcie_gen=0, usd_per_hour=0.0, specs=Specs.ENGINE,

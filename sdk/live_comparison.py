@@ -121,7 +121,7 @@ def simulated(trace: Trace, plan: Plan, cluster: Cluster, service: Service, max_
     engine = EngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
-    settings = SimSettings(engine=engine, decode_writes_first=True)
+    settings = SimSettings(engine=engine)
     result = simulate(cluster, [ServiceRun(service=service, plan=plan, trace=trace)], settings=settings)
     return result.services[0].outcomes
 

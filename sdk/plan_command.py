@@ -108,8 +108,9 @@ def print_service(service: Service, problem: Problem, proposal: Proposal, consol
     """One service: its replicas, who sends to whom, what to expect, and why."""
     workload, slo = service.workload, service.slo
     console.print(
-        f"\n{service.name}: {workload.rate:g} requests/s, lengths {workload.name} (mean {workload.mean_prompt:.0f} in, "
-        f"{workload.mean_output:.0f} out), arrivals with CV {workload.arrival_cv:g}, KV as {service.codec}"
+        f"\n{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "
+        f"(mean {workload.mean_prompt:.0f} in, {workload.mean_output:.0f} out), "
+        f"arrivals with CV {workload.arrival_cv:g}, KV as {service.codec}"
     )
     gpu_of = {box.id: box.gpu.name for box in problem.cluster.boxes}
     table = Table("replica", "phase", "TP,PP", "stages", "requests/s", "busy", "batch", box=None, pad_edge=False)

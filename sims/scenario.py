@@ -52,7 +52,7 @@ class SimSettings:
     `engine`: the same for all; None for the usual, with the token budget that `ReplicaModel` has for each replica.
     `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`: TCP streams of a
     transfer; None for as many as the link needs. `decode_writes_first`: the first token comes from the decode replica
-    once the KV is there, as in the running network; else from the prefill replica, as the papers have it.
+    once the KV is there; else from the prefill replica, as in the running network and the papers.
     `detect_s`: seconds until it is noticed that a box is gone. `dispatch`: the router, or what it is compared with;
     `seed` is for dispatch at random.
     """

@@ -63,7 +63,6 @@ class Roads:
             np.maximum(self.into - used.sum(axis=0), 0.0),
         )
 
-
     def more(self, used: Array) -> Roads:
         """With `used` [from, to] Gb/s given back."""
         return Roads(self.between + used, self.out + used.sum(axis=1), self.into + used.sum(axis=0))

@@ -8,8 +8,12 @@ Assumptions, so that a simulation can be held against them:
   one queue for all. With one server and Poisson arrivals the mean is that of Pollaczek and Khinchine.
 - The number of requests that decode together varies as a Poisson number does, divided by the replicas that share it;
   what contexts they have is not shared out evenly. A request sees the average over its life, so that long ones see
-  little of either.
+  little of either. Rounds that read beside decoding come in runs: an output begins among them or not, and the shorter
+  it is, the more of it stays there.
 - A replica whose memory is full lets requests wait until others end.
+- Transfers share links evenly (M/G/1 with processor sharing): one that finds others there, with the chance that the
+  link is busy, takes longer by an exponential time of mean size / (1 - busy), so that the mean of all is that of
+  theory.
 """
 
 from __future__ import annotations

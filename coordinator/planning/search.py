@@ -34,13 +34,13 @@ LEAST_STEPS: Final = 200
 FIRST_PASS: Final = 0.2
 """The part of the steps that the cells' first pass takes, which finds out what each can carry."""
 
-PACKINGS: Final = 24
-"""Starts by integer programming, all but the first with rates that are off by chance; fewer where steps are few."""
+PACKINGS: Final = 40
+"""Starts by rates (`Packing`), all but the first with rates that are off by chance; fewer where steps are few."""
 
 NOISE: Final = 0.1
 """By about how much."""
 
-CLIMBED: Final = 3
+CLIMBED: Final = 2
 """Best starts that are climbed from, one flip at a time, before the tabu search."""
 
 CUTS: Final = 12
@@ -116,11 +116,10 @@ def _small(space: Space, owners: dict[int, int], running: Solution | None, limit
 
 
 def _packings(judge: Judge, packing: Packing, rng: np.random.Generator) -> list[Solution]:
-    """Starts by integer programming: as rates are, with rates that are off by chance, and with those of the best one so
-    far, off by less."""
+    """Starts by rates: as they are, off by chance, and off by less from those of the best one so far."""
     best, level = np.zeros(packing.columns), float("-inf")
     found: list[Solution] = []
-    many = max(2, min(PACKINGS, judge.limit // 4))
+    many = max(2, min(PACKINGS, judge.limit // 2))
     for place in range(many):
         spread = 0.0 if place == 0 else 2.0 * NOISE if place < many / 2 else NOISE
         near = best if place >= many / 2 else 0.0

@@ -19,11 +19,12 @@ __all__ = ["climb", "flip_climb", "tabu"]
 
 RECUT: Final = 0.5  # of the neighbours, boxes cut in another way: many meet boxes that share replicas with others
 MEMORY: Final = 24  # moves that may not be undone
-FRUITLESS: Final = 400  # draws in which nothing is new until a round ends
+FRUITLESS: Final = 250  # draws in which nothing is new until a round ends
 WARM: Final = 5e-3  # by about how much a step may be worse at the beginning of a round,
 COLD: Final = 5e-4  # and at its end
 ROUND: Final = 500  # steps of a round at least, where there are so many
 FRESH: Final = 0.5  # of the rounds, those with a new start
+BARREN: Final = 6  # rounds that see nothing new until the search ends
 SPREAD: Final = 0.2  # by about how much its rates are off
 
 
@@ -46,16 +47,16 @@ def flip_climb(judge: Judge, space: Space, start: Solution) -> Solution:
 def tabu(judge: Judge, packing: Packing, starts: Sequence[Solution], rng: np.random.Generator) -> None:
     """Goes on from the best of `starts` until the judge's budget is used up; the judge keeps the best of all.
 
-    In rounds: the first from the best start, later ones from the best solution so far or from a new packing. A round
-    that sees nothing new is the last: the space is so small that all of it has been seen.
+    In rounds: the first from the best start, later ones from the best solution so far or from a new packing. After
+    some rounds that saw nothing new the space is so small that all of it has been seen.
     """
     here = max(starts, key=judge.objective)
-    while not judge.over():
+    barren = 0
+    while barren < BARREN and not judge.over():
         seen, left = judge.steps, judge.limit - judge.steps
         _round(judge, packing, here, rng, judge.limit if left < 2 * ROUND else seen + ROUND)
-        if judge.steps == seen:
-            break
         here = _elsewhere(judge, packing, rng)
+        barren = barren + 1 if judge.steps == seen else 0
 
 
 def _round(judge: Judge, packing: Packing, here: Solution, rng: np.random.Generator, last: int) -> None:

@@ -313,8 +313,6 @@ class World:
         with job.scope:
             await elapse(STEP_S)
             what = fault.partition(":")[0]
-            if job.scope.cancel_called:
-                return
             if body.sampling is not None and what in ("", "end", "late-fail", "late-gone", "late-silent"):
                 done = len(body.prompt) - len(PROMPT_TOKENS)
                 finish = "stop" if what == "end" else None

@@ -8,6 +8,7 @@ import pytest
 
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.planning.cluster import Box, Cluster
+from p2pserve.sims.handover import Handover, Handovers, Way, Ways
 from p2pserve.sims.network import Flow, Network, NetworkError, link_capacities
 
 
@@ -147,3 +148,20 @@ def test_any_traffic_is_fair_and_arrives(seed: int) -> None:
     assert drain(net).keys() == live.keys()
     assert len(net) == 0
     assert sent > 60
+
+
+def test_kv_whose_next_chunk_is_put_off_arrives_all_the_same() -> None:
+    network = Network(np.full((2, 2), 1e9))
+    handovers = Handovers(network, layerwise=True)
+    handover = Handover(1, Ways((Way(0, 1, 1.0),), 0.0), 1e6, layers=4)
+    handover.room = True
+    handovers.reading(handover, 100, 1.0, 0.0)  # 75 MB/s while it is read: all 100 MB have left after 1.33 s
+    (early,) = network.advance(2.0)
+    assert handovers.ended(early) is None
+    handovers.reading(handover, 100, 3.0, 2.0)
+    handovers.all_read(handover, 3.0)
+    ended = []
+    while network.wake_at < inf:
+        ended += [handovers.ended(flow) for flow in network.advance(network.wake_at)]
+    assert ended[-1] is handover
+    assert handovers.sent_bytes == {(0, 1): pytest.approx(200e6)}

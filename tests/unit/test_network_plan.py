@@ -203,6 +203,23 @@ def test_a_joining_box_moves_nobody_unless_that_pays() -> None:
     assert after.newer_than(before)
 
 
+def test_nobody_is_left_to_write_and_hardly_anything_is_in_time() -> None:
+    """Then no flip gains 2 % of all requests, and somebody has to write all the same."""
+    before = some_plan(box("p", phase=P), box("q", phase=P), box("d", phase=D))
+    flood = Demand(requests_s=1e5, arrival_cv=1.0, lengths=((1000, 200),))
+    after = some_plan(box("p"), box("q"), previous=before, demands=(flood,))
+    assert any(replica.decodes for replica in after.replicas)
+    assert any("chosen anew" in line for line in after.why)
+
+
+@pytest.mark.parametrize("figures", [(1e-6, 1e-6), (1e5, 1e-6), (1e-6, 1e5)])
+def test_a_box_with_figures_that_make_no_sense_stops_nobody(figures: tuple[float, float]) -> None:
+    flood = Demand(requests_s=1e6, arrival_cv=50.0, lengths=((90_000, 90_000),))
+    for others in ((), (box("a"),)):
+        plan = some_plan(*others, box("odd", *figures, kv_tokens=1), box("even", *figures), demands=(flood,))
+        assert {"odd", "even"} <= set(plan.peers)
+
+
 # ---- routing --------------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ TO_ENGINE: list[Message] = [
     protocol.SetPaths(link=LINK.link, paths=()),
     protocol.CloseLink(link=LINK.link, reason="gone"),
     protocol.Stop(),
+    protocol.FirstToken(request="b", token=5, seed=7),
 ]
 FROM_ENGINE: list[Message] = [
     protocol.Ready(
@@ -200,6 +201,9 @@ def other_transfer() -> dict[str, object]:
         (TO_ENGINE[1], "receive", [with_(INLET, link=with_(LINK, link=b"l" * 15))]),
         (TO_ENGINE[1], "receive", [with_(INLET, link=with_(LINK, secret=b""))]),
         (TO_ENGINE[1], "receive", [with_(INLET), with_(OTHER_INLET, ticket=other_transfer())]),
+        (TO_ENGINE[0], "told_first", True),
+        (msgspec.structs.replace(TO_ENGINE[1], prompt=(0, 1)), "told_first", True),
+        (TO_ENGINE[-1], "token", -1),
         (TO_ENGINE[4], "paths", [{"host": "", "port": 1}]),
         (TO_ENGINE[4], "paths", [{"host": "h\n", "port": 1}]),
         (TO_ENGINE[4], "paths", [{"host": "h", "port": 0}]),

@@ -1,6 +1,7 @@
 """Orchestration: convex losses, the fast path, and the exact one against samples of everything that is allowed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -181,3 +182,24 @@ def test_without_pairs_nothing_is_served() -> None:
     assert fill(network).served == 0.0
     assert solve(network).served == 0.0
     assert fill(network).loads.tolist() == [0.0]
+
+
+def test_requests_that_are_kept_cost_what_both_phases_take_together() -> None:
+    kept = Network(
+        inf, np.array([2.0]), np.array([3.0]), [FLAT], np.array([0]), np.array([0]), np.ones(1), [()], OPEN,
+    )  # fmt: skip
+    assert fill(kept).served == pytest.approx(1.2)
+    together = replace(kept, both=np.array([1.5]))
+    for solver in (fill, solve):
+        found = solver(together)
+        assert found.served == pytest.approx(1.5)
+        assert found.loads[0] == pytest.approx(1.0)
+
+
+def test_roads_are_given_back() -> None:
+    used = np.zeros((4, 4))
+    used[1, 2] = 3.0
+    back = OPEN.less(used).more(used)
+    assert (back.between == OPEN.between).all()
+    assert (back.out == OPEN.out).all()
+    assert (back.into == OPEN.into).all()

@@ -1,5 +1,6 @@
 """Waiting, reading and writing under load, against exact results and against a plain simulation."""
 
+from dataclasses import replace
 from math import exp, inf
 
 import numpy as np
@@ -11,8 +12,9 @@ from p2pserve.coordinator.costs.step_times import DecodeLine
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.behaviour import LOADS, MAX_BATCH, Behaviour, Row, behaviour
 from p2pserve.coordinator.planning.length_classes import Classes, classes_of
-from p2pserve.coordinator.planning.queueing import Fleet, alone, in_time, waits
+from p2pserve.coordinator.planning.queueing import Fates, Fleet, Reading, Sending, Writing, alone, in_time, waits
 from p2pserve.coordinator.planning.workload import Slo, Workload
+from p2pserve.sims.testing import LinearTimes
 
 
 class PlainTimes:
@@ -199,3 +201,39 @@ def test_replicas_looked_up_together_are_as_alone() -> None:
     single = Fleet.of(both[1:], known, 1.0).writing(np.array([0, 0]), np.array([0.3, 1.0]), 2)
     assert together.tpot_s[[0, 2]].tolist() == single.tpot_s.tolist()
     assert together.admit_s[2] < inf
+
+
+def test_what_is_read_and_written_together_takes_less_than_apart() -> None:
+    times = LinearTimes(step=0.05, token=1e-4, request=1e-3)  # the step is taken once for both
+    found = behaviour(Phase.MIXED, times, classes(), kv_tokens=20_000)
+    assert found.both < min(found.read, found.write)
+    assert found.both > 1.03 / (1.0 / found.read + 1.0 / found.write)
+
+
+def test_few_tokens_see_prompts_or_none_and_many_see_the_average() -> None:
+    def paced(output: int) -> float:
+        known = classes(output=output)
+        found = behaviour(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7, tpot_s=10.0)
+        return float(np.interp(0.5, LOADS, alone(found, known, Slo(tpot_s=0.45), 1.0)))
+
+    # a prompt takes a second: between five tokens one is too much, and the replica reads half of the time
+    assert 0.35 < paced(5) < 0.75
+    assert paced(400) > 0.95
+
+
+def test_kv_that_shares_its_link_is_later_as_in_a_sample() -> None:
+    none, one = np.zeros(1), np.ones((1, 1))
+    known = classes(output=11)
+    reading = Reading(0.0 * one, 0.0 * one, none, none)
+    writing = Writing(none + 0.1, 0.1 * one, 0.1 * one, 0.01 * one, none, none)
+    sending = Sending(0.5 * one, none + 0.6, 2.0 * one)
+    fates = Fates(
+        replace(known, output=known.output[:1]), reading, writing, sending, 0.0 * one, none, none
+    )  # fmt: skip
+    rng = np.random.default_rng(5)
+    waited = 0.5 + np.where(rng.random(200_000) < 0.6, rng.exponential(2.0, 200_000), 0.0)
+    assert sending.mean_s[0, 0] == pytest.approx(waited.mean(), rel=0.02)
+    assert sending.variance[0, 0] == pytest.approx(waited.var(), rel=0.03)
+    tpot = 0.1 + 0.01 * rng.normal(size=200_000) + waited / 10
+    for deadline in (0.16, 0.25, 0.5):
+        assert fates.paced_within(deadline)[0, 0] == pytest.approx(float((tpot <= deadline).mean()), abs=0.01)

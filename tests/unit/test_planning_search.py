@@ -12,11 +12,13 @@ from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.cluster import Cluster
 from p2pserve.coordinator.planning.cluster_file import packaged_cluster, parse_cluster
 from p2pserve.coordinator.planning.evaluator import LowerLevel
-from p2pserve.coordinator.planning.exhaustive import best_of_all
+from p2pserve.coordinator.planning.exhaustive import all_solutions, best_of_all
 from p2pserve.coordinator.planning.light import keeping, reschedule, surviving
+from p2pserve.coordinator.planning.packing import Packing
 from p2pserve.coordinator.planning.problem import Problem, Solution
 from p2pserve.coordinator.planning.search import NoPlan, SearchResult, search
 from p2pserve.coordinator.planning.slo import parse_slo
+from p2pserve.coordinator.planning.space import Space
 from p2pserve.coordinator.planning.workload import Service, Workload
 
 SMALL = {
@@ -52,6 +54,21 @@ def test_a_small_cluster_is_planned_as_well_as_by_trying_everything(name: str, g
     asked = problem(small(name, gbps), "llama-7b", rate)
     _, best = best_of_all(asked, LowerLevel(asked))
     assert found(asked).score.objective >= best.objective - 0.01 * abs(best.objective)
+
+
+def test_a_start_by_rates_carries_as_much_as_any_solution_of_its_phases() -> None:
+    asked = problem(small("two kinds", 1000.0), "llama-7b", 50.0)
+    space = Space.of(asked, LowerLevel(asked))
+    phases = (Phase.PREFILL, Phase.DECODE)
+
+    def carried(solution: Solution) -> float:
+        rates = [space.evaluator.rates(group, 2) for group in solution]
+        return min(sum(read for read, _ in rates), sum(write for _, write in rates))
+
+    start = Packing(space, 2).start(np.random.default_rng(0), phases)
+    every = [found for found in all_solutions(space) if found and all(group.phase in phases for group in found)]
+    assert start in every
+    assert carried(start) >= 0.98 * max(map(carried, every))
 
 
 def test_the_same_seed_gives_the_same_solution_and_colocated_is_never_better() -> None:
