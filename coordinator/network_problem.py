@@ -54,7 +54,8 @@ SLOWEST_TFLOPS: Final = 1e-3
 SLOWEST_MEMORY_GBPS: Final = 0.1
 """A card that was measured slower than this counts as if it were as fast: solvers lose smaller rates among others."""
 
-UNNAMED: Final = "unnamed card"
+UNNAMED: Final = "CPU"
+"""What a box without a card computes with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -163,7 +163,7 @@ class NetworkView:
                     kv_tokens=engine.kv_tokens,
                     tp=advert.tp,
                     emulated=hardware.emulated,
-                    card=hardware.gpus[0].name if hardware.gpus else "processor",
+                    card=hardware.gpus[0].name if hardware.gpus else "",
                     specs=hardware.emulated_as,
                     card_link_gbps=_card_link_gbps(hardware),
                     usd_per_hour=advert.usd_per_hour,

@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -24,7 +25,7 @@ from .client import Client
 from .commands import network_target
 from .errors import RequestFailed, UsageError
 from .plan_command import print_service
-from .status_view import open_console
+from .status_view import open_console, short, shortened
 
 __all__ = ["Change", "LivePlans", "compare", "live_json", "print_live", "run_live_plan"]
 
@@ -157,8 +158,9 @@ def print_live(found: LivePlans, console: Console) -> None:
         f"{problem.cluster.gpus} GPUs or processors in {len(problem.cluster.boxes)} boxes, "
         f"{network.asked:.3g} requests/s asked for; estimates, not measurements"
     )
+    named = partial(shortened, peers=[box.id for box in problem.cluster.boxes])
     for line in network.why:
-        console.print(f"  {line}")
+        console.print(f"  {named(line)}")
     if found.plan is None:
         console.print("\nno plan is running")
     elif found.running is None:
@@ -166,16 +168,18 @@ def print_live(found: LivePlans, console: Console) -> None:
         console.print(f"\nplan {number} is running; those of its replicas that are there cannot serve")
     else:
         console.print(f"\nplan {found.plan.epoch}.{found.plan.version} is running:", end="")
-        print_service(network.service, problem, found.running, console)
+        print_service(network.service, problem, found.running, console, named)
+    if found.running is not None and not found.changes:
+        console.print("\nno better plan was found: every replica does what is best")
+        return
     console.print("\nbest found:", end="")
-    print_service(network.service, problem, found.best, console)
+    print_service(network.service, problem, found.best, console, named)
     console.print()
     for change in found.changes:
-        console.print(f"would change: {change.replica}: {change.was or 'not in the plan'} -> {change.now}")
+        console.print(f"would change: {short(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")
     if found.running is not None:
         was, now = found.running, found.best
         console.print(
             f"would give: attainment {was.score.attainment:.1%} -> {now.score.attainment:.1%}, at most "
             f"{was.max_rate:.2f} -> {now.max_rate:.2f} requests/s in time"
-            + ("" if found.changes else "; every replica does what it would do in it")
         )

@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -46,10 +47,14 @@ def run_plan(arguments: Namespace) -> int:
         task = bar.add_task(f"planning {problem.cluster.gpus} GPUs")
 
         def progress(step: int, steps: int, objective: float) -> None:
-            about = f"step {step} of {steps}, objective {objective:.4f}"
+            of = f" of {steps}" if arguments.budget_s is None else ""
+            about = f"step {step}{of}, objective {objective:.4f}"
             bar.update(task, description=f"planning {problem.cluster.gpus} GPUs: {about}")
 
-        found = search(problem, evaluator, rng=np.random.default_rng(arguments.seed), spent=spent, progress=progress)
+        found = search(
+            problem, evaluator, rng=np.random.default_rng(arguments.seed), spent=spent, progress=progress,
+            anytime=arguments.budget_s is not None,
+        )  # fmt: skip
     proposals = evaluator.propose(found.solution, epoch=0, version=1)
     seconds = time.monotonic() - started
     if arguments.format == "json":
@@ -104,8 +109,11 @@ def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Prop
     )
 
 
-def print_service(service: Service, problem: Problem, proposal: Proposal, console: Console) -> None:
-    """One service: its replicas, who sends to whom, what to expect, and why."""
+def print_service(
+    service: Service, problem: Problem, proposal: Proposal, console: Console, named: Callable[[str], str] = str
+) -> None:
+    """One service: its replicas, who sends to whom, what to expect, and why. `named`: text with ids as they are to be
+    shown."""
     workload, slo = service.workload, service.slo
     console.print(
         f"\n{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "
@@ -118,11 +126,11 @@ def print_service(service: Service, problem: Problem, proposal: Proposal, consol
     for replica in sorted(proposal.plan.replicas, key=_by_phase):
         about = expected[replica.id]
         table.add_row(
-            replica.id,
+            named(replica.id),
             replica.phase.value,
             f"{max(stage.tp for stage in replica.stages)},{len(replica.stages)}",
             "; ".join(
-                f"{stage.tp} x {gpu_of[stage.peer]} {stage.peer} [{stage.first_layer},{stage.last_layer})"
+                f"{stage.tp} x {gpu_of[stage.peer]} {named(stage.peer)} [{stage.first_layer},{stage.last_layer})"
                 for stage in replica.stages
             ),
             f"{about.requests_s:.2f}",
@@ -130,9 +138,9 @@ def print_service(service: Service, problem: Problem, proposal: Proposal, consol
             f"{about.batch:.1f}",
         )
     console.print(table)
-    _print_flows(proposal, console)
+    _print_flows(proposal, console, named)
     console.print(
-        f"TTFT {_ms(proposal.ttft_s)}, TPOT {_ms(proposal.tpot_s)}, E2E {_ms(proposal.e2e_s)} (p50/p90/p99); "
+        f"TTFT {_times(proposal.ttft_s)}, TPOT {_times(proposal.tpot_s)}, E2E {_times(proposal.e2e_s)} (p50/p90/p99); "
         f"deadlines {slo.ttft_s:.3g}, {slo.tpot_s:.3g}, {slo.e2e_s:.3g} s"
     )
     console.print(
@@ -140,12 +148,11 @@ def print_service(service: Service, problem: Problem, proposal: Proposal, consol
         f"{proposal.max_rate:.2f} requests/s; ${proposal.usd_per_hour:.2f}/h, "
         f"${proposal.usd_per_million_tokens:.2f} per million output tokens"
     )
-    console.print(proposal.limits)
     for line in proposal.plan.why:
-        console.print(f"  why: {line}")
+        console.print(f"  why: {named(line)}")
 
 
-def _print_flows(proposal: Proposal, console: Console) -> None:
+def _print_flows(proposal: Proposal, console: Console, named: Callable[[str], str]) -> None:
     """X: what part of the requests each replica prefills; Y: where those go on to."""
     share: defaultdict[str, float] = defaultdict(float)
     for pair in proposal.plan.pairings:
@@ -154,7 +161,7 @@ def _print_flows(proposal: Proposal, console: Console) -> None:
     for pair in pairs[:FLOWS_SHOWN]:
         x, y = share[pair.prefill], pair.weight / share[pair.prefill] if share[pair.prefill] else 0.0
         way = f"on {pair.decode}" if pair.prefill == pair.decode else f"{pair.prefill} -> {pair.decode}"
-        console.print(f"  {pair.weight:5.1%} {way} (X {x:.3f}, Y {y:.3f})")
+        console.print(f"  {pair.weight:5.1%} {named(way)} (X {x:.3f}, Y {y:.3f})")
     if len(pairs) > FLOWS_SHOWN:
         rest = sum(pair.weight for pair in pairs[FLOWS_SHOWN:])
         console.print(f"  {rest:5.1%} over {len(pairs) - FLOWS_SHOWN} more pairs (--format json has all)")
@@ -168,5 +175,7 @@ def _specs(problem: Problem) -> str:
     return ", ".join(sorted({box.gpu.specs.value for box in problem.cluster.boxes}))
 
 
-def _ms(figures: Percentiles) -> str:
-    return "/".join(f"{value * 1e3:.0f}" if value < 10 else f"{value * 1e3:.3g}" for value in figures) + " ms"
+def _times(figures: Percentiles) -> str:
+    if max(figures) < 10.0:
+        return "/".join(f"{value * 1e3:.0f}" for value in figures) + " ms"
+    return "/".join(f"{value:.3g}" for value in figures) + " s"

@@ -105,8 +105,9 @@ def _plans(arguments: Namespace, problem: Problem) -> list[Plan]:
         evaluator = LowerLevel(problem)
         until = time.monotonic() + (arguments.budget_s or float("inf"))
         found = search(
-            problem, evaluator, rng=np.random.default_rng(arguments.seed), spent=lambda: time.monotonic() > until
-        )
+            problem, evaluator, rng=np.random.default_rng(arguments.seed), spent=lambda: time.monotonic() > until,
+            anytime=arguments.budget_s is not None,
+        )  # fmt: skip
         return [proposal.plan for proposal in evaluator.propose(found.solution, epoch=0, version=1)]
     try:
         file = msgspec.json.decode(arguments.plan.read_bytes(), type=_PlanFile)

@@ -31,6 +31,9 @@ STEPS_PER_GPU: Final = 5
 LEAST_STEPS: Final = 200
 """Evaluations, by default: so many for each GPU, and so many at least."""
 
+ANYTIME: Final = 10**7
+"""Evaluations where time is what ends a search."""
+
 FIRST_PASS: Final = 0.2
 """The part of the steps that the cells' first pass takes, which finds out what each can carry."""
 
@@ -85,8 +88,11 @@ def search(
     start: Solution | None = None,
     progress: Progress | None = None,
     limit: int | None = None,
+    anytime: bool = False,
 ) -> SearchResult:
     """The best solution found in `limit` evaluations (default: by the size of the cluster), or until `spent()`.
+
+    `anytime`: a cluster that is searched as a whole is searched until then, however many evaluations that takes.
 
     `start`: the running solution, from which the search then begins as well.
     The same arguments give the same result, unless time ends the search. Raises NoPlan where there is no solution.
@@ -96,7 +102,7 @@ def search(
     means = _Means(rng=rng, spent=spent, progress=progress)
     steps = max(LEAST_STEPS, STEPS_PER_GPU * space.gpus) if limit is None else limit
     if space.gpus <= 2 * CELL_GPUS:
-        return _small(space, owners, start, steps, means)
+        return _small(space, owners, start, ANYTIME if anytime else steps, means)
     return _large(space, cells_of(space, owners, CELL_GPUS), start, steps, means)
 
 

@@ -51,24 +51,23 @@ class _Case(NamedTuple):
 
 
 REMARKS: Final = """\
-- Agrees: at 40 Gb/s reading on the A40 and writing on the 3090Ti beats each box for itself (by less than the paper's
-  2.0 times), a prompt takes about as long (0.63 to 0.65 s, paper 0.70), and one in 4 bit is on its way for 93 ms
-  (paper 133). At 5 Gb/s that split is far worse than none, and replicas across the boxes, whose KV stays inside, are
-  the best split.
+- Agrees: at 40 Gb/s reading on the A40 and writing on the 3090Ti beats each box for itself, 1.4 to 1.7 times (paper
+  2.0), a prompt takes about as long (0.63 to 0.65 s, paper 0.70), and one in 4 bit is on its way for 93 ms (paper
+  133). At 5 Gb/s that split is far worse than none, and replicas across the boxes, whose KV stays inside, are the best
+  split, 1.2 times the baseline (paper 1.4).
 - The KV takes less time here because all of the 40 Gb/s are used; the paper's 584 ms for 1.64 GB are 22 Gb/s.
 - 16 bit costs more here than in the paper (0.54 of the 4-bit throughput, paper 0.74): with prompts read in a pipeline
   of four, the link is what limits, and 1.64 GB need 0.33 s of it. The paper's prefill is its own limit.
-- Throughput is 1.8 to 2.6 times the paper's everywhere. It counts all tokens, in and out; the paper says neither what
-  it counts nor how long its outputs are, and its own figures do not fit each other for one prompt of 1024 at a time
-  (698 ms each are 1,467 tokens/s read). Ratios are comparable, tokens are not.
-- Decode is slower for a request that is alone: parallel configurations are chosen here for throughput, and A40 as a
-  pipeline of four write one request's tokens slowly. Four 3090Ti by TP take 29 ms a token, of which 14 are all-
-  reduces over PCIe at the 60 us that the roofline has for each doubling; the paper's 17.6 ms leave no room for any.
-- Across boxes at 5 Gb/s the gain over the baseline is small (paper 1.4): the baseline here reads in chunks beside
-  decoding and does not wait, which takes away most of what splitting can win.
-- The planner's choice is not the best of these in the simulation: it expects more of replicas that do both beside a
-  split than the simulation gives, and less of the plain split. The estimates are 20 % low to 24 % high, the
-  deployments differ by less, so that it chooses among equals.
+- Throughput is 1.2 to 2.2 times the paper's. It counts all tokens, in and out; the paper says neither what it counts
+  nor how long its outputs are, and its own figures do not fit each other for one prompt of 1024 at a time (698 ms each
+  are 1,467 tokens/s read). Ratios are comparable, tokens are not.
+- Decode is slower for a request that is alone: four 3090Ti by TP take 29 ms a token, of which 14 are all-reduces over
+  PCIe at the 60 us that the roofline has for each doubling; the paper's 17.6 ms leave no room for any.
+- The baseline runs by TP 4. As pipelines of four and of two by two its replicas carry a sixth more of such a burst
+  (4,200 tokens/s), of which the planner expects less.
+- The planner's choice is not the best of these in the simulation: it expects less of the plain split than the
+  simulation gives (it plans for 0.7 of a link, and the burst fills all of it), and more of replicas that do both beside
+  a split. The estimates are 30 % low to 17 % high.
 - Figure 18: at the measured share of an A5000's compute, KV takes 11 to 23 % of a request in 16 bit and 4 to 8 % in 4
   bit, as in the paper (16-30, 4-9). By Table 1's 27.8 TFLOPS prefill is so slow that it would be 7 to 10 %.
 """

@@ -128,11 +128,12 @@ def _solution(problem: Problem, prefill: int) -> Solution:
 
 REMARKS: Final = """\
 - Agrees by measured figures: 5:3 for coding and 3:5 for conversation are best, as in the paper, and attainment falls
-  off to both sides. For coding 6:2 is nearly as good.
-- By Table 1 the best is 6:2 for both. There an A5000 has 27.8 TFLOPS, which is its shader rate; prompts take four
+  off to both sides. For coding 6:2 carries as much, with fewer requests in time at the rate of the best.
+- By Table 1 the best are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader rate; prompts take four
   times as long as its tensor cores need, and more replicas have to read. The paper's own ratios speak for tensor
   rates.
-- The planner's estimate is right about which side limits, and within 30 % about the rate by measured figures where
-  decoding limits. By Table 1, where long prompts come near the deadline even alone, the simulation carries a half or
-  less of what is expected: a few of them push more than a tenth of the requests over it.
+- The planner's estimate is right about which side limits, but supposes the router that goes by queues. Here requests
+  are sent by the plan's shares alone, and replicas that read carry up to 1.35 times less by measured figures. By Table
+  1, where long prompts come near the deadline even alone, it is a half or less of what is expected: a few that are
+  sent to a busy replica push more than a tenth of the requests over it.
 """

@@ -106,7 +106,7 @@ def test_what_would_change_and_what_that_would_give(network: list[Status], capsy
     )
     network.append(status(*NODES, plan=plan_of(*pinned)))
     answer = found(capsys)
-    assert {change["replica"] for change in answer["changes"]} == {FAST, SLOW}
+    assert FAST in {change["replica"] for change in answer["changes"]}
     assert answer["best"]["max_rate"] > answer["running"]["max_rate"]
     assert main(["plan", "--live", *TOKEN]) == 0
     text = capsys.readouterr().out
