@@ -3,13 +3,15 @@
 #   PYTHON       the interpreter that makes .venv (python3)
 #   TORCH_INDEX  where to find torch's CPU build (PyTorch's own index, if
 #                pip's configuration knows of no CPU build); empty: only pip's configuration
-#   PYTEST_ARGS  added to pytest, e.g. PYTEST_ARGS="tests/unit -x"
+#   PYTEST_ARGS  what pytest is to run instead of everything, e.g. PYTEST_ARGS="tests/unit -x"
+#   JOBS         tests without sockets and processes that run at once (a process for each core)
 #
 # Paths are relative to this file's folder, so the checkout may have spaces in its path.
 
 PYTHON      ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
+JOBS        ?= auto
 
 SHELL := /bin/sh
 PY    := .venv/bin/python
@@ -60,8 +62,15 @@ demo: setup
 	@.venv/bin/p2pserve demo
 
 test: lint
+ifneq ($(PYTEST_ARGS),)
 	@echo "test: pytest"
 	@$(PY) -m pytest -q $(PYTEST_ARGS)
+else
+	@echo "test: pytest, pure code on $(JOBS) processes"
+	@$(PY) -m pytest -q -n $(JOBS) tests/unit tests/sim
+	@echo "test: pytest, sockets and processes"
+	@$(PY) -m pytest -q tests/integration tests/gpu
+endif
 
 lint: setup
 	@echo "lint: ruff check"
