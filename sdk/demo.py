@@ -232,6 +232,8 @@ class Demo:
     async def _start_nodes(self, box: Box, client: AsyncClient, token: str) -> tuple[Status, frozenset[str]]:
         """Start the nodes and wait until all of them are in the plan."""
         self._stage = "the nodes join"
+        if self._settings.nodes > 1:
+            self._say("nodes are pinned to prefill and decode in turn: left to the planner, each might do both")
         peers: list[str] = []
 
         async def start(number: int) -> None:
