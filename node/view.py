@@ -12,13 +12,13 @@ from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
-from ..coordinator.planning.cluster_file import card_link_gbps
+from ..coordinator.planning.cluster_file import PCIE_GBPS, card_link_gbps
 from .engine.protocol import EngineStats
 from .hardware import Hardware
 from .messages import Advert, EngineAdvert, LinkTable, Status
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
-PCIE_GBPS = 150.0  # between two GPUs of which nothing is known
+UNKNOWN_CARD_PCIE = 4  # the bus between two GPUs of which nothing is known
 UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
@@ -247,8 +247,8 @@ class NetworkView:
 def _card_link_gbps(hardware: Hardware) -> float:
     """Gb/s between two GPUs of a box, by what is known of the card; one that is not in the table counts as on PCIe."""
     if not hardware.gpus:
-        return PCIE_GBPS
+        return PCIE_GBPS[UNKNOWN_CARD_PCIE]
     try:
         return card_link_gbps(gpu_table().find(hardware.gpus[0].name))
     except GpuError:
-        return PCIE_GBPS
+        return PCIE_GBPS[UNKNOWN_CARD_PCIE]
