@@ -29,7 +29,7 @@ class Dispatch(StrEnum):
 class Dispatcher(Protocol):
     """A `Router`, or something to compare it with."""
 
-    def note(self, replica: str, outstanding: int, kv_free_tokens: int) -> None:
+    def note(self, replica: str, outstanding: int, unread_tokens: int, kv_free_tokens: int) -> None:
         """The latest load of one replica of the plan."""
         ...
 
@@ -44,7 +44,7 @@ class _Blind:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
-    def note(self, replica: str, outstanding: int, kv_free_tokens: int) -> None:
+    def note(self, replica: str, outstanding: int, unread_tokens: int, kv_free_tokens: int) -> None:
         """Not looked at."""
 
     def _sides(self, exclude: frozenset[str]) -> tuple[list[str], list[str]]:

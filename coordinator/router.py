@@ -1,9 +1,11 @@
 """Which replicas serve one request.
 
 The plan says how requests should be shared in the long run; the queues say how it stands now. As in Splitwise
-section IV-A, the prefill and the decode side are both chosen when the request arrives, by the shortest queue;
-a queue counts for its length over the share that the plan gives it, so that twice the share may hold twice
-the queue. A side whose free KV cannot hold the prompt comes after all others: the request would wait there.
+section IV-A, the prefill and the decode side are both chosen when the request arrives, by the shortest queue: of those
+who read, by tokens of prompts, and of those who write, by requests. A queue counts for its length over the share that
+the plan gives it, so that twice the share may hold twice the queue, and beside the mean of its side, so that ten more
+requests weigh much where one is read after the other, and little where hundreds are written together. A side whose
+free KV cannot hold the prompt comes after all others: the request would wait there.
 
 A `Router` is made once for a plan and asked for every request; `route` is the same for one question.
 """
@@ -19,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .plan import Phase, Plan, Replica
+from .plan import Pairing, Phase, Plan, Replica
 
 __all__ = ["Load", "LoadError", "NoRoute", "Route", "Router", "route"]
 
@@ -38,27 +40,23 @@ class LoadError(ValueError):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A replica's latest report: requests running and waiting, and KV tokens it still has room for.
+    """A replica's latest report: requests that it has not finished, tokens of their prompts that it has not read, and
+    KV tokens that it still has room for.
 
     `replica` is its id in the plan. On the running network that is the peer id of its head, the box that schedules
     for all of its stages.
     """
 
     replica: str
-    running: int
-    waiting: int
+    outstanding: int
+    unread_tokens: int
     kv_free_tokens: int
 
     def __post_init__(self) -> None:
         if not self.replica:
             raise LoadError("load.replica is empty")
-        if min(self.running, self.waiting, self.kv_free_tokens) < 0:
+        if min(self.outstanding, self.unread_tokens, self.kv_free_tokens) < 0:
             raise LoadError(f"load of {self.replica} has a negative figure")
-
-    @property
-    def outstanding(self) -> int:
-        """Requests it has not finished."""
-        return self.running + self.waiting
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,30 +71,27 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     split: int = 0
 
 
-class _Pairs(NamedTuple):
-    """Pairs of replicas that the plan gives weight, in order of their ids: where their ends are in the router's
-    columns, X of the prefill side, Y of the decode side, and how much of the prompt the prefill side reads."""
+class _Side(NamedTuple):
+    """One end of all routes: the column of the replica there and one over its share of the requests, by route, and the
+    columns of all replicas that are there, each once."""
 
-    prefill: Indices
-    decode: Indices
-    x: Floats
-    y: Floats
-    split_share: list[float]
+    ends: Indices
+    rarity: Floats
+    everyone: Indices
 
-
-class _Alone(NamedTuple):
-    """Replicas that may serve a request by themselves, in order of their ids, and their shares of the requests."""
-
-    replicas: Indices
-    share: Floats
+    def beside_mean(self, queues: Floats) -> Floats:
+        """By route: the queue over the share of the requests, 1 for the mean of the side."""
+        return np.asarray(queues[self.ends] * self.rarity / queues[self.everyone].sum())
 
 
 class _Table(NamedTuple):
-    """The plan without what is excluded."""
+    """The routes that may be used, in order of their replicas' ids, after leaving out what is excluded; of each, how
+    much of the prompt the reading side reads. `usable` are the columns of the replicas that are not excluded."""
 
     usable: Indices
-    pairs: _Pairs | None
-    alone: _Alone | None
+    readers: _Side
+    writers: _Side
+    split_share: list[float]
 
 
 @final
@@ -109,6 +104,7 @@ class Router:
         self._ids = [item.id for item in plan.replicas]
         self._column = {name: number for number, name in enumerate(self._ids)}
         self._outstanding = np.zeros(len(self._ids))
+        self._unread = np.zeros(len(self._ids))
         self._free = np.full(len(self._ids), _BOUNDLESS, dtype=np.int64)
         self._silent = np.ones(len(self._ids), dtype=bool)
         self._excluded: frozenset[str] = frozenset()
@@ -121,12 +117,13 @@ class Router:
         self._free[:] = _BOUNDLESS
         for load in loads:
             if load.replica in self._column:
-                self.note(load.replica, load.outstanding, load.kv_free_tokens)
+                self.note(load.replica, load.outstanding, load.unread_tokens, load.kv_free_tokens)
 
-    def note(self, replica: str, outstanding: int, kv_free_tokens: int) -> None:
+    def note(self, replica: str, outstanding: int, unread_tokens: int, kv_free_tokens: int) -> None:
         """Take in the latest of one replica of the plan; what the others said still stands."""
         column = self._column[replica]
         self._outstanding[column] = outstanding
+        self._unread[column] = unread_tokens
         self._free[column] = kv_free_tokens
         self._silent[column] = False
 
@@ -141,31 +138,30 @@ class Router:
             raise ValueError(f"prompt_tokens is {prompt_tokens}; it must not be negative")
         if exclude != self._excluded:
             self._excluded, self._table = exclude, _compile(self.plan, self._column, exclude)
-        pairs, alone = self._table.pairs, self._table.alone
-        longer = self._outstanding_or_guess() + 1.0
+        table = self._table
+        if not table.split_share:
+            raise NoRoute(
+                f"no box can take a request for {self.plan.service}: all {len(self._ids)} replicas of "
+                f"plan {self.plan.epoch}.{self.plan.version} are excluded ({', '.join(sorted(exclude))})"
+            )
+        to_read = self._told(self._unread) + max(1, prompt_tokens)
+        to_write = self._told(self._outstanding) + 1.0
+        readers, writers = table.readers.ends, table.writers.ends
         unfit = (self._free < prompt_tokens).astype(np.int8)
-        if pairs is not None:
-            cost = longer[pairs.prefill] / pairs.x + longer[pairs.decode] / pairs.y
-            best = _least(unfit[pairs.prefill] + unfit[pairs.decode], cost)
-            prefill, decode = self._ids[pairs.prefill[best]], self._ids[pairs.decode[best]]
-            if prefill == decode:
-                return Route(prefill=None, decode=decode)
-            return Route(prefill=prefill, decode=decode, split=_split(prompt_tokens, pairs.split_share[best]))
-        if alone is not None:
-            best = _least(unfit[alone.replicas], longer[alone.replicas] / alone.share)
-            return Route(prefill=None, decode=self._ids[alone.replicas[best]])
-        raise NoRoute(
-            f"no box can take a request for {self.plan.service}: all {len(self._ids)} replicas of "
-            f"plan {self.plan.epoch}.{self.plan.version} are excluded ({', '.join(sorted(exclude))})"
-        )
+        cost = table.readers.beside_mean(to_read) + table.writers.beside_mean(to_write)
+        best = _least(unfit[readers] + unfit[writers], cost)
+        reader, writer = self._ids[readers[best]], self._ids[writers[best]]
+        if reader == writer:
+            return Route(prefill=None, decode=writer)
+        return Route(prefill=reader, decode=writer, split=_split(prompt_tokens, table.split_share[best]))
 
-    def _outstanding_or_guess(self) -> Floats:
+    def _told(self, queues: Floats) -> Floats:
+        """With a guess for those that are silent."""
         if not self._silent.any():
-            return self._outstanding
+            return queues
         usable = self._table.usable
         told = usable[~self._silent[usable]]
-        busiest = self._outstanding[told].max() if len(told) else 0.0
-        return np.where(self._silent, busiest, self._outstanding)
+        return np.where(self._silent, queues[told].max() if len(told) else 0.0, queues)
 
 
 def route(
@@ -195,44 +191,39 @@ def _split(prompt_tokens: int, share: float) -> int:
 
 def _compile(plan: Plan, column: dict[str, int], exclude: frozenset[str]) -> _Table:
     usable = {item.id: item for item in plan.replicas if exclude.isdisjoint((item.id, *item.peers))}
+    pairs = _pairs(plan, usable)
+    weights = np.array([pair.weight for pair in pairs])
     return _Table(
         usable=np.array([column[name] for name in usable], dtype=np.intp),
-        pairs=_pairs(plan, column, usable),
-        alone=_alone(plan, column, [item for item in usable.values() if item.decodes])
-        or _alone(plan, column, [item for item in usable.values() if item.phase is Phase.PREFILL]),
-    )
-
-
-def _pairs(plan: Plan, column: dict[str, int], usable: dict[str, Replica]) -> _Pairs | None:
-    """X and Y among the usable pairs alone."""
-    pairs = [pair for pair in plan.pairings if pair.weight > 0.0 and pair.prefill in usable and pair.decode in usable]
-    if not pairs:
-        return None
-    total = sum(pair.weight for pair in pairs)
-    from_prefill: defaultdict[str, float] = defaultdict(float)
-    for pair in pairs:
-        from_prefill[pair.prefill] += pair.weight
-    pairs.sort(key=lambda pair: (pair.prefill, pair.decode))
-    return _Pairs(
-        prefill=np.array([column[pair.prefill] for pair in pairs], dtype=np.intp),
-        decode=np.array([column[pair.decode] for pair in pairs], dtype=np.intp),
-        x=np.array([from_prefill[pair.prefill] / total for pair in pairs]),
-        y=np.array([pair.weight / from_prefill[pair.prefill] for pair in pairs]),
+        readers=_side([column[pair.prefill] for pair in pairs], weights),
+        writers=_side([column[pair.decode] for pair in pairs], weights),
         split_share=[pair.prefill_share for pair in pairs],
     )
 
 
-def _alone(plan: Plan, column: dict[str, int], replicas: list[Replica]) -> _Alone | None:
-    """A replica that the plan gives no requests counts for as much as the one that it gives the fewest."""
-    if not replicas:
-        return None
+def _side(columns: list[int], weights: Floats) -> _Side:
+    ends = np.array(columns, dtype=np.intp)
+    everyone, which = np.unique(ends, return_inverse=True)
+    shares = np.bincount(which, weights, minlength=len(everyone)) / weights.sum()
+    return _Side(ends=ends, rarity=1.0 / shares[which], everyone=everyone)
+
+
+def _pairs(plan: Plan, usable: dict[str, Replica]) -> list[Pairing]:
+    """Those of the plan among usable replicas, or if there are none, replicas by themselves."""
+    pairs = [pair for pair in plan.pairings if pair.weight > 0.0 and pair.prefill in usable and pair.decode in usable]
+    if not pairs:
+        pairs = _alone(plan, [item for item in usable.values() if item.decodes]) or _alone(
+            plan, [item for item in usable.values() if item.phase is Phase.PREFILL]
+        )
+    return sorted(pairs, key=lambda pair: (pair.prefill, pair.decode))
+
+
+def _alone(plan: Plan, replicas: list[Replica]) -> list[Pairing]:
+    """Each paired with itself. A replica that the plan gives no requests counts for as much as the one that it gives
+    the fewest."""
     shares: defaultdict[str, float] = defaultdict(float)
     for pair in plan.pairings:
         for end in {pair.prefill, pair.decode}:
             shares[end] += pair.weight
     smallest = min((share for share in shares.values() if share > 0.0), default=1.0)
-    replicas = sorted(replicas, key=lambda item: item.id)
-    return _Alone(
-        replicas=np.array([column[item.id] for item in replicas], dtype=np.intp),
-        share=np.array([shares[item.id] or smallest for item in replicas]),
-    )
+    return [Pairing(prefill=item.id, decode=item.id, weight=shares[item.id] or smallest) for item in replicas]

@@ -44,7 +44,7 @@ class Attempt:
     codec: str
     send: trio.MemorySendChannel[Event]
     events: trio.MemoryReceiveChannel[Event]
-    busy: set[PeerId]  # who has this attempt to work on, as far as is known
+    unread: dict[PeerId, int]  # who is at work on it, as far as is known, with so many tokens of the prompt to read
     prefill_open: bool = False
     decoding: bool = False  # the decode node has told of tokens
     shown: tuple[messages.Token, ...] = ()  # before that, by the prefill node

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import final
 
@@ -26,7 +26,7 @@ from .attempt import Attempt, Chosen, Event, First, Progress
 from .models import ModelInfo
 from .request import LiveRequest, check, tokenize
 from .text import PromptError, TextModel
-from .view import NetworkView
+from .view import NetworkView, Queue
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,6 @@ class Gateway:
         self._nursery = nursery
         self._attempts: dict[str, Attempt] = {}
         self._scopes: dict[tuple[PeerId, str], trio.CancelScope] = {}
-        self._in_flight: Counter[PeerId] = Counter()
         self._meter = DemandMeter()
         self._router: Router | None = None  # of the latest plan
         self._tokenizing = trio.CapacityLimiter(2)
@@ -142,7 +141,7 @@ class Gateway:
 
     def on_adverts(self) -> None:
         """The view has new adverts."""
-        self._view.weigh_reports(self._in_flight)
+        self._view.weigh_reports(self._queues())
 
     def peer_lost(self, peer: PeerId) -> None:
         """A client, or a node that worked for us, is gone."""
@@ -219,18 +218,19 @@ class Gateway:
         send, receive = trio.open_memory_channel[Event](float("inf"))
         plan = self._view.plan
         progress.codec = plan.codec if plan is not None else progress.codec
-        busy = {chosen.decode, *([chosen.prefill] if chosen.prefill else [])}
-        attempt = Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive, busy)
+        tokens = len(live.prompt) + len(live.tokens)
+        unread = {chosen.decode: tokens - chosen.split}
+        if chosen.prefill is not None:
+            unread[chosen.prefill] = chosen.split
+        attempt = Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive, unread)
         self._attempts[attempt.id] = attempt
         progress.route = (attempt.prefill, attempt.decode)
-        self._in_flight.update(busy)
         complete = False
         try:
             if await self._open(attempt, live, progress):
                 complete = await self._follow(attempt, live, progress)
         finally:
             del self._attempts[attempt.id]
-            self._in_flight.subtract(attempt.busy)
             stop = messages.StopRequest(request=attempt.id)
             if not complete:
                 self._tell(attempt.decode, "request.stop", stop)
@@ -265,7 +265,7 @@ class Gateway:
         tokens = len(live.prompt) + len(live.tokens)
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan)
-        self._router.report(view.loads(self._in_flight))
+        self._router.report(view.loads(self._queues()))
         found = self._router.route(tokens, frozenset(unusable))
         decode = plan.replica(found.decode)
         prefill = plan.replica(found.prefill) if found.prefill is not None else None
@@ -359,6 +359,7 @@ class Gateway:
         """The client sees the first token, and the decode node hears of it."""
         if attempt.decoding or not attempt.prefill_open:
             return  # the decode node does without this prefill, and has begun or is about to
+        attempt.unread[attempt.route.prefill or attempt.decode] = 0
         attempt.shown = told.tokens[:1]
         self._show(attempt.shown, told.finish, live, progress)
         if live.finish is None:
@@ -373,6 +374,7 @@ class Gateway:
         tokens = event.tokens
         if tokens and not attempt.decoding:
             attempt.decoding = True
+            attempt.unread[attempt.decode] = 0
             shown = len(attempt.shown)
             if tokens[:shown] != attempt.shown:
                 progress.recovered.append(
@@ -413,6 +415,7 @@ class Gateway:
         """The prefill node has failed: let the decode node compute what it did not get."""
         self._prefill_over(attempt)
         assert attempt.prefill is not None
+        attempt.unread[attempt.decode] += attempt.route.split
         self._blame(progress, attempt.prefill, f"prefill node {_short(attempt.prefill)}: {reason}")
         stop = messages.StopTransfer(request=attempt.id, reason=reason)
         self._tell(attempt.decode, "transfer.stop", stop)
@@ -420,9 +423,17 @@ class Gateway:
     def _prefill_over(self, attempt: Attempt) -> None:
         """The prefill node has no more to do with it: routes that are chosen from now on may count on that."""
         attempt.prefill_open = False
-        if attempt.prefill in attempt.busy:
-            attempt.busy.remove(attempt.prefill)
-            self._in_flight[attempt.prefill] -= 1
+        if attempt.prefill is not None:
+            attempt.unread.pop(attempt.prefill, None)
+
+    def _queues(self) -> dict[PeerId, Queue]:
+        """What this gateway has at each node."""
+        queues: defaultdict[PeerId, Queue] = defaultdict(Queue)
+        for attempt in self._attempts.values():
+            for peer, unread in attempt.unread.items():
+                requests, tokens = queues[peer]
+                queues[peer] = Queue(requests + 1, tokens + unread)
+        return queues
 
     async def _await_figures(self, attempt: Attempt, progress: Progress) -> None:
         with trio.move_on_after(FIGURES_GRACE_S):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self, final
+from typing import NamedTuple, Self, final
 
 import msgspec
 
@@ -28,6 +28,16 @@ _tables = msgspec.msgpack.Decoder(LinkTable)
 _plans = msgspec.msgpack.Decoder(Plan)
 
 _NO_LINKS = LinkTable()
+
+
+class Queue(NamedTuple):
+    """Requests that a node has not finished, and the tokens of their prompts that it has not read."""
+
+    requests: int = 0
+    unread_tokens: int = 0
+
+
+NO_QUEUE = Queue()
 
 
 def decode_adverts(entries: Mapping[PeerId, bytes]) -> tuple[dict[PeerId, Advert], tuple[PeerId, ...]]:
@@ -61,7 +71,7 @@ class NetworkView:
     _payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
-    _others: dict[PeerId, int] = field(default_factory=dict)
+    _others: dict[PeerId, Queue] = field(default_factory=dict)
 
     @classmethod
     def of_status(cls, status: Status) -> Self:
@@ -202,29 +212,34 @@ class NetworkView:
         """Services that any member offers, in order of name."""
         return tuple(sorted({a.model.service for a in self.adverts.values() if a.model is not None}))
 
-    def weigh_reports(self, in_flight: Mapping[PeerId, int]) -> None:
+    def weigh_reports(self, own: Mapping[PeerId, Queue]) -> None:
         """Note how much of each new report is others' work: what it says beyond the requests that this gateway has
         there itself. To be called when reports come: a gateway knows of its own requests at once, of others' a second
         late, and its own that have ended since are not to be counted until the next report."""
         for peer, advert in self.adverts.items():
             stats = advert.stats
             if stats is not None and stats is not self._weighed.get(peer):
-                self._others[peer] = max(0, stats.running + stats.waiting - in_flight.get(peer, 0))
+                mine = own.get(peer, NO_QUEUE)
+                self._others[peer] = Queue(
+                    requests=max(0, stats.running + stats.waiting - mine.requests),
+                    unread_tokens=max(0, stats.unread_tokens - mine.unread_tokens),
+                )
         self._weighed = {peer: advert.stats for peer, advert in self.adverts.items() if advert.stats is not None}
 
-    def loads(self, in_flight: Mapping[PeerId, int]) -> list[Load]:
-        """Of every node with an engine: what this gateway has in flight there, and others' work."""
+    def loads(self, own: Mapping[PeerId, Queue]) -> list[Load]:
+        """Of every node with an engine: what this gateway has there, and others' work."""
         loads = []
         for peer, advert in self.adverts.items():
             stats, engine = advert.stats, advert.engine
             if engine is None:
                 continue
-            others = self._others.get(peer, 0) if stats is not None else 0
+            mine = own.get(peer, NO_QUEUE)
+            others = self._others.get(peer, NO_QUEUE) if stats is not None else NO_QUEUE
             loads.append(
                 Load(
                     replica=peer,
-                    running=in_flight.get(peer, 0) + others,
-                    waiting=0,
+                    outstanding=mine.requests + others.requests,
+                    unread_tokens=mine.unread_tokens + others.unread_tokens,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                 )
             )

@@ -32,7 +32,9 @@ Woke = Callable[["Host", float], list[Scheduled]]
 class Host:
     """A replica at work. As an event, it is its engine's alarm."""
 
-    __slots__ = ("_woke", "alarm", "engine", "lost", "number", "outstanding", "replica", "service", "stranded")
+    __slots__ = (
+        "_woke", "alarm", "engine", "lost", "number", "outstanding", "replica", "service", "stranded", "unread"
+    )  # fmt: skip
 
     def __init__(self, number: int, service: int, replica: Replica, engine: Engine, woke: Woke) -> None:
         self.number = number
@@ -41,6 +43,7 @@ class Host:
         self.engine = engine
         self.alarm = NEVER  # the moment at which the queue wakes it next
         self.outstanding = 0
+        self.unread = 0  # tokens of their prompts
         self.lost = False  # with one of its boxes
         self.stranded: list[Request] = []  # were here then, or were sent here before it was noticed
         self._woke = woke
@@ -92,16 +95,36 @@ class Split(NamedTuple):
 
 @final
 class Assignment:
-    """A request on its route: who writes its answer, and who reads its prompt if that is another."""
+    """A request on its route: who writes its answer, and who reads its prompt if that is another. `unread` tokens are
+    for the one who writes, until the first token."""
 
-    __slots__ = ("decode", "prefill_number", "request", "split", "writer")
+    __slots__ = ("decode", "prefill_number", "request", "split", "unread", "writer")
 
     def __init__(self, request: Request, decode: Host, writer: Sequence, split: Split | None) -> None:
         self.request = request
         self.decode = decode
         self.writer = writer
         self.split = split
+        self.unread = writer.known - writer.incoming
         self.prefill_number = decode.number if split is None else split.prefill.number
+
+    def taken_up(self) -> None:
+        """All sides have it to do now."""
+        for host, _ in self.sides():
+            host.outstanding += 1
+        self.decode.unread += self.unread
+        if self.split is not None:
+            self.split.prefill.unread += self.split.reader.known
+
+    def read(self) -> None:
+        """The one who writes has nothing left to read."""
+        self.decode.unread -= self.unread
+        self.unread = 0
+
+    def let_go(self) -> None:
+        """The one who writes has no more to do with it."""
+        self.read()
+        self.decode.outstanding -= 1
 
     def sides(self) -> Iterator[tuple[Host, Sequence]]:
         """The replicas that take part, each with its sequence."""
@@ -137,7 +160,7 @@ class Deployment:
     def route(self, tokens: int) -> Route:
         """By the loads as they are now. Raises NoRoute."""
         for name, host in self._changed.items():
-            self._dispatcher.note(name, host.outstanding, host.engine.free_tokens)
+            self._dispatcher.note(name, host.outstanding, host.unread, host.engine.free_tokens)
         self._changed.clear()
         return self._dispatcher.route(tokens, self._excluded)
 

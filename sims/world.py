@@ -232,9 +232,9 @@ class _World:
             self._count_end(now)
             return
         self._assigned[assignment.writer.key] = assignment
+        assignment.taken_up()
         for host, work in assignment.sides():
             host.engine.submit(work, now)
-            host.outstanding += 1
             self._touch(host)
         if assignment.split is not None:
             assignment.split.handover.room = decode.engine.expects(assignment.writer)
@@ -275,6 +275,7 @@ class _World:
                 self._done(assignment, now)
             elif signal.kind is SignalKind.FIRST:
                 assignment.request.first_at = signal.at
+                assignment.read()
             elif assignment.split is None:
                 continue
             elif signal.kind is SignalKind.ROOM:
@@ -312,6 +313,7 @@ class _World:
 
     def _read(self, host: Host, assignment: Assignment | None, reader: Work, now: float) -> None:
         host.outstanding -= 1
+        host.unread -= reader.known
         if assignment is None or assignment.split is None:
             host.engine.release(reader, now)
             return
@@ -324,7 +326,7 @@ class _World:
 
     def _done(self, assignment: Assignment, now: float) -> None:
         decode, request = assignment.decode, assignment.request
-        decode.outstanding -= 1
+        assignment.let_go()
         del self._assigned[assignment.writer.key]
         log = self._deployments[request.service].log
         log.ttft_s[request.row] = (now if request.first_at is None else request.first_at) - request.arrival
@@ -401,7 +403,7 @@ class _World:
         self._handovers.abandon(handover, now)
         if not decode.lost:
             decode.engine.withdraw(writer, now)
-            decode.outstanding -= 1
+            assignment.let_go()
             self._touch(decode)
         if not prefill.lost and handover.read:
             prefill.engine.release(reader, now)

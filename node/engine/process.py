@@ -107,6 +107,7 @@ class _Live:
 
     deadline: float  # on this process's clock
     told_by: bytes | None  # the transfer whose sender is to tell the first token, until it has
+    unread: int  # tokens of the prompt that are to be read here, until the answer has a token
     first: tuple[int, ...] = ()  # that token, until it has gone out with the next
 
 
@@ -220,7 +221,9 @@ class EngineRunner:
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
         sampling = submit.sampling
         self._live[submit.request] = _Live(
-            time.monotonic() + submit.deadline_s, submit.receive[0].ticket.transfer if submit.told_first else None
+            time.monotonic() + submit.deadline_s,
+            submit.receive[0].ticket.transfer if submit.told_first else None,
+            len(submit.prompt) - (submit.receive_tokens if submit.receive else 0),
         )
         self._engine.add_request(
             submit.request,
@@ -285,6 +288,7 @@ class EngineRunner:
                 continue
             completion = output.outputs[0]
             tokens, live.first = (*live.first, *completion.token_ids), ()
+            live.unread = 0
             finish = completion.finish_reason if output.finished else None
             if output.finished:
                 del self._live[output.request_id]
@@ -303,7 +307,11 @@ class EngineRunner:
         running, waiting = self._scheduler.get_request_counts()
         free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return protocol.EngineStats(
-            running, waiting, self._scheduler.get_kv_cache_usage(), free * self._scheduler.block_size
+            running,
+            waiting,
+            self._scheduler.get_kv_cache_usage(),
+            free * self._scheduler.block_size,
+            sum(live.unread for live in self._live.values()),
         )
 
 

@@ -273,12 +273,14 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State of the scheduler after a step."""
+    """State of the scheduler after a step. `unread_tokens`: of prompts that are to be read here, as long as the answer
+    has no token."""
 
     running: Count
     waiting: Count
     kv_usage: Figure
     kv_free_tokens: Count
+    unread_tokens: Count = 0
 
 
 class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

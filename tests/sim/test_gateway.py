@@ -375,7 +375,7 @@ class World:
     def check_nothing_is_left(self) -> None:
         assert self.gateway._attempts == {}
         assert self.gateway._scopes == {}
-        assert set(self.gateway._in_flight.values()) <= {0}
+        assert not self.gateway._queues()
         assert self.jobs == {}, "a worker still works for a request that is over"
 
 

@@ -30,7 +30,7 @@ BLIND = [Dispatch.RANDOM, Dispatch.IN_TURN]
 
 def routes(kind: Dispatch, count: int, exclude: frozenset[str] = frozenset()) -> list[Route]:
     chosen = dispatcher(PLAN, kind, np.random.default_rng(2))
-    chosen.note("p", 99, 0)  # of no interest to them
+    chosen.note("p", 99, 9999, 0)  # of no interest to them
     return [chosen.route(7, exclude) for _ in range(count)]
 
 

@@ -34,8 +34,8 @@ def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float]) -> 
     return Plan(epoch=2, version=5, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=())
 
 
-def load(replica: str, running: int = 0, waiting: int = 0, free: int = 10_000) -> Load:
-    return Load(replica=replica, running=running, waiting=waiting, kv_free_tokens=free)
+def load(replica: str, requests: int = 0, unread: int = 0, free: int = 10_000) -> Load:
+    return Load(replica=replica, outstanding=requests, unread_tokens=unread, kv_free_tokens=free)
 
 
 TWO_BY_TWO = plan_of(
@@ -43,6 +43,7 @@ TWO_BY_TWO = plan_of(
     {("p1", "d1"): 0.3, ("p1", "d2"): 0.3, ("p2", "d1"): 0.2, ("p2", "d2"): 0.2},
 )
 WITH_MIXED = plan_of({"p": P, "d": D, "m": M}, {("p", "d"): 0.6, ("m", "m"): 0.4})
+FEW_WRITERS = plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5})
 ALONE = plan_of({"m": M}, {("m", "m"): 1.0})
 
 
@@ -51,18 +52,26 @@ ALONE = plan_of({"m": M}, {("m", "m"): 1.0})
     [
         (ALONE, [], "", (None, "m")),
         (TWO_BY_TWO, [], "", ("p1", "d1")),  # idle: by share, then by id
-        (TWO_BY_TWO, [load("p1", 3), load("p2")], "", ("p2", "d1")),  # p1 has the longer queue
-        (TWO_BY_TWO, [load("d1", waiting=2), load("d2")], "", ("p1", "d2")),
+        (TWO_BY_TWO, [load("p1", 1, 300), load("p2")], "", ("p2", "d1")),  # p1 has the longer queue
+        (TWO_BY_TWO, [load("p1", 1, 400), load("p2", 9, 200)], "", ("p2", "d1")),  # by tokens
+        (TWO_BY_TWO, [load("d1", 2), load("d2")], "", ("p1", "d2")),
         (TWO_BY_TWO, [load("d1"), load("d2", free=10)], "", ("p1", "d1")),
         (TWO_BY_TWO, [load("d1", 9), load("d2", free=10)], "", ("p1", "d1")),  # no room is worse than a queue
-        (TWO_BY_TWO, [load("p1", 2)], "", ("p1", "d1")),  # p2, d1, d2 are silent: as busy as p1
+        (TWO_BY_TWO, [load("p1", 2, 500)], "", ("p1", "d1")),  # p2, d1, d2 are silent: as busy as p1
         (TWO_BY_TWO, [], "p1", ("p2", "d1")),
         (TWO_BY_TWO, [], "p1 d1", ("p2", "d2")),
         (TWO_BY_TWO, [load("d1", 3), load("d2")], "p1 p2", (None, "d2")),  # decode alone
-        (TWO_BY_TWO, [load("p1", 3), load("p2")], "d1 d2", (None, "p2")),  # prefill alone
+        (TWO_BY_TWO, [load("p1", 3, 300), load("p2")], "d1 d2", (None, "p2")),  # prefill alone
         (TWO_BY_TWO, [], "p1 p2 d1", (None, "d2")),
-        (WITH_MIXED, [load("p"), load("d"), load("m", 9)], "", ("p", "d")),
-        (WITH_MIXED, [load("p", 9), load("d", 9), load("m")], "", (None, "m")),
+        (WITH_MIXED, [load("p"), load("d"), load("m", 9, 900)], "", ("p", "d")),
+        (WITH_MIXED, [load("p", 9, 900), load("d", 9), load("m")], "", (None, "m")),
+        (FEW_WRITERS, [load("p1", 1, 100), load("p2"), load("d1", 20), load("d2", 22)], "", ("p2", "d2")),  # p2 is free
+        (
+            FEW_WRITERS,
+            [load("p1", 1, 100), load("p2"), load("d1"), load("d2", 40)],
+            "",
+            ("p1", "d1"),
+        ),  # but d2 is too busy
         (WITH_MIXED, [], "d", (None, "m")),  # mixed before a prefill box
         (WITH_MIXED, [], "d m", (None, "p")),
     ],
@@ -101,7 +110,7 @@ def test_a_pair_without_weight_is_not_used() -> None:
     assert route(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(prefill=None, decode="d2")
 
 
-@pytest.mark.parametrize("field", ["running", "waiting", "free"])
+@pytest.mark.parametrize("field", ["requests", "unread", "free"])
 def test_a_load_counts_things(field: str) -> None:
     with pytest.raises(LoadError, match="negative"):
         load("a", **{field: -1})
@@ -117,7 +126,8 @@ def test_a_prompt_has_a_length() -> None:
 def test_shares_follow_the_plan_when_nothing_finishes() -> None:
     running: Counter[str] = Counter({"p1": 0, "p2": 0, "d1": 0, "d2": 0})
     for _ in range(200):
-        found = route(TWO_BY_TWO, [load(peer, count) for peer, count in running.items()], prompt_tokens=1)
+        loads = [load(peer, count, count) for peer, count in running.items()]
+        found = route(TWO_BY_TWO, loads, prompt_tokens=1)
         assert found.prefill is not None
         running.update([found.prefill, found.decode])
     assert running["p1"] == pytest.approx(120, abs=10)
@@ -143,7 +153,9 @@ def test_a_replica_that_reads_the_whole_prompt_itself_splits_nothing() -> None:
 
 counts = st.integers(min_value=0, max_value=50)
 peers = st.sampled_from(["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"])
-reports = st.lists(st.builds(load, peers, counts, counts, st.integers(0, 300)), unique_by=lambda item: item.replica)
+reports = st.lists(
+    st.builds(load, peers, counts, st.integers(0, 9000), st.integers(0, 300)), unique_by=lambda item: item.replica
+)
 plans = st.sampled_from([ALONE, TWO_BY_TWO, WITH_MIXED])
 
 
@@ -165,29 +177,38 @@ def plainly(plan: Plan, loads: list[Load], tokens: int, exclude: frozenset[str])
     usable = {item.id: item for item in plan.replicas if exclude.isdisjoint(item.peers)}
     told = {load.replica: load for load in loads if load.replica in usable}
     busiest = max((load.outstanding for load in told.values()), default=0)
-    queue = {name: told[name].outstanding + 1 if name in told else busiest + 1 for name in usable}
+    longest = max((load.unread_tokens for load in told.values()), default=0)
+    requests = {name: 1 + (told[name].outstanding if name in told else busiest) for name in usable}
+    unread = {name: tokens + (told[name].unread_tokens if name in told else longest) for name in usable}
     unfit = {name: name in told and told[name].kv_free_tokens < tokens for name in usable}
-    pairs = [pair for pair in plan.pairings if pair.weight and pair.prefill in usable and pair.decode in usable]
-    total, x = sum(pair.weight for pair in pairs), Counter[str]()
-    for pair in pairs:
-        x[pair.prefill] += pair.weight  # type: ignore[assignment]  # a Counter of shares
+    routes = {
+        (pair.prefill, pair.decode): pair.weight
+        for pair in plan.pairings
+        if pair.weight and pair.prefill in usable and pair.decode in usable
+    }
+    for kinds in ((D, M), (P,)):
+        routes = routes or {
+            (name, name): sum(pair.weight for pair in plan.pairings if name in (pair.prefill, pair.decode))
+            for name in usable
+            if usable[name].phase in kinds
+        }
+
+    def beside_mean(queue: dict[str, int], end: int, name: str) -> float:
+        share = sum(weight for route, weight in routes.items() if route[end] == name) / sum(routes.values())
+        return queue[name] / share / sum(queue[other] for other in {route[end] for route in routes})
+
     ranked = [
         (
-            unfit[pair.prefill] + unfit[pair.decode],
-            queue[pair.prefill] / (x[pair.prefill] / total) + queue[pair.decode] / (pair.weight / x[pair.prefill]),
-            (pair.prefill, pair.decode),
+            unfit[reader] + unfit[writer],
+            round(beside_mean(unread, 0, reader) + beside_mean(requests, 1, writer), 9),
+            (reader, writer),
         )
-        for pair in pairs
+        for reader, writer in routes
     ]
-    if ranked:
-        prefill, decode = min(ranked)[2]
-        return (None if prefill == decode else prefill, decode)
-    ends = {name: [pair.weight for pair in plan.pairings if name in (pair.prefill, pair.decode)] for name in usable}
-    for kinds in ((D, M), (P,)):
-        alone = [(unfit[name], queue[name] / sum(ends[name]), name) for name in usable if usable[name].phase in kinds]
-        if alone:
-            return (None, min(alone)[2])
-    return None
+    if not ranked:
+        return None
+    reader, writer = min(ranked)[2]
+    return (None if reader == writer else reader, writer)
 
 
 def test_a_router_decides_as_the_rule_says_whatever_it_heard_before() -> None:
@@ -197,7 +218,7 @@ def test_a_router_decides_as_the_rule_says_whatever_it_heard_before() -> None:
         router = Router(plan)
         for _ in range(200):
             told = rng.sample(names, rng.randint(0, len(names)))
-            loads = [load(name, rng.randint(0, 4), rng.randint(0, 4), rng.choice((0, 100, 200))) for name in told]
+            loads = [load(name, rng.randint(0, 4), rng.randint(0, 999), rng.choice((0, 100, 200))) for name in told]
             exclude = frozenset(rng.sample(names, rng.choice((0, 0, 1, 2, 3))))
             tokens = rng.choice((1, 150, 250))
             router.report(loads)
@@ -214,7 +235,7 @@ def test_a_note_changes_one_replica_alone() -> None:
     router = Router(TWO_BY_TWO)
     router.report([load("p1"), load("p2"), load("d1"), load("d2")])
     assert router.route(1).decode == "d1"
-    router.note("d1", 5, 10_000)
+    router.note("d1", 5, 0, 10_000)
     assert router.route(1) == Route(prefill="p1", decode="d2", split=1)
-    router.note("d2", 0, 0)  # the prompt would have to wait there
+    router.note("d2", 0, 0, 0)  # the prompt would have to wait there
     assert router.route(1).decode == "d1"

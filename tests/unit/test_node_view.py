@@ -15,7 +15,7 @@ from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.view import NetworkView, decode_adverts, decode_plan
+from p2pserve.node.view import NetworkView, Queue, decode_adverts, decode_plan
 
 A, B, C = PeerId("peer-a"), PeerId("peer-b"), PeerId("peer-c")
 SERVICE = "tiny-1234"
@@ -93,6 +93,7 @@ def test_adverts_survive_and_garbage_is_named() -> None:
     [
         advert(stats=EngineStats(-1, 0, 0.0, 0)),
         advert(stats=EngineStats(0, 0, 0.0, -1)),
+        advert(stats=EngineStats(0, 0, 0.0, 0, -1)),
         advert(stats=EngineStats(0, 0, float("nan"), 0)),
         advert(tflops=float("nan")),
         advert(tflops=float("inf")),
@@ -141,7 +142,7 @@ def test_whatever_is_accepted_can_be_planned_and_routed_with() -> None:
         advert(tflops=1e12, memory_gbps=1e-300),
         advert(tflops=0.0, memory_gbps=0.0),
         advert(memory_gbps=0.0),
-        advert(tflops=1e-6, memory_gbps=1e12, stats=EngineStats(2**61, 2**61, 1e12, 2**61)),
+        advert(tflops=1e-6, memory_gbps=1e12, stats=EngineStats(2**61, 2**61, 1e12, 2**61, 2**61)),
     ]
     entries = {
         PeerId(f"peer-{name}"): msgspec.msgpack.encode(each) for name, each in zip("abcdef", extreme, strict=True)
@@ -151,7 +152,7 @@ def test_whatever_is_accepted_can_be_planned_and_routed_with() -> None:
     view = NetworkView(adverts=adverts)
     plan = plan_for(view)
     assert set(plan.peers) == {"peer-a", "peer-f"}
-    assert len(view.loads({A: 3})) == 6
+    assert len(view.loads({A: Queue(3, 900)})) == 6
 
 
 def test_adverts_are_followed_as_they_come_and_go() -> None:
@@ -314,21 +315,21 @@ def test_rates_and_prices_of_links_are_what_is_known_of_both_ends() -> None:
 
 def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_report() -> None:
     view = view_of(
-        a=advert(stats=EngineStats(running=5, waiting=1, kv_usage=0.5, kv_free_tokens=500)),
+        a=advert(stats=EngineStats(running=5, waiting=1, kv_usage=0.5, kv_free_tokens=500, unread_tokens=70)),
         b=advert(stats=EngineStats(running=1, waiting=0, kv_usage=0.1, kv_free_tokens=900)),
         c=advert(),
     )
 
-    def outstanding(in_flight: dict[PeerId, int]) -> list[int]:
-        loads = {load.replica: load for load in view.loads(in_flight)}
-        assert [loads[p].kv_free_tokens for p in (A, B, C)] == [500, 900, 1000]
-        return [loads[p].outstanding for p in (A, B, C)]
+    def loads(own: dict[PeerId, Queue]) -> list[tuple[int, int]]:
+        found = {load.replica: load for load in view.loads(own)}
+        assert [found[p].kv_free_tokens for p in (A, B, C)] == [500, 900, 1000]
+        return [(found[p].outstanding, found[p].unread_tokens) for p in (A, B, C)]
 
-    view.weigh_reports({A: 2, B: 4})
-    assert outstanding({A: 2, B: 4}) == [6, 4, 0]
+    view.weigh_reports({A: Queue(2, 30), B: Queue(4, 80)})
+    assert loads({A: Queue(2, 30), B: Queue(4, 80)}) == [(6, 70), (4, 80), (0, 0)]
     view.weigh_reports({})  # the same reports: they speak of the time when they came
-    assert outstanding({}) == [4, 0, 0]
-    assert outstanding({A: 1, C: 1}) == [5, 0, 1]
+    assert loads({}) == [(4, 40), (0, 0), (0, 0)]
+    assert loads({A: Queue(1), C: Queue(1, 9)}) == [(5, 40), (0, 0), (1, 9)]
 
 
 def test_starts_tell_a_restarted_engine() -> None:

@@ -124,6 +124,12 @@ class Batcher:
         return len(self._waiting) + len(self._aside)
 
     @property
+    def unread_tokens(self) -> int:
+        """Of prompts that are to be read here, as long as nothing is written."""
+        everyone = (*self._running, *self._aside.values(), *self._waiting)
+        return sum(sequence.prompt - sequence.external for sequence in everyone if not sequence.written)
+
+    @property
     def free_tokens(self) -> int:
         """Positions for which there are free blocks."""
         return self._free * self.block_size

@@ -368,7 +368,9 @@ class EmulatedEngine:
     def _stats(self) -> protocol.EngineStats:
         batcher = self._batcher
         usage = 1.0 - batcher.free_tokens / self._kv_tokens
-        return protocol.EngineStats(batcher.running, batcher.waiting, usage, batcher.free_tokens)
+        return protocol.EngineStats(
+            batcher.running, batcher.waiting, usage, batcher.free_tokens, batcher.unread_tokens
+        )
 
 
 def modelled(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
