@@ -14,6 +14,7 @@ from ..coordinator.planning.cluster import Cluster
 from ..coordinator.planning.workload import Service
 from ..coordinator.router import Route
 from .engine import Engine
+from .engine_values import EngineError
 from .events import Scheduled
 from .handover import Handover, Ways, ways_between
 from .outcomes import ReplicaOutcome, ServiceLog
@@ -54,6 +55,14 @@ class Host:
             return ()
         self.alarm = NEVER
         return self._woke(self, now)
+
+    def check_integrity(self) -> None:
+        """Nothing is left when all requests have ended. Raises EngineError."""
+        self.engine.check_integrity()
+        if self.outstanding or self.unread:
+            raise EngineError(
+                f"{self.replica.id} is left with {self.outstanding} requests, {self.unread} tokens to read"
+            )
 
     def outcome(self, service: str) -> ReplicaOutcome:
         """What it has done."""

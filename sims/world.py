@@ -187,7 +187,7 @@ class _World:
         """When nothing happens any more."""
         for host in self._hosts:
             if not host.lost:
-                host.engine.check_integrity()
+                host.check_integrity()
         self._network.check_integrity()
         end_s = self.queue.now
         return SimResult(
