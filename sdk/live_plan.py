@@ -180,6 +180,6 @@ def print_live(found: LivePlans, console: Console) -> None:
     if found.running is not None:
         was, now = found.running, found.best
         console.print(
-            f"would give: attainment {was.score.attainment:.1%} -> {now.score.attainment:.1%}, at most "
+            f"would give: attainment {was.attainment:.1%} -> {now.attainment:.1%}, at most "
             f"{was.max_rate:.2f} -> {now.max_rate:.2f} requests/s in time"
         )

@@ -97,8 +97,9 @@ def plan_json(
 def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Proposal, ...], console: Console) -> None:
     """For people: per service its replicas, who sends to whom, what to expect, and why."""
     cluster = problem.cluster
+    boxes = "1 box" if len(cluster.boxes) == 1 else f"{len(cluster.boxes)} boxes"
     console.print(
-        f"{cluster.gpus} GPUs in {len(cluster.boxes)} boxes, ${cluster.usd_per_hour:.2f}/h, "
+        f"{cluster.gpus} GPUs in {boxes}, ${cluster.usd_per_hour:.2f}/h, "
         f"GPU figures: {_specs(problem)}; estimates, not measurements"
     )
     for service, proposal in zip(problem.services, proposals, strict=True):
@@ -144,7 +145,7 @@ def print_service(
         f"deadlines {slo.ttft_s:.3g}, {slo.tpot_s:.3g}, {slo.e2e_s:.3g} s"
     )
     console.print(
-        f"attainment {proposal.score.attainment:.1%}; {proposal.tokens_s:.0f} output tokens/s at this rate, at most "
+        f"attainment {proposal.attainment:.1%}; {proposal.tokens_s:.0f} output tokens/s at this rate, at most "
         f"{proposal.max_rate:.2f} requests/s; ${proposal.usd_per_hour:.2f}/h, "
         f"${proposal.usd_per_million_tokens:.2f} per million output tokens"
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 
-from .clustering import dendrogram, held
+from .clustering import Part, all_of, dendrogram, held
 from .problem import Group, Problem, Slice, Solution
 from .space import Space
 
@@ -59,17 +59,17 @@ class Cell:
         )
 
 
-def cells_of(space: Space, owners: dict[int, int], size: int) -> list[Cell]:
-    """Each service's boxes in cells of up to `size` GPUs (a box with more is a cell alone), by the dendrogram: clusters
-    grow while they fit. One that does not hold the model joins what it meets further up."""
+def cells_of(space: Space, parts: Sequence[Part], size: int) -> list[Cell]:
+    """Each service's boxes, which it has alone, in cells of up to `size` GPUs (a box with more is a cell alone), by the
+    dendrogram: clusters grow while they fit. One that does not hold the model joins what it meets further up."""
     found: list[Cell] = []
-    for service in range(len(space.problem.services)):
-        boxes = [box for box in space.usable if owners[box] == service]
+    for service, part in enumerate(parts):
+        boxes = sorted(box for box, _ in part)
         clusters: dict[int, list[list[int]]] = {number: [[box]] for number, box in enumerate(boxes)}
         for merge, (one, two) in enumerate(dendrogram(space, boxes)):
             together = clusters.pop(one) + clusters.pop(two)
             clusters[len(boxes) + merge] = _packed(space, together, size, service)
-        found.extend(Cell(space.problem, part, service) for parts in clusters.values() for part in parts)
+        found.extend(Cell(space.problem, cell, service) for cells in clusters.values() for cell in cells)
     return found
 
 
@@ -82,7 +82,7 @@ def _packed(space: Space, parts: list[list[int]], size: int, service: int) -> li
     parts = sorted(parts, key=lambda part: (gpus(part), part))
     while len(parts) > 1:
         fits = gpus(parts[0]) + gpus(parts[1]) <= size
-        if not fits and held(space, parts[0], service):
+        if not fits and held(space, all_of(space, parts[0]), service):
             break
         joined = sorted(parts[0] + parts[1])
         parts = sorted([*parts[2:], joined], key=lambda part: (gpus(part), part))

@@ -3,7 +3,7 @@ section 3.2), in several sizes, and all of them mixed, which is serving colocate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from scipy.cluster.hierarchy import linkage
@@ -13,9 +13,10 @@ from ..plan import Phase
 from .problem import Group, Slice, Solution
 from .space import Space, group_of, solution_of
 
-__all__ = ["colocated_starts", "dendrogram", "held", "smallest_share", "tile"]
+__all__ = ["Part", "all_of", "colocated_starts", "dendrogram", "held", "smallest_share", "tile"]
 
-Loose = tuple[Slice, ...]
+Part = tuple[Slice, ...]
+"""GPUs of some boxes, each of which is named once, in any order."""
 
 
 def dendrogram(space: Space, boxes: Sequence[int]) -> list[tuple[int, int]]:
@@ -29,22 +30,24 @@ def dendrogram(space: Space, boxes: Sequence[int]) -> list[tuple[int, int]]:
     return [(int(one), int(two)) for one, two, *_ in linkage(squareform(apart, checks=False), method="average")]
 
 
-def smallest_share(space: Space, box: int, service: int) -> int:
-    """The fewest GPUs of this box that hold the service's model; 0 where all of them do not."""
-    unit, gpus = space.units[box], space.boxes[box].gpus
-    counts = range(unit, gpus + 1, unit)
-    return next((count for count in counts if space.holds((Slice(box, count),), service)), 0)
+def all_of(space: Space, boxes: Iterable[int]) -> Part:
+    """All GPUs of these."""
+    return tuple(Slice(box, space.boxes[box].gpus) for box in boxes)
 
 
-def held(space: Space, boxes: Sequence[int], service: int) -> bool:
+def smallest_share(space: Space, most: Slice, service: int) -> int:
+    """The fewest of these GPUs that hold the service's model; 0 where all of them do not."""
+    unit = space.units[most.box]
+    counts = range(unit, most.gpus + 1, unit)
+    return next((count for count in counts if space.holds((Slice(most.box, count),), service)), 0)
+
+
+def held(space: Space, part: Part, service: int) -> bool:
     """Whether one of these boxes, or a run of them from the first, holds the service's model."""
-    run: list[Slice] = []
-    for box in boxes:
-        whole = Slice(box, space.boxes[box].gpus)
-        run.append(whole)
-        if space.holds((whole,), service) or space.holds(tuple(sorted(run)), service):
-            return True
-    return False
+    return any(
+        space.holds((part[number],), service) or space.holds(_sorted(part[: number + 1]), service)
+        for number in range(len(part))
+    )
 
 
 def tile(gpus: int, unit: int, share: int) -> list[int]:
@@ -54,35 +57,35 @@ def tile(gpus: int, unit: int, share: int) -> list[int]:
     return [(size + (part < over)) * unit for part in range(parts)]
 
 
-def colocated_starts(space: Space, owners: dict[int, int]) -> Iterator[Solution]:
+def colocated_starts(space: Space, parts: Sequence[Part]) -> Iterator[Solution]:
     """All-mixed solutions (as far as pins let them) with groups of one, two, three and four times the smallest size
-    that holds the model, and with one group for each box. `owners`: the service of each box. No start has no group;
+    that holds the model, and with one group for each box. `parts`: the GPUs of each service. No start has no group;
     equal ones are left out."""
     seen: set[Solution] = set()
     for scale in (1, 2, 3, 4, 1 << 30):
-        start = _start(space, owners, scale)
+        start = _start(space, parts, scale)
         if start and start not in seen:
             seen.add(start)
             yield start
 
 
-def _start(space: Space, owners: dict[int, int], scale: int) -> Solution:
+def _start(space: Space, parts: Sequence[Part], scale: int) -> Solution:
     groups: list[Group] = []
-    for service in sorted(set(owners.values())):
-        boxes = [box for box in space.usable if owners[box] == service]
-        loose: dict[int, Loose] = {}
-        for number, box in enumerate(boxes):
-            share, gpus = smallest_share(space, box, service), space.boxes[box].gpus
+    for service, part in enumerate(parts):
+        ordered = _sorted(part)
+        loose: dict[int, Part] = {}
+        for number, piece in enumerate(ordered):
+            share = smallest_share(space, piece, service)
             if share:
-                sizes = tile(gpus, space.units[box], min(gpus, share * scale))
-                groups.extend(_group(space, (Slice(box, size),), service) for size in sizes)
+                sizes = tile(piece.gpus, space.units[piece.box], min(piece.gpus, share * scale))
+                groups.extend(_group(space, (Slice(piece.box, size),), service) for size in sizes)
             else:
-                loose[number] = (Slice(box, gpus),)
-        groups.extend(_joined(space, boxes, loose, service))
+                loose[number] = (piece,)
+        groups.extend(_joined(space, [box for box, _ in ordered], loose, service))
     return solution_of(groups)
 
 
-def _joined(space: Space, boxes: Sequence[int], loose: dict[int, Loose], service: int) -> Iterator[Group]:
+def _joined(space: Space, boxes: Sequence[int], loose: dict[int, Part], service: int) -> Iterator[Group]:
     """Boxes that are too small alone, joined up the dendrogram until they hold the model; what is left over at its
     root stays idle."""
     for merge, (one, two) in enumerate(dendrogram(space, boxes)):
@@ -96,10 +99,10 @@ def _joined(space: Space, boxes: Sequence[int], loose: dict[int, Loose], service
             both = both[fitting:]
 
 
-def _sorted(slices: Loose) -> Loose:
+def _sorted(slices: Part) -> Part:
     return tuple(sorted(slices))
 
 
-def _group(space: Space, slices: Loose, service: int) -> Group:
+def _group(space: Space, slices: Part, service: int) -> Group:
     phases = space.phases_of(slices)
     return group_of(slices, Phase.MIXED if Phase.MIXED in phases else phases[0], service)

@@ -87,12 +87,14 @@ class ReplicaEstimate:
 class Proposal:
     """A plan of one service, and what is expected of it.
 
+    `score` is that of all services together, `attainment` the share of this one's requests that meet every deadline.
     `limits` says what would have to grow for more traffic. `max_rate`: requests per second that keep the target share
     in time; beyond it, queues grow. `tokens_s`: output tokens per second at the rate asked for, in time or not.
     """
 
     plan: Plan
     score: Score
+    attainment: float
     ttft_s: Percentiles
     tpot_s: Percentiles
     e2e_s: Percentiles

@@ -74,7 +74,7 @@ class Proposer:
         )  # fmt: skip
         fates, weights = orchestration.fates, _weights(orchestration)
         return Proposal(
-            plan=plan, score=self._score,
+            plan=plan, score=self._score, attainment=orchestration.attainment,
             ttft_s=_percentiles(fates.first_within, weights), tpot_s=_percentiles(fates.paced_within, weights),
             e2e_s=_percentiles(fates.ended_within, weights),
             max_rate=most, tokens_s=tokens_s, usd_per_hour=usd,

@@ -6,7 +6,7 @@ its share of the traffic; their solutions together are one of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from ..plan import Phase
 from .cells import Cell, cells_of
-from .clustering import colocated_starts
+from .clustering import Part, all_of, colocated_starts
 from .judge import Improvement, Judge, Progress, never
-from .owners import owners_of
+from .owners import parts_of
 from .packing import Packing
 from .problem import Evaluator, Group, Problem, Score, Solution
 from .space import NoPlan, Space, solution_of
@@ -98,19 +98,18 @@ def search(
     The same arguments give the same result, unless time ends the search. Raises NoPlan where there is no solution.
     """
     space = Space.of(problem, evaluator)
-    owners = owners_of(space)
     means = _Means(rng=rng, spent=spent, progress=progress)
     steps = max(LEAST_STEPS, STEPS_PER_GPU * space.gpus) if limit is None else limit
     if space.gpus <= 2 * CELL_GPUS:
-        return _small(space, owners, start, ANYTIME if anytime else steps, means)
-    return _large(space, cells_of(space, owners, CELL_GPUS), start, steps, means)
+        return _small(space, parts_of(space), start, ANYTIME if anytime else steps, means)
+    return _large(space, cells_of(space, parts_of(space, boxes_whole=True), CELL_GPUS), start, steps, means)
 
 
-def _small(space: Space, owners: dict[int, int], running: Solution | None, limit: int, means: _Means) -> SearchResult:
+def _small(space: Space, parts: Sequence[Part], running: Solution | None, limit: int, means: _Means) -> SearchResult:
     """All of it at once: colocated solutions in several sizes, each with its phases set one group at a time, and tabu
     search from the best of those."""
     judge = Judge(space, limit=limit, spent=means.spent, progress=means.progress)
-    plain = list(colocated_starts(space, owners))
+    plain = list(colocated_starts(space, parts))
     packing = Packing(space, max(1, len(plain[0]) // 2))
     colocated = max({*plain, packing.start(means.rng, (Phase.MIXED,))} - {()}, key=judge.objective)
     cut = judge.leader(list(cuts(space, colocated)))
@@ -159,7 +158,7 @@ def _large(
             problem = cell.problem(shares[place])
             inner = Space.of(problem, space.evaluator.part(problem))
             steps = round(limit * part * inner.gpus / space.gpus)
-            result = _small(inner, dict.fromkeys(inner.usable, 0), found[place], steps, means.after(done, limit))
+            result = _small(inner, [all_of(inner, inner.usable)], found[place], steps, means.after(done, limit))
             done += result.steps
             found[place], colocated[place] = result.solution, result.colocated
             rates[place] = result.score.capacity * problem.services[0].workload.rate

@@ -91,6 +91,18 @@ def test_pins_and_exclusions_are_kept() -> None:
             assert group.phase is Phase.DECODE
 
 
+def test_services_that_do_not_fit_in_whole_boxes_share_one() -> None:
+    one, other = (problem(small("one box", 1.0), model, 0.5) for model in ("llama-7b", "llama-13b"))
+    asked = replace(one, services=(*one.services, *other.services))
+    result = found(asked)
+    assert {group.service for group in result.solution} == {0, 1}
+    _, best = best_of_all(asked, LowerLevel(asked))
+    assert result.score.objective >= best.objective - 0.01
+    crowded = replace(asked, services=tuple(replace(one.services[0], name=f"service-{n}") for n in range(5)))
+    with pytest.raises(NoPlan, match=r"does not hold all services together \(.*\): it has 4"):
+        found(crowded)
+
+
 def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(NoPlan, match="the cluster does not hold llama2-70b"):
         found(problem(small("two kinds", 1.0), "llama2-70b", 1.0))

@@ -60,7 +60,7 @@ def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *CLUSTER, *SERVICE]) == 0
     text = capsys.readouterr().out
     for part in (
-        "8 GPUs in 1 boxes, $14.02/h",
+        "8 GPUs in 1 box, $14.02/h",
         "estimates, not measurements",
         "TTFT",
         "why: ",
@@ -158,6 +158,8 @@ def test_services_of_several_models_share_a_cluster(tmp_path: Path, capsys: pyte
     boxes = [{(s["peer"], s["first_gpu"]) for r in service["plan"]["replicas"] for s in r["stages"]}
              for service in services]  # fmt: skip
     assert boxes[0].isdisjoint(boxes[1])
+    together = sum(service["attainment"] * service["rate"] for service in services)
+    assert services[0]["score"][1] == pytest.approx(together / sum(service["rate"] for service in services))
     file.write_text(json.dumps([{"name": "a", **entry}, {"name": "a", **entry}]))
     assert main(["plan", *CLUSTER, "--services", str(file)]) == 2
     assert "each with a name of its own" in capsys.readouterr().err
