@@ -3,7 +3,7 @@
     python -m p2pserve.sdk.live_comparison --format json
 
 Starts emulated nodes on this machine, replays a seeded trace through gateway and SDK, and simulates the same trace on
-the plan that the network has made for itself, with the same step times and the links as the nodes have measured them.
+the plans that the network has made for itself, with the same step times and the links as the nodes have measured them.
 What differs is all that the simulator leaves out: gossip that lags, control messages, processes that wait for a core.
 Exits with 1 where a figure differs by more than the tolerance.
 """
@@ -37,7 +37,7 @@ from ..node.emulation import Cards, emulated_model, parse_cards
 from ..node.messages import Status
 from ..sims.engine_values import EngineSettings
 from ..sims.records import Outcomes, Trace
-from ..sims.scenario import ServiceRun, SimSettings
+from ..sims.scenario import PlanChange, ServiceRun, SimSettings
 from ..sims.workloads import AZURE, azure, draw, workload_of
 from ..sims.world import simulate
 from .errors import UsageError
@@ -116,13 +116,22 @@ def compare(live: Mapping[str, float], simulated: Mapping[str, float]) -> tuple[
     )
 
 
-def simulated(trace: Trace, plan: Plan, cluster: Cluster, service: Service, max_batched_tokens: int) -> Outcomes:
-    """The same requests in the simulator, with engines and hand-over as nodes have them."""
+def simulated(
+    trace: Trace,
+    plans: Sequence[tuple[float, Plan]],
+    cluster: Cluster,
+    service: Service,
+    max_batched_tokens: int,
+) -> Outcomes:
+    """The same requests in the simulator, with engines and hand-over as nodes have them, and other plans when those
+    had: a node holds the whole model, so that it goes on with its engine whatever its phase."""
     engine = EngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
     settings = SimSettings(engine=engine)
-    result = simulate(cluster, [ServiceRun(service=service, plan=plan, trace=trace)], settings=settings)
+    (_, first), *later = plans
+    run = ServiceRun(service=service, plan=first, trace=trace)
+    result = simulate(cluster, [run], settings=settings, changes=[PlanChange(at, 0, plan) for at, plan in later])
     return result.services[0].outcomes
 
 
@@ -160,13 +169,14 @@ def run(settings: LiveSettings, trace: Trace, tolerance: float, say: Say) -> Com
     """Live, then simulated."""
     began = time.monotonic()
     live = trio.run(run_live, settings, trace, say)
-    service = service_of(settings, trace, live.plan.service)
-    peers = sorted({peer for replica in live.plan.replicas for peer in replica.peers})
+    plan = live.plans[0][1]
+    service = service_of(settings, trace, plan.service)
+    peers = sorted({peer for _, each in live.plans for peer in each.peers})
     cluster = cluster_of(live.status, peers, parse_cards(settings.cards, settings.specs))
-    expected = simulated(trace, live.plan, cluster, service, settings.max_batched_tokens)
+    expected = simulated(trace, live.plans, cluster, service, settings.max_batched_tokens)
     figures = compare(figures_of(live.outcomes), figures_of(expected))
     phases: dict[str, int] = {}
-    for replica in live.plan.replicas:
+    for replica in plan.replicas:
         phases[replica.phase.value] = phases.get(replica.phase.value, 0) + 1
     return Comparison(
         ok=all(abs(figure.difference) <= tolerance for figure in figures if figure.counts),
@@ -198,8 +208,9 @@ def _notes(live: LiveRun) -> tuple[str, ...]:
     notes = [f"{live.cores:.1f} of {cores} cores were busy on average, {live.own_cores:.1f} of them with this run"]
     if live.late:
         notes.append(f"emulated engines fell behind their model {live.late} times: this machine was too slow")
-    if live.replanned:
-        notes.append("the plan changed during the run; the simulator has the first one")
+    if len(live.plans) > 1:
+        moments = ", ".join(f"{at:.0f}" for at, _ in live.plans[1:])
+        notes.append(f"the network made another plan {moments} s after the beginning, and so does the simulator")
     if live.recovered:
         notes.append(f"{live.recovered} requests needed more than one attempt")
     return tuple(notes)

@@ -6,8 +6,8 @@ plan, and every byte of KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Final
@@ -27,6 +27,7 @@ from .errors import DemoFailed
 __all__ = ["LiveRun", "LiveSettings", "run_live"]
 
 POLL_S: Final = 0.3
+WATCH_S: Final = 1.0  # between two looks at the plan
 PLAN_S: Final = 60.0
 SETTLE_S: Final = 5.0  # in which the nodes measure the links between them
 WARM_UP: Final = 4  # requests for each pair of the plan, so that the links are there
@@ -56,15 +57,15 @@ class LiveSettings:
 class LiveRun:
     """What a replay has shown.
 
-    `outcomes` by the client's clock, from the moment that the trace has for a request. `status` is as of the end.
-    `replanned`: roles or stages changed meanwhile. `recovered` requests needed more than one attempt; so often were
-    engines `late`, that is behind their model. `cores` of this machine were busy on average, `own_cores` with this run.
+    `outcomes` by the client's clock, from the moment that the trace has for a request. `plans` with the moments from
+    which they were seen to be followed; the first was there when the replay began. `status` is as of the end.
+    `recovered` requests needed more than one attempt; so often were engines `late`, that is behind their model. `cores`
+    of this machine were busy on average, `own_cores` with this run.
     """
 
     outcomes: Outcomes
-    plan: Plan
+    plans: tuple[tuple[float, Plan], ...]
     status: Status
-    replanned: bool
     recovered: int
     late: int
     cores: float
@@ -83,13 +84,13 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
             await _warm_up(client, plan)
             say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
             with _cores(box) as cores:
-                outcomes, recovered = await _replay(client, trace, say)
+                async with _plans_followed(client) as plans:
+                    outcomes, recovered = await _replay(client, trace, say)
             status = await client.status()
         return LiveRun(
             outcomes=outcomes,
-            plan=plan,
+            plans=tuple(plans),
             status=status,
-            replanned=status.plan is None or status.plan.replicas != plan.replicas,
             recovered=recovered,
             late=box.engine_logs().count(TOO_SLOW),
             cores=cores[0],
@@ -157,6 +158,29 @@ async def _replay(client: AsyncClient, trace: Trace, say: Say) -> tuple[Outcomes
         for row in range(len(trace)):
             nursery.start_soon(one, row)
     return Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered
+
+
+@asynccontextmanager
+async def _plans_followed(client: AsyncClient) -> AsyncIterator[list[tuple[float, Plan]]]:
+    """The plan of now, and those that replace it while the body runs, with the seconds since then."""
+    began = trio.current_time()
+    status = await client.status()
+    if status.plan is None:
+        raise DemoFailed("the network has lost its plan")
+    plans = [(0.0, status.plan)]
+
+    async def watch() -> None:
+        while True:
+            await trio.sleep(WATCH_S)
+            now = trio.current_time() - began
+            plan = (await client.status()).plan
+            if plan is not None and plan.number != plans[-1][1].number:
+                plans.append((now, plan))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        yield plans
+        nursery.cancel_scope.cancel()
 
 
 async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, int]:

@@ -115,12 +115,27 @@ def live(ttft_factor: float) -> LiveRun:
     said = status(link(5.0))
     service = live_comparison.service_of(settings, TRACE, "s")
     cluster = cluster_of(said, PEERS, parse_cards("1xL4"))
-    expected = simulated(TRACE, plan(), cluster, service, settings.max_batched_tokens)
+    expected = simulated(TRACE, [(0.0, plan())], cluster, service, settings.max_batched_tokens)
     more = expected.ttft_s * (ttft_factor - 1.0)
     seen = Outcomes(trace=TRACE, ttft_s=expected.ttft_s + more, e2e_s=expected.e2e_s + more)
-    return LiveRun(
-        outcomes=seen, plan=plan(), status=said, replanned=False, recovered=0, late=0, cores=1.0, own_cores=0.5
+    return LiveRun(outcomes=seen, plans=((0.0, plan()),), status=said, recovered=0, late=0, cores=1.0, own_cores=0.5)
+
+
+def test_the_simulator_changes_the_plan_when_the_network_did() -> None:
+    service = live_comparison.service_of(
+        LiveSettings(nodes=2, cards="1xL4", specs="dense", model="qwen2-7b", codec="kv4", max_batched_tokens=2048),
+        TRACE,
+        "s",
     )
+    cluster = cluster_of(status(link(0.01)), PEERS, parse_cards("1xL4"))  # handing over takes seconds there
+    mixed = tuple(msgspec.structs.replace(replica, phase=Phase.MIXED) for replica in plan().replicas)
+    pairings = tuple(Pairing(prefill=peer, decode=peer, weight=0.5) for peer in PEERS)
+    other = msgspec.structs.replace(plan(), version=2, replicas=mixed, pairings=pairings)
+    before, after = (
+        simulated(TRACE, plans, cluster, service, 2048) for plans in ([(0.0, plan())], [(0.0, plan()), (3.0, other)])
+    )
+    assert after.e2e_s[0] == before.e2e_s[0]
+    assert after.e2e_s[2] < before.e2e_s[2] - 1.0
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.05, 0), (1.2, 1), (0.8, 1)])
