@@ -182,7 +182,7 @@ async def open_cluster(
     of so small a model and machine, the planner would let each do both.
     """
     said: list[str] = []
-    async with AsyncExitStack() as stack, trio.open_nursery() as nursery:
+    async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
 
         async def start(
             name: str, token: str | None, channel: int | None, changes: dict[str, Any], phase: Phase | None
