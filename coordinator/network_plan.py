@@ -51,6 +51,9 @@ few the next time."""
 WEIGHT_HYSTERESIS: Final = 0.1
 """Shares of requests that all moved by less than this are not worth a new plan: every plan is signed and gossiped."""
 
+STEP_HYSTERESIS: Final = 1.6
+"""Neither are budgets of steps that change by a smaller factor: they are chosen from a few, and may be between two."""
+
 MAX_PAIRINGS: Final = 128
 """Pairs that a plan names, and for each replica its heaviest besides: a plan has to fit 64 KiB of gossip."""
 
@@ -93,6 +96,7 @@ def plan_network(
     solution = _solution(network, previous, spent, why)
     replicas, pairings, expected = _routed(network, solution)
     if previous is not None:
+        replicas = _steady(replicas, previous)
         if replicas == previous.replicas and _settled(network, solution, previous.pairings, pairings):
             pairings = previous.pairings
             if (named["epoch"], codec) == (previous.epoch, previous.codec):
@@ -230,6 +234,19 @@ def _routed(
         pairings = [Pairing(prefill=one, decode=two, weight=1.0 / len(ends)) for one, two in ends]
         return replicas, _bounded(pairings), ("nothing is expected of any replica: all share alike",)
     return tuple(sorted(plan.replicas, key=lambda replica: replica.id)), _bounded(plan.pairings), plan.why
+
+
+def _steady(replicas: tuple[Replica, ...], previous: Plan) -> tuple[Replica, ...]:
+    """With the budgets that replicas had, where those are nearly as good."""
+
+    def steady(replica: Replica) -> Replica:
+        before = previous.replica(replica.id)
+        if before is None or before.phase is not replica.phase or not (before.step_tokens and replica.step_tokens):
+            return replica
+        factor = max(before.step_tokens, replica.step_tokens) / min(before.step_tokens, replica.step_tokens)
+        return msgspec.structs.replace(replica, step_tokens=before.step_tokens) if factor < STEP_HYSTERESIS else replica
+
+    return tuple(map(steady, replicas))
 
 
 def _paired(one: Replica, two: Replica) -> bool:

@@ -61,14 +61,22 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The stages, in layer order, that together hold one copy of the model."""
+    """The stages, in layer order, that together hold one copy of the model.
+
+    `step_tokens`: what a step computes at most (vLLM's max_num_batched_tokens), so that a prompt that is read holds up
+    the answers beside it by no more than their deadline allows; 0: whatever its engine was started with.
+    """
 
     id: str
     phase: Phase
     stages: tuple[Stage, ...]
+    step_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require(bool(self.id), "replica.id is empty")
+        _require(
+            self.step_tokens >= 0, f"replica {self.id}: step_tokens is {self.step_tokens}; it must not be negative"
+        )
         _require(bool(self.stages), f"replica {self.id} has no stages")
         expected = 0
         for stage in self.stages:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import trio
 
@@ -35,13 +35,18 @@ from .worker import Worker
 __all__ = ["EngineKnobs", "Host", "Offer", "Share", "engine_config", "look_at", "share_of"]
 
 
+GPU_STEP_TOKENS: Final = 2048
+CPU_STEP_TOKENS: Final = 512
+"""What a step computes at most, unless the owner says otherwise or the plan wants less."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKnobs:
     """Settings of a node's engine; see `engine.protocol.EngineConfig` for what they cost."""
 
     dtype: str = "auto"
     kv_cache_mib: int | None = None
-    max_batched_tokens: int = 512
+    max_batched_tokens: int | None = None  # None: by the device
     max_model_len: int | None = None
     threads: int = 0  # 0: all cores but one
     tp: int | None = None  # None: all GPUs
@@ -128,7 +133,7 @@ def engine_config(
         dtype=knobs.dtype,
         max_model_len=knobs.max_model_len,
         kv_cache_mib=knobs.kv_cache_mib,
-        max_batched_tokens=knobs.max_batched_tokens,
+        max_batched_tokens=knobs.max_batched_tokens or (GPU_STEP_TOKENS if hardware.gpus else CPU_STEP_TOKENS),
         threads=knobs.threads or max(1, hardware.cores - 1),
         log_file=str(log),
         emulation=model.emulation if isinstance(model, EmulatedModel) else None,
@@ -201,7 +206,10 @@ class Host:
             nursery.start_soon(supervisor.run)
 
     def follow(self, plan: Plan | None) -> None:
-        """A plan may give this box layers, or take them away."""
+        """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""
+        ours = plan is not None and plan.service == self._model.info.service
+        replica = plan.replica_of(self._own) if plan is not None and ours else None
+        self.worker.limit_steps(replica.step_tokens if replica is not None and replica.head == self._own else 0)
         if self._supervisor is not None and not self._serves_alone:
             self._supervisor.assign(place_in(plan, self._own, self._model.info.service))
 

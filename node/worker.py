@@ -47,6 +47,7 @@ class Worker:
         self._decodes: dict[str, _Job] = {}
         self._prefills: dict[str, _Job] = {}
         self._accepting = True
+        self._step_tokens = 0
         self.stats: protocol.EngineStats | None = None
         self.learner = Learner()
 
@@ -62,6 +63,14 @@ class Worker:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
         self._engine, self._pipes = engine, pipes
         self._hand_offs.use(place, engine.ready.dtype if engine.ready is not None else "")
+        if self._step_tokens:
+            self._send(protocol.LimitSteps(tokens=self._step_tokens))
+
+    def limit_steps(self, tokens: int) -> None:
+        """A step of this engine, and of those that follow it, computes so many tokens at most (0: as they start)."""
+        if tokens != self._step_tokens:
+            self._step_tokens = tokens
+            self._send(protocol.LimitSteps(tokens=tokens))
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""

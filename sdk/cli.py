@@ -402,9 +402,9 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         "--max-num-batched-tokens",
         dest="max_batched_tokens",
         type=_positive,
-        default=512,
         metavar="N",
-        help="tokens per step: more is faster prefill and slower decode beside it (default: 512)",
+        help="tokens per step at most: more is faster prefill and slower decode beside it, so the plan may take fewer "
+        "(default: 2048, without a GPU 512)",
     )
     engine.add_argument(
         "--max-model-len", type=_positive, metavar="N", help="prompt and answer together (default: the model's)"

@@ -72,7 +72,7 @@ class Engine:
         if self.blocks < 1:
             raise EngineError(f"KV memory of {kv_tokens} tokens is less than a block of {settings.block_tokens}")
         self._free = self.blocks
-        self._settings = settings
+        self.settings = settings  # may be others for the steps to come
         self._stages = stages
         self._record = record
         self._lines: dict[int, DecodeLine] = {}
@@ -96,7 +96,7 @@ class Engine:
     @property
     def free_tokens(self) -> int:
         """KV tokens that there is room for, as of the last step that was taken."""
-        return self._free * self._settings.block_tokens
+        return self._free * self.settings.block_tokens
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it could run here if it were alone."""
@@ -181,7 +181,7 @@ class Engine:
         """The next step, if there is anything to do and the stages can take it up."""
         batch = self._batch
         if not self._flight:
-            while self._landed and batch.size < self._settings.max_sequences:
+            while self._landed and batch.size < self.settings.max_sequences:
                 batch.join(self._landed.popleft())
             # Whoever had to make room is not let in again in the same step.
             preempted = self._make_room()
@@ -193,7 +193,7 @@ class Engine:
             self._begin_prefill(now, signals)
 
     def _begin_prefill(self, now: float, signals: list[Signal]) -> None:
-        chunks = self._fill(self._settings.max_batched_tokens, signals)
+        chunks = self._fill(self.settings.max_batched_tokens, signals)
         if not chunks:
             return
         tokens, pairs = _work(chunks)
@@ -215,7 +215,7 @@ class Engine:
         own = self._batch.blocks_for(1)  # goes before those of whoever is let in
         self._free -= own
         for _ in range(self._stages if decoding else 0):
-            group = self._fill(self._settings.max_batched_tokens - ceil(decoding / self._stages), signals)
+            group = self._fill(self.settings.max_batched_tokens - ceil(decoding / self._stages), signals)
             if not group:
                 break
             groups.append(group)
@@ -237,7 +237,7 @@ class Engine:
             self._tell_reading(chunks, self._run_end, signals)
         else:
             steps = int(min(most, batch.steps_to_ending()))
-            if requests * (steps // self._settings.block_tokens + 1) > self._free:
+            if requests * (steps // self.settings.block_tokens + 1) > self._free:
                 steps = min(steps, batch.steps_within(self._free))
             self._run_steps = steps
             self._run_end = now + line.run_s(requests, batch.context, steps)
@@ -321,7 +321,7 @@ class Engine:
             self._run_end = self.wake_at = max(now, boundary)  # it may be this very moment, but for rounding
 
     def _could_join(self, steps: int) -> bool:
-        if self._to_read or (self._landed and self._batch.size < self._settings.max_sequences):
+        if self._to_read or (self._landed and self._batch.size < self.settings.max_sequences):
             return True
         if not self._queue:
             return False
@@ -396,7 +396,7 @@ class Engine:
             self._reading += 1
 
     def _has_seat(self) -> bool:
-        return self._batch.size + len(self._landed) + self._reading < self._settings.max_sequences
+        return self._batch.size + len(self._landed) + self._reading < self.settings.max_sequences
 
     def _make_room(self) -> bool:
         """Take sequences out until the others have blocks for one step. Returns whether any had to go."""
@@ -417,7 +417,7 @@ class Engine:
         sequence.blocks = 0
 
     def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self._settings.block_tokens)
+        return -(-tokens // self.settings.block_tokens)
 
     def _blocks_wanted(self, sequence: Sequence) -> int:
         """To be let in. One that decodes as soon as its KV has come takes the block of its next token then."""

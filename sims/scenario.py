@@ -49,7 +49,8 @@ class ServiceRun:
 class SimSettings:
     """How everything works that is no decision.
 
-    `engine`: the same for all; None for the usual, with the token budget that `ReplicaModel` has for each replica.
+    `engine`: the same for all, with the token budget that engines are started with: the plan may give a replica less.
+    None for the usual, with the budgets of the plan, or of `ReplicaModel`.
     `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`: TCP streams of a
     transfer; None for as many as the link needs. `decode_writes_first`: the first token comes from the decode replica
     once the KV is there; else from the prefill replica, as in the running network and the papers.
@@ -115,7 +116,8 @@ Replan = Callable[[Situation], Sequence[PlanChange]]
 
 
 class ReplicaModel(NamedTuple):
-    """How fast a replica is, how many tokens of KV it holds, and how many a batch of it computes at most."""
+    """How fast a replica is, how many tokens of KV it holds, and how many a batch of it computes at most where the plan
+    does not say."""
 
     times: StepTimes
     kv_tokens: int

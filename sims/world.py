@@ -10,7 +10,7 @@ elsewhere, from the prompt and the tokens that were written before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -356,7 +356,7 @@ class _World:
         record = None if self._steps is None else partial(_keep, self._steps, number)
         engine = Engine(
             model.times,
-            self._settings.engine or EngineSettings(max_batched_tokens=model.max_batched_tokens),
+            self._engine_settings(replica, model),
             kv_tokens=model.kv_tokens,
             stages=len(replica.stages),
             record=record,
@@ -365,6 +365,15 @@ class _World:
         host.lost = not self._missing.isdisjoint(replica.peers)
         self._hosts.append(host)
         return host
+
+    def _engine_settings(self, replica: Replica, model: ReplicaModel) -> EngineSettings:
+        """As for all, in steps of as many tokens as the plan wants."""
+        common = self._settings.engine
+        if common is None:
+            return EngineSettings(max_batched_tokens=replica.step_tokens or model.max_batched_tokens)
+        if not replica.step_tokens:
+            return common
+        return replace(common, max_batched_tokens=min(replica.step_tokens, common.max_batched_tokens))
 
     def _lose(self, box: str, now: float) -> None:
         """A box is gone. Nobody knows until `detect_s` later."""
@@ -450,6 +459,9 @@ class _World:
     def _follow_plan(self, change: PlanChange, now: float) -> None:
         deployment = self._deployments[change.service]
         stopped, begun = deployment.follow(change.plan, lambda replica: self._start(deployment, replica))
+        for host in deployment.hosts.values():  # those that go on may have another phase, and other steps
+            model = self._model_of(self._cluster, deployment.service, host.replica)
+            host.engine.settings = self._engine_settings(host.replica, model)
         for host in stopped:
             if not host.lost:
                 host.lost = True

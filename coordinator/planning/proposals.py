@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..costs.rounds import CHUNKS, chunk_tokens
 from ..plan import Pairing, Phase, Plan, Replica, Stage
 from .behaviour import MAX_BATCH
 from .cluster import Cluster
@@ -16,6 +17,7 @@ from .flow import solve
 from .members import Member, Members
 from .orchestration import Orchestration
 from .problem import Percentiles, Proposal, ReplicaEstimate, Score
+from .workload import Slo
 
 __all__ = ["Proposer", "UnservedError"]
 
@@ -57,7 +59,7 @@ class Proposer:
         service, flow = orchestration.service, orchestration.flow
         if not flow.served > 0.0:
             raise UnservedError(f"service {service.name}: no replicas of the solution can hand over to each other")
-        replicas = tuple(self._replica(member) for member in orchestration.members)
+        replicas = tuple(self._replica(member, service.slo) for member in orchestration.members)
         estimates = tuple(self._estimate(orchestration, number, replica.id) for number, replica in enumerate(replicas))
         carried = _at_most(orchestration, in_time=False)
         limits = _limits(orchestration, _at_most(orchestration, in_time=True))
@@ -82,7 +84,7 @@ class Proposer:
             replicas=estimates, limits=limits,
         )  # fmt: skip
 
-    def _replica(self, member: Member) -> Replica:
+    def _replica(self, member: Member, slo: Slo) -> Replica:
         stages, first = [], 0
         for part, tp, layers in member.configuration.stages:
             box = member.group.slices[part].box
@@ -97,7 +99,10 @@ class Proposer:
         head = stages[0]
         alone = self._heads[member.holder.spans[0][0]] == 1
         name = head.peer if alone else f"{head.peer}/{head.first_gpu}"
-        return Replica(id=name, phase=member.group.phase, stages=tuple(stages))
+        step_tokens = CHUNKS[0]
+        if member.group.phase is not Phase.PREFILL:
+            step_tokens = chunk_tokens(member.configuration.times, len(stages), slo.tpot_s)
+        return Replica(id=name, phase=member.group.phase, stages=tuple(stages), step_tokens=step_tokens)
 
     def _usd_per_hour(self, orchestration: Orchestration) -> float:
         """The boxes, shared by GPUs between services, and the traffic."""

@@ -126,6 +126,7 @@ class EngineRunner:
         connector = self._scheduler.get_kv_connector()
         assert isinstance(connector, P2PConnector)
         self._transfers = connector.scheduler_side
+        self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
         self._live: dict[str, _Live] = {}
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
@@ -207,8 +208,16 @@ class EngineRunner:
                     self._transfers.pass_on(message)
                 else:
                     self._switchboard.carry_out(message)
+            case protocol.LimitSteps(tokens=tokens):
+                self._limit_steps(tokens)
             case protocol.Stop():
                 raise AssertionError("handled by the loop")
+
+    def _limit_steps(self, tokens: int) -> None:
+        """vLLM's scheduler looks at its budget in every step. All that decode at once must have a place in it."""
+        scheduler = self._scheduler
+        wanted = max(tokens, scheduler.max_num_running_reqs) if tokens else self._step_tokens
+        scheduler.max_num_scheduled_tokens = min(self._step_tokens, wanted)
 
     def _submit(self, submit: protocol.Submit) -> None:
         from vllm import SamplingParams

@@ -227,6 +227,12 @@ class CloseLink(Message, frozen=True, kw_only=True, tag="close-link"):
     reason: str
 
 
+class LimitSteps(Message, frozen=True, kw_only=True, tag="limit-steps"):
+    """From now on a step computes so many tokens at most, but never more than the engine was started with; 0: that."""
+
+    tokens: Count
+
+
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     """Leave at once."""
 
@@ -355,7 +361,7 @@ class LinkReport(Message, frozen=True, kw_only=True, tag="link"):
     blocked: bool
 
 
-ToEngine = Submit | FirstToken | Cancel | AbortTransfer | SetPaths | CloseLink | Stop
+ToEngine = Submit | FirstToken | Cancel | AbortTransfer | SetPaths | CloseLink | LimitSteps | Stop
 FromEngine = Ready | StartFailed | EngineFailed | Step | TransferReport | LinkReport
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)

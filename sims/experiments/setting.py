@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from ...coordinator.costs.gpus import Specs
@@ -161,13 +162,21 @@ def outcome(
     engine: EngineSettings | None = None,
 ) -> ServiceOutcome:
     """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All plans meet the same
-    requests at the same seed and rate."""
+    requests at the same seed and rate. `engine`: the same for all replicas, whatever the plan says of their steps."""
     service = problem.services[0]
     workload = service.workload
+    if engine is not None:
+        plan = _with_steps_of_engines(plan)
     drawn = Lengths(workload.prompts, workload.outputs, workload.name)
     rng = np.random.default_rng([17, seed])
     trace = draw(drawn, rate=rate or workload.rate, rng=rng, seconds=scope.seconds)
     return run(problem, plan, trace, SimSettings(engine=engine, dispatch=dispatch, seed=seed))
+
+
+def _with_steps_of_engines(plan: Plan) -> Plan:
+    """The plan without its own budgets of steps."""
+    replicas = tuple(msgspec.structs.replace(replica, step_tokens=0) for replica in plan.replicas)
+    return msgspec.structs.replace(plan, replicas=replicas)
 
 
 def run(problem: Problem, plan: Plan, trace: Trace, settings: SimSettings) -> ServiceOutcome:

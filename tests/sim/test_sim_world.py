@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -278,6 +279,22 @@ def test_a_flip_keeps_the_engine_and_a_new_shape_has_to_load() -> None:
     # three tokens were there; the other six come from 13.5 on
     assert result.services[0].outcomes.e2e_s.tolist() == [19.5]
     assert [replica.id for replica in result.replicas] == ["a", "b", "ab"]
+
+
+def test_a_plan_says_how_much_its_replicas_read_in_a_step() -> None:
+    plan = plan_of({"a": M}, {("a", "a"): 1.0})
+
+    def with_steps(tokens: int, version: int) -> Plan:
+        replicas = tuple(msgspec.structs.replace(replica, step_tokens=tokens) for replica in plan.replicas)
+        return msgspec.structs.replace(plan, replicas=replicas, version=version)
+
+    trace = trace_of((0.0, 1024, 2))
+    assert go(with_steps(0, 1), trace).services[0].outcomes.ttft_s.tolist() == [1.0]
+    assert go(with_steps(512, 1), trace).services[0].outcomes.ttft_s.tolist() == [2.0]
+    started = SimSettings(engine=EngineSettings(max_batched_tokens=256, max_sequences=8))
+    assert go(with_steps(512, 1), trace, settings=started).services[0].outcomes.ttft_s.tolist() == [4.0]
+    later = [PlanChange(0.5, 0, with_steps(260, 2))]
+    assert go(with_steps(512, 1), trace, changes=later).services[0].outcomes.ttft_s.tolist() == [3.0]
 
 
 def on_gpu(box: str, phase: Phase, gpu: int) -> Replica:

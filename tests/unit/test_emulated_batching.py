@@ -41,6 +41,21 @@ def test_a_long_prompt_is_read_in_chunks_beside_a_decode() -> None:
     assert (engine.running, engine.waiting) == (1, 0)
 
 
+def test_steps_can_be_limited_while_the_engine_runs_but_never_below_what_decodes() -> None:
+    engine = batcher(max_tokens=10, max_requests=3)
+    engine.add(Sequence("a", prompt=40, wanted=1))
+    assert run(engine)[0] == {"a": (0, 10)}
+    engine.limit(4)
+    assert run(engine)[0] == {"a": (10, 4)}
+    engine.limit(1)
+    assert run(engine)[0] == {"a": (14, 3)}
+    engine.limit(99)
+    assert run(engine)[0] == {"a": (17, 10)}
+    engine.limit(4)
+    engine.limit(0)
+    assert run(engine)[0] == {"a": (27, 10)}
+
+
 def test_several_prompts_share_the_budget_in_order() -> None:
     engine = batcher(max_tokens=10)
     for name, prompt in (("a", 4), ("b", 5), ("c", 6)):

@@ -14,6 +14,7 @@ from p2pserve.coordinator import BoxView, CapacityError, Demand, LinkView, Phase
 from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, Links
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.costs.rounds import CHUNKS
 from p2pserve.coordinator.network_plan import MAX_PAIRINGS, plan_network
 from p2pserve.coordinator.network_problem import network_problem
 from p2pserve.coordinator.planning.workload import KV_BITS
@@ -251,6 +252,27 @@ def test_a_plan_of_many_boxes_fits_the_gossip() -> None:
 
 
 # ---- what is a change -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_how_much_a_step_may_compute_and_keeps_to_it() -> None:
+    boxes = [msgspec.structs.replace(FLOP_RICH, phase=P), msgspec.structs.replace(BYTE_RICH, phase=D)]
+    plan = some_plan(*boxes, links=fast("f", "b"))
+    steps = {replica.id: replica.step_tokens for replica in plan.replicas}
+    assert steps["f"] == CHUNKS[0]  # it only reads
+    assert steps["b"] in CHUNKS
+
+    def running(tokens: int) -> Plan:
+        """The plan, with another budget for who decodes."""
+        replicas = tuple(
+            msgspec.structs.replace(replica, step_tokens=tokens) if replica.id == "b" else replica
+            for replica in plan.replicas
+        )
+        return msgspec.structs.replace(plan, replicas=replicas)
+
+    near, far = running(round(steps["b"] * 1.5)), running(steps["b"] * 2)
+    assert some_plan(*boxes, links=fast("f", "b"), previous=near) is near
+    again = some_plan(*boxes, links=fast("f", "b"), previous=far)
+    assert {replica.id: replica.step_tokens for replica in again.replicas} == steps
 
 
 def test_nothing_new_is_the_same_object() -> None:

@@ -62,6 +62,7 @@ TO_ENGINE: list[Message] = [
     protocol.SetPaths(link=LINK.link, paths=()),
     protocol.CloseLink(link=LINK.link, reason="gone"),
     protocol.Stop(),
+    protocol.LimitSteps(tokens=384),
     protocol.FirstToken(request="b", token=5, seed=7),
 ]
 FROM_ENGINE: list[Message] = [

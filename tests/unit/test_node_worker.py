@@ -258,6 +258,18 @@ def tokens(request: str = "r", *ids: int, **fields: Any) -> messages.Tokens:
 # ---- opening ----------------------------------------------------------------------------------------------
 
 
+def test_every_engine_of_the_replica_hears_how_much_a_step_may_compute(world: World) -> None:
+    world.worker.limit_steps(0)
+    assert world.asked() == []
+    world.worker.limit_steps(768)
+    world.worker.limit_steps(768)
+    assert world.asked() == [protocol.LimitSteps(tokens=768)]
+    world.use()  # it has been started again
+    assert world.asked() == [protocol.LimitSteps(tokens=768)]
+    world.worker.limit_steps(0)
+    assert world.asked() == [protocol.LimitSteps(tokens=0)]
+
+
 def test_a_decode_request_gets_a_ticket_for_the_link_of_its_prefill_node(world: World) -> None:
     (part,) = world.decode(deadline_s=60.0, codec="kv4").parts
     assert (part.ticket.codec, part.ticket.deadline_s) == ("kv4", 30.0)

@@ -103,7 +103,7 @@ class Batcher:
     def __init__(self, *, blocks: int, block_size: int, max_tokens: int, max_requests: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        self._max_tokens = max_tokens
+        self._max_tokens = self._step_tokens = max_tokens
         self._max_requests = max_requests
         self._free = blocks
         self._running: list[Sequence] = []
@@ -133,6 +133,10 @@ class Batcher:
     def free_tokens(self) -> int:
         """Positions for which there are free blocks."""
         return self._free * self.block_size
+
+    def limit(self, tokens: int) -> None:
+        """A step computes so many at most, but no fewer than may decode at once; 0: as many as at first."""
+        self._step_tokens = min(self._max_tokens, max(tokens, self._max_requests)) if tokens else self._max_tokens
 
     def add(self, sequence: Sequence) -> None:
         """A new request."""
@@ -166,7 +170,7 @@ class Batcher:
 
     def next(self) -> Batch:
         """The next step. It has no pieces when nothing can be computed now."""
-        budget = self._max_tokens
+        budget = self._step_tokens
         pieces: list[Piece] = []
         preempted = 0
         at = 0

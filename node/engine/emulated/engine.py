@@ -194,6 +194,8 @@ class EmulatedEngine:
                 if isinstance(message, protocol.AbortTransfer):
                     self._wait_no_longer(message.transfer)
                 self._ways.carry_out(message)
+            case protocol.LimitSteps(tokens=tokens):
+                self._batcher.limit(tokens)
             case protocol.Stop():
                 raise AssertionError("handled by the loop")
 
@@ -368,9 +370,7 @@ class EmulatedEngine:
     def _stats(self) -> protocol.EngineStats:
         batcher = self._batcher
         usage = 1.0 - batcher.free_tokens / self._kv_tokens
-        return protocol.EngineStats(
-            batcher.running, batcher.waiting, usage, batcher.free_tokens, batcher.unread_tokens
-        )
+        return protocol.EngineStats(batcher.running, batcher.waiting, usage, batcher.free_tokens, batcher.unread_tokens)
 
 
 def modelled(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
