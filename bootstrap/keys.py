@@ -10,6 +10,7 @@ so the key can be read back out of the id, and a signature needs nothing but the
 
 import os
 import secrets
+from functools import lru_cache
 from pathlib import Path
 from typing import NewType
 
@@ -34,6 +35,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
     return PeerId(base58.b58encode(_MULTIHASH_PREFIX + public_key).decode("ascii"))
 
 
+@lru_cache(maxsize=4096)  # base58 is arithmetic on large numbers, and every entry of gossip asks
 def public_key_of(peer_id: str) -> bytes | None:
     """The Ed25519 public key inside a peer id; ``None`` when the text is not such an id."""
     if len(peer_id) > _MAX_PEER_ID_CHARS:  # base58 decoding is quadratic, and the text may come from a stranger

@@ -7,12 +7,13 @@ One TCP port serves two kinds of guests. The first eight bytes, peeked at and ne
 
 Only the swarm of libp2p is used, without its host: identify, identify-push and ping would run for strangers before
 they are admitted, and cost a second stream per connection. Each libp2p connection carries exactly one control stream
-and dies with it, so that a cancelled read or write, which kills a libp2p connection, costs nothing else.
+and dies with it, so that a cancelled read or write, which kills a libp2p connection, costs nothing else. Knowing that
+there is one stream only, :mod:`.yamux` is several times cheaper for each message than libp2p's own muxer.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Final
+import struct
+from typing import Final, cast
 
 from . import ecdsa  # noqa: F401  # must come before libp2p: fills in a package it imports and we do without
 
@@ -20,21 +21,26 @@ from . import ecdsa  # noqa: F401  # must come before libp2p: fills in a package
 import libp2p.network.connection.swarm_connection as swarm_connection_module
 import trio
 from libp2p import new_swarm
-from libp2p.abc import IListener, INetConn, INetStream
+from libp2p.abc import IListener, IMuxedConn, INetConn, INetStream, ISecureConn
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
 from libp2p.custom_types import THandler, TProtocol
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.stream.net_stream import NetStream
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect import Multiselect
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.rcmgr.manager import ResourceLimits, ResourceManager
+from libp2p.security.noise.io import NoiseTransportReadWriter
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.security.secure_session import SecureSession
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.tools.anyio_service import background_trio_service
@@ -42,27 +48,23 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from .addresses import Address
-from .errors import PeerLost, ProtocolError, Unreachable
-from .frames import MAX_FRAME, MAX_STRANGER_FRAME, FrameDecoder, FrameQueue, encode_frame
+from .errors import PeerLost, Unreachable
+from .framed import ByteStream, FramedConnection
 from .identity import Identity
 from .keys import PeerId
 from .reasons import MappedErrors, close_quietly, explain, resolve
 from .shared_port import DataSocketHandler, SharedPort
 from .transport import CONTROL_PROTOCOL, DIAL_SECONDS, ConnectionHandler, run_handler
+from .yamux import OneStream
 
-__all__ = ["Libp2pConnection", "Libp2pTransport"]
+__all__ = ["Libp2pTransport"]
 
 _log = logging.getLogger(__name__)
 
 _UPGRADE_SECONDS: Final = 5
-_FLUSH_SECONDS: Final = 1.0
-_GOODBYE_SECONDS: Final = 0.5
 _READ_BYTES: Final = 64 * 1024
-_INBOX_FRAMES: Final = 256
-_STRANGER_INBOX_FRAMES: Final = 4
+_NOISE_LENGTH: Final = struct.Struct("!H")
 _MAX_STRANGERS: Final = 64  # inbound connections that were not let in yet; the next ones are closed at once
-_BATCH_FRAMES: Final = 64
-_BATCH_BYTES: Final = 256 * 1024
 
 
 class Libp2pTransport:
@@ -90,7 +92,7 @@ class Libp2pTransport:
         self._nursery: trio.Nursery | None = None
         self._swarm: Swarm | None = None
         self._multiselect = Multiselect({TProtocol(CONTROL_PROTOCOL): None})
-        self._open: set[Libp2pConnection] = set()
+        self._open: set[FramedConnection] = set()
         self._strangers: set[_WatchedStream] = set()
 
     async def serve(
@@ -141,7 +143,7 @@ class Libp2pTransport:
                 await stop.wait()
                 nursery.cancel_scope.cancel()
 
-    async def dial(self, address: Address, peer_id: PeerId) -> "Libp2pConnection":
+    async def dial(self, address: Address, peer_id: PeerId) -> FramedConnection:
         """See :class:`.transport.Transport`."""
         if self._nursery is None:
             raise RuntimeError("dial() needs a running serve(): start it in a nursery first")
@@ -158,7 +160,7 @@ class Libp2pTransport:
                         problem = explain(error, peer_id)
         raise Unreachable(f"cannot reach {peer_id} at {address}: {problem}")
 
-    async def _dial_one(self, host: str, address: Address, peer_id: PeerId) -> "Libp2pConnection":
+    async def _dial_one(self, host: str, address: Address, peer_id: PeerId) -> FramedConnection:
         swarm, nursery = self._swarm, self._nursery
         if swarm is None or nursery is None:
             raise PeerLost("the transport is closing")
@@ -171,7 +173,7 @@ class Libp2pTransport:
                 await MultiselectClient().select_one_of(
                     [TProtocol(CONTROL_PROTOCOL)], MultiselectCommunicator(stream), _UPGRADE_SECONDS
                 )
-            connection = Libp2pConnection(peer_id, address, conn, stream)
+            connection = FramedConnection(peer_id, address, _bytes_of(stream), conn.close)
             nursery.start_soon(self._run, connection)
             kept = True
             return connection
@@ -186,29 +188,27 @@ class Libp2pTransport:
             with MappedErrors("accepting a stream"):
                 await self._multiselect.negotiate(MultiselectCommunicator(stream), _UPGRADE_SECONDS)
                 watched = _watched_below(stream)
-            if any(each.conn is conn for each in self._open):
-                raise PeerLost("a second control stream on one connection")
         except PeerLost as error:
             _log.debug("an inbound stream was dropped: %s", error)
             await close_quietly(conn.close)
             return
         remote = stream.get_remote_address()
         peer = PeerId(str(stream.muxed_conn.peer_id))
-        connection = Libp2pConnection(peer, None if remote is None else Address(*remote), conn, stream)
+        connection = FramedConnection(peer, None if remote is None else Address(*remote), _bytes_of(stream), conn.close)
         connection.restrict(lambda: self._strangers.discard(watched))
         watched.speaks.set()
         if self._nursery is not None:
             self._nursery.start_soon(self._run_inbound, connection)
             await connection.finished.wait()
 
-    async def _run_inbound(self, connection: "Libp2pConnection") -> None:
+    async def _run_inbound(self, connection: FramedConnection) -> None:
         assert self._on_connection is not None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run, connection)
             await run_handler(self._on_connection, connection)
             await connection.aclose()
 
-    async def _run(self, connection: "Libp2pConnection") -> None:
+    async def _run(self, connection: FramedConnection) -> None:
         self._open.add(connection)
         try:
             await connection.run()
@@ -217,113 +217,6 @@ class Libp2pTransport:
 
     def __repr__(self) -> str:
         return f"Libp2pTransport({self.peer_id}, bound={self.bound}, connections={len(self._open)})"
-
-
-class Libp2pConnection:
-    """See :class:`.transport.Connection`. A reader and a writer task own the stream; callers touch only queues."""
-
-    def __init__(self, peer: PeerId, remote: Address | None, conn: INetConn, stream: INetStream) -> None:
-        self.peer = peer
-        self.remote = remote
-        self.conn = conn
-        self.finished = trio.Event()
-        self._stream = stream
-        self._decoder = FrameDecoder()
-        self._inbox = FrameQueue(max_frames=_INBOX_FRAMES)
-        self._on_admitted: Callable[[], None] | None = None
-        self._outbox = FrameQueue()
-        self._closing = trio.Event()
-        self._written = trio.Event()
-        self._read = trio.Event()
-
-    async def send(self, frame: bytes) -> None:
-        """See :class:`.transport.Connection`."""
-        await self._outbox.put(encode_frame(frame))
-
-    def send_nowait(self, frame: bytes) -> None:
-        """See :class:`.transport.Connection`."""
-        self._outbox.put_nowait(encode_frame(frame))
-
-    async def receive(self) -> bytes:
-        """See :class:`.transport.Connection`."""
-        return await self._inbox.take()
-
-    def restrict(self, on_admitted: Callable[[], None]) -> None:
-        """Take little from the other side, which may be anybody, until :meth:`admit`."""
-        self._decoder.max_frame = MAX_STRANGER_FRAME
-        self._inbox.resize(_STRANGER_INBOX_FRAMES)
-        self._on_admitted = on_admitted
-
-    def admit(self) -> None:
-        """See :class:`.transport.Connection`."""
-        if self._on_admitted is not None:
-            self._decoder.max_frame = MAX_FRAME
-            self._inbox.resize(_INBOX_FRAMES)
-            self._on_admitted()
-            self._on_admitted = None
-
-    async def aclose(self) -> None:
-        """See :class:`.transport.Connection`."""
-        self._close("the connection was closed here")
-        await self.finished.wait()
-
-    async def run(self) -> None:
-        """Move bytes until closed by either side; the transport keeps this running."""
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._read_loop)
-                nursery.start_soon(self._write_loop)
-                await self._closing.wait()
-                with trio.move_on_after(_FLUSH_SECONDS):
-                    await self._written.wait()
-                # Closing a libp2p connection throws away what the other side has not read yet, so say goodbye first
-                # and give it a moment to hang up.
-                with trio.move_on_after(_GOODBYE_SECONDS):
-                    await self._read.wait()
-                nursery.cancel_scope.cancel()
-        finally:
-            self._close("the transport was closed")
-            with trio.CancelScope(shield=True):
-                await close_quietly(self.conn.close)
-            self.finished.set()
-
-    async def _read_loop(self) -> None:
-        try:
-            while True:
-                with MappedErrors("the peer closed the connection"):
-                    data = await self._stream.read(_READ_BYTES)
-                if not data:
-                    raise PeerLost("the peer closed the connection")
-                for frame in self._decoder.feed(data):
-                    await self._inbox.put(frame)
-        except (PeerLost, ProtocolError) as error:
-            self._close(str(error))
-        finally:
-            self._read.set()
-
-    async def _write_loop(self) -> None:
-        try:
-            while True:
-                batch = await self._outbox.take_batch(max_frames=_BATCH_FRAMES, max_bytes=_BATCH_BYTES)
-                with MappedErrors("the connection broke while sending"):
-                    await self._stream.write(b"".join(batch))
-        except PeerLost as error:
-            self._close(str(error))
-        try:
-            with MappedErrors("closing the stream"):
-                await self._stream.close()
-        except PeerLost as error:
-            _log.debug("%s", error)
-        self._written.set()
-
-    def _close(self, because: str) -> None:
-        self._outbox.close(because)
-        self._inbox.close(because)
-        self._closing.set()
-
-    def __repr__(self) -> str:
-        state = "closing" if self._closing.is_set() else "open"
-        return f"Libp2pConnection({self.peer}, {self.remote}, {state})"
 
 
 class _SharedPortTcp(TCP):
@@ -435,8 +328,75 @@ class _WatchedStream(TrioTCPStream):
             self.end()
 
 
+class _NoiseMessages:
+    """The messages of an established Noise session, straight from and to the socket. libp2p has five layers there that
+    take locks and read the two parts of each message one by one."""
+
+    def __init__(self, session: SecureSession, rest: bytes) -> None:
+        """``rest`` has been read of a message and not been used."""
+        noise = session.conn
+        assert isinstance(noise, NoiseTransportReadWriter)
+        assert isinstance(noise.conn, RawConnection)
+        assert isinstance(noise.conn.stream, TrioTCPStream)
+        self.conn = noise
+        self.is_initiator = session.is_initiator
+        self.close = session.close
+        self.get_remote_address = session.get_remote_address
+        self.get_transport_addresses = session.get_transport_addresses
+        self.get_connection_type = session.get_connection_type
+        self._encrypt, self._decrypt = noise.encrypt, noise.decrypt
+        self._socket = noise.conn.stream.stream
+        self._plain = rest
+        self._sealed = bytearray()
+
+    async def read(self) -> bytes:
+        """At least one message; several come as one. Raises PeerLost at the end, and what the socket or Noise do."""
+        while not self._plain:
+            received = await self._socket.receive_some(_READ_BYTES)
+            if not received:
+                raise PeerLost("the peer closed the connection")
+            self._sealed += received
+            self._plain = self._open()
+        plain, self._plain = self._plain, b""
+        return plain
+
+    def _open(self) -> bytes:
+        """All messages that are there as a whole."""
+        found, at = [], 0
+        while len(self._sealed) - at >= _NOISE_LENGTH.size:
+            end = at + _NOISE_LENGTH.size + _NOISE_LENGTH.unpack_from(self._sealed, at)[0]
+            if end > len(self._sealed):
+                break
+            found.append(self._decrypt(bytes(self._sealed[at + _NOISE_LENGTH.size : end])))
+            at = end
+        del self._sealed[:at]
+        return b"".join(found)
+
+    async def write(self, data: bytes) -> None:
+        """Send a message of at most 65519 bytes."""
+        sealed = self._encrypt(data)
+        await self._socket.send_all(_NOISE_LENGTH.pack(len(sealed)) + sealed)
+
+
+class _OneStreamMuxer(MuxerMultistream):
+    """Agrees on yamux as ever, and uses ours."""
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        """Called by the swarm for each connection."""
+        await self.select_transport(conn)
+        assert isinstance(conn, SecureSession)
+        rest = await conn.read(conn.high_watermark - conn.low_watermark)  # sent along with the end of the negotiation
+        return cast(IMuxedConn, OneStream(_NoiseMessages(conn, rest), peer_id))
+
+
+def _bytes_of(stream: INetStream) -> ByteStream:
+    """The stream below libp2p's, which guards a state that nobody asks for with a lock for each read and write."""
+    assert isinstance(stream, NetStream)
+    return stream.muxed_stream
+
+
 def _watched_below(stream: INetStream) -> _WatchedStream:
-    """The socket under a stream: Yamux, the secure session, Noise, the raw connection, and there it is."""
+    """The socket under a stream: the muxer, the secure session, Noise, the raw connection, and there it is."""
     found = stream.muxed_conn.secured_conn.conn.conn.stream  # type: ignore[attr-defined]  # of no interface
     if not isinstance(found, _WatchedStream):
         raise TypeError(f"an inbound stream runs over {found!r}")
@@ -479,6 +439,7 @@ def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:
         ),
     )
     assert isinstance(swarm, Swarm)
+    swarm.upgrader.muxer_multistream = _OneStreamMuxer({TProtocol(YAMUX_PROTOCOL_ID): Yamux})
     swarm.auto_connector = _NoAutoConnector(swarm)
     return swarm
 

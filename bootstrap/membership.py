@@ -66,9 +66,11 @@ _GONE: Final = (MemberState.DEAD, MemberState.LEFT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds. Shorter ones notice a death sooner and mistake a pause for one more often."""
+    """Seconds. Shorter ones notice a death sooner and mistake a pause for one more often. A peer that says nothing for
+    ``ping_s`` is pinged, and every one each ``rtt_s``, for the round trip."""
 
     ping_s: float = 1.0
+    rtt_s: float = 2.5
     suspect_s: float = 3.0
     dead_s: float = 8.0
     forget_s: float = 600.0  # how long a dead member's entries are kept as tombstones
@@ -130,6 +132,11 @@ class _Life:
 
 def _trust_everybody(peer: str, record: MemberRecord) -> None:
     """The check of a membership that is used without a network key."""
+
+
+def _not_measured(peer: PeerId) -> float | None:
+    """The round trip to a peer, as a membership without links knows it."""
+    return None
 
 
 class Membership:
@@ -319,16 +326,18 @@ class Membership:
                 changed = True
         self._buried = {origin: grave for origin, grave in self._buried.items() if grave[1] > now}
         # A link is judged by what came over it: others may vouch for a peer that we hear no more.
-        dead, due = now - self.timeouts.dead_s, now - self.timeouts.ping_s
+        dead = now - self.timeouts.dead_s
         drop = tuple(peer for peer, link in self._connected.items() if link.heard_at <= dead)
-        ping = tuple(peer for peer, link in self._connected.items() if link.pinged_at <= due and peer not in drop)
+        ping = tuple(
+            peer for peer, link in self._connected.items() if self._ping_at(peer, link) <= now and peer not in drop
+        )
         for peer in ping:
             self._connected[peer].pinged_at = now
         return Step(drop=drop, ping=ping, forgotten=tuple(forgotten), changed=changed)
 
     def wake_at(self, now: float) -> float | None:
         """When :meth:`tick` next has something to do; ``None`` while alone."""
-        moments = [max(link.pinged_at + self.timeouts.ping_s, now) for link in self._connected.values()]
+        moments = [max(self._ping_at(peer, link), now) for peer, link in self._connected.items()]
         for life in self._lives.values():
             if life.gone_since is not None:
                 moments.append(self._forget_at(life))
@@ -351,8 +360,8 @@ class Membership:
         """The same including tombstones: for what must not be forgotten because its author died."""
         return {PeerId(o): life.entries[kind].payload for o, life in self._lives.items() if kind in life.entries}
 
-    def members(self) -> tuple[Member, ...]:
-        """Everybody who was ever heard or vouched for, by peer id."""
+    def members(self, rtt_s: Callable[[PeerId], float | None] = _not_measured) -> tuple[Member, ...]:
+        """Everybody who was ever heard or vouched for, by peer id; ``rtt_s`` knows the round trips."""
         found = []
         for origin, life in sorted(self._lives.items()):
             if life.record is not None and (life is self._own or life.heard_at is not None or life.record.left):
@@ -363,6 +372,7 @@ class Membership:
                         state=life.state,
                         address=Address(life.record.host, life.record.port),
                         incarnation=life.incarnation,
+                        rtt_s=rtt_s(PeerId(origin)),
                     )
                 )
         return tuple(found)
@@ -465,6 +475,11 @@ class Membership:
             self._own.entries[kind] = sign_entry(
                 self._identity, kind, self._own.incarnation, self._version, entry.payload
             )
+
+    def _ping_at(self, peer: PeerId, link: _Link) -> float:
+        """When to ping a peer. Of two, one is sooner to mind that nothing is said; its pings keep the other content."""
+        patience_s = self.timeouts.ping_s * (1.0 if self.peer_id < peer else 1.5)
+        return min(max(link.heard_at, link.pinged_at) + patience_s, link.pinged_at + self.timeouts.rtt_s)
 
     def _forget_at(self, life: _Life) -> float:
         since = life.gone_since if life.gone_since is not None else _NO_NEWS

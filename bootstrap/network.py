@@ -9,7 +9,6 @@ between them and the control streams::
     session one per admitted peer: reads until the connection is lost
 """
 
-import dataclasses
 import logging
 import random
 import time
@@ -189,12 +188,7 @@ class Network:
 
     def members(self) -> tuple[Member, ...]:
         """Everybody, ourselves and the recently dead included, by peer id."""
-        return tuple(
-            dataclasses.replace(member, rtt_s=session.control.rtt_s)
-            if (session := self._links.sessions.get(member.peer_id)) is not None
-            else member
-            for member in self._membership.members()
-        )
+        return self._membership.members(self._rtt_s)
 
     @property
     def coordinator(self) -> tuple[PeerId, int] | None:
@@ -295,6 +289,10 @@ class Network:
             f"Network({self.peer_id}, {self.role.value}, connected={len(self._links.sessions)}, "
             f"coordinator={self._coordinator}, revision={self._revision})"
         )
+
+    def _rtt_s(self, peer: PeerId) -> float | None:
+        session = self._links.sessions.get(peer)
+        return None if session is None else session.control.rtt_s
 
     # -- joining ----------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ class Curve:
         return self.start_s + self.rtt_s * log2(1.0 + size * _LN2 / (self.first * self.rtt_s))
 
     @property
+    def steady_s(self) -> float:
+        """From when on they arrive at the full rate."""
+        return self.start_s + self._ramp_s
+
+    @property
     def _ramp_s(self) -> float:
         return self.rtt_s * log2(self.rate / self.first) if self.rate > self.first else 0.0
 
@@ -80,6 +85,10 @@ def striped_seconds(one: Curve, two: Curve, size: float, cap: float) -> float:
     low, high = max(start, floor), best
     if one.bytes_by(low) + two.bytes_by(low) >= size:
         return low
+    steady = max(one.steady_s, two.steady_s)
+    if one.bytes_by(steady) + two.bytes_by(steady) <= size:
+        rest = size - one.bytes_by(steady) - two.bytes_by(steady)
+        return min(max(steady + rest / (one.rate + two.rate), low), high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
         if one.bytes_by(middle) + two.bytes_by(middle) >= size:

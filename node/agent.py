@@ -11,7 +11,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -233,7 +233,7 @@ class Node:
             ask=network.request,
             neighbours=lambda: [
                 Neighbour(member.peer_id, member.address, member.rtt_s)
-                for member in self._others(network, MemberState.ALIVE)
+                for member in _others(network.peer_id, network.members(), MemberState.ALIVE)
             ],
             activity=lambda: Activity(
                 transfers=ways.transfers, engine_busy=self._host is not None and not self._host.worker.idle
@@ -248,17 +248,6 @@ class Node:
         )
         nursery.start_soon(prober.run)
         return ways
-
-    def _others(self, network: Network, *states: MemberState) -> list[Member]:
-        """The other nodes in these states that have an address."""
-        return [
-            member
-            for member in network.members()
-            if member.peer_id != network.peer_id
-            and member.role is not Role.CLIENT
-            and member.state in states
-            and member.address.port
-        ]
 
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
         before, self._engine = self._engine, engine
@@ -365,14 +354,16 @@ class Node:
     async def _watch(self, network: Network) -> None:
         """Follow every change of membership, adverts, plan and coordinator."""
         revision = -1
+        considered: tuple[tuple[PeerId, int], bytes] | None = None
         while True:
             revision = await network.wait_changed(revision)
+            members = network.members()
             self._view.update(network.entries(messages.ADVERT))
             if self._gateway is not None:
                 self._gateway.on_adverts()
             self._view.update_links(network.entries(messages.LINKS))
-            self._note_addresses(network)
-            self._note_members(network)
+            self._note_addresses(network.peer_id, members)
+            self._note_members(network.peer_id, members)
             leader = network.coordinator
             if leader != self._leader:
                 self._leader = leader
@@ -381,8 +372,10 @@ class Node:
                     self._say(f"coordinator: {who} (epoch {leader[1]})")
             if leader is not None:
                 payload = network.entries(messages.PLAN).get(leader[0])
-                if payload is not None and self._view.consider_plan(leader[0], leader[1], payload):
-                    self._say_plan(network.peer_id)
+                if payload is not None and (leader, payload) != considered:
+                    considered = leader, payload
+                    if self._view.consider_plan(leader[0], leader[1], payload):
+                        self._say_plan(network.peer_id)
             self._looked.set()
             if self._host is not None and not self._draining:
                 self._host.follow(self._view.plan)
@@ -422,21 +415,21 @@ class Node:
         except ValueError as error:  # too large to be gossiped: worth a word, not a node
             self._say(f"the {kind} was not published: {error}")
 
-    def _note_addresses(self, network: Network) -> None:
+    def _note_addresses(self, own: PeerId, members: tuple[Member, ...]) -> None:
         """Whatever concerns KV finds members' addresses and engines as of now."""
         # One that is merely suspected still takes KV: the plan says who is used, and a transfer shows whether it works.
-        present = self._others(network, MemberState.ALIVE, MemberState.SUSPECT)
+        present = _others(own, members, MemberState.ALIVE, MemberState.SUSPECT)
         others = {member.peer_id: member.address for member in present}
         if self._desk is not None:
             self._desk.know(others)
         if self._ways is not None:
             self._ways.learn(self._view.links_told, {peer: self._view.starts(peer) for peer in others})
 
-    def _note_members(self, network: Network) -> None:
+    def _note_members(self, own: PeerId, members: tuple[Member, ...]) -> None:
         alive = {
             m.peer_id
-            for m in network.members()
-            if m.state is MemberState.ALIVE and m.role is not Role.CLIENT and m.peer_id != network.peer_id
+            for m in members
+            if m.state is MemberState.ALIVE and m.role is not Role.CLIENT and m.peer_id != own
         }
         for peer in sorted(alive - self._known):
             self._say(f"joined: {peer}")
@@ -464,6 +457,15 @@ class Node:
         with trio.move_on_after(self._settings.drain_s):
             while not all(part.idle for part in parts):  # noqa: ASYNC110 (two rooms' worth of state, seconds at most)
                 await trio.sleep(0.05)
+
+
+def _others(own: PeerId, members: Iterable[Member], *states: MemberState) -> list[Member]:
+    """The other nodes in these states that have an address."""
+    return [
+        member
+        for member in members
+        if member.peer_id != own and member.role is not Role.CLIENT and member.state in states and member.address.port
+    ]
 
 
 async def _close_in_the_end(relay: Relay) -> None:

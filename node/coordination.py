@@ -79,7 +79,11 @@ class Coordinator:
             return None
         last = self._last
         known = last is not None and task.roster == last.roster
-        if last is not None and known and (now < self._planned_at + QUIET_S or task.figures == last.figures):
+        if known and now < self._planned_at + QUIET_S:
+            return None
+        links = tuple(sorted(view.links(), key=lambda link: (link.source, link.target)))
+        task = replace(task, links=links, demands=tuple(view.demands(task.service)))
+        if last is not None and known and task.figures == last.figures:
             return None
         self._last, self._planned_at = task, now
         return task
@@ -96,6 +100,7 @@ class Coordinator:
         return plan
 
     def _task(self, view: NetworkView, leader: Leader | None) -> Task | None:
+        """What there is to plan with as yet, but for links and demands: they are many, and looked at less often."""
         if leader is None or leader[0] != self._own:
             return None
         epoch = leader[1]
@@ -110,8 +115,8 @@ class Coordinator:
             version = max(version, previous.version + 1)
         return Task(
             boxes=tuple(sorted(view.boxes(service), key=lambda box: box.peer)),
-            links=tuple(sorted(view.links(), key=lambda link: (link.source, link.target))),
-            demands=tuple(view.demands(service)),
+            links=(),
+            demands=(),
             service=service,
             epoch=epoch,
             version=version,

@@ -122,6 +122,7 @@ class KvWays:
         self._service = ""
         self._estimators: dict[PeerId, LinkEstimator] = {}
         self._tables: Mapping[PeerId, messages.LinkTable] = {}
+        self._others: Network | None = None  # what the tables say of other nodes' links, once somebody has asked
         self._lives: Mapping[PeerId, int] = {}
         self._permits: dict[tuple[PeerId, PeerId], Permit] = {}
         self._refused: dict[tuple[PeerId, PeerId], float] = {}  # relay and target -> when
@@ -143,7 +144,9 @@ class KvWays:
 
     def learn(self, tables: Mapping[PeerId, messages.LinkTable], lives: Mapping[PeerId, int]) -> None:
         """What other nodes say of their links, and how often each engine has been started."""
-        self._tables, self._lives = tables, lives
+        if tables != self._tables:
+            self._tables, self._others = dict(tables), None
+        self._lives = lives
         for peer in [peer for peer in self._estimators if peer not in tables and peer not in lives]:
             del self._estimators[peer]
 
@@ -202,12 +205,9 @@ class KvWays:
     def network(self, without: bytes = b"") -> Network:
         """Everything known, and what flows from here now; `without` leaves one link's own flow out."""
         now = self._clock()
-        links: dict[tuple[str, str], LinkFigures] = {}
-        boxes: dict[str, BoxFigures] = {self.own: self.settings.box}
-        for peer, table in self._tables.items():
-            if peer != self.own:
-                boxes[peer] = table.box
-                links.update({(peer, target): figures for target, figures in table.links.items()})
+        if self._others is None:
+            self._others = self._of_others()
+        links = dict(self._others.links)
         links.update({(self.own, peer): estimator.figures(now) for peer, estimator in self._estimators.items()})
         flows = tuple(
             Flow(self.own, way.peer, path.gbps, path.via)
@@ -215,7 +215,7 @@ class KvWays:
             if link != without and way.moving(now)
             for path in way.choice.paths
         )
-        return Network(links, boxes, flows)
+        return Network(links, self._others.boxes, flows)
 
     # ---- a transfer -----------------------------------------------------------------------------------------
 
@@ -305,6 +305,16 @@ class KvWays:
         return self._links.forget_peer(peer)
 
     # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _of_others(self) -> Network:
+        """The links of other nodes as they tell them, and all boxes."""
+        links: dict[tuple[str, str], LinkFigures] = {}
+        boxes: dict[str, BoxFigures] = {self.own: self.settings.box}
+        for peer, table in self._tables.items():
+            if peer != self.own:
+                boxes[peer] = table.box
+                links.update({(peer, target): figures for target, figures in table.links.items()})
+        return Network(links, boxes)
 
     async def _link(self, ends: Ends, wanted: bytes) -> LinkTicket:
         """The link that the ticket is for. The one known here may be of an earlier life of either end: the next

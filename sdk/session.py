@@ -26,7 +26,7 @@ from ..bootstrap import (
 from ..bootstrap.membership import MemberState
 from ..bootstrap.network import Network
 from ..node.messages import ADVERT, Chunk, Generate, Generating, Status, StatusQuery, StopRequest
-from ..node.view import decode_adverts
+from ..node.view import NetworkView
 from .errors import (
     ClientError,
     ConnectionFailed,
@@ -146,6 +146,7 @@ class Session:
     def __init__(self, network: Network, timeout_s: float) -> None:
         self._network = network
         self._timeout_s = timeout_s
+        self._view = NetworkView()
         self._inboxes: dict[str, _Inbox] = {}
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
         network.on_notice("chunk", Chunk, self._on_chunk)
@@ -286,11 +287,11 @@ class Session:
                 nursery.start_soon(ask, peer)
 
     def _candidates(self) -> list[Candidate]:
-        adverts, _ = decode_adverts(self._network.entries(ADVERT))
+        self._view.update(self._network.entries(ADVERT))
         return [
             Candidate(
                 peer=member.peer_id,
-                advert=adverts.get(member.peer_id),
+                advert=self._view.adverts.get(member.peer_id),
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
             )
             for member in self._network.members()

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import cast
 
 import msgspec
 import pytest
 import trio
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
 from p2pserve.bootstrap import (
     Address,
@@ -32,11 +35,14 @@ from p2pserve.bootstrap import (
     libp2p_host,
     links,
     mesh,
+    yamux,
 )
-from p2pserve.bootstrap.libp2p_host import Libp2pConnection, Libp2pTransport
+from p2pserve.bootstrap.framed import FramedConnection
+from p2pserve.bootstrap.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.membership import Timeouts
 from p2pserve.bootstrap.shared_port import DataSocketHandler
 from p2pserve.bootstrap.transport import Connection
+from p2pserve.bootstrap.yamux import OneStream
 
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = NetworkKey(b"n" * 32)
@@ -361,25 +367,87 @@ def test_garbage_scanners_and_hang_ups_do_not_disturb() -> None:
     run(main)
 
 
+@contextmanager
+def libp2ps_own_muxer() -> Iterator[None]:
+    """Transports that begin to serve here use libp2p's own yamux."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libp2p_host, "_OneStreamMuxer", MuxerMultistream)
+        yield
+
+
+@asynccontextmanager
+async def one_with_libp2ps_own_muxer(
+    *, dialler: bool
+) -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2pTransport]]:
+    """An echoing transport, and another that dials it: one of the two with libp2p's own yamux."""
+    listening = Libp2pTransport(Identity.generate(), LOOPBACK, LOOPBACK)
+    dialling = Libp2pTransport(Identity.generate(), None, LOOPBACK)
+    async with trio.open_nursery() as nursery:
+        with libp2ps_own_muxer() if not dialler else nullcontext():
+            address = await nursery.start(listening.serve, echo_back)
+        with libp2ps_own_muxer() if dialler else nullcontext():
+            await nursery.start(dialling.serve, echo_back)
+        yield address, listening, dialling
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("dialler", [True, False])
+def test_other_peers_may_use_another_yamux(dialler: bool) -> None:
+    async def main() -> None:
+        async with one_with_libp2ps_own_muxer(dialler=dialler) as (address, listening, dialling):
+            connection = await dialling.dial(address, listening.peer_id)
+            for size in (0, 1, 65_536, 1_000_000, 4 * 1024 * 1024):
+                frame = random.Random(size).randbytes(size)
+                await connection.send(frame)
+                assert await connection.receive() == frame
+            for _ in range(20):  # more than any window, so that both sides have to make room
+                await connection.send(bytes(1_000_000))
+                assert len(await connection.receive()) == 1_000_000
+            await connection.aclose()
+            again = await dialling.dial(address, listening.peer_id)
+            await again.send(b"again")
+            assert await again.receive() == b"again"
+
+    run(main)
+
+
+def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yamux, "_STALLED_SECONDS", 0.5)
+
+    async def main() -> None:
+        async with waiting_room() as (address, listening, dialling, room):
+            near = await dialling.dial(address, listening.peer_id)
+            await until(lambda: room)
+
+            async def send_for_ever() -> None:
+                while True:
+                    await near.send(bytes(100_000))
+
+            with pytest.raises(PeerLost):
+                await send_for_ever()
+
+    run(main)
+
+
 def test_garbage_behind_the_handshake_does_not_disturb() -> None:
     """A peer that speaks Noise and yamux correctly, and nonsense from there on."""
 
     async def main() -> None:
         rng = random.Random(0)
-        async with echo_server() as (address, server, dialling):
+        async with one_with_libp2ps_own_muxer(dialler=True) as (address, listening, dialling):
             for attempt in range(24):
-                rogue: Libp2pConnection = await dialling.dial(address, server.peer_id)
+                rogue = await dialling.dial(address, listening.peer_id)
+                stream = rogue._stream
+                assert isinstance(stream, YamuxStream)
                 if attempt % 3 == 0:  # a control stream with an absurd length
-                    await rogue._stream.write(b"\xff\xff\xff\xff" + rng.randbytes(50))
+                    await stream.write(b"\xff\xff\xff\xff" + rng.randbytes(50))
                 elif attempt % 3 == 1:  # yamux frames of unknown types and streams
-                    await rogue.conn.muxed_conn._write_frame(rng.randbytes(12) + rng.randbytes(40))  # type: ignore[attr-defined]
-                else:  # a second control stream, and one of another protocol
-                    extra = await rogue.conn.new_stream()
-                    await extra.write(b"\x13/multistream/1.0.0\n\x13/p2pserve/ctl/1\n")
-                    other = await rogue.conn.new_stream()
-                    await other.write(b"\x13/multistream/1.0.0\n\x10/ipfs/id/1.0.0\n")
-                await trio.sleep(0.01)
-            good = await dialling.dial(address, server.peer_id)
+                    await stream.conn._write_frame(rng.randbytes(12) + rng.randbytes(40))
+                else:  # a second stream
+                    await stream.conn.open_stream()
+                with pytest.raises(PeerLost):
+                    await rogue.receive()
+            good = await dialling.dial(address, listening.peer_id)
             await good.send(b"still here")
             assert await good.receive() == b"still here"
 
@@ -426,6 +494,8 @@ def test_who_opens_no_control_stream_is_dropped(monkeypatch: pytest.MonkeyPatch)
             await until(lambda: len(listening._strangers) == 3)
             took = await until(lambda: len(listening._strangers) == 1)
             assert 0.5 < took < 2.0
+            with pytest.raises(PeerLost):
+                await cast(OneStream, idle.muxed_conn).read()
             await until(lambda: idle.is_closed)
             await until(lambda: len(swarm.get_connections()) == 1)
             with trio.fail_after(1):
@@ -456,7 +526,7 @@ def test_little_is_taken_before_admission_and_all_after_it() -> None:
                 await near.send(bytes(100_000))
             await until(lambda: room)
             far = room.pop()
-            assert isinstance(far, Libp2pConnection)
+            assert isinstance(far, FramedConnection)
             await until(lambda: len(far._inbox) == 4)
             await trio.sleep(0.2)
             assert len(far._inbox) == 4, "the rest waits at its sender"

@@ -237,11 +237,30 @@ def test_pings_and_drops_and_when_to_wake() -> None:
     membership.on_connected(ANN.peer_id, 0.0)
     assert membership.wake_at(0.0) == 0.0
     assert membership.tick(0.0).ping == (ANN.peer_id,)
-    assert membership.wake_at(0.0) == 1.0
-    assert membership.tick(0.9).ping == ()
-    assert membership.tick(1.0).ping == (ANN.peer_id,)
+    assert membership.wake_at(0.0) == 1.5
+    assert membership.tick(1.4).ping == ()
+    assert membership.tick(1.5).ping == (ANN.peer_id,)
     step = membership.tick(8.0)
     assert (step.drop, step.ping) == ((ANN.peer_id,), ())
+
+
+def test_a_peer_that_speaks_is_pinged_for_the_round_trip_only() -> None:
+    near, far = sorted((ME, ANN), key=lambda each: each.peer_id)
+    pinged: dict[str, list[float]] = {}
+    for who, other in ((near, far), (far, near)):
+        membership = table(who)
+        membership.merge((said(other, MEMBER_KIND, 1, record()),), 0.0)
+        membership.on_connected(other.peer_id, 0.0)
+        moments = pinged[who.peer_id] = []
+        for tenth in range(101):
+            now = tenth / 10
+            moments += [now] if membership.tick(now).ping else []
+            if tenth >= 50 and tenth % 5 == 0:
+                membership.on_heard(other.peer_id, now)
+    assert pinged == {
+        near.peer_id: [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0],
+        far.peer_id: [0.0, 1.5, 3.0, 4.5, 7.0, 9.5],
+    }
 
 
 def test_the_dead_are_forgotten_and_not_learned_again() -> None:

@@ -293,8 +293,8 @@ class EmulatedEngine:
                 live.told_by = submit.receive[0].ticket.transfer if submit.told_first else None
             except TransferError as error:  # then the prompt is computed
                 _log.warning("request %s cannot receive: %s", submit.request, error)
-        if self.idle:  # after a pause there is nothing to catch up with
-            self._ends = self._ended = None
+        if self.idle:  # after a pause a step begins when its request comes, however long this process takes to see it
+            self._ends = self._ended = now
         self._live[submit.request] = live
         self._batcher.add(live.work)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,13 @@ __all__ = ["run_emulated_engine"]
 
 AWAIT_S: Final = 0.05  # how often one looks at what is late while only KV is awaited
 
-Inbox = queue.SimpleQueue[protocol.ToEngine | KvEnded]
+SWITCH_S: Final = 0.0005
+"""For so long a thread that moves KV may keep a step waiting; ten times less than by default."""
+
+Letter = tuple[float, protocol.ToEngine | KvEnded]
+"""When it came, and what."""
+
+Inbox = queue.SimpleQueue[Letter]
 
 
 def run_emulated_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: socket.socket) -> int:
@@ -29,11 +36,16 @@ def run_emulated_engine(config: protocol.EngineConfig, messages: socket.socket, 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if config.log_file:
         redirect_output(Path(config.log_file))
+    sys.setswitchinterval(SWITCH_S)
     assert config.emulation is not None
     model = config.emulation.model
     outbox = Outbox(messages)
     inbox: Inbox = queue.SimpleQueue()
-    listen(messages, inbox.put)
+
+    def take(message: protocol.ToEngine | KvEnded) -> None:
+        inbox.put((time.monotonic(), message))
+
+    listen(messages, take)
     started = time.monotonic()
     transfers = Transfers(
         layers=model.layers,
@@ -43,7 +55,7 @@ def run_emulated_engine(config: protocol.EngineConfig, messages: socket.socket, 
     )
     threading.Thread(target=_accept, args=(sockets, transfers), name="kv-acceptor", daemon=True).start()
     try:
-        engine = EmulatedEngine(config, transfers, tell=outbox.send, wake=inbox.put)
+        engine = EmulatedEngine(config, transfers, tell=outbox.send, wake=take)
     except EmulationError as error:
         outbox.send(protocol.StartFailed(reason=str(error)))
         outbox.flush()
@@ -59,10 +71,11 @@ def _loop(engine: EmulatedEngine, inbox: Inbox) -> None:
     computing = True
     while True:
         wait_s = 0.0 if computing else AWAIT_S
-        while (message := _next(inbox, None if engine.idle else wait_s)) is not None:
+        while (letter := _next(inbox, None if engine.idle else wait_s)) is not None:
+            came_at, message = letter
             if isinstance(message, protocol.Stop):
                 return
-            engine.take(message, time.monotonic())
+            engine.take(message, came_at)
             wait_s = 0.0
         ends = engine.begin(time.monotonic())
         computing = ends is not None
@@ -72,7 +85,7 @@ def _loop(engine: EmulatedEngine, inbox: Inbox) -> None:
         engine.look(time.monotonic())
 
 
-def _next(inbox: Inbox, wait_s: float | None) -> protocol.ToEngine | KvEnded | None:
+def _next(inbox: Inbox, wait_s: float | None) -> Letter | None:
     """The next message, if one comes in time; None: in whatever time."""
     try:
         return inbox.get(block=wait_s != 0.0, timeout=wait_s or None)
