@@ -98,10 +98,10 @@ from .format import (
     Codec,
     Fp8Layout,
     Kivi4Layout,
-    Kv4Layout,
     WireDtype,
     codec_from_wire,
     dtype_from_wire,
+    kv4_layout,
     payload_bytes,
 )
 
@@ -180,7 +180,7 @@ def decode(
     geometry = (start, tokens, heads, head_dim)
     match codec:
         case Codec.KV4:
-            return kv4.decode(data, Kv4Layout(*geometry), dtype=dtype, layer=layer)
+            return kv4.decode(data, kv4_layout(*geometry), dtype=dtype, layer=layer)
         case Codec.FP8:
             return fp8.decode(data, Fp8Layout(*geometry), dtype=dtype, layer=layer)
         case Codec.KIVI4:

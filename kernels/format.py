@@ -5,9 +5,10 @@ The payload layouts themselves are specified, bit for bit, in `codec`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from .errors import PayloadError, TensorError
 from .fp8_layout import Fp8Layout
@@ -28,6 +29,7 @@ __all__ = [
     "WireDtype",
     "codec_from_wire",
     "dtype_from_wire",
+    "kv4_layout",
     "payload_bytes",
     "value_groups",
 ]
@@ -210,6 +212,12 @@ class Kv4Layout:
         return sum(self.section_bytes)
 
 
+@lru_cache(maxsize=256)
+def kv4_layout(start: int, tokens: int, heads: int, head_dim: int) -> Kv4Layout:
+    """The layout of blocks of this geometry, kept because all layers of a prompt have the same."""
+    return Kv4Layout(start, tokens, heads, head_dim)
+
+
 def _length(rows: slice) -> int:
     return int(rows.stop - rows.start)
 
@@ -223,9 +231,9 @@ def payload_bytes(codec: Codec, dtype: WireDtype, *, start: int, tokens: int, he
 
 
 # `raw` has no sections; any layout refuses an empty block and a negative start for it.
-_LAYOUTS: dict[Codec, type[Kv4Layout | Fp8Layout | Kivi4Layout]] = {
-    Codec.RAW: Kv4Layout,
-    Codec.KV4: Kv4Layout,
+_LAYOUTS: dict[Codec, Callable[[int, int, int, int], Kv4Layout | Fp8Layout | Kivi4Layout]] = {
+    Codec.RAW: kv4_layout,
+    Codec.KV4: kv4_layout,
     Codec.FP8: Fp8Layout,
     Codec.KIVI4: Kivi4Layout,
 }

@@ -8,7 +8,7 @@ from . import kv4_native
 from . import kv4_reference as reference
 from .accelerate import ready
 from .blocks import clamped, has_triton, read_header, require_finite, sixteen_bit, within, write_header
-from .format import FORMAT_VERSION, Kv4Layout
+from .format import FORMAT_VERSION, Kv4Layout, kv4_layout
 from .kv4_reference import LARGEST, Sections
 
 __all__ = ["LARGEST", "decode", "encode"]
@@ -16,7 +16,7 @@ __all__ = ["LARGEST", "decode", "encode"]
 
 def encode(k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memoryview:
     """The payload of one block. Raises `NonFiniteError` for the first value that is not finite or too large."""
-    layout = Kv4Layout(start, *k.shape)
+    layout = kv4_layout(start, *k.shape)
     sixteen = sixteen_bit(k.dtype)
     k16, v16 = k.to(sixteen), v.to(sixteen)
     out = torch.empty(layout.total_bytes, dtype=torch.uint8, device=k.device)

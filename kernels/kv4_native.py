@@ -49,7 +49,7 @@ def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4
 
 def _library(layout: Kv4Layout) -> ctypes.CDLL | None:
     head_dim = layout.head_dim
-    if head_dim % _LANES or head_dim > _MOST_CHANNELS or head_dim // value_groups(head_dim) % 2:
+    if head_dim % _LANES or head_dim > _MOST_CHANNELS or head_dim // value_groups(head_dim) % 4:
         return None
     return _LIBRARY.get()
 

@@ -1,7 +1,7 @@
 """C++ kernels, built where they run for the processor that runs them, and loaded with `ctypes`, which frees the GIL.
 
 The bytes are those of the plain reference, so when and whether this works changes nothing but speed. Building takes
-about two seconds and happens once per machine: the library is kept under the hash of its sources, its compiler and the
+some seconds and happens once per machine: the library is kept under the hash of its sources, its compiler and the
 processor's features.
 """
 

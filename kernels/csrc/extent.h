@@ -15,9 +15,10 @@ typedef std::uint16_t H2 __attribute__((vector_size(4 * W)));  // as wide as F
 
 template <typename T> struct Extent {  // T: vectors of std::uint16_t
     typedef decltype(T{} < T{}) Signed;
-    Signed least, most;
-    T farthest;
+    Signed least = Signed{} + std::int16_t(0x7FFF), most = ~least;
+    T farthest{};
 
+    Extent() = default;  // of nothing
     explicit Extent(T x) : least((Signed)x), most((Signed)x), farthest(x) {}
 
     Extent &operator|=(const Extent &other) {

@@ -1,10 +1,11 @@
 // The kv4 codec for CPUs: the same bytes as kernels/kv4_reference.py, which says what the steps mean.
 //
-// 2 * W channels of K, or 2 * W vectors of V, side by side in two vectors: the even ones and the odd ones, as 16-bit
-// numbers widen. What one pass leaves for the next stays in the first-level cache, and memory is read and written in
-// runs of 32 or 64 bytes: rows lie far apart, and a line of the cache that is fetched for less is fetched again.
+// 2 * W channels of K, or 2 * W vectors of V, side by side in a vector of 16-bit numbers or two of fp32. What one pass
+// leaves for the next stays in the first-level cache, and memory is read and written in runs of 32 or 64 bytes: rows
+// lie far apart, and a line of the cache that is fetched for less is fetched again.
 
-#include "lanes.h"
+#include "extent.h"
+#include "words.h"
 
 namespace {
 
@@ -14,6 +15,7 @@ constexpr int SPAN = 256, GROUP = 32, GROUPS = SPAN / GROUP;
 constexpr int BLOCK = 32;   // channels of K coded at once
 constexpr int TILE = 64;    // vectors of V coded at once
 constexpr int PAIR = 2 * W;
+constexpr int LINE = 32;    // 16-bit numbers in a line of the cache
 constexpr int MOST = 1024;  // head_dim
 constexpr int UNIT_SHIFT = 21, UNIT_BASE = (127 - 40) << 2, UNIT_ROUND = (1 << UNIT_SHIFT) - 1;
 constexpr std::int32_t LARGEST = 0x4E800000;  // 2**30
@@ -23,98 +25,137 @@ constexpr float PER_STEP = 1 / 15.125, MIDDLE_FINENESS = 32;
 constexpr int CANDIDATES = 4;
 constexpr float NUDGES[CANDIDATES] = {-9 / 32.0, -3 / 32.0, 3 / 32.0, 9 / 32.0};
 constexpr int FINE_BITS = 7;  // values are rounded to this fraction of a step, in bits
+constexpr std::int16_t STEP = 1 << FINE_BITS, HALF_STEP = STEP / 2, FRACTION = STEP - 1;
 
 inline F unit_of(I codes) { return floats((codes + UNIT_BASE) << UNIT_SHIFT); }
 inline I unit_codes(F reach, I shift) {
     return least(most(((bits(reach) + UNIT_ROUND) >> UNIT_SHIFT) + 4 * shift - UNIT_BASE, I{}), I{} + 255);
 }
 
-// The grid on which a group is coded: its place and step are stored. In fractions of a step, on the grid to which its
-// values are relative, `shift` is where code 0 begins: half a step below its zero.
-struct Grid {
-    F place, step;
-    S shift;
-};
-
 enum class Kind { KEYS, VALUES };
 
-// The place nearest to a grid of such a middle, and what code 0 of a grid there stands for, in units.
-template <Kind KIND> inline F place_of(F middle, F step) {
-    if constexpr (KIND == Kind::KEYS) return within(whole(middle - step * 7.5f), 0, 255);
-    return within(whole(middle * (2.0f / (NO_STEP - step))), -PLACE_BIAS, PLACE_BIAS - 1);
+// The place nearest to a grid whose middle lies so many steps beside `middle`, and what code 0 of a grid there stands
+// for, in units. Each product is exact.
+template <Kind KIND> inline F place_of(F middle, F step, float nudge) {
+    if constexpr (KIND == Kind::KEYS) return within(whole(exact_product_sum(step, all(nudge - 7.5f), middle)), 0, 255);
+    F near = exact_product_sum(step, all(nudge), middle);
+    return within(whole(near * (2.0f / (NO_STEP - step))), -PLACE_BIAS, PLACE_BIAS - 1);
 }
 template <Kind KIND> inline F zero_of(F place, F step) {
     if constexpr (KIND == Kind::KEYS) return place;
-    return numbers(numbers(place * (NO_STEP - step) - step * 15.0f) >> 1);
+    return numbers(numbers(exact_product_sum(place, NO_STEP - step, step * -15.0f)) >> 1);
 }
 
-// The grid for `length` values between `low` and `high`, an even number of them, and where they lie beside it: the
-// first half of them in the low halves of lanes, the second in the high ones.
-template <Kind KIND> inline Grid fit(const F *x, int length, F base, F unit, F low, F high, S *fine) {
-    F per_unit = 1.0f / unit;
-    constexpr int least_step = KIND == Kind::KEYS ? 1 : LEAST_VALUE_STEP;
-    F step = within(whole(((high - low) * per_unit) * PER_STEP), least_step, MOST_STEP);
-    F middle = whole((((low - base) + (high - base)) * per_unit) * MIDDLE_FINENESS) * (0.5f / MIDDLE_FINENESS);
-    constexpr float fineness = 1 << FINE_BITS;
-    constexpr int above = 16 - FINE_BITS;  // of these bits lies the number of the step, which does not matter here
-    F places[CANDIDATES], first{};
-    S shifts[CANDIDATES], moves[CANDIDATES];
-    I squares[CANDIDATES];
-    for (int c = 0; c < CANDIDATES; c++) {
-        places[c] = place_of<KIND>(middle + step * NUDGES[c], step);
-        F zero = zero_of<KIND>(places[c], step);
-        if (c == 0) first = zero;
-        I shift = nearest((zero - first) * (fineness / step));
-        shifts[c] = pairs(shift, shift);
-        moves[c] = shifts[c] << above;
-        squares[c] = I{};
+// How the values of a group are scaled: they are coded as (x - base) / unit.
+struct Scale {
+    F base, unit, per_unit;
+    Scale(F base, F unit) : base(base), unit(unit), per_unit(1.0f / unit) {}
+};
+
+// The grids to choose from for a group in each lane, whose values are between `low` and `high`.
+template <Kind KIND> struct Draft {
+    F step, places[CANDIDATES];
+    I shifts[CANDIDATES];  // of all but the first, from the first on, in fractions of a step
+    F start, factor;       // (x - start) * factor: where x lies on the first, in the same fractions
+
+    Draft(const Scale &scale, F low, F high) {
+        constexpr int least_step = KIND == Kind::KEYS ? 1 : LEAST_VALUE_STEP;
+        constexpr float fineness = STEP;
+        step = within(whole(((high - low) * scale.per_unit) * PER_STEP), least_step, MOST_STEP);
+        F both = whole((((low - scale.base) + (high - scale.base)) * scale.per_unit) * MIDDLE_FINENESS);
+        F middle = both * (0.5f / MIDDLE_FINENESS), per_step = fineness / step;
+        for (int c = 0; c < CANDIDATES; c++) places[c] = place_of<KIND>(middle, step, NUDGES[c]);
+        F first = zero_of<KIND>(places[0], step);
+        for (int c = 1; c < CANDIDATES; c++) shifts[c] = nearest((zero_of<KIND>(places[c], step) - first) * per_step);
+        start = first * scale.unit + scale.base;
+        factor = (1.0f / (step * scale.unit)) * fineness;
     }
-    F start = first * unit + base, factor = (1.0f / (step * unit)) * fineness;
-    int half = length / 2;
-    for (int i = 0; i < half; i++) {
-        fine[i] = pairs(nearest((x[i] - start) * factor), nearest((x[i + half] - start) * factor));
-        // How far they lie off the nearest step: the low bits, with their sign. Half a step may come with either sign,
-        // as only squares count.
-        S low_bits = fine[i] << above;
-        for (int c = 0; c < CANDIDATES; c++) {
-            S off = (c == 0 ? low_bits : low_bits - moves[c]) >> above;
-            squares[c] += dot(off, off);
-        }
+};
+
+// The same of the groups of PAIR channels or vectors.
+struct Candidates {
+    S step, places[CANDIDATES], shifts[CANDIDATES];
+    Wide start, factor;
+
+    Candidates() = default;
+    template <Kind KIND>
+    Candidates(const Draft<KIND> &low, const Draft<KIND> &high)
+        : step(pack(numbers(low.step), numbers(high.step))), start{low.start, high.start},
+          factor{low.factor, high.factor} {
+        for (int c = 0; c < CANDIDATES; c++) places[c] = pack(numbers(low.places[c]), numbers(high.places[c]));
+        for (int c = 1; c < CANDIDATES; c++) shifts[c] = pack(low.shifts[c], high.shifts[c]);
     }
-    Grid best{places[0], step, shifts[0]};
-    I smallest = squares[0];
+};
+
+// The grid on which a group is coded: its place and step are stored. In fractions of a step, on the first candidate,
+// `begin` is where code 0 begins: half a step below its zero.
+struct Grid {
+    S place, step, begin;
+};
+
+// How far numbers lie above the nearest half of a step, in fractions of a step: those of `a` in low bytes, of `b` in
+// high ones.
+inline Q residues(S a, S b) { return (Q)((a & FRACTION) | (b & FRACTION) << 8) ^ HALF_STEP; }
+
+// The best grid for groups of `length` values, a multiple of 4, in rows `pitch` numbers apart, which become where they
+// lie on the first candidate.
+//
+// A value whose residue is r lies u = r - 64 beside the nearest step. On a grid that is s further on, 0 <= s < 128, it
+// lies u - s beside a step or, if that is less than -64, u - s + 128, whose square is less by 256 * (s - r). So the sum
+// of the squares grows by n * s**2 - 2 * s * sum(u) - 256 * sum(max(s, r) - r), and sums of bytes are all it takes.
+template <bool HALF> inline Grid fit(const Candidates &from, std::uint16_t *x, int pitch, std::int16_t length) {
+    S residue[CANDIDATES], sums[CANDIDATES];
+    Q bounds[CANDIDATES];
+    sums[0] = S{};
     for (int c = 1; c < CANDIDATES; c++) {
-        I better = squares[c] < smallest;
-        best.place = better ? places[c] : best.place;
-        best.shift = (S)(better ? (I)shifts[c] : (I)best.shift);
-        smallest = least(squares[c], smallest);
+        residue[c] = from.shifts[c] & FRACTION;
+        bounds[c] = (Q)(residue[c] | residue[c] << 8);
+        sums[c] = S{};
     }
-    constexpr std::int16_t half_step = 1 << (FINE_BITS - 1);
-    best.shift -= half_step;
+    auto place = [&](int i) {
+        Wide own = widen<HALF>(load<S>(x + i * pitch));
+        S fine = pack(nearest((own.low - from.start.low) * from.factor.low),
+                      nearest((own.high - from.start.high) * from.factor.high));
+        store(x + i * pitch, fine);
+        return fine;
+    };
+    for (int i = 0; i < length; i += 4) {  // two bytes together are less than 256
+        Q a = residues(place(i), place(i + 1)), b = residues(place(i + 2), place(i + 3));
+        sums[0] += sums_of_bytes(a + b);
+        for (int c = 1; c < CANDIDATES; c++) sums[c] += sums_of_bytes(most(a, bounds[c]) + most(b, bounds[c]));
+    }
+    Grid best{from.places[0], from.step, S{}};
+    I least_low{}, least_high{};
+    for (int c = 1; c < CANDIDATES; c++) {
+        // s * (n * (s + 128) - 2 * sum(r)) - 256 * sum(max(s, r) - r)
+        S s = residue[c], further = sums[c] - sums[0];
+        S slope = (s + STEP) * length - 2 * sums[0], gain = S{} - std::int16_t(2 * STEP);
+        I growth_low = dot(interleave_low(s, further), interleave_low(slope, gain));
+        I growth_high = dot(interleave_high(s, further), interleave_high(slope, gain));
+        S better = pack(growth_low < least_low, growth_high < least_high);
+        best.place = better ? from.places[c] : best.place;
+        best.begin = better ? from.shifts[c] : best.begin;
+        least_low = least(growth_low, least_low);
+        least_high = least(growth_high, least_high);
+    }
+    best.begin -= HALF_STEP;
     return best;
 }
 
-// Bytes of two codes each.
-inline I codes_of(S fine, const Grid &grid) {
-    S both = (fine - grid.shift) >> FINE_BITS;
-    return dot(least(most(both, S{}), S{} + 15), pairs(I{} + 1, I{} + 16));
-}
-
-inline bool sound(F even, F odd) {
-    return largest(most(bits(even) & 0x7FFFFFFF, bits(odd) & 0x7FFFFFFF)) <= LARGEST;
-}
-
-inline void store_bytes(void *at, I even, I odd) { store(at, halves(even | (odd << 8))); }
-
-// The codes of the group `g`, in rows of `stride` bytes.
-inline void write_codes(const S *even, const S *odd, int half, const Grid &e, const Grid &o, int g, int stride,
+// The codes of a group of `length` numbers in rows `pitch` apart: rows of bytes, `stride` apart, of two codes each.
+inline void write_codes(const std::uint16_t *x, int pitch, int length, const Grid &grid, int stride,
                         std::uint8_t *codes) {
-    for (int i = 0; i < half; i++)
-        store_bytes(codes + (g * half + i) * stride, codes_of(even[i], e), codes_of(odd[i], o));
+    // Two rows, each code in the upper half of a byte: what is below or above all codes is clamped.
+    auto sixteenths = [&](int i) { return (load<S>(x + i * pitch) - grid.begin) >> (FINE_BITS - 4); };
+    auto two = [&](int i) { return clamped_bytes(sixteenths(i), sixteenths(i + 1)); };
+    int half = length / 2;
+    for (int i = 0; i < half; i += 2)
+        store_rows(codes + i * stride, codes + (i + 1) * stride, two(i) >> 4 | (two(i + half) & 0xF0));
 }
 
-// The bits of fp16 or bf16 as integers in the order of the numbers, and back. NaN comes beyond infinity.
-inline S ordered(S x) { return x ^ ((x >> 15) & 0x7FFF); }
+inline bool sound(Wide x) {
+    return largest(most(bits(x.low) & 0x7FFFFFFF, bits(x.high) & 0x7FFFFFFF)) <= LARGEST;
+}
 
 // A block's coded tokens, and which rows are stored of the groups, pairs of groups and codes of whole spans.
 struct KeyRows {
@@ -143,11 +184,9 @@ template <int WIDTH> struct KeyBlock {
         copy(bases, stored.bases + at, 2 * WIDTH);
         copy(units, stored.units + at, WIDTH);
         auto some = [&](std::uint8_t *own, auto section, int count, const long *kept) {
-            for (int i = 0; i < count; i++) {
-                long row = span * count + i;
-                if (row >= kept[0] && row < kept[1])
-                    copy(own + i * BLOCK, section + (row - kept[0]) * rows.channels + column, WIDTH);
-            }
+            long first = span * count;
+            for (long row = std::max(first, kept[0]); row < std::min(first + count, kept[1]); row++)
+                copy(own + (row - first) * BLOCK, section + (row - kept[0]) * rows.channels + column, WIDTH);
         };
         some(zeros, stored.zeros, GROUPS, rows.groups);
         some(steps, stored.steps, GROUPS / 2, rows.pairs);
@@ -155,102 +194,123 @@ template <int WIDTH> struct KeyBlock {
     }
 };
 
-// Code PAIR channels of a span, out of rows of BLOCK. False: there are values that are not finite or too large.
-template <bool HALF, int WIDTH> bool quantise(const std::uint16_t *k, KeyBlock<WIDTH> &to, int column) {
-    S lows[GROUPS], highs[GROUPS], low_end = S{} + 0x7FFF, high_end = ~low_end;
+// What bounds PAIR channels of a span.
+struct KeyBounds {
+    S lows[GROUPS], highs[GROUPS];
+    Extent<H2> span;
+};
+
+// Code PAIR channels of a span, out of rows of BLOCK, which are overwritten; calls `meanwhile(g)` at each group. False:
+// there are values that are not finite or too large.
+template <bool HALF, int WIDTH, typename Meanwhile>
+bool quantise(std::uint16_t *k, const KeyBounds &bounds, KeyBlock<WIDTH> &block, int column, Meanwhile meanwhile) {
+    H2 lowest = bounds.span.lowest(), highest = bounds.span.highest();
+    Wide base = widen<HALF>((S)lowest), top = widen<HALF>((S)highest);
+    I low_unit = unit_codes(top.low - base.low, I{} - 8), high_unit = unit_codes(top.high - base.high, I{} - 8);
+    store(block.bases + column, lowest);
+    store_bytes(block.units + column, pack(low_unit, high_unit));
+    Scale low(base.low, unit_of(low_unit)), high(base.high, unit_of(high_unit));
+    Candidates candidates[GROUPS];  // of all groups first: each is a long chain of operations
     for (int g = 0; g < GROUPS; g++) {
-        S low = S{} + 0x7FFF, high = ~low;
-        for (int i = 0; i < GROUP; i++) {
-            S value = ordered(load<S>(k + (g * GROUP + i) * BLOCK));
-            low = least(low, value);
-            high = most(high, value);
-        }
-        lows[g] = ordered(low);
-        highs[g] = ordered(high);
-        low_end = least(low_end, low);
-        high_end = most(high_end, high);
+        Wide from = widen<HALF>(bounds.lows[g]), to = widen<HALF>(bounds.highs[g]);
+        candidates[g] = {Draft<Kind::KEYS>(low, from.low, to.low), Draft<Kind::KEYS>(high, from.high, to.high)};
     }
-    low_end = ordered(low_end);
-    high_end = ordered(high_end);
-    F even_base = widen_even<HALF>(low_end) + 0.0f, odd_base = widen_odd<HALF>(low_end) + 0.0f;  // never -0
-    F even_top = widen_even<HALF>(high_end), odd_top = widen_odd<HALF>(high_end);
-    I even_code = unit_codes(even_top - even_base, I{} - 8), odd_code = unit_codes(odd_top - odd_base, I{} - 8);
-    F even_unit = unit_of(even_code), odd_unit = unit_of(odd_code);
-    store(to.bases + column, narrow<HALF>(even_base, odd_base));
-    store_bytes(to.units + column, even_code, odd_code);
+    S even_steps{};
     for (int g = 0; g < GROUPS; g++) {
-        F even[GROUP], odd[GROUP];
-        for (int i = 0; i < GROUP; i++) {
-            S value = load<S>(k + (g * GROUP + i) * BLOCK);
-            even[i] = widen_even<HALF>(value);
-            odd[i] = widen_odd<HALF>(value);
-        }
-        S even_fine[GROUP / 2], odd_fine[GROUP / 2];
-        Grid e = fit<Kind::KEYS>(even, GROUP, even_base, even_unit, widen_even<HALF>(lows[g]),
-                                 widen_even<HALF>(highs[g]), even_fine);
-        Grid o = fit<Kind::KEYS>(odd, GROUP, odd_base, odd_unit, widen_odd<HALF>(lows[g]), widen_odd<HALF>(highs[g]),
-                                 odd_fine);
-        write_codes(even_fine, odd_fine, GROUP / 2, e, o, g, BLOCK, to.codes + column);
-        store_bytes(to.zeros + g * BLOCK + column, numbers(e.place), numbers(o.place));
-        H less = halves((numbers(e.step) - 1) | ((numbers(o.step) - 1) << 8));
-        std::uint8_t *pair = to.steps + g / 2 * BLOCK + column;
-        store(pair, g % 2 ? load<H>(pair) | (less << 4) : less);
+        meanwhile(g);
+        std::uint16_t *own = k + g * GROUP * BLOCK;
+        Grid grid = fit<HALF>(candidates[g], own, BLOCK, GROUP);
+        write_codes(own, BLOCK, GROUP, grid, BLOCK, block.codes + g * GROUP / 2 * BLOCK + column);
+        store_bytes(block.zeros + g * BLOCK + column, grid.place);
+        S steps = grid.step - 1;
+        if (g % 2) store_bytes(block.steps + g / 2 * BLOCK + column, even_steps | steps << 4);
+        even_steps = steps;
     }
-    return sound(even_base, odd_base) && sound(even_top, odd_top);
+    return sound(base) && sound(top);
 }
 
 template <bool HALF, int WIDTH>
 bool quantise_keys(const std::uint16_t *k, const KeyRows &rows,
                    const KeySections<std::uint8_t, std::uint16_t> &to, long span, long column) {
+    constexpr int RUNS = (WIDTH + PAIR - 1) / PAIR;
     alignas(ALIGNMENT) std::uint16_t raw[SPAN * BLOCK];
-    KeyBlock<WIDTH> block;
-    if constexpr (WIDTH < PAIR) std::memset(raw, 0, sizeof raw);
-    for (int i = 0; i < SPAN; i++) {  // the nearest token stands for each missing one
-        long token = std::clamp(span * SPAN - rows.lead + i, 0L, rows.tokens - 1);
-        std::memcpy(raw + i * BLOCK, k + token * rows.channels + column, 2 * WIDTH);
+    auto row = [&](int i) {  // the nearest token stands for each missing one
+        return k + std::clamp(span * SPAN - rows.lead + i, 0L, rows.tokens - 1) * rows.channels + column;
+    };
+    KeyBounds bounds[RUNS];
+    for (int g = 0; g < GROUPS; g++) {
+        Extent<H2> group[RUNS];
+        for (int i = g * GROUP; i < (g + 1) * GROUP; i++)
+            for (int run = 0; run < RUNS; run++) {
+                H2 values{};
+                std::memcpy(&values, row(i) + run * PAIR, 2 * std::min(WIDTH, PAIR));
+                group[run] |= Extent<H2>(values);
+                store(raw + i * BLOCK + run * PAIR, values);
+            }
+        for (int run = 0; run < RUNS; run++) {
+            bounds[run].lows[g] = (S)group[run].lowest();
+            bounds[run].highs[g] = (S)group[run].highest();
+            bounds[run].span |= group[run];
+        }
     }
+    KeyBlock<WIDTH> block;
     bool fine = true;
-    for (int c = 0; c < WIDTH; c += PAIR) fine &= quantise<HALF>(raw + c, block, c);
+    for (int run = 0; run < RUNS; run++)
+        fine &= quantise<HALF>(raw + run * PAIR, bounds[run], block, run * PAIR, [=](int g) {
+            // Fetch the block beside this one: its rows are too far apart for the processor to do so by itself.
+            for (int i = run; i < GROUP; i += RUNS) __builtin_prefetch(row(g * GROUP + i) + BLOCK);
+        });
     block.each_row(rows, to, span, column, [](auto own, auto stored, int count) { std::memcpy(stored, own, count); });
     return fine;
 }
 
-// Decode a span of WIDTH channels. False: no encoder wrote this.
+// Decode PAIR channels of a span into rows that lie `pitch` apart. False: no encoder wrote this.
+template <bool HALF, int WIDTH>
+bool dequantise(const KeyBlock<WIDTH> &from, int column, std::uint16_t *k, long pitch) {
+    Wide base = widen<HALF>(load<S>(from.bases + column));
+    auto [low_code, high_code] = wide(load_bytes(from.units + column));
+    F low_unit = unit_of(low_code), high_unit = unit_of(high_code);
+    for (int g = 0; g < GROUPS; g++) {
+        S steps = load_bytes(from.steps + g / 2 * BLOCK + column) >> (g % 2 * 4);
+        auto [low_steps, high_steps] = wide((steps & 15) + 1);
+        auto [low_zeros, high_zeros] = wide(load_bytes(from.zeros + g * BLOCK + column));
+        F low_step = numbers(low_steps) * low_unit, high_step = numbers(high_steps) * high_unit;
+        F low_zero = exact_product_sum(numbers(low_zeros), low_unit, base.low);
+        F high_zero = exact_product_sum(numbers(high_zeros), high_unit, base.high);
+        auto put = [&](int token, S codes) {
+            auto [low, high] = wide(codes);
+            Wide values{exact_product_sum(numbers(low), low_step, low_zero),
+                        exact_product_sum(numbers(high), high_step, high_zero)};
+            store(k + (g * GROUP + token) * pitch, narrow<HALF>(values));
+        };
+        for (int i = 0; i < GROUP / 2; i++) {
+            S codes = load_bytes(from.codes + (g * GROUP / 2 + i) * BLOCK + column);
+            put(i, codes & 15);
+            put(i + GROUP / 2, codes >> 4);
+        }
+    }
+    return sound(base);
+}
+
 template <bool HALF, int WIDTH>
 bool dequantise_keys(std::uint16_t *k, const KeyRows &rows,
                      const KeySections<const std::uint8_t, const std::uint16_t> &from, long span, long column) {
     KeyBlock<WIDTH> block;
-    long begin = span * SPAN - rows.lead;
-    if (WIDTH < PAIR || begin < 0 || begin + SPAN > rows.tokens) std::memset(&block, 0, sizeof block);
-    block.each_row(rows, from, span, column, [](auto own, auto stored, int count) { std::memcpy(own, stored, count); });
+    long begin = span * SPAN - rows.lead, end = begin + SPAN;
+    auto copy_in = [](auto own, auto stored, int count) { std::memcpy(own, stored, count); };
     bool fine = true;
-    for (int c = 0; c < WIDTH; c += PAIR) {
-        S base = load<S>(block.bases + c);
-        F even_base = widen_even<HALF>(base), odd_base = widen_odd<HALF>(base);
-        fine &= sound(even_base, odd_base);
-        auto load_bytes = [&](const std::uint8_t *at) { return wide(load<H>(at + c)); };
-        I units = load_bytes(block.units);
-        F even_unit = unit_of(units & 255), odd_unit = unit_of(units >> 8);
-        for (int g = 0; g < GROUPS; g++) {
-            I steps = load_bytes(block.steps + g / 2 * BLOCK) >> (g % 2 * 4);
-            I zeros = load_bytes(block.zeros + g * BLOCK);
-            F even_step = numbers((steps & 15) + 1) * even_unit, odd_step = numbers(((steps >> 8) & 15) + 1) * odd_unit;
-            F even_zero = exact_product_sum(numbers(zeros & 255), even_unit, even_base);
-            F odd_zero = exact_product_sum(numbers(zeros >> 8), odd_unit, odd_base);
-            for (int i = 0; i < GROUP / 2; i++) {
-                I codes = load_bytes(block.codes + (g * GROUP / 2 + i) * BLOCK);
-                auto put = [&](long token, I even, I odd) {
-                    if (token < 0 || token >= rows.tokens) return;
-                    S values = narrow<HALF>(exact_product_sum(numbers(even & 15), even_step, even_zero),
-                                            exact_product_sum(numbers(odd & 15), odd_step, odd_zero));
-                    std::memcpy(k + token * rows.channels + column + c, &values, 2 * std::min(PAIR, WIDTH));
-                };
-                long token = begin + g * GROUP + i;
-                put(token, codes, codes >> 8);
-                put(token + GROUP / 2, codes >> 4, codes >> 12);
-            }
-        }
+    if (WIDTH >= PAIR && begin >= 0 && end <= rows.tokens) {
+        block.each_row(rows, from, span, column, copy_in);
+        std::uint16_t *own = k + begin * rows.channels + column;
+        for (int c = 0; c < WIDTH; c += PAIR) fine &= dequantise<HALF>(block, c, own + c, rows.channels);
+        return fine;
     }
+    std::memset(&block, 0, sizeof block);
+    block.each_row(rows, from, span, column, copy_in);
+    alignas(ALIGNMENT) std::uint16_t whole[SPAN * BLOCK];
+    for (int c = 0; c < WIDTH; c += PAIR) fine &= dequantise<HALF>(block, c, whole + c, BLOCK);
+    for (long token = std::max(begin, 0L); token < std::min(end, rows.tokens); token++)
+        std::memcpy(k + token * rows.channels + column, whole + (token - begin) * BLOCK, 2 * WIDTH);
     return fine;
 }
 
@@ -264,48 +324,57 @@ template <typename One> int each_key_block(const KeyRows &rows, int threads, One
     });
 }
 
-// Sylvester's matrix times each run of `together` rows: its butterflies between rows at least `from` apart, over whole
-// numbers, so exact in any order.
-template <typename T> inline void rotate(T *x, int rows, int together, int from) {
-    for (int first = 0; first < rows; first += together) {
-        int distance = from;
-        for (; distance * 2 < together; distance *= 4)
-            for (int i = first; i < first + together; i += 4 * distance)
-                for (int j = i; j < i + distance; j++) {
-                    T a = x[j], b = x[j + distance], c = x[j + 2 * distance], d = x[j + 3 * distance];
-                    T ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
-                    x[j] = ab + cd;
-                    x[j + distance] = a_b + c_d;
-                    x[j + 2 * distance] = ab - cd;
-                    x[j + 3 * distance] = a_b - c_d;
-                }
-        if (distance < together)
-            for (int j = first; j < first + distance; j++) {
-                T a = x[j], b = x[j + distance];
-                x[j] = a + b;
-                x[j + distance] = a - b;
+// Sylvester's matrix times COUNT rows, whole numbers.
+template <int COUNT, typename T> inline void butterflies(T *x) {
+    for (int distance = 1; distance < COUNT; distance *= 2)
+        for (int i = 0; i < COUNT; i++)
+            if (!(i & distance)) {
+                T a = x[i], b = x[i + distance];
+                x[i] = a + b;
+                x[i + distance] = a - b;
             }
+}
+
+// Calls `one` with `count`, a power of two up to 16, as a constant.
+template <typename One> inline void with_constant(int count, One one) {
+    switch (count) {
+    case 1: return one(std::integral_constant<int, 1>());
+    case 2: return one(std::integral_constant<int, 2>());
+    case 4: return one(std::integral_constant<int, 4>());
+    case 8: return one(std::integral_constant<int, 8>());
+    default: return one(std::integral_constant<int, 16>());
     }
 }
 
-// Vectors of V, rotated: `even` and `odd` ones of a PAIR, times 2**16.
-struct Rotated {
-    alignas(ALIGNMENT) S whole[MOST + PAIR];
-    alignas(ALIGNMENT) F even[MOST], odd[MOST];
-
-    // Whole numbers of at most 256 remain below 2**15 while 64 of them are added.
-    void rotate(int head_dim) {
-        int together = head_dim & -head_dim;
-        ::rotate(whole, head_dim, std::min(together, 64), 1);
-        for (int c = 0; c < head_dim; c++) {
-            even[c] = numbers((I)whole[c] << 16);
-            odd[c] = numbers((I)whole[c] & -0x10000);
-        }
-        if (together <= 64) return;
-        ::rotate(even, head_dim, together, 64);
-        ::rotate(odd, head_dim, together, 64);
-    }
-};
+// Sylvester's matrix times each run of channels that are rotated together, of which each 8 already are; calls
+// `put(channel, numbers)` for the products, times 2**16. Whole numbers of at most 256 remain below 2**15 while 64 of
+// them are added.
+template <typename Put> inline void rotate(S *x, int head_dim, Put put) {
+    int together = head_dim & -head_dim, near = std::min(together, 64);
+    with_constant(near / 8, [&](auto count) {
+        for (int first = 0; first < head_dim; first += near)
+            for (int c = first; c < first + 8; c++) {
+                S own[count];
+                for (int i = 0; i < count; i++) own[i] = x[c + i * 8];
+                butterflies<count>(own);
+                for (int i = 0; i < count; i++) x[c + i * 8] = own[i];
+            }
+    });
+    with_constant(together / near, [&](auto count) {
+        for (int first = 0; first < head_dim; first += together)
+            for (int c = first; c < first + near; c++) {
+                F low[count], high[count];
+                for (int i = 0; i < count; i++) {
+                    Wide own = numbers_by_2_16(x[c + i * near]);
+                    low[i] = own.low;
+                    high[i] = own.high;
+                }
+                butterflies<count>(low);
+                butterflies<count>(high);
+                for (int i = 0; i < count; i++) put(c + i * near, Wide{low[i], high[i]});
+            }
+    });
+}
 
 inline int log2_of(int power) { return __builtin_ctz(power); }
 
@@ -317,122 +386,135 @@ struct Tile {
 
     Tile(int head_dim, int groups) : groups(groups), length(head_dim / groups) {}
 
-    // Calls `copy(own bytes, stored bytes)` for all rows of sections of `n` vectors, from the vector `first` on.
+    // Calls `copy(own bytes, stored bytes, number)` for all rows of sections of `n` vectors, from the vector `first`
+    // on; the number is a constant where there are vectors for all of the tile.
     template <typename Bytes, typename Copy>
     void each_row(Bytes all_units, Bytes all_grids, Bytes all_codes, long n, long first, Copy copy) {
-        copy(units, all_units + first);
-        for (int i = 0; i < groups; i++) copy(grids + i * TILE, all_grids + i * n + first);
-        for (int i = 0; i < groups * length / 2; i++) copy(codes + i * TILE, all_codes + i * n + first);
+        auto each = [&](auto count) {
+            copy(units, all_units + first, count);
+            for (int i = 0; i < groups; i++) copy(grids + i * TILE, all_grids + i * n + first, count);
+            for (int i = 0; i < groups * length / 2; i++) copy(codes + i * TILE, all_codes + i * n + first, count);
+        };
+        if (n - first >= TILE) each(std::integral_constant<long, TILE>());
+        else each(n - first);
     }
 };
 
-// The first channels of a run of PAIR or, at the end of a vector, half as many.
-template <bool WHOLE> inline S load_channels(const std::uint16_t *at) {
-    S value{};
-    std::memcpy(&value, at, WHOLE ? sizeof value : sizeof value / 2);
-    return value;
-}
+// PAIR vectors of V where there are fewer.
+struct Padded {
+    std::uint16_t v[PAIR * MOST];
 
-// Calls `one(first channel, whether there are PAIR of them, as a constant)` for each run of channels.
-template <typename One> inline void each_run(int head_dim, One one) {
-    int c = 0;
-    for (; c + PAIR <= head_dim; c += PAIR) one(c, std::true_type());
-    if (c < head_dim) one(c, std::false_type());
-}
-
-// Fit the grids of all groups of vectors of which `exponent` is that of the largest value, times 2**16.
-inline void fit_vectors(const F *x, const Tile &tile, I exponent, int together, I &unit_code, Grid *grids, S *fine) {
-    F lows[MOST / 16], highs[MOST / 16], top{};
-    for (int g = 0; g < tile.groups; g++) {
-        const F *own = x + g * tile.length;
-        F low = own[0], high = low;
-        for (int i = 1; i < tile.length; i++) low = least(low, own[i]), high = most(high, own[i]);
-        lows[g] = low;
-        highs[g] = high;
-        top = most(top, most(-low, high));
+    const std::uint16_t *filled(const std::uint16_t *from, long count) {
+        std::memcpy(v, from, count * sizeof *v);
+        std::memset(v + count, 0, sizeof v - count * sizeof *v);
+        return v;
     }
-    I shift = exponent - 134 - log2_of(together) - 16;
-    unit_code = unit_codes(top, shift - 7);
-    F unit = unit_of(unit_code) * power_of_two(-shift);
-    for (int g = 0; g < tile.groups; g++) {
-        int from = g * tile.length;
-        grids[g] = fit<Kind::VALUES>(x + from, tile.length, F{}, unit, lows[g], highs[g], fine + from / 2);
-    }
-}
+};
 
-// Code `count` vectors, PAIR at most, at `at` in the tile. False: there are values that are not finite or too large.
-template <bool HALF>
-bool quantise_values(const std::uint16_t *v, int head_dim, int at, int count, Tile &tile) {
-    Rotated x;
+inline I exponent_of(F reach) { return most(bits(reach) >> 23, I{} + 64); }
+
+// Rotate PAIR vectors, as whole numbers, into rows of bf16, times 2**16. Returns the sizes of their largest values.
+template <bool HALF> Wide rotate_values(const std::uint16_t *v, int head_dim, std::uint16_t *rotated) {
+    alignas(ALIGNMENT) S x[MOST];
     S worst{};
-    each_run(head_dim, [&](int c, auto whole) {
-        for (int i = 0; i < PAIR; i++)
-            x.whole[c + i] = i < count ? load_channels<whole.value>(v + i * head_dim + c) : S{};
-        transpose(x.whole + c);
-        for (int i = 0; i < PAIR; i++) worst = most(worst, x.whole[c + i] & 0x7FFF);
-    });
-    I even_reach = bits(widen_even<HALF>(worst)), odd_reach = bits(widen_odd<HALF>(worst));
-    I even_exponent = most(even_reach >> 23, I{} + 64), odd_exponent = most(odd_reach >> 23, I{} + 64);
-    F even_scale = power_of_two(134 - even_exponent), odd_scale = power_of_two(134 - odd_exponent);
-    for (int c = 0; c < head_dim; c++)
-        x.whole[c] = pairs(nearest(widen_even<HALF>(x.whole[c]) * even_scale),
-                           nearest(widen_odd<HALF>(x.whole[c]) * odd_scale));
-    x.rotate(head_dim);
-    for (int c = 0; c < head_dim; c++) {
-        x.even[c] = to_bf16(x.even[c]);
-        x.odd[c] = to_bf16(x.odd[c]);
+    for (int c = 0; c < head_dim; c += 8) {
+        for (int i = 0; i < 8; i++) x[c + i] = load_eights(v + i * head_dim + c, 8 * head_dim);
+        transpose(x + c);
+        for (int i = 0; i < 8; i++) worst = most(worst, x[c + i] & 0x7FFF);
+        // Fetch as much of the next vectors.
+        for (int i = 0; i < 8 * PAIR; i += LINE) __builtin_prefetch(v + PAIR * (head_dim + c) + i);
     }
-    int together = head_dim & -head_dim;
-    I even_code, odd_code;
-    Grid even[MOST / 16], odd[MOST / 16];
-    S even_fine[MOST / 2], odd_fine[MOST / 2];
-    fit_vectors(x.even, tile, even_exponent, together, even_code, even, even_fine);
-    fit_vectors(x.odd, tile, odd_exponent, together, odd_code, odd, odd_fine);
-    store_bytes(tile.units + at, even_code, odd_code);
-    auto byte = [](const Grid &grid) {
-        return (numbers(grid.step) - LEAST_VALUE_STEP) | ((numbers(grid.place) + PLACE_BIAS) << 3);
-    };
-    int half = tile.length / 2;
-    for (int g = 0; g < tile.groups; g++) {
-        store_bytes(tile.grids + g * TILE + at, byte(even[g]), byte(odd[g]));
-        write_codes(even_fine + g * half, odd_fine + g * half, half, even[g], odd[g], g, TILE, tile.codes + at);
+    Wide reach = widen<HALF>(worst);
+    F low_scale = power_of_two(134 - exponent_of(reach.low)), high_scale = power_of_two(134 - exponent_of(reach.high));
+    for (int c = 0; c < head_dim; c += 8) {
+        S own[8];
+        for (int i = 0; i < 8; i++) {
+            Wide value = widen<HALF>(x[c + i]);
+            own[i] = pack(nearest(value.low * low_scale), nearest(value.high * high_scale));
+        }
+        butterflies<8>(own);
+        for (int i = 0; i < 8; i++) x[c + i] = own[i];
     }
-    return sound(floats(even_reach), floats(odd_reach));
+    rotate(x, head_dim, [&](int c, Wide own) { store(rotated + c * PAIR, narrow<false>(own)); });
+    return reach;
 }
 
-// Decode `count` vectors, PAIR at most, from `at` in the tile.
-template <bool HALF>
-void dequantise_values(const Tile &tile, int at, int count, int head_dim, std::uint16_t *v) {
-    Rotated x;
+// Code PAIR rotated vectors, whose rows are overwritten, at `at` in the tile.
+inline void code_rotated(std::uint16_t *x, Wide reach, int head_dim, int at, Tile &tile) {
+    S lows[MOST / 16], highs[MOST / 16];
+    Extent<H2> all;
+    for (int g = 0; g < tile.groups; g++) {
+        Extent<H2> group;
+#pragma GCC unroll 4
+        for (int c = g * tile.length; c < (g + 1) * tile.length; c++) group |= Extent<H2>(load<H2>(x + c * PAIR));
+        lows[g] = (S)group.lowest();
+        highs[g] = (S)group.highest();
+        all |= group;
+    }
+    Wide lowest = widen<false>((S)all.lowest()), highest = widen<false>((S)all.highest());
+    int doublings = log2_of(head_dim & -head_dim);
+    I low_shift = exponent_of(reach.low) - 150 - doublings, high_shift = exponent_of(reach.high) - 150 - doublings;
+    I low_unit = unit_codes(most(-lowest.low, highest.low), low_shift - 7);
+    I high_unit = unit_codes(most(-lowest.high, highest.high), high_shift - 7);
+    store_bytes(tile.units + at, pack(low_unit, high_unit));
+    Scale low(F{}, unit_of(low_unit) * power_of_two(-low_shift));
+    Scale high(F{}, unit_of(high_unit) * power_of_two(-high_shift));
+    Candidates candidates[MOST / 16];
+    for (int g = 0; g < tile.groups; g++) {
+        Wide from = widen<false>(lows[g]), to = widen<false>(highs[g]);
+        candidates[g] = {Draft<Kind::VALUES>(low, from.low, to.low), Draft<Kind::VALUES>(high, from.high, to.high)};
+    }
+    for (int g = 0; g < tile.groups; g++) {
+        std::uint16_t *own = x + g * tile.length * PAIR;
+        Grid grid = fit<false>(candidates[g], own, PAIR, tile.length);
+        store_bytes(tile.grids + g * TILE + at, (grid.step - LEAST_VALUE_STEP) | (grid.place + PLACE_BIAS) << 3);
+        write_codes(own, PAIR, tile.length, grid, TILE, tile.codes + g * tile.length / 2 * TILE + at);
+    }
+}
+
+// Code PAIR vectors, at `at` in the tile. False: there are values that are not finite or too large.
+template <bool HALF> bool quantise_values(const std::uint16_t *v, int head_dim, int at, Tile &tile) {
+    alignas(ALIGNMENT) std::uint16_t rotated[MOST * PAIR];
+    Wide reach = rotate_values<HALF>(v, head_dim, rotated);
+    code_rotated(rotated, reach, head_dim, at, tile);
+    return sound(reach);
+}
+
+// Decode PAIR vectors, from `at` in the tile.
+template <bool HALF> void dequantise_values(const Tile &tile, int at, int head_dim, std::uint16_t *v) {
+    alignas(ALIGNMENT) S x[MOST];
     int half = tile.length / 2;
-    auto load_bytes = [](const std::uint8_t *at) { return widened(load<Bytes>(at)); };
     for (int g = 0; g < tile.groups; g++) {
         S grids = load_bytes(tile.grids + g * TILE + at);
         S steps = (grids & 7) + LEAST_VALUE_STEP, places = (grids >> 3) - PLACE_BIAS;
         S zeros = (places * (NO_STEP - steps) - steps * 15) >> 1;
-        S *own = x.whole + g * tile.length;
+        S *own = x + g * tile.length;
         for (int i = 0; i < half; i++) {
             S codes = load_bytes(tile.codes + (g * half + i) * TILE + at);
             own[i] = (codes & 15) * steps + zeros;
             own[i + half] = (codes >> 4) * steps + zeros;
         }
     }
-    x.rotate(head_dim);
-    I units = wide(load<H>(tile.units + at));
-    F even_unit = unit_of(units & 255) * 0x1p-16f, odd_unit = unit_of(units >> 8) * 0x1p-16f;
-    for (int c = 0; c < head_dim; c++)
-        x.whole[c] = narrow<HALF>(to_bf16(x.even[c]) * even_unit, to_bf16(x.odd[c]) * odd_unit);
-    each_run(head_dim, [&](int c, auto whole) {
-        transpose(x.whole + c);
-        for (int i = 0; i < count; i++)
-            std::memcpy(v + i * head_dim + c, x.whole + c + i, whole.value ? sizeof(S) : sizeof(S) / 2);
+    for (int c = 0; c < head_dim; c += 8) {
+        butterflies<8>(x + c);
+        // Fetch what will be written.
+        for (int i = 0; i < 8 * PAIR; i += LINE) __builtin_prefetch(v + PAIR * c + i, 1);
+    }
+    auto [low_code, high_code] = wide(load_bytes(tile.units + at));
+    F low_unit = unit_of(low_code) * 0x1p-16f, high_unit = unit_of(high_code) * 0x1p-16f;
+    rotate(x, head_dim, [&](int c, Wide own) {
+        x[c] = narrow<HALF>(Wide{rounded_to_bf16(own.low) * low_unit, rounded_to_bf16(own.high) * high_unit});
     });
+    for (int c = 0; c < head_dim; c += 8) {
+        transpose(x + c);
+        for (int i = 0; i < 8; i++) store_eights(v + i * head_dim + c, 8 * head_dim, x[c + i]);
+    }
 }
 
 }  // namespace
 
-// All take channels and head_dim in multiples of 16, head_dim up to 1024 in groups of even length, and return 0 where
-// values are not finite or too large, or where no encoder wrote what is to be decoded.
+// All take channels and head_dim in multiples of 16, head_dim up to 1024 in groups of a multiple of 4 (64 at most), and
+// return 0 where values are not finite or too large, or where no encoder wrote what is to be decoded.
 extern "C" {
 
 int kv4_quantise_keys(int half, const std::uint16_t *k, const KeyRows *rows, std::uint16_t *bases, std::uint8_t *units,
@@ -452,10 +534,13 @@ int kv4_quantise_values(int half, const std::uint16_t *v, long n, int head_dim, 
         long first = item * TILE;
         int count = int(std::min<long>(TILE, n - first));
         bool fine = true;
-        for (int i = 0; i < count; i += PAIR)
-            fine &= code(v + (first + i) * head_dim, head_dim, i, std::min(PAIR, count - i), tile);
+        for (int i = 0; i < count; i += PAIR) {
+            const std::uint16_t *own = v + (first + i) * head_dim;
+            Padded padded;
+            fine &= code(count - i < PAIR ? padded.filled(own, (count - i) * head_dim) : own, head_dim, i, tile);
+        }
         tile.each_row(units, grids, codes, n, first,
-                      [=](const std::uint8_t *own, std::uint8_t *stored) { std::memcpy(stored, own, count); });
+                      [](auto own, auto stored, auto count) { std::memcpy(stored, own, count); });
         return fine;
     });
 }
@@ -478,9 +563,13 @@ int kv4_dequantise_values(int half, std::uint16_t *v, long n, int head_dim, int 
         long first = item * TILE;
         int count = int(std::min<long>(TILE, n - first));
         tile.each_row(units, grids, codes, n, first,
-                      [=](std::uint8_t *own, const std::uint8_t *stored) { std::memcpy(own, stored, count); });
-        for (int i = 0; i < count; i += PAIR)
-            decode(tile, i, std::min(PAIR, count - i), head_dim, v + (first + i) * head_dim);
+                      [](auto own, auto stored, auto count) { std::memcpy(own, stored, count); });
+        for (int i = 0; i < count; i += PAIR) {
+            std::uint16_t *own = v + (first + i) * head_dim;
+            Padded padded;
+            decode(tile, i, head_dim, count - i < PAIR ? padded.v : own);
+            if (count - i < PAIR) std::memcpy(own, padded.v, (count - i) * head_dim * sizeof *own);
+        }
         return true;  // there are no values that no encoder writes
     });
 }

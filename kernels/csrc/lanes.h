@@ -31,20 +31,33 @@ constexpr int ALIGNMENT = 64;  // of arrays that hold vectors, in bytes: no load
 typedef float F __attribute__((vector_size(4 * W)));
 typedef std::int32_t I __attribute__((vector_size(4 * W)));
 typedef std::uint32_t U __attribute__((vector_size(4 * W)));
-typedef std::int16_t S __attribute__((vector_size(4 * W)));  // two in each lane of 32 bits
 typedef std::uint16_t H __attribute__((vector_size(2 * W)));
 typedef std::uint8_t B __attribute__((vector_size(W)));
-typedef std::uint8_t Bytes __attribute__((vector_size(2 * W)));
 
 inline F all(float x) { return x - F{}; }  // not x + F{}, which is an operation: it makes 0 of -0
 inline I bits(F x) { return (I)x; }
 inline F floats(I x) { return (F)x; }
-inline F least(F a, F b) { return a < b ? a : b; }
-inline F most(F a, F b) { return a > b ? a : b; }
+// The second number where one is NaN.
+inline F least(F a, F b) {
+#if defined(__AVX512BW__)
+    return (F)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (F)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+inline F most(F a, F b) {
+#if defined(__AVX512BW__)
+    return (F)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (F)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 inline I least(I a, I b) { return a < b ? a : b; }
 inline I most(I a, I b) { return a > b ? a : b; }
-inline S least(S a, S b) { return a < b ? a : b; }
-inline S most(S a, S b) { return a > b ? a : b; }
 inline F within(F x, float low, float high) { return least(most(x, all(low)), all(high)); }
 
 template <typename T> inline T load(const void *at) {
@@ -85,16 +98,6 @@ inline I wide(B x) {
     return (I)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)x));
 #else
     return __builtin_convertvector(x, I);
-#endif
-}
-
-inline S widened(Bytes x) {
-#if defined(__AVX512BW__)
-    return (S)_mm512_cvtepu8_epi16((__m256i)x);
-#elif defined(__AVX2__)
-    return (S)_mm256_cvtepu8_epi16((__m128i)x);
-#else
-    return __builtin_convertvector(x, S);
 #endif
 }
 
@@ -152,31 +155,6 @@ inline F exact_product_sum(F a, F b, F c) {
 #endif
 }
 
-// The low halves of the lanes of `low` beside the high halves of those of `high`.
-inline S join(I low, I high) {
-#if defined(__AVX2__) && !defined(__AVX512BW__)
-    return (S)_mm256_blend_epi16((__m256i)low, (__m256i)high, 0xAA);
-#else
-    return (S)((low & 0xFFFF) | (high & -0x10000));
-#endif
-}
-
-// Two whole numbers side by side in each lane, modulo 2**16: the first in the low half.
-inline S pairs(I first, I second) { return join(first, second << 16); }
-
-// In each lane, low a * low b + high a * high b.
-inline I dot(S a, S b) {
-#if defined(__AVX512BW__)
-    return (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#else
-    auto low = [](S x) { return ((I)x << 16) >> 16; };
-    auto high = [](S x) { return (I)x >> 16; };
-    return low(a) * low(b) + high(a) * high(b);
-#endif
-}
-
 inline F power_of_two(I exponent) { return floats((exponent + 127) << 23); }
 
 // fp32 out of the bits of fp16 (HALF) or bf16; infinity and NaN keep an exponent beyond all bounds.
@@ -187,12 +165,6 @@ template <bool HALF> inline F widen(I u) {
     return floats(bits(scaled) | (beyond & 0x7F800000) | ((u & 0x8000) << 16));
 }
 template <bool HALF> inline F widen(H x) { return widen<HALF>(wide(x)); }
-
-// The same of the low and of the high halves of all lanes: of every second number of 2 * W in a row.
-template <bool HALF> inline F widen_even(S x) { return HALF ? widen<HALF>((I)x & 0xFFFF) : floats((I)x << 16); }
-template <bool HALF> inline F widen_odd(S x) {
-    return HALF ? widen<HALF>((I)((U)x >> 16)) : floats((I)x & -0x10000);
-}
 
 // Rounded to bf16, still fp32.
 inline F to_bf16(F x) {
@@ -212,58 +184,6 @@ inline I to_fp16(F x) {
 
 // The bits of fp16 (HALF) or bf16.
 template <bool HALF> inline H narrow(F x) { return halves(HALF ? to_fp16(x) : (I)((U)to_bf16(x) >> 16)); }
-
-// The same of 2 * W numbers: what `widen_even` and `widen_odd` take apart.
-template <bool HALF> inline S narrow(F even, F odd) {
-    if constexpr (HALF) return pairs(to_fp16(even), to_fp16(odd));
-    return join((I)((U)to_bf16(even) >> 16), bits(to_bf16(odd)));
-}
-
-// rows[i][j] becomes rows[j][i], of W rows.
-inline void transpose(F *rows) {
-    constexpr auto exchange = [](F *rows, int distance, I low, I high) {
-        for (int i = 0; i < W; i++)
-            if (!(i & distance)) {
-                F a = rows[i], b = rows[i + distance];
-                rows[i] = __builtin_shuffle(a, b, low);
-                rows[i + distance] = __builtin_shuffle(a, b, high);
-            }
-    };
-#if defined(__AVX512BW__)
-    const I low1{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-    const I low2{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-    const I low4{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-    const I low8{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    exchange(rows, 1, low1, low1 + 1);
-    exchange(rows, 2, low2, low2 + 2);
-    exchange(rows, 4, low4, low4 + 4);
-    exchange(rows, 8, low8, low8 + 8);
-#elif defined(__AVX2__)
-    const I low1{0, 8, 2, 10, 4, 12, 6, 14}, low2{0, 1, 8, 9, 4, 5, 12, 13}, low4{0, 1, 2, 3, 8, 9, 10, 11};
-    exchange(rows, 1, low1, low1 + 1);
-    exchange(rows, 2, low2, low2 + 2);
-    exchange(rows, 4, low4, low4 + 4);
-#else
-    const I low1{0, 4, 2, 6}, low2{0, 1, 4, 5};
-    exchange(rows, 1, low1, low1 + 1);
-    exchange(rows, 2, low2, low2 + 2);
-#endif
-}
-
-// The same of numbers of 16 bits: 2 * W rows of 2 * W.
-inline void transpose(S *rows) {
-    F even[W], odd[W];
-    for (int i = 0; i < W; i++) {
-        even[i] = (F)pairs((I)rows[2 * i], (I)rows[2 * i + 1]);
-        odd[i] = (F)join((I)((U)rows[2 * i] >> 16), (I)rows[2 * i + 1]);
-    }
-    transpose(even);
-    transpose(odd);
-    for (int i = 0; i < W; i++) {
-        rows[2 * i] = (S)even[i];
-        rows[2 * i + 1] = (S)odd[i];
-    }
-}
 
 // The largest lane.
 inline std::int32_t largest(I x) {

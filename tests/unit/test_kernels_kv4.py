@@ -296,6 +296,30 @@ class TestNative:
             for got, true in zip(found[1:], expected[1:], strict=True):
                 assert torch.equal(got.view(torch.int16), true.view(torch.int16))
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_equally_good_grids_agree(self, dtype: torch.dtype) -> None:
+        """Of small whole numbers many lie half a step off, and more than one grid has the least error."""
+        generator = torch.Generator().manual_seed(3)
+        for most in (2, 3, 16, 31, 60):
+            k, v = (torch.randint(-1, most, (300, 2, 64), generator=generator).to(dtype) for _ in range(2))
+            accelerate.set_mode("eager")
+            expected = self.results(k, v, 100)
+            accelerate.set_mode("compiled")
+            assert self.results(k, v, 100)[0] == expected[0]
+
+    def test_values_next_to_powers_of_two_are_rounded_alike(self) -> None:
+        """Whole multiples of a unit, less a base far smaller than bf16 has room for beside them."""
+        generator = torch.Generator().manual_seed(4)
+        k = torch.randint(0, 16, (40, 2, 64), generator=generator) * 0.25
+        k[0] = -(2.0**-18) * torch.rand(2, 64, generator=generator)
+        k = k.to(torch.bfloat16)
+        accelerate.set_mode("eager")
+        expected = self.results(k, k, 256)
+        accelerate.set_mode("compiled")
+        found = self.results(k, k, 256)
+        assert found[0] == expected[0]
+        assert torch.equal(found[1], expected[1])
+
     def test_the_number_of_threads_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         accelerate.set_mode("compiled")
         k, v = block(600, 2, 64, torch.bfloat16)
