@@ -139,7 +139,7 @@ class LayerwiseEstimator:
         whole = self._serialised_s(tokens, rate) + link.rtt_s
         groups = _group_sizes(self.shape.layers)
         seconds, size = min((self._layerwise_s(tokens, rate, size) + link.rtt_s, size) for size in groups)
-        prefill = self._prefill_s(tokens)
+        prefill = self.prefill_s(tokens)
         transfer = tokens * self.shape.layers * self.shape.bytes_per_token_layer / rate
         why = (
             f"prefill {prefill * 1e3:.1f} ms, bytes on the link {transfer * 1e3:.1f} ms, "
@@ -148,6 +148,15 @@ class LayerwiseEstimator:
         if seconds < whole:
             return Mode(SendMode.LAYERWISE, size, seconds, whole, why)
         return Mode(SendMode.SERIALISED, self.shape.layers, seconds, whole, why)
+
+    def prefill_s(self, tokens: int) -> float:
+        """How long a prefill of so many tokens takes, by all that were measured; 0 before the first."""
+        fixed, token = self._prefill.fit()
+        return fixed + token * tokens
+
+    def held_up_s(self, tokens: int, size: int) -> float:
+        """How long the engine is held up in all by handing over that prompt in groups of `size` layers."""
+        return ceil(self.shape.layers / size) * self._hold_up(tokens, size)
 
     def threshold(self, link: LinkFigures, streams: int, *, up_to: int = 1 << 20) -> int | None:
         """The shortest prompt, in tokens, that is better sent layer by layer on this link; None up to `up_to`."""
@@ -165,7 +174,7 @@ class LayerwiseEstimator:
     def _layerwise_s(self, tokens: int, rate: float, size: int) -> float:
         layers = self.shape.layers
         groups = ceil(layers / size)
-        prefill = self._prefill_s(tokens)
+        prefill = self.prefill_s(tokens)
         ready = prefill / groups + self._hold_up(tokens, size)
         encode = self._encode_s(tokens) * layers / groups
         send = tokens * layers * self.shape.bytes_per_token_layer / groups / rate
@@ -180,10 +189,6 @@ class LayerwiseEstimator:
     def _encode_s(self, tokens: int) -> float:
         fixed, byte = self._frames.fit()
         return fixed + byte * tokens * self.shape.bytes_per_token_layer
-
-    def _prefill_s(self, tokens: int) -> float:
-        fixed, token = self._prefill.fit()
-        return fixed + token * tokens
 
     def _hold_up(self, tokens: int, layers: int) -> float:
         fixed, value = self._hold_ups.fit()

@@ -117,9 +117,9 @@ class Outgoing:
                 return
         self._budget.give(size)  # it has ended, and nobody looks into the queue any more
 
-    def prefill_done(self, tokens: int) -> None:
-        """All layers of all `tokens` positions have been pushed."""
-        self._prefill_done_at = time.monotonic()
+    def prefill_done(self, tokens: int, computed_at: float) -> None:
+        """All layers of all `tokens` positions have been pushed; they had been computed at that moment."""
+        self._prefill_done_at = computed_at
         self._copies.put(tokens)
 
     def abort(self, reason: str) -> None:

@@ -610,6 +610,9 @@ def test_a_link_stays_warm_for_the_next_transfer(engine_channels: list[int], ran
                     assert result.cached >= len(prompt) - 1
                     report = prefill.reports[way_.key]
                     assert pacing in (report.mode, "auto")
+                    assert (
+                        report.mode == "layerwise" or report.hidden_fraction == 0.0
+                    )  # nothing leaves before its token
                     assert list(report.paths) == ["direct"]
                     assert report.paths["direct"] >= report.raw_bytes == len(prompt) * 4 * 2 * 2 * 64 * 4
             assert {report.link for report in prefill.links} <= {way.link.link}

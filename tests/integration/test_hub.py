@@ -415,7 +415,7 @@ class TwoHubs:
         """Both engines do their part."""
         for layer in range(LAYERS):
             outgoing.push(piece(layer, 0, TOKENS))
-        outgoing.prefill_done(TOKENS)
+        outgoing.prefill_done(TOKENS, time.monotonic())
         wait_for(incoming, layers=LAYERS)
         incoming.take()
         incoming.applied()
@@ -616,7 +616,7 @@ def test_what_the_receiver_gives_up_is_reported_before_its_prefill_begins() -> N
         assert "the request was cancelled" in hubs.reports.end(TICKET).reason
         for layer in range(LAYERS):  # the engine learns of it only between two steps
             outgoing.push(piece(layer, 0, TOKENS))
-        outgoing.prefill_done(TOKENS)
+        outgoing.prefill_done(TOKENS, time.monotonic())
         outgoing.abort("again")
         assert hubs.sender._budget._held == 0
     assert len(hubs.reports.ends) == 1
@@ -630,7 +630,7 @@ def test_an_abort_is_reported_once_whenever_it_comes(when: str) -> None:
             outgoing.push(piece(0, 0, TOKENS))
         if when == "after":
             outgoing.push(piece(1, 0, TOKENS))
-            outgoing.prefill_done(TOKENS)
+            outgoing.prefill_done(TOKENS, time.monotonic())
             wait_for(incoming, layers=2)
         hubs.sender.abort(TICKET.transfer, "the client has gone")
         report = hubs.reports.end(TICKET)
@@ -708,7 +708,7 @@ def test_a_link_with_open_transfers_tells_how_it_gets_on_and_then_falls_silent()
         assert [path.label for path in told.paths] == ["direct"]
         assert told.paths[0].bytes_acknowledged == 0
         incoming.start(0)
-        outgoing.prefill_done(TOKENS)
+        outgoing.prefill_done(TOKENS, time.monotonic())
         wait_for(incoming, layers=2)
         hubs.reports.until(
             lambda: (
@@ -751,7 +751,7 @@ def test_what_was_encoded_before_the_receiver_spoke_is_taken_as_far_as_it_is_wan
         for layer in range(LAYERS):
             outgoing.push(piece(layer, 0, 4))
             outgoing.push(piece(layer, 4, TOKENS - 4))
-        outgoing.prefill_done(TOKENS)
+        outgoing.prefill_done(TOKENS, time.monotonic())
         hubs.reports.until(lambda: any(report.waiting_bytes for report in hubs.reports.links))
         while outgoing.progress().frames < 2 * LAYERS:
             time.sleep(0.001)
@@ -782,7 +782,7 @@ def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> No
             for layer in range(LAYERS):
                 kv = values(layer, TOKENS)[:, :1] + 10 * number
                 end.push(LayerCopy(layer, 0, CpuDevice().to_host(kv, -kv)))
-            end.prefill_done(TOKENS)
+            end.prefill_done(TOKENS, time.monotonic())
             wait_for(incoming, layers=(number + 1) * LAYERS)
             assert incoming.progress() == ((0.5, 0) if number == 0 else (1.0, TOKENS))
         pieces = incoming.take()

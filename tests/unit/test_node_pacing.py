@@ -55,10 +55,16 @@ def test_each_layer_leaves_exactly_once_and_never_before_it_is_computed(
         assert not due or due[-1] == position
 
 
-def measured(pacer: Pacer, *, hold_up_s: float = 0.0005, token_s: float = 0.0005) -> None:
-    """An engine that has prefilled, handed over and encoded for a while."""
+def pacing_of(pacer: Pacer, mode: SendMode) -> Pacing:
+    return Pacing(Mode(mode, 1, 0.0, 0.0, "a test"), pacer, "kv4")
+
+
+def measured(pacer: Pacer, *, hold_up_s: float = 0.0005, token_s: float = 0.0005, slowed_down: float = 1.0) -> None:
+    """An engine that has prefilled, handed over and encoded for a while; a prefill beside which layers leave takes
+    `slowed_down` times as long."""
     for tokens in (100, 400, 800):
-        pacer.computed({"kv4"}, tokens, tokens * token_s)
+        pacer.computed([pacing_of(pacer, SendMode.SERIALISED)], tokens, tokens * token_s)
+        pacer.computed([pacing_of(pacer, SendMode.LAYERWISE)], tokens, tokens * token_s * slowed_down)
     for tokens in (100, 200, 400, 800):
         pacer.held_up("kv4", tokens, 1, hold_up_s)
         pacer.encoded("kv4", 1 << 20, 0.0005)
@@ -81,6 +87,62 @@ def test_the_engine_decides_by_what_it_has_measured_and_by_the_link() -> None:
     assert long.mode.mode is SendMode.LAYERWISE
     assert long.mode.visible_layerwise_s < long.mode.visible_serialised_s
     assert handed_over(short, LAYERS) == handed_over(long, LAYERS) == list(range(LAYERS))
+
+
+def test_layers_stay_when_leaving_would_slow_the_prefill_down_by_more_than_it_hides() -> None:
+    """On a slow link they leave all the same: there is more to hide."""
+    ways = {"near": outlet_of(gbps=5.0), "far": outlet_of(gbps=0.5)}
+    free, slowed = pacer_of(), pacer_of()
+    measured(free)
+    measured(slowed, slowed_down=1.2)
+    modes = {
+        name: (free.transfer("kv4", 500, way).mode, slowed.transfer("kv4", 500, way).mode) for name, way in ways.items()
+    }
+    assert [mode.mode for mode in modes["near"]] == [SendMode.LAYERWISE, SendMode.SERIALISED]
+    assert [mode.mode for mode in modes["far"]] == [SendMode.LAYERWISE, SendMode.LAYERWISE]
+    at_ease, hurt = modes["near"]
+    assert hurt.visible_layerwise_s > hurt.visible_serialised_s > at_ease.visible_layerwise_s
+    assert hurt.layers_per_group == LAYERS
+    assert "slowed down by 0.0 ms" in at_ease.why
+
+
+def test_what_holds_the_engine_up_counts_for_the_first_token_too() -> None:
+    """Three hand-overs of 2 ms would be worth it for the second token alone."""
+    pacer = pacer_of()
+    measured(pacer, hold_up_s=0.002)
+    mode = pacer.transfer("kv4", 500, outlet_of(gbps=10.0)).mode
+    assert mode.visible_layerwise_s < mode.visible_serialised_s < mode.visible_layerwise_s + 3 * 0.002
+    assert mode.mode is SendMode.SERIALISED
+
+
+def test_both_ways_are_taken_in_turn_until_the_prefills_of_each_are_known() -> None:
+    pacer = pacer_of()
+    taken = []
+    for _ in range(8):
+        pacing = pacer.transfer("kv4", 500, outlet_of(gbps=0.5))
+        taken.append(pacing.mode.mode.value[0])
+        pacer.computed([pacing], 500, 0.25)
+        pacer.held_up("kv4", 500, LAYERS, 0.001)
+        pacer.encoded("kv4", 1 << 20, 0.0005)
+    assert "".join(taken) == "lslslsll"
+
+
+def test_a_step_is_slowed_down_by_any_transfer_whose_layers_leave_beside_it() -> None:
+    pacer = pacer_of()
+    measured(pacer)
+    both = [pacing_of(pacer, mode) for mode in SendMode]
+    for _ in range(8):
+        pacer.computed(both, 500, 2 * 500 * 0.0005)
+    assert pacer.transfer("kv4", 500, outlet_of(gbps=5.0)).mode.mode is SendMode.SERIALISED
+
+
+def test_a_prefill_that_was_held_up_by_others_decides_nothing() -> None:
+    """On a busy machine any may take ten times as long."""
+    for mode in SendMode:
+        pacer = pacer_of()
+        measured(pacer)
+        pacer.computed([pacing_of(pacer, mode)], 400, 10 * 400 * 0.0005)
+        assert pacer.transfer("kv4", 500, outlet_of(gbps=0.5)).mode.mode is SendMode.LAYERWISE
 
 
 def test_a_link_that_carries_half_of_it_is_as_good_as_one_twice_as_fast() -> None:

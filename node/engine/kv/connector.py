@@ -148,6 +148,10 @@ class P2PConnector(KVConnectorBase_V1):
         """See `WorkerSide.register`."""
         self.worker_side.register(self._layers, kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before each step, and before anything of the cache is overwritten: what the last one has left to do."""
+        self.worker_side.hand_over_rest()
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
@@ -159,7 +163,8 @@ class P2PConnector(KVConnectorBase_V1):
             self.worker_side.save_layer(self._work(), layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the copies are ours."""
+        """The forward pass is over, and nothing to wait for: blocks that are still to be read stay as they are until
+        `handle_preemptions`."""
         if self.has_connector_metadata():
             self.worker_side.end(self._work())
 

@@ -44,6 +44,7 @@ class WorkerSide:
         self._positions: dict[str, int] = {}
         self._step_began = 0.0
         self._held_up_s = 0.0
+        self._rest: list[tuple[SendWork, list[Outgoing], float]] = []
         self._active: dict[str, LoadWork] = {}
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -119,29 +120,41 @@ class WorkerSide:
                 self._hand_over(send, due, send.first)
 
     def end(self, work: StepWork) -> None:
-        """All of the step has been computed. Hand over what is to leave in one piece, say which prompts are complete,
+        """All of the step has been computed. Say which prompts are complete, remember what is to leave in one piece,
         and note how long the step took."""
         if not work.sends:
             return
-        computed_s = time.monotonic() - self._step_began - self._held_up_s
-        codecs: set[str] = set()
+        computed_at = time.monotonic()
+        open_ends = {send.transfer: self.hub.outgoing(send.transfer) for send in work.sends}
         for send in work.sends:
-            open_ends = self.hub.outgoing(send.transfer)
-            codecs.update(outgoing.ticket.codec for outgoing in open_ends)
             if not send.final:
                 continue
-            serialised = [outgoing for outgoing in open_ends if not outgoing.pacing.layerwise]
+            serialised: list[Outgoing] = []
+            for outgoing in open_ends[send.transfer]:
+                if outgoing.pacing.layerwise:
+                    outgoing.prefill_done(send.last, computed_at)
+                else:
+                    serialised.append(outgoing)
+            if serialised:
+                self._rest.append((send, serialised, computed_at))
+        pacings = [outgoing.pacing for ends in open_ends.values() for outgoing in ends]
+        tokens = sum(send.last - send.first for send in work.sends)
+        self.hub.pacer.computed(pacings, tokens, max(0.0, computed_at - self._step_began - self._held_up_s))
+
+    def hand_over_rest(self) -> None:
+        """What leaves in one piece, once the tokens of its step have: nobody waits for it as the client does for them.
+        Until then its blocks are those of its request, or free and not written to."""
+        rest, self._rest = self._rest, []
+        for send, outgoings, computed_at in rest:
             due = {
                 position: takers
                 for position, cache in enumerate(self._caches)
-                if (takers := [outgoing for outgoing in serialised if outgoing.wants(cache.index)])
+                if (takers := [outgoing for outgoing in outgoings if outgoing.wants(cache.index)])
             }
             if due:
                 self._hand_over(send, due, 0)
-            for outgoing in open_ends:
-                outgoing.prefill_done(send.last)
-        tokens = sum(send.last - send.first for send in work.sends)
-        self.hub.pacer.computed(codecs, tokens, max(0.0, computed_s))
+            for outgoing in outgoings:
+                outgoing.prefill_done(send.last, computed_at)
 
     def _hand_over(self, send: SendWork, due: dict[int, list[Outgoing]], start: int) -> None:
         """Queue copies of these layers' positions from `start` on, without those that no receiver wants."""
