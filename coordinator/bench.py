@@ -3,9 +3,10 @@
     python -m p2pserve.coordinator.bench [--sizes 16,24,32,128,1024] [--format json] [--plot PNG] [--long JSON]
 
 Seconds are those of the processor, on one core. `best_known` is the objective of the best solution that long searches
-have found (`data/best_plans.json`, evaluated anew), or of this run's if that is better. `--long` searches again, for
-`--budget-s` seconds each, and writes what it finds. LLaMA-30B at lengths of the Azure traces, Poisson arrivals, GPUs as
-measured; the cluster of 32 GPUs and its subsets are ThunderServe's, larger ones are drawn (`bench_clusters`).
+have found (`data/best_plans.json`, evaluated anew), or of this run's if that is better. `--long` goes on from the best
+solutions of a file for `--budget-s` seconds each, and writes what it finds. LLaMA-30B at lengths of the Azure traces,
+Poisson arrivals, GPUs as measured; the cluster of 32 GPUs and its subsets are ThunderServe's, larger ones are drawn
+(`bench_clusters`).
 
 This is the one module of the coordinator that reads a clock and prints.
 """
@@ -31,7 +32,7 @@ from .plan import Phase
 from .planning.evaluator import LowerLevel
 from .planning.light import keeping, reschedule, surviving
 from .planning.problem import Group, Problem, Slice, Solution
-from .planning.search import STEPS_PER_GPU, SearchResult, search
+from .planning.search import STEPS_PER_GPU, search
 
 __all__ = ["TARGETS", "main", "run"]
 
@@ -157,12 +158,13 @@ def _solution(problem: Problem, groups: list[Any]) -> Solution:
     )
 
 
-def _long(gpus: int, workload: str, budget_s: float) -> tuple[list[Any], float]:
-    """The best of searches one after the other, each from the best so far, with its objective."""
+def _long(gpus: int, workload: str, known: list[Any], budget_s: float) -> tuple[list[Any], float]:
+    """The best of searches one after the other, every other one from the best so far (at first: from what is known),
+    with its objective."""
     problem = bench_problem(gpus, workload)
     evaluator = LowerLevel(problem)
     stop = time.process_time() + budget_s
-    best: SearchResult | None = None
+    best, level = _solution(problem, known), float("-inf")
     seed = 0
     while time.process_time() < stop:
         seed += 1
@@ -171,22 +173,22 @@ def _long(gpus: int, workload: str, budget_s: float) -> tuple[list[Any], float]:
             evaluator,
             rng=np.random.default_rng(seed),
             spent=lambda: time.process_time() > stop,
-            start=best.solution if best is not None and seed % 2 else None,
+            start=best if seed % 2 else None,
             limit=LONG_ROUND * STEPS_PER_GPU * problem.cluster.gpus,
         )
-        if best is None or found.score.objective > best.score.objective:
-            best = found
-    assert best is not None
+        if found.score.objective > level:
+            best, level = found.solution, found.score.objective
     boxes = problem.cluster.boxes
-    groups = [[group.phase.value, {boxes[part.box].id: part.gpus for part in group.slices}] for group in best.solution]
-    return groups, best.score.objective
+    groups = [[group.phase.value, {boxes[part.box].id: part.gpus for part in group.slices}] for group in best]
+    return groups, level
 
 
 def _write_long(path: Path, sizes: Sequence[int], budget_s: float, tell: Callable[[str], None]) -> None:
     known = json.loads(path.read_text("utf-8")) if path.exists() else {}
     for gpus in sizes:
         for workload in WORKLOADS:
-            known[f"{gpus} {workload}"], objective = _long(gpus, workload, budget_s)
+            key = f"{gpus} {workload}"
+            known[key], objective = _long(gpus, workload, known.get(key, []), budget_s)
             tell(f"{gpus} GPUs, {workload}: {objective:.5f} after {budget_s:g} s")
             lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in known.items())
             path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
@@ -241,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="GPUs, with commas")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the growth with the cluster's size")
-    parser.add_argument("--long", type=Path, metavar="FILE.json", help="search for the best plans and write them there")
+    parser.add_argument("--long", type=Path, metavar="FILE.json", help="search on from the best plans there")
     parser.add_argument("--budget-s", type=float, default=600.0, help="of each long search")
     chosen = parser.parse_args(arguments)
     sizes = [int(size) for size in chosen.sizes.split(",")]

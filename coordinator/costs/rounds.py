@@ -8,6 +8,7 @@ as much of a round as one for every batch does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -39,13 +40,14 @@ def round_s(times: StepTimes, stages: int, chunks: Sequence[Chunk], requests: in
 
     There are no more chunks than stages, and at least one.
     """
-    longest = max(times.mixed_s(*chunk, requests, context) for chunk in chunks)
+    kinds = Counter(chunks)
+    longest = max(times.mixed_s(*chunk, requests, context) for chunk in kinds)
     if stages == 1:
         return longest
     batches = min(stages, requests)
     line, beside = times.decode_line(requests), round(requests / stages)
     # weights are read once for a chunk and what is decoded beside it
-    reading = sum(times.prefill_interval_s(chunk.tokens + beside, chunk.pairs) for chunk in chunks)
+    reading = sum(many * times.prefill_interval_s(chunk.tokens + beside, chunk.pairs) for chunk, many in kinds.items())
     plain = max(0, batches - len(chunks)) / batches * line.fixed_s
     return max(longest, reading + plain + line.context_s * context)
 

@@ -91,17 +91,16 @@ class LowerLevel:
         for service, share in enumerate(self._shares):
             members = self._of(solution, service)
             rate = self.problem.services[service].workload.rate
-            curves = self._members.curves(members)
             split = any(member.group.phase is not Phase.MIXED for member in members)
             reads = writes = 0.0
-            for member, curve in zip(members, curves, strict=True):
+            for member in members:
                 # a mixed replica that has help for one phase may do more of the other
                 mixed = split and member.group.phase is Phase.MIXED
                 if member.group.phase is not Phase.DECODE:
-                    reads += member.behaviour.read if mixed else curve.peak
+                    reads += member.behaviour.read if mixed else self._members.peak(member)
                 if member.group.phase is not Phase.PREFILL:
-                    writes += member.behaviour.write if mixed else curve.peak
-            capacity = carried(members, curves) / rate
+                    writes += member.behaviour.write if mixed else self._members.peak(member)
+            capacity = carried(members, [1.0] * len(members)) / rate
             total += share * (min(1.0, reads / rate, writes / rate) + HEADROOM * capacity / (1.0 + capacity))
         return total
 

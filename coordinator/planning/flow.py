@@ -15,10 +15,9 @@ It is exact where replicas are the limit, and takes no way back where links are.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from heapq import heapify, heappop, heapreplace
 from math import inf, isfinite
 from typing import Final, NamedTuple
 
@@ -160,81 +159,103 @@ def flow_of(network: Network, pairs: Array) -> Flow:
     return Flow(pairs, loads, used)
 
 
+_Way = tuple[int, int]
+"""From box to box; -1 on one side: everything into the other, or out of it."""
+
+
+def _ways(wire: Wire) -> tuple[_Way, _Way, _Way]:
+    """What a wire takes up."""
+    return (wire.source, wire.target), (wire.source, -1), (-1, wire.target)
+
+
+def _room(roads: Roads, way: _Way) -> float:
+    source, target = way
+    if target < 0:
+        return float(roads.out[source])
+    return float(roads.into[target] if source < 0 else roads.between[source, target])
+
+
 # --- the fast path
 
 
 class _Filling:
-    """Requests placed so far, and what one more would be worth on each pair."""
+    """Requests placed so far, and what one more would be worth on each pair.
+
+    That only falls as loads rise, so what the heap says of a pair is no less than the truth, and is put right when the
+    pair comes up.
+    """
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        replicas = len(network.read)
-        self._piece = [0] * replicas
-        self._left: list[float] = [curve.loads[0] for curve in network.curves]
-        self._slope = np.array([curve.slopes[0] for curve in network.curves])
-        self._reading, self._writing = network.costs()
-        self._worth = network.worth.copy()
-        self._gain = self._worth - self._prices(slice(None))
-        self._touching = _touching(network)
-        self._out: list[float] = network.roads.out.tolist()
-        self._into: list[float] = network.roads.into.tolist()
-        self._between: dict[tuple[int, int], float] = {}  # filled as it is asked for
+        self._piece = [0] * len(network.curves)
+        self._left = [curve.loads[0] for curve in network.curves]
+        self._slope = [curve.slopes[0] for curve in network.curves]
+        self._worth: list[float] = network.worth.tolist()
         self._reader: list[int] = network.reader.tolist()
         self._writer: list[int] = network.writer.tolist()
-        self._read_cost: list[float] = self._reading.tolist()
-        self._write_cost: list[float] = self._writing.tolist()
-        self.pairs = np.zeros(len(network.worth))
+        reading, writing = network.costs()
+        self._read_cost: list[float] = reading.tolist()
+        self._write_cost: list[float] = writing.tolist()
+        self._rooms: dict[_Way, float] = {}  # Gb/s that are left, filled as it is asked for
+        self._needs: dict[int, list[tuple[_Way, float]]] = {}  # Gb of a pair's request, likewise
+        self._queue = [(-self._gain(pair), pair) for pair in range(len(self._worth))]
+        heapify(self._queue)
+        self.pairs = [0.0] * len(self._worth)
 
-    def place(self, rest: float) -> float:
-        """Places some of `rest` requests per second on the best pair; 0 when no pair is worth more."""
-        pair = int(self._gain.argmax())
-        if not self._gain[pair] > 0.0:
-            return 0.0
+    def best(self) -> int | None:
+        """The pair where one more request is worth the most; None when it is worth nothing on any."""
+        while self._queue:
+            said, pair = self._queue[0]
+            gain = self._gain(pair)
+            if not gain > 0.0:
+                heappop(self._queue)
+            elif -said > gain:
+                heapreplace(self._queue, (-gain, pair))
+            else:
+                return pair
+        return None
+
+    def place(self, pair: int, rest: float) -> float:
+        """Places some of `rest` requests per second on the pair that is best."""
         reader, writer = self._reader[pair], self._writer[pair]
+        read_cost, write_cost = self._read_cost[pair], self._write_cost[pair]
         if reader == writer:
-            amount = self._left[reader] / (self._read_cost[pair] + self._write_cost[pair])
+            amount = self._left[reader] / (read_cost + write_cost)
         else:
-            amount = min(self._left[reader] / self._read_cost[pair], self._left[writer] / self._write_cost[pair])
-        wires = self._network.wires[pair]
-        room = self._room(wires) if wires else inf
+            amount = min(self._left[reader] / read_cost, self._left[writer] / write_cost)
+        needs = self._needs_of(pair)
         amount = min(amount, rest)
+        room = min((self._rooms[way] / gigabits for way, gigabits in needs), default=inf)
         if room <= amount:
             amount = max(room, 0.0)
-            self._gain[pair] = self._worth[pair] = -inf
+            heappop(self._queue)
         self.pairs[pair] += amount
-        for wire in wires:
-            self._take(wire, amount)
-        self._load(reader, amount * self._read_cost[pair])
-        self._load(writer, amount * self._write_cost[pair])
+        for way, gigabits in needs:
+            self._rooms[way] -= gigabits * amount
+        self._load(reader, amount * read_cost)
+        self._load(writer, amount * write_cost)
         return max(amount, NOTHING)
 
-    def _room(self, wires: tuple[Wire, ...]) -> float:
-        """Requests per second that the roads of a pair have room for."""
-        if len(wires) == 1:
-            wire = wires[0]
-            return min(self._road(wire), self._out[wire.source], self._into[wire.target]) / wire.gigabits
-        out: defaultdict[int, float] = defaultdict(float)
-        into: defaultdict[int, float] = defaultdict(float)
-        for wire in wires:
-            out[wire.source] += wire.gigabits
-            into[wire.target] += wire.gigabits
-        return min(
-            *(self._road(wire) / wire.gigabits for wire in wires),
-            *(self._out[box] / gigabits for box, gigabits in out.items()),
-            *(self._into[box] / gigabits for box, gigabits in into.items()),
+    def _gain(self, pair: int) -> float:
+        """Of one more request, less what it would cost the others on both replicas."""
+        return (
+            self._worth[pair]
+            - self._slope[self._reader[pair]] * self._read_cost[pair]
+            - self._slope[self._writer[pair]] * self._write_cost[pair]
         )
 
-    def _road(self, wire: Wire) -> float:
-        road = (wire.source, wire.target)
-        if road not in self._between:
-            self._between[road] = float(self._network.roads.between[road])
-        return self._between[road]
-
-    def _take(self, wire: Wire, amount: float) -> None:
-        taken = wire.gigabits * amount
-        self._between[wire.source, wire.target] -= taken
-        self._out[wire.source] -= taken
-        self._into[wire.target] -= taken
+    def _needs_of(self, pair: int) -> list[tuple[_Way, float]]:
+        """What a request of this pair sends over which roads."""
+        if pair not in self._needs:
+            gigabits: dict[_Way, float] = {}
+            for wire in self._network.wires[pair]:
+                for way in _ways(wire):
+                    gigabits[way] = gigabits.get(way, 0.0) + wire.gigabits
+            for way in gigabits:
+                if way not in self._rooms:
+                    self._rooms[way] = _room(self._network.roads, way)
+            self._needs[pair] = list(gigabits.items())
+        return self._needs[pair]
 
     def _load(self, replica: int, load: float) -> None:
         self._left[replica] -= load
@@ -248,35 +269,14 @@ class _Filling:
             slope = curve.slopes[piece]
             self._left[replica] = curve.loads[piece] - curve.loads[piece - 1]
         self._slope[replica] = slope
-        at = self._touching[replica]
-        self._gain[at] = self._worth[at] - self._prices(at)
-
-    def _prices(self, at: Index | slice) -> Array:
-        """What one more request would cost the others on both replicas of these pairs."""
-        network = self._network
-        return np.asarray(
-            self._slope[network.reader[at]] * self._reading[at] + self._slope[network.writer[at]] * self._writing[at]
-        )
-
-
-def _touching(network: Network) -> list[Index]:
-    """The pairs of each replica."""
-    ends = np.concatenate((network.reader, network.writer))
-    pairs = np.tile(np.arange(len(network.reader)), 2)
-    order = np.argsort(ends, kind="stable")
-    bounds = np.searchsorted(ends[order], np.arange(len(network.read) + 1))
-    return [pairs[order[first:last]] for first, last in pairwise(bounds.tolist())]
 
 
 def fill(network: Network) -> Flow:
     """Request by request (in effect) to the pair where one more is worth the most. Ties go to the earlier pair."""
     filling, rest = _Filling(network), network.rate
-    while rest > NOTHING and len(network.worth):
-        placed = filling.place(rest)
-        if placed == 0.0:
-            break
-        rest -= placed
-    return flow_of(network, filling.pairs)
+    while rest > NOTHING and (pair := filling.best()) is not None:
+        rest -= filling.place(pair, rest)
+    return flow_of(network, np.array(filling.pairs))
 
 
 # --- the exact one
@@ -318,24 +318,19 @@ def solve(network: Network) -> Flow:
 
 def _limits(network: Network, columns: int) -> tuple[coo_array, Array]:
     """Rows: all requests; then every road that some pair takes, out of and into its boxes included."""
-    rows: dict[tuple[str, int, int], int] = {}
+    rows: dict[_Way, int] = {}
     bounds: list[float] = []
     cells: list[tuple[int, int, float]] = []
     if isfinite(network.rate):
         bounds.append(network.rate)
         cells += [(0, pair, 1.0) for pair in range(len(network.worth))]
-    roads = network.roads
     for pair, wires in enumerate(network.wires):
         for wire in wires:
-            for key, bound in (
-                (("between", wire.source, wire.target), roads.between[wire.source, wire.target]),
-                (("out", wire.source, -1), roads.out[wire.source]),
-                (("into", wire.target, -1), roads.into[wire.target]),
-            ):
-                if key not in rows:
-                    rows[key] = len(bounds)
-                    bounds.append(float(bound))
-                cells.append((rows[key], pair, wire.gigabits))
+            for way in _ways(wire):
+                if way not in rows:
+                    rows[way] = len(bounds)
+                    bounds.append(_room(network.roads, way))
+                cells.append((rows[way], pair, wire.gigabits))
     if not bounds:
         return coo_array((1, columns)), np.zeros(1)
     row, column, value = (np.array(part) for part in zip(*cells, strict=True))

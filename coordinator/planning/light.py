@@ -24,7 +24,7 @@ __all__ = ["MARGIN", "Adjustment", "Flip", "keeping", "reschedule", "surviving"]
 MARGIN: Final = 0.005
 """Of the objective: by how much flips must pay. They cost little, but requests in flight finish where they are."""
 
-STEPS: Final = 60
+STEPS: Final = 30
 """Evaluations at most."""
 
 

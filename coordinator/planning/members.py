@@ -33,6 +33,9 @@ REFERENCE_LOAD: Final = 4
 EVENNESS: Final = 1e-2
 """Requests that a full replica is taken to lose besides, with the square of its load: equal replicas share alike."""
 
+ENDLESS: Final = 1_000_000
+"""Replicas that share a queue, of so many that nobody ever waits in it."""
+
 TPOT: Final = Row._fields.index("tpot_s")
 
 LONG: Final = 0.99
@@ -44,15 +47,11 @@ Loaded = Mapping[tuple[Slice, ...], tuple[Stages, ...]]
 
 
 class Curve(NamedTuple):
-    """A replica among others: the share in time at LOADS, and what follows from it.
-
-    `peak`: most requests per second that can be in time whoever does the other phase. `usable`: the highest load that
-    keeps the target (`_usable`).
-    """
+    """A replica among others: the share in time at LOADS, and what follows from it. `usable`: the highest load that
+    keeps the target (`_usable`)."""
 
     met: Array
     lost: LossCurve
-    peak: float
     usable: float
 
 
@@ -92,6 +91,7 @@ class Members:
         self._kinds: dict[tuple[Slice, ...], tuple[int, Parts]] = {}
         self._members: dict[Group, Member | None] = {}
         self._curves: dict[tuple[int, Phase, int, int, int], Curve] = {}
+        self._peaks: dict[tuple[int, Phase, int], float] = {}
         self._references: dict[int, Partner] = {}
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
@@ -116,6 +116,16 @@ class Members:
                 self._curves[key] = self._curve(member, readers, writers)
             found.append(self._curves[key])
         return found
+
+    def peak(self, member: Member) -> float:
+        """Most requests per second that can be in time, whoever does the other phase and however many share queues."""
+        (_, phase, service), behaves = member.group, member.behaviour
+        key = member.kind, phase, service
+        if key not in self._peaks:
+            demand = self.demands[service]
+            ideal = demand.in_time(behaves, demand.service.slo, (ENDLESS, ENDLESS))
+            self._peaks[key] = float((LOADS * behaves.rate * ideal).max())
+        return self._peaks[key]
 
     def _member(self, group: Group) -> Member | None:
         if self._cut(group.slices):
@@ -157,13 +167,12 @@ class Members:
         phase, service, behaves = member.group.phase, member.group.service, member.behaviour
         demand, crowd = self.demands[service], (readers, writers)
         slo = demand.service.slo
-        ideal = share = demand.in_time(behaves, slo, crowd)
+        share = demand.in_time(behaves, slo, crowd)
         if isfinite(slo.e2e_s) and phase is not Phase.MIXED:
             whole = Slo(e2e_s=slo.e2e_s)
-            share = np.minimum(ideal, demand.in_time(behaves, whole, crowd, self._reference(service)))
-        rate = behaves.rate
-        lost = LOADS * rate * (1.0 - share + EVENNESS * LOADS)
-        return Curve(share, loss_curve(LOADS, lost), float((LOADS * rate * ideal).max()), _usable(share, slo.target))
+            share = np.minimum(share, demand.in_time(behaves, whole, crowd, self._reference(service)))
+        lost = LOADS * behaves.rate * (1.0 - share + EVENNESS * LOADS)
+        return Curve(share, loss_curve(LOADS, lost), _usable(share, slo.target))
 
     def _reference(self, service: int) -> Partner:
         """The middle one of the kinds of boxes that hold the model alone, at the reference load; else all together."""

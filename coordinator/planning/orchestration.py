@@ -57,7 +57,8 @@ class Orchestration:
     @property
     def capacity(self) -> float:
         """What replicas and links carry in time, over the rate that is asked for."""
-        return carried(self.members, self.curves, self.network) / self.service.workload.rate
+        usable = [curve.usable for curve in self.curves]
+        return carried(self.members, usable, self.network) / self.service.workload.rate
 
 
 def orchestrate(
@@ -185,8 +186,8 @@ def _hop_gbps(members: Sequence[Member], handover: Handovers, flow: Flow, servic
     return used
 
 
-def carried(members: Sequence[Member], curves: Sequence[Curve], network: Network | None = None) -> float:
-    """The highest rate, in requests per second, that keeps every replica at a load that it is in time with.
+def carried(members: Sequence[Member], usable: Sequence[float], network: Network | None = None) -> float:
+    """The highest rate, in requests per second, that keeps every replica at a load that it is in time with: `usable`.
 
     With `network`, every replica that has to hand over is held to the links of its pairs; without, to none. What
     several replicas' links have in common is not looked at: `flow.solve` does.
@@ -194,14 +195,14 @@ def carried(members: Sequence[Member], curves: Sequence[Curve], network: Network
     ways = _ways(members, network)
     reading = writing = 0.0
     both: list[Array] = []
-    for index, (member, curve) in enumerate(zip(members, curves, strict=True)):
-        behaves, usable = member.behaviour, curve.usable
+    for member, load, way in zip(members, usable, ways.tolist(), strict=True):
+        behaves = member.behaviour
         if member.group.phase is Phase.PREFILL:
-            reading += min(usable * behaves.read, ways[index])
+            reading += min(load * behaves.read, way)
         elif member.group.phase is Phase.DECODE:
-            writing += min(usable * behaves.write, ways[index])
-        elif usable:
-            both.append(usable * np.array([behaves.read, behaves.write, behaves.both]))
+            writing += min(load * behaves.write, way)
+        elif load:
+            both.append(load * np.array([behaves.read, behaves.write, behaves.both]))
     if not (reading or writing):
         return float(sum(rates[2] for rates in both))
     # mixed replicas help the side that is behind, those first that lose least of their own; the rest keep their own

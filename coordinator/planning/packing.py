@@ -84,17 +84,14 @@ class Packing:
         self._usd = np.array([
             sum(space.boxes[box].usd_per_hour for box in self._members(column.classes)) for column in self._columns
         ])  # fmt: skip
+        self._any = self._options(PHASES)
 
     def start(self, rng: np.random.Generator, phases: Sequence[Phase] = PHASES, noise: Array | None = None) -> Solution:
         """The best solution found by rates (times `noise`, a factor for each column), of replicas in these phases where
         pins leave the choice. Empty where no one or two boxes hold the model."""
-        options: dict[Boxes, list[int]] = {}
-        for number, column in enumerate(self._columns):
-            if all(self._may(column, replica, phases) for replica in column.cut):
-                for boxes in self._places(column):
-                    options.setdefault(boxes, []).append(number)
         worth = self._worth if noise is None else self._worth * noise[:, None, None]
         asked = np.array([service.workload.rate for service in self._space.problem.services])
+        options = self._any if phases is PHASES else self._options(phases)
         taken = _Choice(worth, self._usd * self._space.problem.price_weight, asked, options).climbed(rng)
         return solution_of(_group(boxes, replica) for boxes, number in taken for replica in self._columns[number].cut)
 
@@ -116,6 +113,15 @@ class Packing:
     def columns(self) -> int:
         """How many there are."""
         return len(self._columns)
+
+    def _options(self, phases: Sequence[Phase]) -> dict[Boxes, list[int]]:
+        """The columns for each box and each two boxes, of replicas in these phases where pins leave the choice."""
+        found: dict[Boxes, list[int]] = {}
+        for number, column in enumerate(self._columns):
+            if all(self._may(column, replica, phases) for replica in column.cut):
+                for boxes in self._places(column):
+                    found.setdefault(boxes, []).append(number)
+        return found
 
     def _members(self, classes: Sequence[int]) -> list[int]:
         """A box for each: two different ones of the same class."""

@@ -59,9 +59,8 @@ EXACT_STAGES: Final = 10
 MAX_SHAPES: Final = 48
 """Ways to cut a group's boxes into stages that are tried; above that, all boxes are cut to stages of one width."""
 
-PROMISING: Final = {Phase.PREFILL: 1, Phase.DECODE: 2, Phase.MIXED: 2}
-"""Shapes that are looked at in detail for what they might carry, and as many for how soon they might answer. Of those
-that only read, the first look is right."""
+FIRST: Final = 2
+"""Shapes that are looked at in detail for what they might carry, besides those that answer sooner."""
 
 NEAR: Final = 0.02
 """Configurations whose rates are within this share of each other count as equal."""
@@ -169,14 +168,22 @@ class Options:
             return None
         if order not in self._known:
             self._known[order] = [_Timed(shape, self._times(shape)) for shape in self._shapes(order)]
-        found = [
-            _configuration(timed, phase, self._demand) for timed in _promising(self._known[order], phase, self._demand)
-        ]
-        if len(found) < 2:
-            return found[0] if found else None
-        goodput = [_goodput(configuration.behaviour, self._demand) for configuration in found]
-        near = [item for item, rate in zip(found, goodput, strict=True) if rate >= max(goodput) * (1.0 - NEAR)]
-        return min(near, key=lambda item: item.behaviour.alone_s(self._demand.classes))
+        promising = list(_promising(self._known[order], phase, self._demand))
+        if len(promising) == 1:
+            return _configuration(promising[0][1], phase, self._demand)
+        found: list[tuple[float, Configuration]] = []
+        most = 0.0
+        for promise, timed in promising:
+            if promise < most * (1.0 - NEAR):
+                break  # nothing carries more than its first look promises
+            configuration = _configuration(timed, phase, self._demand)
+            if configuration.behaviour.rate < most * (1.0 - NEAR):
+                continue
+            goodput = _goodput(configuration.behaviour, self._demand)
+            found.append((goodput, configuration))
+            most = max(most, goodput)
+        near = [configuration for goodput, configuration in found if goodput >= most * (1.0 - NEAR)]
+        return min(near, key=lambda item: item.behaviour.alone_s(self._demand.classes), default=None)
 
     def _order(self, phase: Phase) -> tuple[int, ...] | None:
         if not fits(self._parts.parts, self._demand):
@@ -207,11 +214,10 @@ def _all_stages(order: Sequence[int], parts: Sequence[Part], demand: Demand) -> 
             yield tuple((box, tp, count) for (box, tp), count in zip(stages, layers, strict=True))
 
 
-def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> list[_Timed]:
-    """Those that would carry the most of average requests that never wait, and those that would answer one soonest:
-    what each does in detail takes far longer to find out."""
-    if len(shapes) <= 2 * PROMISING[phase]:
-        return list(shapes)
+def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> Iterator[tuple[float, _Timed]]:
+    """By how many requests per second each would carry if all were average and never waited, most first: the first ones
+    of this order, and those that answer sooner than all before them. What each does in detail takes far longer to find
+    out."""
     workload = demand.service.workload
     prompt, pairs, output = round(workload.mean_prompt), workload.mean_pairs, workload.mean_output
     context = workload.mean_prompt + workload.mean_output / 2
@@ -226,10 +232,12 @@ def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> list[_
         return read + write, first + rest
 
     costs = [seconds(timed) for timed in shapes]
-    kept: set[int] = set()
-    for measure in (0, 1):
-        kept.update(sorted(range(len(shapes)), key=lambda number: costs[number][measure])[: PROMISING[phase]])
-    return [shapes[number] for number in sorted(kept)]
+    soonest = inf
+    for place, number in enumerate(sorted(range(len(shapes)), key=costs.__getitem__)):
+        taken, latency = costs[number]
+        if place < FIRST or latency < soonest:
+            yield 1.0 / taken, shapes[number]
+        soonest = min(soonest, latency)
 
 
 def _configuration(timed: _Timed, phase: Phase, demand: Demand) -> Configuration:

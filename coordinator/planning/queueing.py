@@ -57,6 +57,8 @@ def in_time(slack_s: Array, sd_s: Array, busy: Array, wait_s: Array) -> Array:
     """
     sd = np.maximum(sd_s, 1e-9)
     z = slack_s / sd
+    if not busy.any():
+        return np.asarray(ndtr(z))
     a = sd / np.maximum(wait_s, sd / 30.0)
     # the part of the exponential's tail: exp(a^2 / 2 - a z) ndtr(z - a), in logarithms since either factor may be huge
     return np.asarray(ndtr(z) - busy * np.exp(np.minimum(a * (a / 2 - z) + log_ndtr(z - a), 0.0)))
@@ -143,9 +145,9 @@ class Fleet:
 
     def _row(self, index: Index, load: Array) -> Row:
         """Between the loads that are tabulated."""
-        above = np.clip(np.searchsorted(LOADS, load), 1, len(LOADS) - 1)
+        above = np.minimum(np.maximum(np.searchsorted(LOADS, load), 1), len(LOADS) - 1)
         low, high = LOADS[above - 1], LOADS[above]
-        part = ((np.clip(load, 0.0, 1.0) - low) / (high - low))[:, None]
+        part = ((np.minimum(np.maximum(load, 0.0), 1.0) - low) / (high - low))[:, None]
         values = (1.0 - part) * self.table[index, above - 1] + part * self.table[index, above]
         return Row(*values.T)
 

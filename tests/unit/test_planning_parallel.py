@@ -1,5 +1,6 @@
 """Parallel configurations: order of stages, layers, widths, and which one is best for what."""
 
+from dataclasses import replace
 from itertools import pairwise, permutations
 from math import inf
 
@@ -13,6 +14,7 @@ from p2pserve.coordinator.costs.gpus import GpuSpec, Specs, gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape, model_shape
 from p2pserve.coordinator.costs.replica import Hop
 from p2pserve.coordinator.plan import Phase
+from p2pserve.coordinator.planning.behaviour import LOADS
 from p2pserve.coordinator.planning.length_classes import classes_of
 from p2pserve.coordinator.planning.parallel import (
     Configuration,
@@ -136,6 +138,24 @@ def test_tight_deadlines_ask_for_speed_and_loose_ones_for_throughput() -> None:
     assert loose.behaviour.read > tight.behaviour.read
     classes = demand(model).classes
     assert tight.behaviour.alone_s(classes) < loose.behaviour.alone_s(classes)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("slo", [Slo(), Slo(ttft_s=0.6, tpot_s=0.05), Slo(e2e_s=6.0)])
+def test_no_other_shape_carries_clearly_more(phase: Phase, slo: Slo) -> None:
+    wanted = demand(model_shape("llama-30b"), slo)
+
+    def carried(parts: Parts) -> float:
+        found = configure(parts, phase, wanted)
+        assert found is not None
+        behaves = found.behaviour
+        half = slo if behaves.reads and behaves.writes else replace(slo, e2e_s=slo.e2e_s / 2)
+        return float((LOADS * behaves.rate * wanted.in_time(behaves, half, (1, 1))).max())
+
+    shapes = (((0, 1, 15),) * 4, ((0, 2, 30),) * 2, ((0, 4, 60),))
+    each = [carried(box(A40, 4)._replace(loaded=(stages,))) for stages in shapes]
+    assert len(set(each)) == 3
+    assert carried(box(A40, 4)) >= 0.98 * max(each)
 
 
 def test_across_boxes_the_faster_cards_hold_more_layers() -> None:
