@@ -6,7 +6,8 @@ are medians over the pairs.
 
 - throughput_ratio_32: tokens per second of 32 requests at once, ours over vLLM's.
 - ttft_added_ms: until the agent has the first token of one prompt; idle engines, prefill and decode on two of them, KV
-  in `raw`. It is the prefill engine's, as the network shows it; the messages between boxes are not in it.
+  in `raw`. It is the prefill engine's, as the network shows it; the messages between boxes are not in it. Hand-overs by
+  which the engine finds out how KV leaves best come before.
 - second_token_added_ms: the same until the decode engine's own first token, the second of the answer.
 - pipeline_step_added_ms: per token of one request; a replica of two stages, joined over loopback.
 - second_engine_s: from asking a fork server that has started an engine for another one, until that is ready.
@@ -36,12 +37,14 @@ from ..engine_link import EngineError, fork_server_command, open_fork_server
 from ..models import Model, ModelError, open_model
 from . import protocol
 from .logfile import redirect_output
+from .pacing import PREFILLS_ENOUGH
 from .trial import Trial, TrialEngine, open_trial
 
 THREADS: Final = 1
 LATER_ENGINES: Final = 3
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 64, 128
 TTFT_PROMPT: Final = 256
+TRIES: Final = 2 * PREFILLS_ENOUGH + 1  # hand-overs of both kinds, and a first that warms everything
 STEP_PROMPT, STEP_TOKENS = 32, 65
 # Batches for the profile: (requests, prompt tokens of each)
 SWEEP: Final = ((1, 16), (1, 100), (1, 200), (1, 400), (2, 64), (3, 150), (4, 32), (8, 60), (16, 30), (32, 16))
@@ -183,12 +186,12 @@ class Bench:
             return first * 1e3, second * 1e3
 
         pairs = []
-        for _ in range(1 + self._repeats):  # the first only warms both
+        for _ in range(TRIES + self._repeats):
             first, second = zip(await ours(), vllm(), strict=True)
             pairs.append(
                 FirstTokens(first=Pair(ours=first[0], vllm=first[1]), second=Pair(ours=second[0], vllm=second[1]))
             )
-        return pairs[1:]
+        return pairs[TRIES:]
 
     async def step(self, head: TrialEngine) -> list[Pair]:
         """Milliseconds per token of one request."""

@@ -24,7 +24,8 @@ from .layout import Shard
 from .protocol import Outlet
 
 _TYPICAL_TOKENS = 512
-_PREFILLS_KEPT, _PREFILLS_ENOUGH = 8, 3  # of each kind: medians of so many, once there are so many
+_PREFILLS_KEPT, PREFILLS_ENOUGH = 8, 3
+"""Of each kind: medians of so many, once there are so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class SlowDown:
     def unknown(self) -> SendMode | None:
         """The mode of which too few prefills have been seen to compare the two."""
         fewest = min(SendMode, key=lambda mode: len(self._prefills[mode]))
-        return fewest if len(self._prefills[fewest]) < _PREFILLS_ENOUGH else None
+        return fewest if len(self._prefills[fewest]) < PREFILLS_ENOUGH else None
 
     def part(self, usual_s: Callable[[int], float]) -> float:
         """What is added to a prefill, as a part of what it usually takes for its number of tokens; both modes must have

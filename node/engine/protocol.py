@@ -23,6 +23,7 @@ from ...kvtransport.tickets import LinkTicket, TransferTicket
 
 MAX_MESSAGE: Final = 64 << 20
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+HowToLeave = Literal["auto", "layerwise", "serialised"]
 Figure = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
 _LENGTH: Final = struct.Struct("<I")
 
@@ -147,7 +148,7 @@ class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     paths: tuple[Path, ...]
     gbps: Figure
     rtt_s: Figure
-    pacing: Literal["auto", "layerwise", "serialised"] = "auto"
+    pacing: HowToLeave = "auto"
 
 
 class Inlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

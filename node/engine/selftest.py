@@ -35,6 +35,7 @@ POLL_S: Final = 0.2
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY = 3, 4, 2, 64, 128, 256, 512
 CHUNK = 64
+WAYS: Final[tuple[protocol.HowToLeave, ...]] = ("layerwise", "serialised")
 PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
 PARTITION = (1, 2)
 
@@ -173,7 +174,7 @@ def make_model(folder: Path) -> None:
 
 async def _complaint(server: ForkServer) -> str:
     """What is wrong, in one line; "" if nothing."""
-    prompt = random.Random(7).choices(range(1, VOCABULARY), k=PROMPT_TOKENS)
+    prompts = [random.Random(seed).choices(range(1, VOCABULARY), k=PROMPT_TOKENS) for seed in (7, 8)]
     doing = "an engine"
     with tempfile.TemporaryDirectory(prefix="p2pserve-selftest-", ignore_cleanup_errors=True) as folder:
         make_model(Path(folder))
@@ -183,26 +184,29 @@ async def _complaint(server: ForkServer) -> str:
         try:
             async with open_trial(server) as trial:
                 first, second = await trial.start(config), await trial.start(config)
-                expected = await first.generate(prompt, NEW_TOKENS)
-                doing = "handing over KV"
-                handed = await _hand_over(trial, first, second, prompt)
-                if handed.cached < HANDED_TOKENS:
-                    return f"{doing}: only {handed.cached} of {HANDED_TOKENS} positions were used"
-                if handed.tokens != expected.tokens:
-                    return f"{doing}: {_difference(handed, expected)}"
+                expected = [await first.generate(prompt, NEW_TOKENS) for prompt in prompts]
+                for prompt, way, answer in zip(prompts, WAYS, expected, strict=True):
+                    doing = f"handing over KV ({way})"
+                    handed = await _hand_over(trial, first, second, prompt, way)
+                    if handed.cached < HANDED_TOKENS:
+                        return f"{doing}: only {handed.cached} of {HANDED_TOKENS} positions were used"
+                    if handed.tokens != answer.tokens:
+                        return f"{doing}: {_difference(handed, answer)}"
                 doing = "a pipeline of two stages"
                 head = await trial.start_pipeline(config, PARTITION)
-                piped = await head.generate(prompt, NEW_TOKENS)
-                if piped.tokens != expected.tokens:
-                    return f"{doing}: {_difference(piped, expected)}"
+                piped = await head.generate(prompts[0], NEW_TOKENS)
+                if piped.tokens != expected[0].tokens:
+                    return f"{doing}: {_difference(piped, expected[0])}"
         except (EngineError, TransferError) as error:
             return f"{doing}: {' '.join(str(error).split())}"
     return ""
 
 
-async def _hand_over(trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int]) -> Answer:
+async def _hand_over(
+    trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: protocol.HowToLeave
+) -> Answer:
     """The first part of the prompt on one engine, the rest and the answer on the other."""
-    send, receive = trial.hand_off(trial.join(decode), "raw", decode.ready)
+    send, receive = trial.hand_off(trial.join(decode), "raw", decode.ready, pacing=way)
     request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
     prefill.submit(prompt[:HANDED_TOKENS], 1, send=send)
     answer = await decode.answer(request)

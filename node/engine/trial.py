@@ -215,7 +215,7 @@ class Trial:
         return ticket
 
     def hand_off(
-        self, link: LinkTicket, codec: str, shape: protocol.Ready
+        self, link: LinkTicket, codec: str, shape: protocol.Ready, *, pacing: protocol.HowToLeave = "auto"
     ) -> tuple[tuple[protocol.Outlet, ...], tuple[protocol.Inlet, ...]]:
         """Both ends of one transfer between two engines of one worker each."""
         ticket = issue_transfer(link.link, codec, DEADLINE_S, secrets.token_bytes)
@@ -227,6 +227,7 @@ class Trial:
             paths=(Path("127.0.0.1", self._port),),
             gbps=FAST_GBPS,
             rtt_s=NEAR_S,
+            pacing=pacing,
         )
         return (outlet,), (protocol.Inlet(slice=whole, ticket=ticket, link=link),)
 

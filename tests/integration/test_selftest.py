@@ -7,6 +7,7 @@ import pytest
 import trio
 
 from p2pserve.node.engine import selftest
+from p2pserve.node.engine.protocol import HowToLeave
 from p2pserve.node.engine.selftest import Verdict, run_selftest
 from p2pserve.node.engine.trial import Answer, Trial, TrialEngine
 from p2pserve.node.engine_link import open_fork_server
@@ -44,12 +45,14 @@ def test_the_fork_server_has_one_thread(engine_channels: list[int]) -> None:
 def test_kv_of_another_prompt_is_noticed(engine_channels: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     hand_over = selftest._hand_over
 
-    async def of_another(trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int]) -> Answer:
+    async def of_another(
+        trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: HowToLeave
+    ) -> Answer:
         submit = prefill.submit
         monkeypatch.setattr(prefill, "submit", lambda tokens, *more, **named: submit(tokens[::-1], *more, **named))
-        return await hand_over(trial, prefill, decode, prompt)
+        return await hand_over(trial, prefill, decode, prompt, way)
 
     monkeypatch.setattr(selftest, "_hand_over", of_another)
     verdict = trio.run(verdict_of, engine_channels.pop())
     assert not verdict.passed
-    assert verdict.reason.startswith("handing over KV: token ")
+    assert verdict.reason.startswith("handing over KV (layerwise): token ")
