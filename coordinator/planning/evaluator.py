@@ -31,6 +31,7 @@ from .orchestration import Orchestration, Solver, carried, highest_rate, orchest
 from .parallel import Stages
 from .problem import Group, Problem, Proposal, Score, Slice, Solution
 from .proposals import Proposer
+from .workload import Service
 
 __all__ = ["HEADROOM", "LowerLevel"]
 
@@ -60,6 +61,11 @@ class LowerLevel:
     def part(self, problem: Problem) -> LowerLevel:
         """Shares the configurations of groups."""
         return LowerLevel(problem, memory=self._memory)
+
+    def known(self, services: Sequence[Service]) -> Memory | None:
+        """A copy of what it knows of groups, where these are the services that it knows it of."""
+        same = [id(service) for service in services] == [id(service) for service in self.problem.services]
+        return self._memory.copy() if same else None
 
     def loaded(self, solution: Solution) -> dict[tuple[Slice, ...], tuple[Stages, ...]]:
         """The stages of a solution's groups, for an evaluator that has to keep them: as a solution is running."""

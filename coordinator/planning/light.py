@@ -75,7 +75,7 @@ def keeping(problem: Problem, running: Solution, old: LowerLevel) -> LowerLevel:
             loaded[tuple(sorted(moved))] = tuple(
                 tuple((order[part], tp, layers) for part, tp, layers in one) for one in stages
             )
-    return LowerLevel(problem, loaded)
+    return LowerLevel(problem, loaded, old.known(problem.services))
 
 
 def reschedule(

@@ -79,6 +79,13 @@ class Memory:
         self.configurations: dict[tuple[int, Phase, str], Configuration | None] = {}
         self.options: dict[tuple[int, str], Options] = {}
 
+    def copy(self) -> Memory:
+        """What is known so far."""
+        made = Memory()
+        made.numbers, made.configurations = dict(self.numbers), dict(self.configurations)
+        made.options = dict(self.options)
+        return made
+
 
 class Members:
     """Holds only what was computed before; the same questions have the same answers."""
