@@ -135,15 +135,12 @@ def rescheduling(scope: Scope) -> Page:
 
 REMARKS: Final = """\
 - Agrees: light rescheduling takes well under a second of CPU (paper 13 s), the full search some seconds (54 s) and
-  would have to load weights anew; light is better than none in three of four cases and within the seeds' spread in
-  the fourth, and full is best in most.
-- Of the paper's flips, 4 A5000 from prefill to decode for coding is found by measured figures. For conversations by
-  measured figures new shares alone are as good as any flip. Elsewhere groups become mixed, a phase that the paper
-  does not have.
-- Light stays 5 to 27 points behind full in three of four cases, where the paper has it close: what runs here is the
-  paper's plan, and full exchanges it for another one altogether, of fewer and larger replicas, that was better before
-  the loss as well.
+  would have to load weights anew. Light is better than none in all four cases, by 6 to 24 points, and as good as full
+  but for coding by Table 1, where it stays 7 points behind.
+- Of the paper's flips, 4 A5000 from prefill to decode for coding is found by measured figures. Elsewhere groups become
+  mixed, a phase that the paper does not have.
 - Coding loses nothing by the loss itself (`none` is the same as before): at this rate the shares of the plan use
-  neither of the lost replicas. The rates are low because the paper's coding plan sends 0.9 GB of KV per request over
-  links that are assumed to have 10 Gb/s (see deployments).
+  neither of the lost replicas. Nor do conversations by measured figures lose more than the spread of the seeds. The
+  rates are low because the paper's coding plan sends 0.9 GB of KV per request over links that are assumed to have
+  10 Gb/s (see deployments).
 """
