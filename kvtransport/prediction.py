@@ -86,8 +86,8 @@ def striped_seconds(one: Curve, two: Curve, size: float, cap: float) -> float:
     if one.bytes_by(low) + two.bytes_by(low) >= size:
         return low
     steady = max(one.steady_s, two.steady_s)
-    if one.bytes_by(steady) + two.bytes_by(steady) <= size:
-        rest = size - one.bytes_by(steady) - two.bytes_by(steady)
+    rest = size - (one.bytes_by(steady) + two.bytes_by(steady))  # the same, whichever of the two comes first
+    if rest >= 0.0:
         return min(max(steady + rest / (one.rate + two.rate), low), high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
