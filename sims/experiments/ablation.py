@@ -114,13 +114,13 @@ def _run(problem: Problem, plan: Plan, dispatch: Dispatch, scope: Scope) -> tupl
 
 REMARKS: Final = """\
 - Agrees in kind: without compression and without orchestration requests take longer, with neither they take longest in
-  most rows. At 3 requests/s the cluster's links are full with 16 bit (a coding prompt's KV is 3.3 GB, 2.6 s of 10
-  Gb/s), so that requests queue without end: 2.5 to 24 times as long, where the paper has 1.3.
-- At 0.5 requests/s 16 bit costs 1 to 4 %: layers leave while the prompt is read, and the plans hand over where links
-  have room. The paper's 1.3 for a single request needs links that are slower than reading, and no way around them.
-- Random dispatch by itself costs nothing to 1.3 times at 0.5 requests/s and 1.2 to 5.3 times at 3, most by Table 1,
-  whose cards differ more; the paper has 4. With 16 bit besides, links decide: 1.0 to 2.0 times, and 1.8 to 31.
-- `By plan and queues` takes 0.87 to 1.01 times as long as the shares alone in seven rows and 3.0 times in one: there
-  its queues count requests that are being written at a replica that is also asked to read, so that it sends more over
-  the links than planned.
+  half of the rows. At 3 requests/s the cluster's links are full with 16 bit (a coding prompt's KV is 3.3 GB, 2.6 s of
+  10 Gb/s), so that requests queue without end: 2.5 to 29 times as long, where the paper has 1.3. There dispatch at
+  random is sometimes the better one: it also uses replicas that do both and need no link.
+- At 0.5 requests/s 16 bit costs nothing to 10 %, and half for coding by measured figures: layers leave while the prompt
+  is read, and the plans hand over where links have room. The paper's 1.3 for a single request needs links that are
+  slower than reading, and no way around them.
+- Random dispatch by itself costs nothing to 1.4 times at 0.5 requests/s and 1.2 to 3.0 times at 3; the paper has 4. With
+  16 bit besides, links decide: 1.0 to 2.2 times, and 1.8 to 45.
+- `By plan and queues` takes 0.92 to 1.01 times as long as the shares alone.
 """

@@ -24,8 +24,8 @@ SYSTEMS: Final = ("ours", "HexGen-like", WHOLE, "DistServe-like", "vLLM-like")
 WIDTHS: Final = (1, 2, 4, 8)
 TRIAL_SEED: Final = 1000
 """Of the requests that plans are chosen by."""
-BUSY: Final = 0.7
-"""Of the expected highest rate: where the dispatchers are compared."""
+BUSY: Final = 0.9
+"""Of the expected highest rate: where the dispatchers are compared. The router stays where both do as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ def _system(name: str, deployed: Deployed, scope: Scope, engine: EngineSettings 
         found = outcome(problem, plan, scope, scope.seeds[0], rate=rate, dispatch=dispatch, engine=engine)
         return attainment(found.outcomes, slo)
 
-    return System(name, deployed, max((Dispatch.SHARES, Dispatch.PLAN), key=in_time), engine)
+    return System(name, deployed, max((Dispatch.PLAN, Dispatch.SHARES), key=in_time), engine)
 
 
 def _split(problem: Problem) -> Iterator[Solution]:
