@@ -120,7 +120,7 @@ REMARKS: Final = """\
 - At 0.5 requests/s 16 bit costs nothing to 10 %, and half for coding by measured figures: layers leave while the prompt
   is read, and the plans hand over where links have room. The paper's 1.3 for a single request needs links that are
   slower than reading, and no way around them.
-- Random dispatch by itself costs nothing to 1.4 times at 0.5 requests/s and 1.2 to 3.0 times at 3; the paper has 4. With
-  16 bit besides, links decide: 1.0 to 2.2 times, and 1.8 to 45.
+- Random dispatch by itself costs nothing to 1.4 times at 0.5 requests/s and 1.2 to 3.0 times at 3; the paper has 4.
+  With 16 bit besides, links decide: 1.0 to 2.2 times, and 1.8 to 45.
 - `By plan and queues` takes 0.92 to 1.01 times as long as the shares alone.
 """
