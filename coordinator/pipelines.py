@@ -37,16 +37,15 @@ def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, w
         if _goes_on(replica, partial):
             members = [partial.pop(peer) for peer in replica.peers]
             groups.append(_group(members, [stage.layers for stage in replica.stages]))
-    for tp in sorted({box.tp for box in partial.values()}):
-        free = [box for box in partial.values() if box.tp == tp]
-        while found := _pipeline(free, links):
-            groups.append(_group(found, _shares(found)))
-            free = [box for box in free if box not in found]
-            spans = ", ".join(f"{stage.layers} on {stage.peer}" for stage in groups[-1].stages)
-            why.append(f"{len(found)} boxes form one replica, layers in proportion to memory: {spans}")
-        if free:
-            held, layers = sum(box.fits for box in free), free[0].layers
-            why.append(f"boxes that wait for more memory to join them: {len(free)}, with room for {held} of {layers}")
+    free = list(partial.values())
+    while found := _pipeline(free, links):
+        groups.append(_group(found, _shares(found)))
+        free = [box for box in free if box not in found]
+        spans = ", ".join(f"{stage.layers} on {stage.peer}" for stage in groups[-1].stages)
+        why.append(f"{len(found)} boxes form one replica, layers in proportion to memory: {spans}")
+    if free:
+        held, layers = sum(box.fits for box in free), free[0].layers
+        why.append(f"boxes that wait for more memory to join them: {len(free)}, with room for {held} of {layers}")
     hopeless = sum(not box.fits for box in boxes)
     if hopeless:
         why.append(f"boxes without room for a single layer, left out: {hopeless}")

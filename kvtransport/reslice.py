@@ -28,25 +28,33 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a model's KV lies on the ranks of one engine: `tp` ranks in each stage, `stages` layers in each stage.
+    """How a model's KV lies on the ranks of one engine: `stages` has the layers of each stage, `tp` its ranks.
 
-    Up to one rank per head, `tp` divides `kv_heads` and each rank has its block of heads; beyond that, `kv_heads`
-    divides `tp` and neighbouring ranks hold the same head, as in vLLM.
+    Up to one rank per head, a stage's `tp` divides `kv_heads` and each rank has its block of heads; beyond that,
+    `kv_heads` divides `tp` and neighbouring ranks hold the same head, as in vLLM.
     """
 
-    tp: int
+    tp: tuple[int, ...]
     stages: tuple[int, ...]
     kv_heads: int
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1:
             raise FiguresError(f"layout.kv_heads is {self.kv_heads}; it must be at least 1")
-        if self.tp < 1 or (self.kv_heads % self.tp and self.tp % self.kv_heads):
-            raise FiguresError(
-                f"layout.tp is {self.tp}; it must divide the {self.kv_heads} KV heads or be a multiple of them"
-            )
+        for tp in self.tp:
+            if tp < 1 or (self.kv_heads % tp and tp % self.kv_heads):
+                raise FiguresError(
+                    f"layout.tp is {tp}; it must divide the {self.kv_heads} KV heads or be a multiple of them"
+                )
         if not self.stages or min(self.stages) < 1:
             raise FiguresError(f"layout.stages is {self.stages}; every stage must hold at least one layer")
+        if len(self.tp) != len(self.stages):
+            raise FiguresError(f"layout.tp has {len(self.tp)} numbers for {len(self.stages)} stages")
+
+    @classmethod
+    def uniform(cls, tp: int, stages: tuple[int, ...], kv_heads: int) -> ShardLayout:
+        """The same number of ranks in every stage."""
+        return cls((tp,) * len(stages), stages, kv_heads)
 
     @classmethod
     def even(cls, *, tp: int, pp: int, layers: int, kv_heads: int) -> ShardLayout:
@@ -54,7 +62,7 @@ class ShardLayout:
         if not 1 <= pp <= layers:
             raise FiguresError(f"layout.pp is {pp}; it must be in [1, {layers}], one layer per stage at least")
         share, more = divmod(layers, pp)
-        return cls(tp, tuple(share + (stage < more) for stage in range(pp)), kv_heads)
+        return cls.uniform(tp, tuple(share + (stage < more) for stage in range(pp)), kv_heads)
 
     @property
     def layers(self) -> int:
@@ -63,7 +71,7 @@ class ShardLayout:
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """All ranks, stage by stage."""
-        return tuple(Rank(stage, tp) for stage in range(len(self.stages)) for tp in range(self.tp))
+        return tuple(Rank(stage, rank) for stage, tp in enumerate(self.tp) for rank in range(tp))
 
     def layers_of(self, rank: Rank) -> range:
         """The layers of its stage."""
@@ -74,14 +82,15 @@ class ShardLayout:
     def heads_of(self, rank: Rank) -> range:
         """The KV heads it holds."""
         self._known(rank)
-        if self.tp >= self.kv_heads:
-            head = rank.tp // (self.tp // self.kv_heads)
+        tp = self.tp[rank.stage]
+        if tp >= self.kv_heads:
+            head = rank.tp // (tp // self.kv_heads)
             return range(head, head + 1)
-        size = self.kv_heads // self.tp
+        size = self.kv_heads // tp
         return range(rank.tp * size, (rank.tp + 1) * size)
 
     def _known(self, rank: Rank) -> None:
-        if not (0 <= rank.stage < len(self.stages) and 0 <= rank.tp < self.tp):
+        if not (0 <= rank.stage < len(self.stages) and 0 <= rank.tp < self.tp[rank.stage]):
             raise FiguresError(f"{rank} does not exist in {self}")
 
 

@@ -51,15 +51,16 @@ def default_tp(hardware: Hardware, kv_heads: int) -> int:
     return next(tp for tp in range(max(1, len(hardware.gpus)), 0, -1) if kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
-def layers_that_fit(model: ModelInfo, room: Room, *, max_model_len: int | None) -> int:
-    """How many layers fit, wherever in the model they are and with what belongs to them there; 0 for none."""
+def layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:
+    """How many layers fit on `tp` workers, wherever in the model they are and with what belongs to them there; 0 for
+    none. Workers beyond the model's KV heads hold copies."""
     tokens = min(max_model_len or model.max_model_len, model.max_model_len)
     kv_float_bytes = room.float_bytes or model.weights.float_bytes or 2
 
     def needed(first: int, last: int) -> int:
         kv = room.kv_cache_bytes
         if kv is None:
-            kv = model.kv_bytes(tokens, first, last, kv_float_bytes)
+            kv = model.kv_bytes(tokens, first, last, kv_float_bytes) * max(1, tp // model.kv_heads)
         return model.weights.of_stage(first, last, room.float_bytes) + kv
 
     for layers in range(model.layers, 0, -1):

@@ -92,36 +92,20 @@ def _look_at_emulated(name: str, hardware: Hardware, cards: Cards, knobs: Engine
 
 
 def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> Share:
-    """The whole model where there is room for it, else what fits one GPU: then the box is to be a stage.
-
-    Raises NodeError.
-    """
+    """As many layers as there is room for: with fewer than all, the box is to be a stage. Raises NodeError."""
     tp = knobs.tp or default_tp(hardware, model.kv_heads)
     if model.kv_heads % tp and tp % model.kv_heads:
         raise NodeError(f"tp: {tp} workers cannot share the {model.kv_heads} KV heads of {model.name} evenly")
     if hardware.gpus and tp > len(hardware.gpus):
         raise NodeError(f"tp: {tp} is more than the {len(hardware.gpus)} GPUs of this box")
-
-    def fits(width: int) -> int:
-        room = room_on(
-            hardware, tp=width, memory_gib=knobs.memory_gib, dtype=knobs.dtype, kv_cache_mib=knobs.kv_cache_mib
-        )
-        return layers_that_fit(model, room, max_model_len=knobs.max_model_len)
-
-    if fits(tp) == model.layers:
-        return Share(model.layers, tp)
-    if knobs.tp is not None and knobs.tp > 1:
-        raise NodeError(
-            f"tp: {model.name} does not fit this box, which could only be a stage of a replica that spans several, and "
-            "a stage has one worker; leave --tp out"
-        )
-    layers = fits(1)
+    room = room_on(hardware, tp=tp, memory_gib=knobs.memory_gib, dtype=knobs.dtype, kv_cache_mib=knobs.kv_cache_mib)
+    layers = layers_that_fit(model, room, tp=tp, max_model_len=knobs.max_model_len)
     if layers == 0:
         raise NodeError(
             f"model {model.name}: not one of its {model.layers} layers fits the memory of this box; take a smaller "
             "model, --max-model-len or --kv-cache-mib"
         )
-    return Share(layers, 1)
+    return Share(layers, tp)
 
 
 def engine_config(

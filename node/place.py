@@ -120,11 +120,10 @@ def _layout(stages: tuple[Stage, ...], layers: int, kv_heads: int) -> ShardLayou
         raise PlaceError(f"stages: {error}") from error
     if held != layers:
         raise PlaceError(f"stages: they hold {held} layers, the model has {layers}")
-    widths = {stage.tp for stage in stages}
-    if len(widths) > 1:
-        raise PlaceError(f"stages: their tp differ: {', '.join(map(str, sorted(widths)))}")
     try:
-        return ShardLayout(tp=widths.pop(), stages=tuple(stage.layers for stage in stages), kv_heads=kv_heads)
+        return ShardLayout(
+            tp=tuple(stage.tp for stage in stages), stages=tuple(stage.layers for stage in stages), kv_heads=kv_heads
+        )
     except FiguresError as error:
         raise PlaceError(f"stages: {error}") from error
 

@@ -31,8 +31,8 @@ class Choices:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: int) -> Choices:
-    """The set-up of an engine whose replica spans `stages` boxes.
+def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: int, tp: int) -> Choices:
+    """The set-up of an engine whose replica spans `stages` boxes, and whose `tp` workers here share the KV cache.
 
     Model runner: the CPU build has only the first version. On a GPU the second one is vLLM's default, but it hands
     sampled tokens from stage to stage through torch.distributed, which stages on different boxes do not share.
@@ -57,7 +57,7 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
         arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
         arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
     if kv_cache_mib is not None:
-        arguments["kv_cache_memory_bytes"] = kv_cache_mib << 20
+        arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp
     return Choices(environment=environment, arguments=arguments)
 
 

@@ -27,8 +27,9 @@ from .kv.step_work import Opening, transfer_params
 from .kv.switchboard import Switchboard
 from .logfile import redirect_output
 from .mailbox import Outbox, listen
+from .pipeline.crew import Mate, fork_mates
 from .pipeline.pipes import Arrivals, PipelineError
-from .pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_stage, take_seat
+from .pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_mate, run_stage, take_seat
 from .scratch import own_temporary_folder
 from .stats import StepMeter
 
@@ -53,6 +54,10 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if config.log_file:
         redirect_output(Path(config.log_file))
+    mates: tuple[Mate, ...] = ()
+    if config.partition:
+        become = partial(run_mate, config, partial(stage_config, config))
+        mates = fork_mates(config.tp - 1, become, (messages, sockets))
     outbox = Outbox(messages)
     inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
     started = time.monotonic()
@@ -67,11 +72,10 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     threading.Thread(target=_accept, args=(sockets, switchboard, arrivals), name="kv-acceptor", daemon=True).start()
     try:
         if config.stage > 0:
-            make_config = partial(stage_config, config, switchboard)
-            return run_stage(config, outbox, inbox, switchboard, arrivals, make_config)
+            return run_stage(config, outbox, inbox, switchboard, arrivals, mates, partial(stage_config, config))
         if config.partition:
             check_pipeline(config)
-            take_seat(config, arrivals, end_process(outbox))
+            take_seat(config, arrivals, mates, end_process(outbox))
         with own_temporary_folder():
             runner = EngineRunner(config, outbox, switchboard)
     except (StartError, PipelineError) as error:
@@ -83,6 +87,8 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     runner.loop(inbox)
     outbox.flush()
     runner.close()
+    for mate in mates:
+        mate.end()
     return 0
 
 
@@ -118,7 +124,7 @@ class EngineRunner:
         self._config = config
         self._outbox = outbox
         self._switchboard = switchboard
-        self._engine = build_engine(config, switchboard)
+        self._engine = build_engine(config, switchboard.name)
         self._core: Any = self._engine.engine_core.engine_core  # in-process
         self._scheduler: Any = self._core.scheduler
         if config.tp > 1:
@@ -344,7 +350,7 @@ def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
     return {"kv_transfer_params": transfer_params(opening)}
 
 
-def build_engine(config: protocol.EngineConfig, switchboard: Switchboard) -> Any:
+def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
     """Make a vLLM engine with the KV connector in this process. Raises StartError with the first cause."""
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
@@ -364,36 +370,35 @@ def build_engine(config: protocol.EngineConfig, switchboard: Switchboard) -> Any
         raise StartError(f"vLLM cannot load {config.model}: {text}") from error
 
 
-def stage_config(config: protocol.EngineConfig, switchboard: Switchboard) -> VllmConfig:
+def stage_config(config: protocol.EngineConfig, switchboard: str) -> VllmConfig:
     """vLLM's configuration of the same engine, for a worker that the head calls."""
     return engine_args(config, switchboard).create_engine_config()
 
 
-def engine_args(config: protocol.EngineConfig, switchboard: Switchboard) -> EngineArgs:
-    """What vLLM is told of this engine, or of this stage of it. Sets what vLLM reads from the environment."""
+def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
+    """What vLLM is told of this engine, or of this stage of it, on the box with this switchboard. Sets what vLLM reads
+    from the environment."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_arguments(config)
-    settings = ConnectorSettings(
-        switchboard=switchboard.name, buffer_bytes=(config.transfer_buffer_mib << 20) // config.tp
-    )
+    settings = ConnectorSettings(switchboard=switchboard, buffer_bytes=(config.transfer_buffer_mib << 20) // config.tp)
     return EngineArgs(**arguments, **_joined(config), kv_transfer_config=transfer_config(settings))
 
 
 def _joined(config: protocol.EngineConfig) -> dict[str, Any]:
     """How the workers of this engine find together."""
+    if config.tp > 1 and device_kind() == "cpu":
+        from torch._dynamo import config as compiler
+
+        # Although told not to compile, vLLM compiles the look-up in a split embedding, at the first request, for
+        # seconds.
+        compiler.disable = True
     if config.partition:
         environment, arguments = pipeline_arguments(config)
         os.environ.update(environment)
         return arguments
     if config.tp == 1:
         return {"distributed_executor_backend": "uni"}
-    if device_kind() == "cpu":
-        from torch._dynamo import config as compiler
-
-        # Although told not to compile, vLLM compiles the look-up in a split embedding, at the first request, for
-        # seconds.
-        compiler.disable = True
     return {"tensor_parallel_size": config.tp, "distributed_executor_backend": "mp"}
 
 
@@ -401,7 +406,11 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
     """Fields of `EngineArgs` for this model on this device, without those that join the engine with others. Sets what
     vLLM reads from the environment, and how its process groups are made."""
     choices = choose(
-        device_kind(), dtype=config.dtype, kv_cache_mib=config.kv_cache_mib, stages=max(1, len(config.partition))
+        device_kind(),
+        dtype=config.dtype,
+        kv_cache_mib=config.kv_cache_mib,
+        stages=max(1, len(config.partition)),
+        tp=config.tp,
     )
     os.environ.update(choices.environment)
     share_device()

@@ -183,9 +183,14 @@ class Trial:
         return (await self.start_stages(config, partition))[0]
 
     async def start_stages(
-        self, config: protocol.EngineConfig, partition: tuple[int, ...], models: Sequence[str] = ()
+        self,
+        config: protocol.EngineConfig,
+        partition: tuple[int, ...],
+        models: Sequence[str] = (),
+        tp: Sequence[int] = (),
     ) -> list[TrialEngine]:
-        """The same; returns all stages, the head first. `models`: the folder of each, if they have their own."""
+        """The same; returns all stages, the head first. `models`: the folder of each, and `tp`: its number of workers,
+        if they have their own."""
         ends: dict[int, list[protocol.PipeEnd]] = {stage: [] for stage in range(len(partition))}
         engines = {stage: TrialEngine() for stage in ends}
         last = len(partition) - 1
@@ -201,6 +206,8 @@ class Trial:
             own = msgspec.structs.replace(config, partition=partition, stage=stage, pipes=tuple(ends[stage]))
             if models:
                 own = msgspec.structs.replace(own, model=models[stage])
+            if tp:
+                own = msgspec.structs.replace(own, tp=tp[stage])
             await self._start(engines[stage], own)
         return list(engines.values())
 

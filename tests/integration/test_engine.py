@@ -196,7 +196,7 @@ def ways_between(source_tp: int, target_tp: int, port: int) -> list[Way]:
     """One prompt's KV from every worker of an engine to every worker of another that shares heads with it."""
     transfer = secrets.token_bytes(16)
     ways = []
-    for piece in reslice(ShardLayout(source_tp, (4,), 2), ShardLayout(target_tp, (4,), 2)):
+    for piece in reslice(ShardLayout.uniform(source_tp, (4,), 2), ShardLayout.uniform(target_tp, (4,), 2)):
         link = issue_link(600.0, secrets.token_bytes)
         ticket = TransferTicket(transfer=transfer, link=link.link, codec="raw", deadline_s=30.0)
         part = protocol.Slice(

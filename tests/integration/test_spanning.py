@@ -20,7 +20,7 @@ from .answers import greedy, prompts
 pytestmark = pytest.mark.timeout(240)
 
 # With 64 MiB of KV cache, in float32: room for 7 layers of the bundled model's 8 and for 2 of them.
-LIMITS = ({"memory_gib": 0.088}, {"memory_gib": 0.073})
+LIMITS = ({"memory_gib": 0.088, "tp": 2}, {"memory_gib": 0.073})
 PHASES = (Phase.PREFILL, Phase.PREFILL, Phase.DECODE)
 TOKENS = 24
 
@@ -43,7 +43,7 @@ def spanning(status: messages.Status) -> Replica:
     return found
 
 
-def test_two_small_boxes_and_a_large_one_serve_together_and_survive_the_loss_of_a_stage(
+def test_two_unequal_boxes_and_a_large_one_serve_together_and_survive_the_loss_of_a_stage(
     cluster: Any, tmp_path: Path
 ) -> None:
     text = TextModel(BUNDLED)
@@ -59,7 +59,8 @@ def test_two_small_boxes_and_a_large_one_serve_together_and_survive_the_loss_of_
             await network.wait_plan(2)
             status = await wait_engines(network, "ready", [node.peer for node in network.nodes])
             replica = spanning(status)
-            assert [(stage.peer, stage.layers) for stage in replica.stages] == [(small[0], 6), (small[1], 2)]
+            found = [(stage.peer, stage.layers, stage.tp) for stage in replica.stages]
+            assert found == [(small[0], 6, 2), (small[1], 2, 1)]
             gateway = network.nodes[2].peer
             answers: list[Any] = [None] * len(asked)
 

@@ -134,7 +134,7 @@ def test_a_cpu_copies_nothing() -> None:
 
 
 def test_an_engine_on_a_cpu_has_a_cache_of_a_given_size_and_exact_numbers() -> None:
-    choices = choose("cpu", dtype="auto", kv_cache_mib=None, stages=1)
+    choices = choose("cpu", dtype="auto", kv_cache_mib=None, stages=1, tp=1)
     assert choices.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     assert choices.arguments == {
         "dtype": "float32",
@@ -142,23 +142,25 @@ def test_an_engine_on_a_cpu_has_a_cache_of_a_given_size_and_exact_numbers() -> N
         "gpu_memory_utilization": 0.01,
         "kv_cache_memory_bytes": 256 << 20,
     }
-    assert choose("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1).arguments["dtype"] == "bfloat16"
+    assert choose("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1, tp=1).arguments["dtype"] == "bfloat16"
 
 
 def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
-    choices = choose("cuda", dtype="auto", kv_cache_mib=None, stages=1)
+    choices = choose("cuda", dtype="auto", kv_cache_mib=None, stages=1, tp=1)
     assert choices.environment == {}
     assert choices.arguments == {
         "dtype": "auto",
         "compilation_config": {"cudagraph_mode": "PIECEWISE"},
         "gpu_memory_utilization": 0.92,
     }
-    assert choose("cuda", dtype="auto", kv_cache_mib=64, stages=1).arguments["kv_cache_memory_bytes"] == 64 << 20
+    for tp in (1, 4):  # the box's cache is shared by its workers
+        each = choose("cuda", dtype="auto", kv_cache_mib=64, stages=1, tp=tp).arguments["kv_cache_memory_bytes"]
+        assert each == (64 << 20) // tp
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_stages_on_several_boxes_use_the_first_model_runner(kind: Any) -> None:
-    environment = choose(kind, dtype="auto", kv_cache_mib=None, stages=2).environment
+    environment = choose(kind, dtype="auto", kv_cache_mib=None, stages=2, tp=1).environment
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 

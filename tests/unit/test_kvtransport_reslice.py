@@ -75,11 +75,13 @@ def cut_layers(draw: st.DrawFn, layers: int) -> tuple[int, ...]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 13), st.sampled_from(HEADS), st.sampled_from(TPS), st.sampled_from(TPS), st.data())
-def test_every_pair_of_uneven_cuts(layers: int, kv_heads: int, tp: int, other: int, data: st.DataObject) -> None:
-    source = ShardLayout(tp, data.draw(cut_layers(layers)), kv_heads)
-    target = ShardLayout(other, data.draw(cut_layers(layers)), kv_heads)
-    check(source, target)
+@given(st.integers(1, 13), st.sampled_from(HEADS), st.data())
+def test_every_pair_of_uneven_cuts(layers: int, kv_heads: int, data: st.DataObject) -> None:
+    def layout() -> ShardLayout:
+        stages = data.draw(cut_layers(layers))
+        return ShardLayout(tuple(data.draw(st.sampled_from(TPS)) for _ in stages), stages, kv_heads)
+
+    check(layout(), layout())
 
 
 def test_equal_layouts_send_each_rank_one_piece() -> None:
@@ -90,19 +92,22 @@ def test_equal_layouts_send_each_rank_one_piece() -> None:
 
 
 def test_ranks_that_hold_the_same_heads_share_the_work() -> None:
-    many = ShardLayout(8, (10,), 2)  # four ranks for each head
-    pieces = reslice(many, ShardLayout(1, (3, 3, 2, 2), 2))
+    many = ShardLayout.uniform(8, (10,), 2)  # four ranks for each head
+    pieces = reslice(many, ShardLayout.uniform(1, (3, 3, 2, 2), 2))
     assert len({piece.source for piece in pieces}) == 8
 
 
 class TestLayout:
     def test_ranks_layers_and_heads(self) -> None:
-        layout = ShardLayout(2, (3, 5), 4)
+        layout = ShardLayout.uniform(2, (3, 5), 4)
         assert layout.ranks == (Rank(0, 0), Rank(0, 1), Rank(1, 0), Rank(1, 1))
         assert layout.layers_of(Rank(1, 0)) == range(3, 8)
         assert layout.heads_of(Rank(1, 1)) == range(2, 4)
-        assert ShardLayout(8, (1,), 2).heads_of(Rank(0, 3)) == range(1)
-        assert ShardLayout(8, (1,), 2).heads_of(Rank(0, 4)) == range(1, 2)
+        mixed = ShardLayout((1, 4), (3, 5), 4)
+        assert mixed.ranks == (Rank(0, 0), *(Rank(1, tp) for tp in range(4)))
+        assert (mixed.heads_of(Rank(0, 0)), mixed.heads_of(Rank(1, 2))) == (range(4), range(2, 3))
+        assert ShardLayout.uniform(8, (1,), 2).heads_of(Rank(0, 3)) == range(1)
+        assert ShardLayout.uniform(8, (1,), 2).heads_of(Rank(0, 4)) == range(1, 2)
         assert ShardLayout.even(tp=1, pp=4, layers=13, kv_heads=1).stages == (4, 3, 3, 3)
 
     @pytest.mark.parametrize(
@@ -118,26 +123,28 @@ class TestLayout:
     )
     def test_bad_layouts(self, tp: int, stages: tuple[int, ...], heads: int, message: str) -> None:
         with pytest.raises(FiguresError, match=message):
-            ShardLayout(tp, stages, heads)
+            ShardLayout.uniform(tp, stages, heads)
 
     def test_other_mistakes(self) -> None:
-        layout = ShardLayout(2, (4,), 2)
+        layout = ShardLayout.uniform(2, (4,), 2)
+        with pytest.raises(FiguresError, match="2 numbers for 1 stages"):
+            ShardLayout((1, 1), (4,), 2)
         with pytest.raises(FiguresError, match=r"layout\.pp is 5"):
             ShardLayout.even(tp=1, pp=5, layers=4, kv_heads=1)
         with pytest.raises(FiguresError, match="does not exist"):
             layout.layers_of(Rank(1, 0))
         with pytest.raises(FiguresError, match="of the same model"):
-            reslice(layout, ShardLayout(2, (5,), 2))
+            reslice(layout, ShardLayout.uniform(2, (5,), 2))
         with pytest.raises(FiguresError, match="heads that this rank does not hold"):
             localise(KVFrame(0, 0, 2, 0, 1, 0, 0, 64, b"x"), range(1, 2))
 
 
 TOKENS, HEAD_DIM, LAYERS = 70, 64, 5  # one group of 64 tokens and a tail
 MOVES = [
-    (ShardLayout(1, (5,), 4), ShardLayout(4, (2, 3), 4)),
-    (ShardLayout(2, (4, 1), 4), ShardLayout(1, (1, 1, 3), 4)),
-    (ShardLayout(8, (5,), 4), ShardLayout(2, (3, 2), 4)),
-    (ShardLayout(2, (2, 3), 4), ShardLayout(8, (1, 4), 4)),
+    (ShardLayout.uniform(1, (5,), 4), ShardLayout.uniform(4, (2, 3), 4)),
+    (ShardLayout.uniform(2, (4, 1), 4), ShardLayout.uniform(1, (1, 1, 3), 4)),
+    (ShardLayout.uniform(8, (5,), 4), ShardLayout.uniform(2, (3, 2), 4)),
+    (ShardLayout.uniform(2, (2, 3), 4), ShardLayout.uniform(8, (1, 4), 4)),
 ]
 
 

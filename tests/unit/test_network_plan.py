@@ -449,11 +449,10 @@ def test_nearby_boxes_form_a_replica_in_the_order_of_their_distance() -> None:
     assert [peer for peer, _ in layers_of(plan)[0]] == ["head", "near", "next", "mid"]
 
 
-def test_boxes_of_different_widths_are_not_mixed() -> None:
-    plan = some_plan(box("a", fits=4, tp=2), box("b", fits=4), box("c", fits=4, tp=2), box("d", fits=4))
-    assert [[stage.peer for stage in replica.stages] for replica in plan.replicas] == [["a", "c"], ["b", "d"]]
-    assert {stage.tp for stage in plan.replicas[0].stages} == {2}
-    assert plan_of(box("a", fits=4, tp=2), box("b", fits=4)) is None
+def test_boxes_with_different_numbers_of_gpus_form_a_replica() -> None:
+    plan = some_plan(box("a", fits=6, tp=2), box("b", fits=2))
+    assert layers_of(plan) == [[("a", 6), ("b", 2)]]
+    assert [stage.tp for stage in plan.replicas[0].stages] == [2, 1]
 
 
 def test_a_pipeline_is_kept_while_its_boxes_are_there() -> None:

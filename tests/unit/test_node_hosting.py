@@ -73,20 +73,25 @@ def box(*gpus_gib: float, memory_gib: float = 64.0) -> Hardware:
     ],
 )
 def test_as_many_layers_as_there_is_memory_for(sizes: ModelInfo, memory: Room, expected: int) -> None:
-    assert layers_that_fit(sizes, memory, max_model_len=None) == expected
+    assert layers_that_fit(sizes, memory, tp=1, max_model_len=None) == expected
 
 
 def test_a_shorter_context_leaves_more_room() -> None:
     sizes = model(10, 10, 10, 10, longest=8192)
-    assert layers_that_fit(sizes, room(48, kv_mib=None), max_model_len=None) == 1
-    assert layers_that_fit(sizes, room(48, kv_mib=None), max_model_len=1024) == 4
-    assert layers_that_fit(sizes, room(48, kv_mib=None), max_model_len=1 << 20) == 1
+    assert layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=None) == 1
+    assert layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=1024) == 4
+    assert layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=1 << 20) == 1
+
+
+def test_workers_beyond_the_kv_heads_hold_copies() -> None:
+    assert layers_that_fit(model(10, 10, 10, 10), room(48, kv_mib=None), tp=4, max_model_len=None) == 4
+    assert layers_that_fit(model(10, 10, 10, 10), room(48, kv_mib=None), tp=8, max_model_len=None) == 3  # 14 MiB each
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 300), st.integers(0, 40), st.booleans())
 def test_what_fits_does_so_at_every_place(sizes: list[int], memory: int, ends: int, tied: bool) -> None:
     found = model(*sizes, embeddings=ends, head=ends, tied=tied)
-    layers = layers_that_fit(found, room(memory), max_model_len=None)
+    layers = layers_that_fit(found, room(memory), tp=1, max_model_len=None)
     for first in range(len(sizes) - layers + 1):
         assert layers == 0 or found.weights.of_stage(first, first + layers) <= memory * MIB
     if layers < len(sizes):
@@ -127,7 +132,8 @@ def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> No
     assert share_of(TWENTY, box(24.0), EngineKnobs(max_model_len=16)) == Share(20, 1)
     assert share_of(TWENTY, box(13.0, 13.0), EngineKnobs(max_model_len=16)) == Share(20, 2)
     assert share_of(TWENTY, box(13.0), EngineKnobs(max_model_len=16)) == Share(10, 1)
-    assert share_of(TWENTY, box(8.0, 8.0), EngineKnobs(max_model_len=16)) == Share(6, 1)  # a stage has one worker
+    assert share_of(TWENTY, box(8.0, 8.0), EngineKnobs(max_model_len=16)) == Share(12, 2)
+    assert share_of(TWENTY, box(8.0, 8.0), EngineKnobs(max_model_len=16, tp=1)) == Share(6, 1)
     assert share_of(model(*[10] * 4), box(), EngineKnobs(memory_gib=0.31)) == Share(3, 1)
     assert share_of(model(*[10] * 4), box(), EngineKnobs(tp=2)) == Share(4, 2)
 
@@ -137,7 +143,6 @@ def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> No
     [
         (box(24.0, 24.0, 24.0), EngineKnobs(tp=3), "cannot share the 4 KV heads"),
         (box(24.0), EngineKnobs(tp=2), "more than the 1 GPUs"),
-        (box(8.0, 8.0), EngineKnobs(tp=2), "leave --tp out"),
         (box(2.0), EngineKnobs(), "not one of its 20 layers"),
         (box(), EngineKnobs(memory_gib=0.1), "not one of its 20 layers"),
     ],

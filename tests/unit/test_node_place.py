@@ -14,11 +14,16 @@ from p2pserve.node.place import Place, PlaceError, check_sends, pieces_between, 
 
 
 def stages(name: str, *layers: int, tp: int = 1) -> tuple[Stage, ...]:
-    """Boxes called after the replica, each with so many layers."""
+    """Boxes called after the replica, each with so many layers on `tp` GPUs."""
+    return unequal(name, layers, (tp,) * len(layers))
+
+
+def unequal(name: str, layers: tuple[int, ...], widths: tuple[int, ...]) -> tuple[Stage, ...]:
+    """The same, on so many GPUs each."""
     ends = [sum(layers[: i + 1]) for i in range(len(layers))]
     return tuple(
         Stage(peer=f"{name}{i}", tp=tp, first_layer=end - count, last_layer=end)
-        for i, (count, end) in enumerate(zip(layers, ends, strict=True))
+        for i, (count, end, tp) in enumerate(zip(layers, ends, widths, strict=True))
     )
 
 
@@ -47,13 +52,15 @@ def test_workers_of_one_box_have_their_own_heads() -> None:
 @given(
     st.sampled_from([(6,), (2, 4), (5, 1), (1, 3, 2), (1,) * 6]),
     st.sampled_from([(6,), (3, 3), (1, 5), (2, 2, 2)]),
-    st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from([1, 2, 4]),
+    st.data(),
 )
 def test_every_layer_and_head_comes_to_each_of_its_holders_once_and_from_one_that_holds_it(
-    left: tuple[int, ...], right: tuple[int, ...], left_tp: int, right_tp: int
+    left: tuple[int, ...], right: tuple[int, ...], data: st.DataObject
 ) -> None:
-    prefill, decode = stages("p", *left, tp=left_tp), stages("d", *right, tp=right_tp)
+    def widths(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(data.draw(st.sampled_from([1, 2, 4, 8])) for _ in layers)
+
+    prefill, decode = unequal("p", left, widths(left)), unequal("d", right, widths(right))
     found = pieces_between(prefill, decode, layers=6, kv_heads=4)
     copies = [
         (each.target_peer, each.target, layer, head)
@@ -61,7 +68,7 @@ def test_every_layer_and_head_comes_to_each_of_its_holders_once_and_from_one_tha
         for layer in each.slice.layers
         for head in each.slice.heads
     ]
-    assert len(copies) == len(set(copies)) == 6 * 4 * max(1, right_tp // 4)
+    assert len(copies) == len(set(copies)) == sum(stage.layers * 4 * max(1, stage.tp // 4) for stage in decode)
     check_sends(parts(found), Place(prefill, 0), kv_heads=4)
 
 
@@ -74,7 +81,7 @@ def test_every_layer_and_head_comes_to_each_of_its_holders_once_and_from_one_tha
         (stages("p", 2, 2)[::-1], "starts at layer"),
         (stages("p", 2, 2)[:1] * 2, "starts at layer"),
         ((), "no stages"),
-        ((stages("p", 2, 2)[0], stages("p", 2, 2, tp=2)[1]), "tp differ"),
+        ((stages("p", 2, 2)[0], stages("p", 2, 2, tp=3)[1]), "divide"),
     ],
 )
 def test_stages_that_hold_no_such_model_are_refused(wrong: tuple[Stage, ...], said: str) -> None:

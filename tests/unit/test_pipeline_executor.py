@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from p2pserve.kvtransport.channel import LinkHello, Role
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.tickets import issue_link
-from p2pserve.node.engine.pipeline.executor import PipelineExecutor, RemoteStage
+from p2pserve.node.engine.pipeline.crew import Crew
+from p2pserve.node.engine.pipeline.executor import PipelineExecutor
 from p2pserve.node.engine.pipeline.pipes import Arrivals, Inflow, Outflow, PipelineError, StageLost, open_pipes
+from p2pserve.node.engine.pipeline.remote import RemoteWorker
 from p2pserve.node.engine.pipeline.scheduler import PipelineScheduler, all_under_way
 from p2pserve.node.engine.pipeline.stage import check_pipeline
 from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Answer, Call, Failed
@@ -64,10 +66,11 @@ class Setting:
     def __init__(self) -> None:
         self.lost: list[PipelineError] = []
         pipe, self.other = piped()
-        self.stage = RemoteStage(1, pipe, self.lost.append)
+        self.stage = RemoteWorker("stage 1", pipe, self.lost.append)
         self.head: Any = object.__new__(PipelineExecutor)
-        self.head._number, self.head._sampling = 0, []
-        self.head._worker = Local()
+        self.head._sampling = []
+        self.head.crew = Crew()
+        self.head.crew.worker = Local()
         self.head.kv_output_aggregator = None
         self.head.stages = (self.stage,)
 
@@ -162,6 +165,68 @@ def test_other_calls_return_what_each_stage_says_the_heads_first(setting: Settin
     assert future.result() == [("generate",), ("generate", "more")]
 
 
+class Box:
+    """The first worker of a stage and a mate, whose end of the pipe the test has."""
+
+    def __init__(self) -> None:
+        self.lost: list[PipelineError] = []
+        pipe, self.other = piped()
+        self.crew = Crew([RemoteWorker("worker 1 of stage 2", pipe, self.lost.append)])
+        self.crew.worker = self
+        self.free = 7
+
+    def run_batch(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        return EMPTY_MODEL_RUNNER_OUTPUT if scheduled.total_num_scheduled_tokens == 0 else received("a", 5)
+
+    def determine_available_memory(self) -> int:
+        return self.free
+
+    def call(self, answer: object, method: str, *args: object) -> Any:
+        """What the stage returns, if the mate answers that."""
+        with ThreadPoolExecutor(1) as threads:
+            called = threads.submit(self.crew.call, method, args, {})
+            call = CODEC.decode(self.other.receive())
+            assert call.method == method
+            self.other.send(CODEC.encode(answer if isinstance(answer, Failed) else Answer(call.number, answer)))
+            return called.result(20)
+
+
+def received(request: str, token: int) -> ModelRunnerOutput:
+    said = KVConnectorOutput(finished_recving={request})
+    return ModelRunnerOutput(["a"], {"a": 0}, [[token]], kv_connector_output=said)
+
+
+@pytest.fixture
+def box() -> Iterator[Box]:
+    made = Box()
+    yield made
+    made.other.close()
+
+
+def test_what_all_workers_of_a_stage_have_received_is_received(box: Box) -> None:
+    batch = SchedulerOutput.make_empty()
+    batch.total_num_scheduled_tokens = 1
+    first = box.call(received("b", 9), "run_batch", batch)
+    assert first.sampled_token_ids == [[5]]  # the first worker's; all have sampled the same
+    assert first.kv_connector_output.finished_recving is None
+    assert first.kv_connector_output.expected_finished_count == 0  # the head counts stages, not workers
+    second = box.call(received("a", 9), "run_batch", SchedulerOutput.make_empty())
+    assert second.kv_connector_output.finished_recving == {"a"}
+    assert EMPTY_MODEL_RUNNER_OUTPUT.kv_connector_output is None
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(7, 5), (5, 7)])
+def test_a_stage_has_the_memory_of_its_poorest_worker(box: Box, mine: int, theirs: int) -> None:
+    box.free = mine
+    assert box.call(theirs, "determine_available_memory") == 5
+
+
+def test_a_worker_that_fails_is_named(box: Box) -> None:
+    with pytest.raises(StageLost, match="worker 1 of stage 2 is lost: out of memory"):
+        box.call(Failed("out of memory"), "determine_available_memory")
+    assert len(box.lost) == 1
+
+
 @pytest.mark.parametrize("method", ["apply_model", "__class__", print])
 def test_what_stages_are_not_asked(setting: Setting, method: object) -> None:
     with pytest.raises(PipelineError, match="nothing that the stages"):
@@ -250,7 +315,6 @@ def place(**changes: Any) -> EngineConfig:
 def test_places_that_cannot_be_taken_are_refused() -> None:
     check_pipeline(place())
     for changes, text in (
-        ({"tp": 2}, "tp is 2"),
         ({"stage": 2}, "no such stage"),
         ({"pipes": ()}, "needs these pipes: control 0, data 0"),
         ({"stage": 0}, "needs these pipes: control 1, data 1"),

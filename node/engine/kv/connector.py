@@ -71,6 +71,12 @@ def transfer_config(settings: ConnectorSettings) -> KVTransferConfig:
     )
 
 
+def settings_of(vllm_config: VllmConfig) -> ConnectorSettings:
+    """What `transfer_config` has put there."""
+    assert vllm_config.kv_transfer_config is not None
+    return msgspec.convert(vllm_config.kv_transfer_config.kv_connector_extra_config[_SETTINGS], ConnectorSettings)
+
+
 class P2PConnector(KVConnectorBase_V1):
     """Push connector over p2pserve's own encrypted links."""
 
@@ -220,12 +226,10 @@ def _worker_side(vllm_config: VllmConfig) -> WorkerSide:
     if multiprocessing.parent_process() is not None:
         # Forked while temporary files went to a folder that is removed once the engine has started.
         tempfile.tempdir = None
-    assert vllm_config.kv_transfer_config is not None
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    settings = msgspec.convert(extra[_SETTINGS], ConnectorSettings)
+    settings = settings_of(vllm_config)
     rank = Rank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
     kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-    one_stage = ShardLayout(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads)
+    one_stage = ShardLayout.uniform(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads)
     return WorkerSide(
         rank,
         one_stage.heads_of(ShardRank(0, rank.tp)),

@@ -6,102 +6,29 @@ process: while the head computes its layers for one batch, the other stages comp
 
 from __future__ import annotations
 
-import concurrent.futures
-import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.serial_utils import run_method
 
-from ....kvtransport.errors import TransferError
-from ....kvtransport.pipe import Pipe
-from .codec import CodecError
-from .pipes import OnLost, PipelineError, Reader, StageLost
-from .vocabulary import CALLABLE, CODEC, Answer, Call, Failed, Hello
-from .worker import StageWorker, make_worker
+from .crew import BATCH_S, Crew
+from .pipes import PipelineError
+from .remote import Answers, RemoteWorker, tell
+from .vocabulary import CALLABLE, CODEC, Hello
+from .worker import StageWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.executor.abstract import FailureCallback
     from vllm.v1.outputs import ModelRunnerOutput
 
-ANSWER_S = 300.0
-"""How long a stage that is alive may take for a batch. Loading and compiling are bounded by its liveness alone."""
-
-
-@final
-class RemoteStage:
-    """The head's end of a control pipe: calls go out, and their answers come back in the same order."""
-
-    def __init__(self, stage: int, pipe: Pipe, on_lost: OnLost) -> None:
-        self.stage = stage
-        self._pipe = pipe
-        self._on_lost = on_lost
-        self._lock = threading.Lock()
-        self._pending: deque[tuple[int, Future[Any]]] = deque()
-        self._lost: StageLost | None = None
-        self._reader = Reader(pipe, f"answers-of-{stage}", self._on_message, self._lose)
-
-    def __repr__(self) -> str:
-        return f"<RemoteStage {self.stage} pending={len(self._pending)} {self._reader}>"
-
-    def say(self, number: int, buffers: Sequence[bytes | bytearray | memoryview]) -> Future[Any]:
-        """Send a call that `CODEC` has encoded."""
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._lost is not None:
-                raise self._lost
-            self._pending.append((number, future))
-        try:
-            self._pipe.send(buffers)
-        except TransferError as error:
-            self._lose(str(error))
-        return future
-
-    def wait(self, answer: Future[Any], timeout: float | None) -> Any:
-        """For the answer to a call. Raises StageLost; a stage that takes longer is given up."""
-        try:
-            return answer.result(timeout)
-        except concurrent.futures.TimeoutError:
-            self._lose(f"it is alive, but has not answered for {timeout:g} s")
-            return answer.result()
-
-    def close(self, reason: str) -> None:
-        """Say good-bye; the stage ends."""
-        self._pipe.close(reason)
-
-    def _on_message(self, message: Any) -> None:
-        if isinstance(message, Failed):
-            self._lose(message.reason)
-            return
-        with self._lock:
-            if not isinstance(message, Answer) or not self._pending or self._pending[0][0] != message.number:
-                raise CodecError(f"a {type(message).__name__} that answers nothing")
-            _, future = self._pending.popleft()
-        future.set_result(message.result)
-
-    def _lose(self, reason: str) -> None:
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = StageLost(f"stage {self.stage} is lost: {reason}")
-            pending, self._pending = self._pending, deque()
-        self._on_lost(self._lost)  # first: it ends the process with the reason, before anybody trips over the loss
-        for _, future in pending:
-            future.set_exception(self._lost)
-
-
-Answers = list[tuple[RemoteStage, Future[Any]]]
-
 
 class Joined(Future[Any]):
-    """One result of the answers of all stages, joined by the thread that asks for it."""
+    """One result of the answers of all workers, joined by the thread that asks for it."""
 
     def __init__(self, mine: Any, others: Answers, join: Callable[[list[Any]], Any]) -> None:
         super().__init__()
@@ -117,27 +44,27 @@ class Joined(Future[Any]):
 
 
 class JoinedBatch(Joined):
-    """The same for a batch, which no stage may take for ever to compute. vLLM sets no limit of its own."""
+    """The same for a batch, which no worker may take for ever to compute. vLLM sets no limit of its own."""
 
     def result(self, timeout: float | None = None) -> Any:
         """Raises StageLost."""
-        return super().result(timeout or ANSWER_S)
+        return super().result(timeout or BATCH_S)
 
 
 class PipelineExecutor(Executor):
-    """Made by vLLM from its class alone; `stages` is set once, before that."""
+    """Made by vLLM from its class alone; `crew`, which is to be loaded, and the other `stages` are set once, before."""
 
     supports_pp = True
-    stages: ClassVar[tuple[RemoteStage, ...]] = ()
+    crew: ClassVar[Crew] = Crew()
+    stages: ClassVar[tuple[RemoteWorker, ...]] = ()
 
     def _init_executor(self) -> None:
-        self._number = 0
         self._sampling: Answers = []  # what the other stages will answer to the batch that was told last
         seat = StageWorker.seat
         assert seat is not None
         hello = Hello(vllm.__version__, CODEC.schema, seat.partition)
-        loading = self._tell("load", hello)
-        self._worker = make_worker(self.vllm_config)
+        loading = tell(self.stages, "load", hello)
+        self.crew.load(self.vllm_config)
         merges = Joined(False, loading, lambda answers: answers[1:]).result()
         self.collective_rpc("merge_activations", args=(merges,))
 
@@ -152,14 +79,14 @@ class PipelineExecutor(Executor):
         """Results of all stages, the head's first. Raises PipelineError for what other stages cannot be asked."""
         if not isinstance(method, str) or method not in CALLABLE:
             raise PipelineError(f"{method} is nothing that the stages of a pipeline are asked to do")
-        others = self._tell(method, *args, **(kwargs or {}))
-        joined = Joined(run_method(self._worker, method, args, kwargs or {}), others, list)
+        others = tell(self.stages, method, *args, **(kwargs or {}))
+        joined = Joined(self.crew.call(method, args, kwargs or {}), others, list)
         return joined if non_block else joined.result(timeout)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Run a batch. With tokens in it the outcome is that of `sample_tokens`, which follows at once."""
-        others = self._tell("run_batch", scheduler_output)
-        mine = self._worker.execute_model(scheduler_output)
+        others = tell((*self.crew.mates, *self.stages), "run_batch", scheduler_output)
+        mine = self.crew.worker.execute_model(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
             self._sampling, others = others, []
         joined = JoinedBatch(mine, others, self._output)
@@ -171,7 +98,7 @@ class PipelineExecutor(Executor):
         if grammar_output is not None:
             raise PipelineError("a replica of several stages cannot make an answer follow a grammar")
         others, self._sampling = self._sampling, []
-        joined = JoinedBatch(self._worker.sample_tokens(None), others, self._output)
+        joined = JoinedBatch(self.crew.worker.sample_tokens(None), others, self._output)
         return joined if non_block else joined.result()
 
     def check_health(self) -> None:
@@ -184,16 +111,14 @@ class PipelineExecutor(Executor):
         """End the other stages, and what this one holds."""
         for stage in self.stages:
             stage.close("the head has stopped")
-        self._worker.shutdown()
+        self.crew.close()
+
+    def init_kv_output_aggregator(self, connector: KVConnectorBase) -> None:
+        """A transfer has ended when it has for all that report to `_output`: our own workers, and each other stage."""
+        self.kv_output_aggregator = KVOutputAggregator(1 + len(self.crew.mates) + len(self.stages))
 
     def _output(self, outputs: list[ModelRunnerOutput | None]) -> ModelRunnerOutput | None:
         last = len(outputs) - 1
         if self.kv_output_aggregator is None or outputs[last] is None:
             return outputs[last]
         return self.kv_output_aggregator.aggregate(outputs, output_rank=last)
-
-    def _tell(self, method: str, *args: Any, **kwargs: Any) -> Answers:
-        """One call to all other stages, encoded once."""
-        self._number += 1
-        buffers = CODEC.encode(Call(self._number, method, args, kwargs))
-        return [(stage, stage.say(self._number, buffers)) for stage in self.stages]

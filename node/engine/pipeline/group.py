@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
-from .pipes import Inflow, Outflow, PipelineError
+from .pipes import PipelineError, Seat
 from .vocabulary import Activations
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..device import Device
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
+_MERGED = "merged"
 AT_ONCE_BYTES = 16 << 10  # any connection's send buffer has room for as many batches of that as there are stages
 
 
@@ -35,34 +36,28 @@ class _Arriving:
 
 @final
 class SocketGroup:
-    """The members of `GroupCoordinator` that vLLM's first model runner and its worker use. `alone` is the group that
-    vLLM makes for a world of this process; whatever concerns only this process is its business.
+    """The members of `GroupCoordinator` that vLLM's first model runner and its worker use. `alone` is the group of
+    stages that vLLM makes for a world of one stage; whatever concerns only this process is its business. `crew` is the
+    group of the stage's workers, of which the first has the pipes.
 
     `merges` says whether the next stage wants hidden states and residual added up: half the bytes.
     """
 
-    def __init__(
-        self,
-        alone: GroupCoordinator,
-        stage: int,
-        stages: int,
-        before: Inflow | None,
-        behind: Outflow | None,
-        device: Device,
-    ) -> None:
+    def __init__(self, seat: Seat, alone: GroupCoordinator, crew: GroupCoordinator, device: Device) -> None:
         self._alone = alone
-        self._before = before
-        self._behind = behind
+        self._crew = crew
+        self._before = seat.before
+        self._behind = seat.behind
         self._device = device
         self.merges = False
         self.unique_name = "pipeline"
-        self.rank = self.rank_in_group = stage
+        self.rank = self.rank_in_group = seat.stage
         self.local_rank = 0
-        self.world_size = stages
-        self.ranks = list(range(stages))
-        self.first_rank, self.last_rank = 0, stages - 1
-        self.is_first_rank, self.is_last_rank = stage == 0, stage == stages - 1
-        self.next_rank, self.prev_rank = (stage + 1) % stages, (stage - 1) % stages
+        self.world_size = seat.stages
+        self.ranks = list(range(seat.stages))
+        self.first_rank, self.last_rank = 0, seat.stages - 1
+        self.is_first_rank, self.is_last_rank = seat.stage == 0, seat.stage == seat.stages - 1
+        self.next_rank, self.prev_rank = (seat.stage + 1) % seat.stages, (seat.stage - 1) % seat.stages
         self.device_group, self.cpu_group = alone.device_group, alone.cpu_group
 
     def __repr__(self) -> str:
@@ -71,7 +66,10 @@ class SocketGroup:
     def isend_tensor_dict(
         self, tensor_dict: dict[str, torch.Tensor], dst: int | None = None, **unused: object
     ) -> list[object]:
-        """Hand over what the next stage needs. There is nothing to wait for: what is sent is a copy."""
+        """Hand over what the next stage needs. There is nothing to wait for: what is sent is a copy. The workers of a
+        stage have the same; the first one sends it."""
+        if not self._is_first_worker:
+            return []
         if self._behind is None:
             raise PipelineError("the last stage has nobody to send activations to")
         if self.merges and tensor_dict.keys() == {HIDDEN, RESIDUAL}:
@@ -90,21 +88,30 @@ class SocketGroup:
         self, src: int | None = None, **unused: object
     ) -> tuple[dict[str, torch.Tensor], list[_Arriving], list[Callable[[], None]]]:
         """Tensors that are there once the handle has been waited for."""
-        before = self._before
-        if before is None:
+        if self.is_first_rank:
             raise PipelineError("the first stage has nobody to receive activations from")
         tensors: dict[str, torch.Tensor] = {}
+        return tensors, [_Arriving(lambda: tensors.update(self._arrived()))], []
 
-        def wait() -> None:
-            arrived = before.get()
-            if not isinstance(arrived, Activations):
-                raise PipelineError(f"a {type(arrived).__name__} where activations belong")
-            values = self._device.to_device(*arrived.tensors.values())
-            tensors.update(zip(arrived.tensors, values, strict=True))
-            if arrived.merged:
-                tensors[RESIDUAL] = torch.zeros_like(tensors[HIDDEN])
+    @property
+    def _is_first_worker(self) -> bool:
+        return self._crew.rank_in_group == 0
 
-        return tensors, [_Arriving(wait)], []
+    def _arrived(self) -> dict[str, torch.Tensor]:
+        """Wait for what the stage before has sent, with all workers of this stage."""
+        found = self._received() if self._is_first_worker else None
+        shared = cast("dict[str, Any]", self._crew.broadcast_tensor_dict(found, src=0))
+        if shared.pop(_MERGED):
+            shared[RESIDUAL] = torch.zeros_like(shared[HIDDEN])
+        return shared
+
+    def _received(self) -> dict[str, Any]:
+        assert self._before is not None
+        arrived = self._before.get()
+        if not isinstance(arrived, Activations):
+            raise PipelineError(f"a {type(arrived).__name__} where activations belong")
+        values = self._device.to_device(*arrived.tensors.values())
+        return {_MERGED: arrived.merged, **dict(zip(arrived.tensors, values, strict=True))}
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Each stage keeps its own: what vLLM spreads this way, the id of the engine, is of no use across boxes."""

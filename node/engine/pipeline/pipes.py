@@ -1,4 +1,4 @@
-"""The pipes of one stage: opening them, and a thread on each that reads."""
+"""The pipes of one stage: opening them, a thread on each that reads, and the seat of a worker at their ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 from ....kvtransport.channel import LinkHello, parse_link_hello
@@ -18,7 +19,7 @@ from ..protocol import PipeEnd
 from .codec import CodecError
 from .vocabulary import CODEC
 
-__all__ = ["Arrivals", "Inflow", "OnLost", "Outflow", "PipelineError", "Reader", "StageLost", "open_pipes"]
+__all__ = ["Arrivals", "Inflow", "OnLost", "Outflow", "PipelineError", "Reader", "Seat", "StageLost", "open_pipes"]
 
 CONNECT_S = 600.0
 """How long the other stages may take to start: their boxes may be fetching a model. The agent may end it sooner."""
@@ -225,3 +226,21 @@ class Outflow:
 
     def _end(self, reason: str) -> None:
         self._on_lost(StageLost(f"stage {self._stage} is lost: {reason}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of this process in its pipeline: worker `rank` of the `tp` of its stage. The first of them has the ways
+    to the stages before and behind."""
+
+    stage: int
+    partition: tuple[int, ...]
+    before: Inflow | None = None
+    behind: Outflow | None = None
+    tp: int = 1
+    rank: int = 0
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.partition)

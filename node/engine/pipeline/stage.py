@@ -1,20 +1,23 @@
-"""The process of a stage that is not the head: one worker of vLLM's, which does what the head calls it to."""
+"""The process of a stage that is not the head: its workers, as one, do what the head calls them to."""
 
 from __future__ import annotations
 
 import logging
 import os
 import queue
+import socket
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, final
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from ....kvtransport.errors import TransferError
-from ....kvtransport.pipe import Pipe
+from ....kvtransport.pipe import Pipe, accept_pipe
+from ....kvtransport.sockets import read_link_hello
+from ....kvtransport.tickets import LinkTicket
 from ..kv.switchboard import Switchboard
 from ..protocol import (
     AbortTransfer,
@@ -29,11 +32,14 @@ from ..protocol import (
     ToEngine,
 )
 from ..weights import LOAD_FORMAT
-from .executor import PipelineExecutor, RemoteStage
-from .pipes import Arrivals, Inflow, OnLost, Outflow, PipelineError, Reader, StageLost, open_pipes
+from .crew import Crew, Mate
+from .executor import PipelineExecutor
+from .pipes import Arrivals, Inflow, OnLost, Outflow, PipelineError, Seat, open_pipes
+from .remote import RemoteWorker
 from .scheduler import PipelineScheduler
-from .vocabulary import CALLABLE, CODEC, Answer, Call, Failed, Hello
-from .worker import Seat, StageWorker, make_worker, worker_class
+from .servant import Servant
+from .vocabulary import CODEC, Hello, Joining
+from .worker import StageWorker, worker_class
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,15 +48,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MAX_REASON = 400  # characters of an error that are shown; the log has all of it
+MATE_GREETING_S = 60.0
 LOST_STATUS = 3  # of a process that has told its agent why
 
 
 def check_pipeline(config: EngineConfig) -> None:
     """Raises PipelineError for a place in a pipeline that this engine cannot take."""
     stages = len(config.partition)
-    if config.tp > 1:
-        raise PipelineError(f"a replica of {stages} boxes uses one GPU of each; tp is {config.tp}")
     if not 0 <= config.stage < stages:
         raise PipelineError(f"stage {config.stage} of {stages}: there is no such stage")
     wanted = set()
@@ -66,10 +70,12 @@ def check_pipeline(config: EngineConfig) -> None:
 
 
 def pipeline_arguments(config: EngineConfig) -> tuple[dict[str, str], dict[str, Any]]:
-    """Environment and fields of `EngineArgs` for one stage of a replica that spans boxes; the same for all."""
+    """Environment and fields of `EngineArgs` for one stage of a replica that spans boxes; all but `tp` are the same for
+    all."""
     environment = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, config.partition))}
     arguments = {
         "pipeline_parallel_size": len(config.partition),
+        "tensor_parallel_size": config.tp,
         "distributed_executor_backend": PipelineExecutor,
         "worker_cls": worker_class(),
         "load_format": LOAD_FORMAT,
@@ -78,11 +84,11 @@ def pipeline_arguments(config: EngineConfig) -> tuple[dict[str, str], dict[str, 
     return environment, arguments
 
 
-def take_seat(config: EngineConfig, arrivals: Arrivals, on_lost: OnLost) -> dict[PipeEnd, Pipe]:
-    """Open the pipes of this stage and take its seat. `on_lost` is called by threads, and may be more than once.
-
-    On the head, vLLM's engine may be built afterwards. Raises PipelineError.
-    """
+def take_seat(
+    config: EngineConfig, arrivals: Arrivals, mates: Sequence[Mate], on_lost: OnLost
+) -> tuple[dict[PipeEnd, Pipe], Crew]:
+    """Open the pipes of this stage, take its seat, and gather its crew. `on_lost` is called by threads, and may be more
+    than once. On the head, vLLM's engine may be built afterwards. Raises PipelineError."""
     pipes = open_pipes(config.pipes, arrivals)
 
     losing = threading.Lock()
@@ -91,6 +97,8 @@ def take_seat(config: EngineConfig, arrivals: Arrivals, on_lost: OnLost) -> dict
         with losing:  # what follows from the first loss is no news: who notices that waits until the first is told
             for pipe in pipes.values():  # so that the others hear why
                 pipe.close(str(error))
+            for mate in mates:
+                mate.end()
             on_lost(error)
 
     before: Inflow | None = None
@@ -100,11 +108,16 @@ def take_seat(config: EngineConfig, arrivals: Arrivals, on_lost: OnLost) -> dict
             before = Inflow(pipe, end.stage, lose)
         elif end.kind == "data":
             behind = Outflow(pipe, end.stage, lose)
-    StageWorker.seat = Seat(config.stage, config.partition, before, behind)
+    StageWorker.seat = Seat(config.stage, config.partition, before, behind, config.tp)
+    try:
+        crew = Crew([mate.greet(config.stage, lose) for mate in mates])
+    except TransferError as error:
+        raise PipelineError(f"a worker of stage {config.stage} does not start: {error}") from error
     if config.stage == 0:
         controls = sorted((end.stage, pipe) for end, pipe in pipes.items() if end.kind == "control")
-        PipelineExecutor.stages = tuple(RemoteStage(stage, pipe, lose) for stage, pipe in controls)
-    return pipes
+        PipelineExecutor.crew = crew
+        PipelineExecutor.stages = tuple(RemoteWorker(f"stage {stage}", pipe, lose) for stage, pipe in controls)
+    return pipes, crew
 
 
 class Outbox(Protocol):
@@ -137,27 +150,33 @@ def run_stage(
     inbox: queue.SimpleQueue[ToEngine],
     switchboard: Switchboard,
     arrivals: Arrivals,
-    make_config: Callable[[], VllmConfig],
+    mates: Sequence[Mate],
+    make_config: Callable[[str], VllmConfig],
 ) -> int:
-    """The main program of a stage's process. Returns the exit status. Raises PipelineError for a place that it cannot
-    take; what happens later, the agent and the head are told."""
+    """The main program of a stage's process. `make_config` is given the switchboard's name. Returns the exit status.
+    Raises PipelineError for a place that it cannot take; what happens later, the agent and the head are told."""
     check_pipeline(config)
-    threading.Thread(target=_obey, args=(inbox, switchboard), name="agent-orders", daemon=True).start()
+    threading.Thread(target=_obey, args=(inbox, switchboard, mates), name="agent-orders", daemon=True).start()
     outbox.send(_ready(config))
     on_lost = end_process(outbox)
     try:
-        serve_stage(config, arrivals, make_config, on_lost)
+        pipes, crew = take_seat(config, arrivals, mates, on_lost)
+        serve_stage(config, pipes, lambda hello: _load(crew, hello, lambda: make_config(switchboard.name)))
     except PipelineError as error:
+        for mate in mates:
+            mate.end()
         on_lost(error)
     return LOST_STATUS
 
 
-def _obey(inbox: queue.SimpleQueue[ToEngine], switchboard: Switchboard) -> None:
+def _obey(inbox: queue.SimpleQueue[ToEngine], switchboard: Switchboard, mates: Sequence[Mate]) -> None:
     """What this box's own agent wants: the requests are the head's business, the transfers of this stage are not."""
     while True:
         message = inbox.get()
         match message:
             case Stop():
+                for mate in mates:
+                    mate.end()
                 os._exit(0)
             case SetPaths() | CloseLink() | AbortTransfer():
                 switchboard.carry_out(message)
@@ -186,16 +205,13 @@ def _ready(config: EngineConfig) -> Ready:
     )
 
 
-def serve_stage(
-    config: EngineConfig, arrivals: Arrivals, make_config: Callable[[], VllmConfig], on_lost: OnLost
-) -> None:
+def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable[[Hello], Crew]) -> None:
     """Do what the head says until it is gone, which raises StageLost. Raises PipelineError when it is this stage that
     cannot go on; the head has been told by then. Both are all that ends it."""
-    pipes = take_seat(config, arrivals, on_lost)
     control = next(pipe for end, pipe in pipes.items() if end.kind == "control")
     reason = f"stage {config.stage} has ended"
     try:
-        Servant(control, make_config).serve()
+        Servant(control, load).serve()
     except PipelineError as error:  # whichever pipe is heard first tells the same
         reason = str(error)
         raise
@@ -204,57 +220,44 @@ def serve_stage(
             pipe.close(reason)
 
 
-@final
-class Servant:
-    """Carries out the head's calls on the thread that calls `serve`."""
+def _load(crew: Crew, hello: Hello, make_config: Callable[[], VllmConfig]) -> Crew:
+    """Load this stage's layers."""
+    seat = StageWorker.seat
+    assert seat is not None
+    if hello.vllm != vllm.__version__ or hello.schema != CODEC.schema:
+        raise PipelineError(
+            f"the head has vLLM {hello.vllm}, stage {seat.stage} {vllm.__version__}: all boxes of a replica need "
+            "the same vLLM and the same p2pserve"
+        )
+    if tuple(hello.partition) != seat.partition:
+        raise PipelineError(f"the head cuts the model {hello.partition}, stage {seat.stage} {seat.partition}")
+    crew.load(make_config())
+    return crew
 
-    def __init__(self, control: Pipe, make_config: Callable[[], VllmConfig]) -> None:
-        self._control = control
-        self._make_config = make_config
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._worker: Any = None
-        self._reader = Reader(control, "calls", self._calls.put, lambda reason: self._calls.put(StageLost(reason)))
 
-    def __repr__(self) -> str:
-        return f"<Servant {'loaded' if self._worker else 'empty'} {self._reader}>"
+def run_mate(
+    config: EngineConfig,
+    make_config: Callable[[str], VllmConfig],
+    rank: int,
+    line: socket.socket,
+    ticket: LinkTicket,
+) -> NoReturn:
+    """The main program of a stage's other workers: do what the first says until it is gone."""
 
-    def serve(self) -> None:
-        """Until the head is lost or a call fails."""
-        while True:
-            call = self._calls.get()
-            if isinstance(call, StageLost):
-                raise StageLost(f"the head is lost: {call}")
-            try:
-                result = self._carry_out(call)
-                self._control.send(CODEC.encode(Answer(call.number, result)))
-            except TransferError as error:
-                raise StageLost(f"the head is lost: {error}") from error
-            except Exception as error:
-                reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
-                _log.exception("a call of the head failed")
-                self._control.send(CODEC.encode(Failed(reason)))
-                raise PipelineError(reason) from error
+    def end(reason: str) -> NoReturn:
+        os._exit(LOST_STATUS)
 
-    def _carry_out(self, call: Any) -> Any:
-        if not isinstance(call, Call):
-            raise PipelineError(f"a {type(call).__name__} where a call belongs")
-        if call.method == "load":
-            return self._load(*call.args)
-        if call.method not in CALLABLE or self._worker is None:
-            raise PipelineError(f"{call.method[:64]!r} is nothing that a stage can be asked to do now")
-        result = getattr(self._worker, call.method)(*call.args, **call.kwargs)
-        return result.get_output() if isinstance(result, AsyncModelRunnerOutput) else result
+    def load(joining: Joining) -> Crew:
+        crew = Crew()
+        crew.join(make_config(joining.switchboard), joining.meeting)
+        return crew
 
-    def _load(self, hello: Hello) -> bool:
-        """Load this stage's layers. Returns whether it takes merged activations."""
-        seat = StageWorker.seat
-        assert seat is not None
-        if hello.vllm != vllm.__version__ or hello.schema != CODEC.schema:
-            raise PipelineError(
-                f"the head has vLLM {hello.vllm}, stage {seat.stage} {vllm.__version__}: all boxes of a replica need "
-                "the same vLLM and the same p2pserve"
-            )
-        if tuple(hello.partition) != seat.partition:
-            raise PipelineError(f"the head cuts the model {hello.partition}, stage {seat.stage} {seat.partition}")
-        self._worker = make_worker(self._make_config())
-        return bool(self._worker.merges())
+    StageWorker.seat = Seat(config.stage, config.partition, tp=config.tp, rank=rank)
+    try:
+        pipe = accept_pipe(ticket, read_link_hello(line, MATE_GREETING_S), line, timeout=MATE_GREETING_S)
+        Servant(pipe, load, end).serve()
+    except (TransferError, PipelineError) as error:  # the first worker is gone, or has been told
+        end(str(error))
+    finally:
+        traceback.print_exc()  # nobody else would: the process ends here
+        os._exit(1)

@@ -56,6 +56,15 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Joining:
+    """The same to the other workers of a stage, from the first: where they meet for torch.distributed, and the name of
+    their box's switchboard."""
+
+    meeting: str
+    switchboard: str
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """The head wants a method of the worker called."""
 
@@ -90,7 +99,7 @@ class Activations:
 
 CODEC = Codec(
     records=(
-        *(Hello, Call, Answer, Failed, Activations),
+        *(Hello, Joining, Call, Answer, Failed, Activations),
         *(SchedulerOutput, NewRequestData, CachedRequestData, KVCacheBlockCopy),
         *(SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
         *(ModelRunnerOutput, KVConnectorOutput, LogprobsLists, LogprobsTensors, SamplingMaskLists, CUDAGraphStat),

@@ -9,54 +9,39 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
-from vllm.utils.network_utils import get_file_store_init_method
 from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ..device import DeviceKind, device_of
-from ..scratch import own_temporary_folder
 from .group import HIDDEN, RESIDUAL, SocketGroup
-from .pipes import Inflow, Outflow
+from .pipes import Seat
+from .shards import narrowed, widened
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sequence import IntermediateTensors
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _PROBE_TOKENS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of this process in its pipeline, and its ways to the stages before and behind it."""
-
-    stage: int
-    partition: tuple[int, ...]
-    before: Inflow | None
-    behind: Outflow | None
-
-    @property
-    def stages(self) -> int:
-        """How many there are."""
-        return len(self.partition)
-
-
 class StageWorker(gpu_worker.Worker):
-    """A worker that is one stage. `seat` is set once, before vLLM makes the worker."""
+    """A worker of one stage, which speaks for all of them where the KV cache is concerned (`shards`). `seat` is set
+    once, before vLLM makes the worker."""
 
     seat: ClassVar[Seat | None] = None
     module: ClassVar[ModuleType] = gpu_worker  # where its base class looks for the function that joins the world
 
     def init_device(self) -> None:
-        """Join a world of this process alone, then take the seat among the stages."""
+        """Join a world of this stage alone, then take the seat among the stages."""
         with _joining(self.module, _seat()):
             super().init_device()
 
@@ -67,6 +52,18 @@ class StageWorker(gpu_worker.Worker):
             # vLLM does so in the run that measures memory, which a CPU skips.
             runner = self.model_runner
             runner.intermediate_tensors = self._empty_activations(runner.max_num_tokens)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """The caches of the stage's layers."""
+        return {name: widened(spec, self._shards) for name, spec in super().get_kv_cache_spec().items()}
+
+    def determine_available_memory(self) -> int:
+        """Bytes for them, if the other workers have as much."""
+        return super().determine_available_memory() * self._shards
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate this worker's part of them."""
+        super().initialize_from_config(narrowed(kv_cache_config, self._shards))
 
     def run_batch(self, scheduler_output: SchedulerOutput) -> Any:
         """Compute a batch and sample from it: what the head's executor is asked for in two calls. Returns what the
@@ -100,6 +97,11 @@ class StageWorker(gpu_worker.Worker):
         group.merges = not group.is_last_rank and behind[group.rank]
 
     @property
+    def _shards(self) -> int:
+        """How many workers of the stage hold different heads."""
+        return min(_seat().tp, self.model_config.get_total_num_kv_heads())
+
+    @property
     def _model(self) -> Any:
         return self.model_runner.get_model()
 
@@ -128,21 +130,22 @@ def worker_class() -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def make_worker(config: VllmConfig) -> Any:
-    """This process's worker, in vLLM's wrapper, with its layers loaded."""
+def make_worker(config: VllmConfig, meeting: str) -> Any:
+    """This process's worker, in vLLM's wrapper, with its layers loaded. The workers of a stage are made at the same
+    time, and find each other by `meeting`."""
     seat = _seat()
+    # Of what vLLM says to each of its workers, there is one for each stage.
     worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=seat.stage)
-    with own_temporary_folder():
-        arguments = {
-            "vllm_config": config,
-            "local_rank": 0,
-            "rank": seat.stage,
-            "distributed_init_method": get_file_store_init_method(),
-            "is_driver_worker": True,
-            "shared_worker_lock": multiprocessing.Lock(),
-        }
-        worker.init_worker(all_kwargs=[arguments])
-        worker.init_device()
+    arguments = {
+        "vllm_config": config,
+        "local_rank": seat.rank,
+        "rank": seat.stage * seat.tp + seat.rank,
+        "distributed_init_method": meeting,
+        "is_driver_worker": seat.rank == 0,
+        "shared_worker_lock": multiprocessing.Lock(),
+    }
+    worker.init_worker(all_kwargs=[arguments])
+    worker.init_device()
     worker.load_model()
     current_platform.update_block_size_for_backend(config)
     return worker
@@ -150,24 +153,22 @@ def make_worker(config: VllmConfig) -> Any:
 
 @contextmanager
 def _joining(module: Any, seat: Seat) -> Iterator[None]:
-    """While the worker sets up its device: it joins a world of its own, and takes its seat."""
+    """While the worker sets up its device: it joins a world of its stage, and takes its seat."""
     join = module.init_worker_distributed_environment
 
-    def join_alone(config: VllmConfig, rank: int, *args: Any, **kwargs: Any) -> None:
+    def join_stage(config: VllmConfig, rank: int, *args: Any, **kwargs: Any) -> None:
         parallel = config.parallel_config
-        parallel.pipeline_parallel_size, parallel.world_size, parallel.rank = 1, 1, 0
+        parallel.pipeline_parallel_size, parallel.world_size, parallel.rank = 1, seat.tp, seat.rank
         try:
-            join(config, 0, *args, **kwargs)
+            join(config, seat.rank, *args, **kwargs)
         finally:
-            parallel.pipeline_parallel_size = parallel.world_size = seat.stages
+            parallel.pipeline_parallel_size, parallel.world_size = seat.stages, seat.stages * seat.tp
             parallel.rank = rank
-        kind = cast("DeviceKind", current_platform.device_type)
-        group = SocketGroup(
-            parallel_state.get_pp_group(), seat.stage, seat.stages, seat.before, seat.behind, device_of(kind)
-        )
+        device = device_of(cast("DeviceKind", current_platform.device_type))
+        group = SocketGroup(seat, parallel_state.get_pp_group(), parallel_state.get_tp_group(), device)
         parallel_state._PP = cast("Any", group)  # noqa: SLF001 (there is no other way to it)
 
-    module.init_worker_distributed_environment = join_alone
+    module.init_worker_distributed_environment = join_stage
     try:
         yield
     finally:

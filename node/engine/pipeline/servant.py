@@ -1,0 +1,81 @@
+"""What answers at the far end of a control pipe: carries out calls, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+from ....kvtransport.errors import TransferError
+from ....kvtransport.pipe import Pipe
+from .pipes import PipelineError, Reader, StageLost
+from .vocabulary import CALLABLE, CODEC, Answer, Call, Failed
+
+__all__ = ["Servant", "Serving"]
+
+_log = logging.getLogger(__name__)
+
+MAX_REASON = 400  # characters of an error that are shown; the log has all of it
+
+
+class Serving(Protocol):
+    """What the calls are for, once it is loaded."""
+
+    def merges(self) -> bool:
+        """Whether it takes merged activations."""
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out one of `CALLABLE`."""
+
+
+@final
+class Servant:
+    """Serves on the thread that calls `serve`. `load` is given what the caller sends with its first call.
+
+    `on_end` is called by another thread when the caller is gone: then what is being carried out may never end.
+    """
+
+    def __init__(
+        self, control: Pipe, load: Callable[..., Serving], on_end: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        self._control = control
+        self._on_end = on_end
+        self._load = load
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._serving: Serving | None = None
+        self._reader = Reader(control, "calls", self._calls.put, self._end)
+
+    def __repr__(self) -> str:
+        return f"<Servant {'loaded' if self._serving else 'empty'} {self._reader}>"
+
+    def serve(self) -> None:
+        """Until the head is lost or a call fails. Raises StageLost for the first, PipelineError for the second."""
+        while True:
+            call = self._calls.get()
+            if isinstance(call, StageLost):
+                raise StageLost(f"the head is lost: {call}")
+            try:
+                result = self._carry_out(call)
+                self._control.send(CODEC.encode(Answer(call.number, result)))
+            except TransferError as error:
+                raise StageLost(f"the head is lost: {error}") from error
+            except Exception as error:
+                reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+                _log.exception("a call of the head failed")
+                self._control.send(CODEC.encode(Failed(reason)))
+                raise PipelineError(reason) from error
+
+    def _carry_out(self, call: Any) -> Any:
+        if not isinstance(call, Call):
+            raise PipelineError(f"a {type(call).__name__} where a call belongs")
+        if call.method == "load":
+            self._serving = self._load(*call.args)
+            return self._serving.merges()
+        if call.method not in CALLABLE or self._serving is None:
+            raise PipelineError(f"{call.method[:64]!r} is nothing that a stage can be asked to do now")
+        return self._serving.call(call.method, call.args, call.kwargs)
+
+    def _end(self, reason: str) -> None:
+        self._on_end(reason)
+        self._calls.put(StageLost(reason))
