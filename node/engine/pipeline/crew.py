@@ -15,7 +15,6 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -44,17 +43,17 @@ BATCH_S = 300.0
 """How long a worker that is alive may take for a batch. Loading and compiling are bounded by its liveness alone."""
 _GREETING_S = 60.0  # a fork of a process with much memory takes its time on a busy machine
 _LEASE_S = 600.0
-_END_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@final
+@dataclass(slots=True)
 class Mate:
     """A forked worker, number `rank` of its stage, and the connection to it before the handshake."""
 
     rank: int
-    pid: int
     line: socket.socket
     ticket: LinkTicket
+    pid: int  # 0 once it has been seen off: the number may be another process's then
 
     def greet(self, stage: int, on_lost: OnLost) -> RemoteWorker:
         """Raises TransferError."""
@@ -64,10 +63,10 @@ class Mate:
 
     def end(self) -> None:
         """Now, and for good; its memory is free when this returns."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        pid, self.pid = self.pid, 0
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def fork_mates(
@@ -85,7 +84,7 @@ def fork_mates(
                 other.close()
             become(rank, theirs, ticket)
         theirs.close()
-        mates.append(Mate(rank, pid, ours, ticket))
+        mates.append(Mate(rank, ours, ticket, pid))
     return tuple(mates)
 
 

@@ -89,7 +89,7 @@ def take_seat(
 ) -> tuple[dict[PipeEnd, Pipe], Crew]:
     """Open the pipes of this stage, take its seat, and gather its crew. `on_lost` is called by threads, and may be more
     than once. On the head, vLLM's engine may be built afterwards. Raises PipelineError."""
-    pipes = open_pipes(config.pipes, arrivals)
+    pipes: dict[PipeEnd, Pipe] = {}
 
     losing = threading.Lock()
 
@@ -101,6 +101,12 @@ def take_seat(
                 mate.end()
             on_lost(error)
 
+    try:  # before the other stages, which may keep us waiting for long
+        crew = Crew([mate.greet(config.stage, lose) for mate in mates])
+    except TransferError as error:
+        raise PipelineError(f"a worker of stage {config.stage} does not start: {error}") from error
+    pipes.update(open_pipes(config.pipes, arrivals))
+
     before: Inflow | None = None
     behind: Outflow | None = None
     for end, pipe in pipes.items():
@@ -109,10 +115,6 @@ def take_seat(
         elif end.kind == "data":
             behind = Outflow(pipe, end.stage, lose)
     StageWorker.seat = Seat(config.stage, config.partition, before, behind, config.tp)
-    try:
-        crew = Crew([mate.greet(config.stage, lose) for mate in mates])
-    except TransferError as error:
-        raise PipelineError(f"a worker of stage {config.stage} does not start: {error}") from error
     if config.stage == 0:
         controls = sorted((end.stage, pipe) for end, pipe in pipes.items() if end.kind == "control")
         PipelineExecutor.crew = crew
