@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -185,6 +186,26 @@ def test_tokens_are_those_of_one_engine(
         async with replica(trial, config, *partition, tp=tp) as stages:
             assert await answers(stages[0]) == one
             assert [stage.ready.layers for stage in stages] == [LAYERS, *partition[1:]]
+
+    run(body)
+
+
+def test_seeded_answers_do_not_depend_on_how_prompts_are_cut_nor_on_the_stages(run: Callable[[Body], None]) -> None:
+    async def drawn(engine: TrialEngine) -> list[list[int]]:
+        requests = [
+            engine.submit(prompt, COUNT, temperature=0.7, seed=seed) for seed, prompt in enumerate(prompts()[:12])
+        ]
+        return [(await engine.answer(request)).tokens for request in requests]
+
+    async def body(trial: Trial, config: protocol.EngineConfig) -> None:
+        async with replica(trial, msgspec.structs.replace(config, max_batched_tokens=2048), LAYERS) as (engine,):
+            whole = await drawn(engine)
+            assert await drawn(engine) == whole
+            assert await answers(engine) != whole
+        async with replica(trial, config, LAYERS) as (engine,):
+            assert await drawn(engine) == whole
+        async with replica(trial, config, 3, 3, tp=(1, 2)) as stages:
+            assert await drawn(stages[0]) == whole
 
     run(body)
 
