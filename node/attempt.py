@@ -71,6 +71,7 @@ class Progress:
     first_token: float | None = None
     last_token: float | None = None
     attempts: int = 0
+    failures: int = 0  # of engines that were to decode it, since one has added to the answer
     codec: str = "raw"
     cached_tokens: int | None = None  # at the first node that decoded
     route: tuple[PeerId | None, PeerId] | None = None

@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 NO_ENGINE_GRACE_S = 5.0  # how long a request waits for an engine when none is even starting
+MAX_FAILURES = 3
+"""Engines in a row that fail with a request before they add to its answer. It may be what ends them, and there are
+other requests: so it is given up."""
 FIGURES_GRACE_S = 0.5  # how long an answer waits for the transfer's report, which travels another way
 
 
@@ -336,6 +339,10 @@ class Gateway:
                     raise _Refused(f"the engine refuses the request: {refused}")
                 case messages.Tokens(failed=failed) if failed:
                     self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {failed}")
+                    progress.failures += 1
+                    if progress.failures == MAX_FAILURES:
+                        reasons = "; ".join(progress.recovered)
+                        raise NoRoute(f"given up: {MAX_FAILURES} engines in a row failed with it ({reasons})")
                     return False
                 case First(told):
                     self._on_first(told, attempt, live, progress)
@@ -385,6 +392,8 @@ class Gateway:
             tokens = tokens[shown:]
             if progress.cached_tokens is None:
                 progress.cached_tokens = event.cached_tokens
+        if tokens:
+            progress.failures = 0
         self._show(tokens, event.finish, live, progress)
         return True
 

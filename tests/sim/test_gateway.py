@@ -729,6 +729,37 @@ def test_a_lost_decode_node_costs_no_token(fault: str) -> None:
     virtually(main)
 
 
+def test_a_request_that_engines_end_with_is_given_up() -> None:
+    """With the fourth it would have been answered; but it may be what ends them."""
+
+    async def main() -> None:
+        names = [PeerId(f"d{i}") for i in range(1, 6)]
+        async with open_world(P, *names) as world:
+            for name in names:
+                world.faults[name] = ["fail:0"]
+            last = await world.answer()
+            assert last.finish == "error"
+            assert last.error.startswith("given up: 3 engines in a row failed with it (decode node ..d")
+            assert last.error.count("the engine process ended") == 3
+            assert sum(bool(faults) for faults in world.faults.values()) == 2  # the others have not been asked
+            assert world.tokens() == ANSWER[:3]  # of prefill nodes
+
+    virtually(main)
+
+
+def test_engines_that_fail_one_after_the_other_and_add_to_an_answer_are_no_reason_to_give_up() -> None:
+    async def main() -> None:
+        names = [PeerId(f"d{i}") for i in range(1, 6)]
+        async with open_world(P, *names) as world:
+            for name in names[:4]:
+                world.faults[name] = ["fail:2"]
+            last = await world.answer()
+            assert last.finish == "length"
+            assert world.tokens() == ANSWER[:12]
+
+    virtually(main)
+
+
 @pytest.mark.parametrize("fault", ["refuse", "timeout", "lost"])
 def test_a_decode_node_that_refuses_is_passed_over(fault: str) -> None:
     async def main() -> None:
@@ -1131,7 +1162,7 @@ def test_every_request_ends_once_whatever_fails(seed: int) -> None:
                     assert len(tokens) == wanted
                     assert world.text(name) == text_of(wanted)
                 else:
-                    assert last.error.startswith(("deadline: ", "no engine is left"))
+                    assert last.error.startswith(("deadline: ", "no engine is left", "given up: "))
             assert complete > count / 2
             assert any(
                 figures.figures.attempts > 1 for chunks in world.chunks.values() if (figures := chunks[-1]).figures
