@@ -41,4 +41,4 @@ class SeededCPUModelRunner(CPUModelRunner):
 
 def install() -> None:
     """For all workers that this process and those that it forks will make."""
-    cpu_worker.CPUModelRunner = SeededCPUModelRunner
+    cpu_worker.CPUModelRunner = SeededCPUModelRunner  # type: ignore[attr-defined]

@@ -1,5 +1,7 @@
 """A stage's KV cache seen as one worker's: the same blocks, whatever number of workers have a share of their heads."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +22,7 @@ from p2pserve.node.engine.pipeline.shards import narrowed, widened
 BLOCK = 16
 
 
-def full(heads: int, **changes: int) -> FullAttentionSpec:
+def full(heads: int, **changes: Any) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=64, dtype=torch.float32, **changes)
 
 
@@ -45,6 +47,7 @@ def test_each_shard_allocates_what_it_has_asked_for(heads: int, shards: int, blo
 def test_padding_and_slots_are_shared_too() -> None:
     mine = full(2, page_size_padded=1 << 15, num_head_slots=3)
     stage = widened(mine, 4)
+    assert isinstance(stage, FullAttentionSpec)
     assert (stage.num_kv_heads, stage.num_head_slots, stage.page_size_bytes) == (8, 12, 1 << 17)
 
 
