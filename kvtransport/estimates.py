@@ -38,6 +38,8 @@ _WINDOW_BOUND = 0.85
 _LOSSY = 1e-3  # at this loss a stream may fall short of its window without the link being full
 _JOIN_S = 0.1  # stretches of a transfer with no longer gap between them are one
 _MAX_BYTES = 1 << 50
+_SETTLED_S = 5.0  # so long, confidence hardly fades
+_SETTLED_WITHIN = 0.1  # paths change for gains of 10 % and more
 _NOT_YET_SHARE = 0.7  # of the confidence, while samples contradict what is believed
 
 
@@ -246,16 +248,21 @@ class LinkEstimator:
         self._failures = 0
         self._samples = 0
         self._history: deque[HistoryEntry] = deque(maxlen=one.history)
+        self._settled: LinkFigures | None = None
+        self._settled_at = 0.0
+        self._heard = False  # something, since then
 
     def __repr__(self) -> str:
         return f"<LinkEstimator {self._samples} rates, {len(self._history)} in history, prior {self._prior.reason!r}>"
 
     def set_prior(self, prior: LinkFigures) -> None:
         """A better guess has been made, such as one inferred from other links."""
+        self._heard = True
         self._prior = prior
 
     def on_ping(self, rtt_s: float | None, *, now: float) -> None:
         """A small probe came back after `rtt_s`, or, None, did not."""
+        self._heard = True
         factor = 0.5 ** (max(now - self._pinged_at, 0.0) / self.settings.rtt_half_life_s)
         self._pings = self._pings * factor + 1.0
         self._lost = self._lost * factor + (rtt_s is None)
@@ -282,7 +289,7 @@ class LinkEstimator:
 
     def on_transfer(self, sample: TransferSample, *, now: float) -> None:
         """A real transfer, or a stretch of one, has moved bytes over the link."""
-        self._failures = 0
+        self._failures, self._heard = 0, True
         gbps = gbps_of(sample.bytes, sample.seconds)
         rtt_s = self._rtt.value if self._rtt.known else self._prior.rtt_s
         if sample.link_limited:
@@ -301,12 +308,12 @@ class LinkEstimator:
         if sample.gbps <= 0.0:
             self.on_unreachable(now=now)
             return
-        self._failures = 0
+        self._failures, self._heard = 0, True
         self._on_rate(sample.gbps, sample.streams, 3.0 if sample.stable else 1.0, limited=True, now=now)
 
     def on_unreachable(self, *, now: float) -> None:
         """The target could not be dialled over this link."""
-        self._failures += 1
+        self._failures, self._heard = self._failures + 1, True
         self._note(now, SampleKind.UNREACHABLE, float(self._failures))
 
     def figures(self, now: float) -> LinkFigures:
@@ -331,6 +338,17 @@ class LinkEstimator:
             source=source,
             reason=self._reason(now)[:200],
         )
+
+    def settled(self, now: float) -> LinkFigures:
+        """The figures, and the same object again until they are news: what follows from them still holds then. They
+        are up to a tenth off what `figures` says."""
+        before = self._settled
+        if before is None or self._heard or now - self._settled_at >= _SETTLED_S:
+            found = self.figures(now)
+            if before is None or not before.alike(found, _SETTLED_WITHIN):
+                before = self._settled = found
+            self._settled_at, self._heard = now, False
+        return before
 
     def history(self) -> tuple[HistoryEntry, ...]:
         """The latest observations, oldest first."""

@@ -122,6 +122,21 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         limit = min((self.capacity_gbps, *caps))
         return msgspec.structs.replace(self, capacity_gbps=limit, one_stream_gbps=min(self.one_stream_gbps, limit))
 
+    def alike(self, other: LinkFigures, within: float) -> bool:
+        """Whether it makes no difference which of the two is believed: rates, round trip and confidence are as good as
+        the same, up to that fraction, and the rest of what paths are chosen by is equal."""
+        pairs = (
+            (self.rtt_s, other.rtt_s),
+            (self.one_stream_gbps, other.one_stream_gbps),
+            (self.capacity_gbps, other.capacity_gbps),
+        )
+        close = all(abs(a - b) <= within * max(a, b) for a, b in pairs)
+        return close and abs(self.rate_confidence - other.rate_confidence) <= within and self._kind == other._kind
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        return self.reachable, self.source, self.capacity_is_floor, self.usd_per_gb
+
 
 class BoxFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A box's own limits and prices, shared by everything it sends or receives. None: not known, so no limit.

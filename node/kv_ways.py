@@ -17,12 +17,13 @@ import trio
 
 from ..bootstrap import Address, NetworkError, PeerId, Unreachable
 from ..kernels.format import Codec, WireDtype, payload_bytes
+from ..kvtransport.choices import Choices
 from ..kvtransport.costs import transfer_cost
 from ..kvtransport.dialling import Path
 from ..kvtransport.errors import TicketError
 from ..kvtransport.estimates import LinkEstimator, TransferSample
 from ..kvtransport.figures import MAX_STREAMS, BoxFigures, LinkFigures, Source, one_stream_gbps, prior
-from ..kvtransport.paths import Flow, Job, KVPath, Network, PathChoice, choose
+from ..kvtransport.paths import Flow, Job, KVPath, Network, PathChoice
 from ..kvtransport.permits import Permit
 from ..kvtransport.sites import infer
 from ..kvtransport.steering import PathController
@@ -71,6 +72,7 @@ class _Way:
 
     ends: Ends
     job: Job
+    choices: Choices
     choice: PathChoice
     controller: PathController
     base: dict[str, int]  # what the paths had moved when the controller began
@@ -122,7 +124,8 @@ class KvWays:
         self._service = ""
         self._estimators: dict[PeerId, LinkEstimator] = {}
         self._tables: Mapping[PeerId, messages.LinkTable] = {}
-        self._others: Network | None = None  # what the tables say of other nodes' links, once somebody has asked
+        self._own_links: Mapping[PeerId, LinkFigures] = {}
+        self._known: Network | None = None  # the tables and the own links, which paths are chosen by while they last
         self._lives: Mapping[PeerId, int] = {}
         self._permits: dict[tuple[PeerId, PeerId], Permit] = {}
         self._refused: dict[tuple[PeerId, PeerId], float] = {}  # relay and target -> when
@@ -145,7 +148,7 @@ class KvWays:
     def learn(self, tables: Mapping[PeerId, messages.LinkTable], lives: Mapping[PeerId, int]) -> None:
         """What other nodes say of their links, and how often each engine has been started."""
         if tables != self._tables:
-            self._tables, self._others = dict(tables), None
+            self._tables, self._known = dict(tables), None
         self._lives = lives
         for peer in [peer for peer in self._estimators if peer not in tables and peer not in lives]:
             del self._estimators[peer]
@@ -199,23 +202,22 @@ class KvWays:
         for peer, estimator in sorted(self._estimators.items()):
             figures, old = estimator.figures(now), before.get(peer)
             if figures.source is not Source.PRIOR:
-                links[peer] = old if old is not None and _alike(old, figures) else figures
+                links[peer] = old if old is not None and old.alike(figures, NEWS) else figures
         return messages.LinkTable(site=self.settings.site, box=self.settings.box, links=links)
 
     def network(self, without: bytes = b"") -> Network:
         """Everything known, and what flows from here now; `without` leaves one link's own flow out."""
         now = self._clock()
-        if self._others is None:
-            self._others = self._of_others()
-        links = dict(self._others.links)
-        links.update({(self.own, peer): estimator.figures(now) for peer, estimator in self._estimators.items()})
+        own = {peer: estimator.settled(now) for peer, estimator in self._estimators.items()}
+        if self._known is None or own != self._own_links:
+            self._own_links, self._known = own, self._known_with(own)
         flows = tuple(
             Flow(self.own, way.peer, path.gbps, path.via)
             for link, way in self._ways.items()
             if link != without and way.moving(now)
             for path in way.choice.paths
         )
-        return Network(links, self._others.boxes, flows)
+        return Network(self._known.links, self._known.boxes, flows)
 
     # ---- a transfer -----------------------------------------------------------------------------------------
 
@@ -235,14 +237,16 @@ class KvWays:
             usd_per_s=self.settings.usd_per_s,
             max_usd_per_gb=self.settings.max_usd_per_gb,
         )
-        choice, paths = await self._choose(job, link.link)
+        way = self._ways.get(link.link)
+        choices = way.choices if way is not None else Choices()
+        choice, paths = await self._choose(job, link.link, choices)
         now = self._clock()
         way = self._ways.get(link.link)  # as it is now: others may have used it meanwhile
         waiting = way.waiting if way is not None and way.moving(now) else 0
         seen, at = (way.seen, way.at) if way is not None else ({}, now)
         job = replace(job, bytes=job.bytes + waiting, relays=self._relays(ends.peer))
         controller = PathController(job, choice, now=now)
-        self._ways[link.link] = _Way(ends, job, choice, controller, seen, seen, waiting, at, now)
+        self._ways[link.link] = _Way(ends, job, choices, choice, controller, seen, seen, waiting, at, now)
         return protocol.Outlet(
             rank=piece.source,
             slice=piece.slice,
@@ -306,9 +310,9 @@ class KvWays:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _of_others(self) -> Network:
-        """The links of other nodes as they tell them, and all boxes."""
-        links: dict[tuple[str, str], LinkFigures] = {}
+    def _known_with(self, own: Mapping[PeerId, LinkFigures]) -> Network:
+        """The links of other nodes as they tell them, this node's own, and all boxes."""
+        links: dict[tuple[str, str], LinkFigures] = {(self.own, peer): figures for peer, figures in own.items()}
         boxes: dict[str, BoxFigures] = {self.own: self.settings.box}
         for peer, table in self._tables.items():
             if peer != self.own:
@@ -330,7 +334,7 @@ class KvWays:
             self._set_paths(old, ())  # nobody answers there any more
         return link
 
-    async def _choose(self, job: Job, link: bytes) -> tuple[PathChoice, tuple[Path, ...]]:
+    async def _choose(self, job: Job, link: bytes, choices: Choices) -> tuple[PathChoice, tuple[Path, ...]]:
         """The best paths of which every relay forwards, with addresses and permits."""
         peer = PeerId(job.target)
         while True:
@@ -339,7 +343,7 @@ class KvWays:
             current = way.choice.vias if way is not None else None
             warm = current if way is not None and current and self._clock() - way.used_at < _WARM_S else frozenset()
             job = replace(job, relays=self._relays(peer))
-            choice = choose(job, self.network(link), current=current, warm=warm)
+            choice = choices.choose(job, self.network(link), current=current, warm=warm)
             paths = await self._dialable(peer, choice)
             if paths is not None:
                 return choice, paths
@@ -452,15 +456,3 @@ class KvWays:
 
 def _via(label: str) -> str | None:
     return None if label == DIRECT else label
-
-
-def _alike(old: LinkFigures, new: LinkFigures) -> bool:
-    """Whether it makes no difference which of the two is believed."""
-    pairs = (
-        (old.rtt_s, new.rtt_s),
-        (old.one_stream_gbps, new.one_stream_gbps),
-        (old.capacity_gbps, new.capacity_gbps),
-    )
-    close = all(abs(a - b) <= NEWS * max(a, b) for a, b in pairs)
-    confident = abs(old.rate_confidence - new.rate_confidence) <= NEWS
-    return close and confident and (old.reachable, old.source) == (new.reachable, new.source)

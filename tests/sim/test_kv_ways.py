@@ -243,6 +243,25 @@ def test_a_link_that_nothing_is_known_of_is_dialled_directly() -> None:
     play(main)
 
 
+def test_a_choice_is_kept_until_figures_are_news() -> None:
+    async def main() -> None:
+        async with open_world() as world:
+            world.triangle(direct=1.0, hop=0.1)
+            world.ways.estimator(T).on_ping(0.02, now=trio.current_time())
+            await world.outlet()  # from now on there are paths in use
+            await world.outlet()
+            kept = world.ways.choice(T)
+            await elapse(1.0)
+            world.ways.estimator(T).on_ping(0.02, now=trio.current_time())
+            assert labels(await world.outlet()) == {"direct"}
+            assert world.ways.choice(T) is kept
+            world.link(R, T, figures(9.0))  # as the relay says
+            world.link(S, R, figures(9.0))  # as it was measured here
+            assert R in labels(await world.outlet())
+
+    play(main)
+
+
 def test_a_long_link_gets_the_streams_that_fill_it() -> None:
     async def main() -> None:
         async with open_world() as world:

@@ -314,6 +314,41 @@ class TestRates:
                 link.on_unreachable(now=now)
             figures = link.figures(now)  # validates itself
             assert 0.0 < figures.one_stream_gbps <= figures.capacity_gbps
+            assert link.settled(now).alike(figures, 0.1)
+
+    def test_settled_figures_are_the_same_object_until_they_are_news(self) -> None:
+        link = LinkEstimator(ATLANTIC)
+        for i in range(30):
+            link.on_ping(0.1, now=i)
+            link.on_burst(burst(1.0), now=i)
+        before = link.settled(30)
+        link.on_ping(0.101, now=31)
+        link.on_burst(burst(1.02), now=31)
+        assert link.settled(31) is before
+        assert link.settled(40) is before
+        link.on_burst(burst(0.3), now=41)
+        link.on_burst(burst(0.3), now=42)  # nobody has asked between the two
+        assert link.settled(42).capacity_gbps == pytest.approx(0.3)
+        for _ in range(3):
+            link.on_unreachable(now=43)
+        assert not link.settled(43).reachable
+
+    def test_settled_figures_fade_and_follow_a_drift(self) -> None:
+        link = LinkEstimator(ATLANTIC)
+        link.on_burst(burst(1.0), now=0)
+        sure = link.settled(0).rate_confidence
+        assert link.settled(3600).rate_confidence < sure / 2
+        for i in range(200):
+            link.on_burst(burst(1.0 - 0.003 * i), now=4000 + 60 * i)
+            assert link.settled(4000 + 60 * i).capacity_gbps == pytest.approx(
+                link.figures(4000 + 60 * i).capacity_gbps, rel=0.12
+            )
+
+    def test_what_a_link_may_carry_beyond_and_costs_is_news(self) -> None:
+        figures = LinkEstimator(ATLANTIC).figures(0.0)
+        assert figures.alike(msgspec.structs.replace(figures, rtt_s=1.05 * figures.rtt_s), 0.1)
+        for field, value in (("capacity_is_floor", True), ("usd_per_gb", 0.02), ("reachable", False), ("rtt_s", 0.2)):
+            assert not figures.alike(msgspec.structs.replace(figures, **{field: value}), 0.1)
 
     @pytest.mark.parametrize(
         ("build", "message"),

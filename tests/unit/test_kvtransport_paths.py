@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from p2pserve.kvtransport.choices import Choices
 from p2pserve.kvtransport.costs import path_usd_per_gb, transfer_cost
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.figures import BoxFigures, LinkFigures, bytes_per_s
@@ -487,3 +490,47 @@ class TestProperties:
         assert total <= min(up or inf, down or inf) * (1 + 1e-9)
         assert choice.seconds >= job.bytes / bytes_per_s(total)
         assert all(1 <= path.streams <= 64 for path in choice.paths)
+
+
+class TestChoices:
+    """What was chosen for a link holds until something changes, and is what `choose` would say."""
+
+    @settings(max_examples=100, deadline=None)
+    @given(jobs(), networks(), networks(), st.data())
+    def test_what_is_kept_is_what_would_be_chosen_now(
+        self, some: Job, one: Network, two: Network, data: st.DataObject
+    ) -> None:
+        choices = Choices()
+        may: dict[str, list[object]] = {
+            "size": [10_000, MB, 50 * MB],  # far enough apart to be told from each other
+            "links": [one.links, {**one.links, **two.links}],
+            "boxes": [one.boxes, {**one.boxes, **two.boxes}],
+            "flows": [(), (Flow("a", "b", 0.5),)],
+            "current": [None, frozenset({None}), frozenset({"r"})],
+            "warm": [frozenset(), frozenset({"r"})],
+            "relays": [None, frozenset(RELAYS[:1])],
+        }
+        now: dict[str, Any] = {name: values[0] for name, values in may.items()}
+        for name in data.draw(st.lists(st.sampled_from(sorted(may)), max_size=10)):
+            now[name] = data.draw(st.sampled_from(may[name]))
+            work = replace(some, bytes=now["size"], relays=now["relays"])
+            network = Network(now["links"], now["boxes"], now["flows"])
+            in_use = {"current": now["current"], "warm": now["warm"]}
+            assert tried(choices.choose, work, network, **in_use) == tried(choose, work, network, **in_use)
+
+    def test_sizes_that_are_nearly_the_same_share_a_choice_until_something_changes(self) -> None:
+        choices, network = Choices(), Network({("a", "b"): link(20, 1.0)})
+        first = choices.choose(job(50 * MB), network)
+        assert choices.choose(job(48 * MB), network) is first
+        assert choices.choose(job(64 * MB), network).seconds > first.seconds
+        assert choices.choose(job(50 * MB), network) is first
+        busy = replace(network, flows=(Flow("a", "b", 0.9),))
+        assert choices.choose(job(50 * MB), busy).seconds > first.seconds
+
+
+def tried(choosing: Callable[..., PathChoice], job: Job, network: Network, **more: object) -> PathChoice | str:
+    """The choice, or why there is none."""
+    try:
+        return choosing(job, network, **more)
+    except NoPath as error:
+        return str(error)
