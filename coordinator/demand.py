@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -19,7 +19,7 @@ from .planning.length_classes import classes_of
 from .planning.workload import Workload
 from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
 
-__all__ = ["UNKNOWN_RATE", "Demand", "DemandMeter", "azure_lengths", "expected_workload"]
+__all__ = ["UNKNOWN_RATE", "Demand", "DemandMeter", "azure_lengths", "expected_workload", "nobody_asks"]
 
 Lengths = NDArray[np.int64]
 
@@ -45,14 +45,22 @@ SURE: Final = 3.0
 SAMPLE: Final = 4096
 """Requests that stand for those of several gateways."""
 
+QUIET_S: Final = 60.0
+"""Silence is no news for less than this..."""
+
+QUIET_GAPS: Final = 10.0
+"""...nor for less than (1 + cv^2) times so many mean gaps between requests: 20 gaps of Poisson arrivals, of which one
+in 500 million is longer; and the long gaps between bursts are themselves 1 + cv^2 mean gaps on average."""
+
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one gateway has seen lately: requests per second, the coefficient of variation of the times between them,
-    and lengths, as (prompt, output) tokens that are equally frequent."""
+    and lengths, as (prompt, output) tokens that are equally frequent. While no requests come, the rate is 0 and the
+    rest what it was."""
 
-    requests_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
+    requests_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
     arrival_cv: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
     lengths: Annotated[tuple[tuple[Tokens, Tokens], ...], msgspec.Meta(min_length=1, max_length=MAX_LENGTHS)]
 
@@ -62,8 +70,10 @@ class DemandMeter:
     """Of one gateway and one service. Tell it of every request as it begins and as it ends.
 
     `demand` changes only when there is news: the first requests have ended, as many as a reference takes have, the
-    traffic has shifted (`WorkloadProfiler`), or a mean is clearly not what it was. So it can be gossiped whenever it
-    changes. It does not notice that requests no longer come.
+    traffic has shifted (`WorkloadProfiler`), a mean is clearly not what it was, or requests no longer come. So it can
+    be gossiped whenever it changes. After a silence nothing is taken as known: what comes then is told of like the
+    first requests, and the rate stays 0 until then, so that now and again a request does not bring back a load that has
+    gone.
     """
 
     def __init__(self) -> None:
@@ -72,17 +82,24 @@ class DemandMeter:
         self._told: WorkloadStatistics | None = None
         self._demand: Demand | None = None
         self._shifted = False
+        self._latest = 0.0  # when the last request came
 
     def __repr__(self) -> str:
         return f"<DemandMeter: {self._profiler!r}, said {self._demand}>"
 
-    @property
-    def demand(self) -> Demand | None:
-        """The latest news; None before there are any."""
-        return self._demand
+    def demand(self, now: float) -> Demand | None:
+        """The latest news at `now` (seconds); None before there are any."""
+        if self._demand is None or not self._quiet(now):
+            return self._demand
+        return msgspec.structs.replace(self._demand, requests_s=0.0)
 
     def began(self, now: float, prompt_tokens: int) -> None:
         """A request has come. `now` (seconds) must not go back."""
+        if self._quiet(now):
+            # The silence is no gap between requests, and those that come now may be of another kind.
+            self._demand, self._told = self.demand(now), None
+            self._profiler, self._ended, self._shifted = WorkloadProfiler(), 0, False
+        self._latest = now
         self._note(self._profiler.arrived(prompt_tokens, now=now))
 
     def ended(self, prompt_tokens: int, output_tokens: int) -> None:
@@ -95,6 +112,13 @@ class DemandMeter:
     def _note(self, shift: Shift | None) -> None:
         if shift is not None:
             self._shifted, self._ended = True, 0
+
+    def _quiet(self, now: float) -> bool:
+        """Whether requests no longer come, as far as it is known how often they did."""
+        told = self._told
+        if told is None:
+            return False
+        return now - self._latest > max(QUIET_S, QUIET_GAPS * (1.0 + told.arrival_cv**2) / told.rate)
 
     def _look(self) -> None:
         now = self._profiler.statistics()
@@ -113,9 +137,14 @@ class DemandMeter:
         )
 
 
+def nobody_asks(demands: Collection[Demand]) -> bool:
+    """Whether gateways that have had requests have none now."""
+    return bool(demands) and not any(demand.requests_s for demand in demands)
+
+
 def expected_workload(demands: Iterable[Demand], longest: int) -> Workload:
-    """What all gateways together ask for; where none has seen anything, lengths of Azure's conversations at
-    UNKNOWN_RATE.
+    """What all gateways together ask for. Where nobody asks for anything now, the lengths that were seen last, and
+    where none has seen anything, those of Azure's conversations, at UNKNOWN_RATE.
 
     A request of more than `longest` tokens in all is shortened to that, prompt and output alike. The order of `demands`
     does not matter.
@@ -125,15 +154,18 @@ def expected_workload(demands: Iterable[Demand], longest: int) -> Workload:
         prompts, outputs = azure_lengths("conversation")
         prompts, outputs = _fitted(prompts, outputs, longest)
         return Workload(name="Azure's conversations", prompts=prompts, outputs=outputs, rate=UNKNOWN_RATE)
-    rate = sum(demand.requests_s for demand in seen)
+    asking, when = [demand for demand in seen if demand.requests_s > 0.0], "lately"
+    if not asking:
+        asking, when = [msgspec.structs.replace(demand, requests_s=UNKNOWN_RATE / len(seen)) for demand in seen], "last"
+    rate = sum(demand.requests_s for demand in asking)
     pairs = np.concatenate([
-        np.repeat(np.array(demand.lengths, dtype=np.int64), _repeats(demand, rate), axis=0) for demand in seen
+        np.repeat(np.array(demand.lengths, dtype=np.int64), _repeats(demand, rate), axis=0) for demand in asking
     ])  # fmt: skip
     prompts, outputs = _fitted(pairs[:, 0], pairs[:, 1], longest)
     # independent streams: in the long run, variances of their counts add up
-    square = sum(demand.requests_s * demand.arrival_cv**2 for demand in seen) / rate
+    square = sum(demand.requests_s * demand.arrival_cv**2 for demand in asking) / rate
     return Workload(
-        name=f"what {len(seen)} gateways have seen" if len(seen) > 1 else "what a gateway has seen",
+        name=f"what {f'{len(asking)} gateways' if len(asking) > 1 else 'a gateway'} saw {when}",
         prompts=prompts, outputs=outputs, rate=rate, arrival_cv=sqrt(square),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from .costs.gpus import GpuSpec, Specs, gpu_table
 from .costs.model_shape import ModelShape
 from .costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
 from .costs.step_times import StepTimes
-from .demand import Demand, expected_workload
+from .demand import Demand, expected_workload, nobody_asks
 from .pipelines import Group, group_boxes
 from .plan import Phase, Plan, PlanError, Stage
 from .planning.cluster import Box, Cluster
@@ -135,8 +135,10 @@ def network_problem(
         return None
     model = usable[groups[0].head].model
     rooms = [_room(group, usable, previous) for group in groups]
-    workload = expected_workload(demands, longest=max(rooms))
+    told = list(demands)
+    workload = expected_workload(told, longest=max(rooms))
     workload = workload if rate is None else replace(workload, rate=rate)
+    asked = 0.0 if rate is None and nobody_asks(told) else workload.rate
     longest = int((workload.prompts + workload.outputs).max())
     usable = calibrated(usable, workload)
     cards = {
@@ -160,7 +162,7 @@ def network_problem(
     memory = Memory()
     found = NetworkProblem(
         problem=problem, evaluator=LowerLevel(problem, loaded, memory), heads=heads,
-        stages={group.head: group.stages for group in groups}, asked=workload.rate, why=tuple(why),
+        stages={group.head: group.stages for group in groups}, asked=asked, why=tuple(why),
     )  # fmt: skip
     least = 0.0 if rate is not None else READY * found.colocated_rate
     if least <= workload.rate:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from ..bootstrap import PeerId
 from ..coordinator import BoxView, Demand, LinkView, Plan
+from ..coordinator.demand import nobody_asks
 from .view import NetworkView
 
 __all__ = ["QUIET_S", "Coordinator", "Task"]
@@ -60,6 +61,12 @@ class Task:
         """Whatever a plan follows from."""
         return self.epoch, self.previous and self.previous.number, self.boxes, self.links, self.demands
 
+    @property
+    def quiet(self) -> bool:
+        """Whether the plan that runs may stay because nobody asks for anything now: no other would serve anybody
+        better, and the load that it was made for may come back."""
+        return self.previous is not None and nobody_asks(self.demands)
+
 
 @final
 class Coordinator:
@@ -83,7 +90,7 @@ class Coordinator:
             return None
         links = tuple(sorted(view.links(), key=lambda link: (link.source, link.target)))
         task = replace(task, links=links, demands=tuple(view.demands(task.service)))
-        if last is not None and known and task.figures == last.figures:
+        if last is not None and known and (task.figures == last.figures or task.quiet):
             return None
         self._last, self._planned_at = task, now
         return task

@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 NO_ENGINE_GRACE_S = 5.0  # how long a request waits for an engine when none is even starting
+SHORT_BYTES = 512  # of a prompt that is tokenised sooner (0.25 ms) than a thread takes it up and answers
 MAX_FAILURES = 3
 """Engines in a row that fail with a request before they add to its answer. It may be what ends them, and there are
 other requests: so it is given up."""
@@ -101,7 +102,7 @@ class Gateway:
     @property
     def demand(self) -> Demand | None:
         """What clients have asked for lately; it changes only when that is news."""
-        return self._meter.demand
+        return self._meter.demand(trio.current_time())
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
@@ -120,12 +121,14 @@ class Gateway:
         # From here on the client may stop the request, also while its prompt is still being tokenised.
         scope = self._scopes[client, body.request] = trio.CancelScope(deadline=progress.deadline)
         try:
-            check(body)
-            longest = self._max_model_len()
-            # Seconds for megabytes of text: not on the event loop, and only a few at a time.
-            prompt, max_tokens = await trio.to_thread.run_sync(
-                tokenize, body, self._text, longest, limiter=self._tokenizing
-            )
+            size, longest = check(body), self._max_model_len()
+            if size <= SHORT_BYTES:
+                prompt, max_tokens = tokenize(body, self._text, longest)
+            else:
+                # Seconds for megabytes of text: not on the event loop, and only a few at a time.
+                prompt, max_tokens = await trio.to_thread.run_sync(
+                    tokenize, body, self._text, longest, limiter=self._tokenizing
+                )
         except BaseException as error:
             del self._scopes[client, body.request]
             if isinstance(error, PromptError):

@@ -15,8 +15,11 @@ MAX_TEMPERATURE = 2.0  # vLLM's own bound
 MAX_SEED = (1 << 63) - 1
 
 
-def check(body: Generate) -> None:
-    """Check everything that can be checked without the model. Raises PromptError naming the field and the fix."""
+def check(body: Generate) -> int:
+    """Check everything that can be checked without the model; returns the bytes of text in the prompt.
+
+    Raises PromptError naming the field and the fix.
+    """
     if (body.prompt is None) == (body.messages is None):
         raise PromptError("prompt: give either `prompt` or `messages`, and not both")
     if body.prompt is not None and not body.prompt:
@@ -31,6 +34,7 @@ def check(body: Generate) -> None:
     _check_sampling(body)
     for stop in body.stop:
         _bytes("stop", stop)
+    return size
 
 
 def _field(body: Generate) -> str:

@@ -45,7 +45,7 @@ class TextModel:
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Token ids of a plain prompt, with the beginning-of-text token where the model wants one."""
-        return tuple(self._tokenizer.encode(prompt).ids)
+        return self._encoded(prompt, special=True)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation, through the model's chat template. Raises PromptError."""
@@ -62,12 +62,16 @@ class TextModel:
         except Exception as error:  # a template is a program: it may fail in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise PromptError(f"messages: the model's chat template refuses them: {reason}") from error
-        # The template writes special tokens itself.
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encoded(text, special=False)  # the template writes special tokens itself
 
     def decoder(self) -> TextDecoder:
         """A decoder for one answer."""
         return TextDecoder(self._tokenizer, self._special)
+
+    def _encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
+        # Of the library's calls, only those for batches let other threads run meanwhile, which megabytes need.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return tuple(encoding.ids)
 
 
 def _template_text(setting: object, file: Path) -> str | None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -18,9 +19,10 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.engine.protocol import Rank, Slice
-from p2pserve.node.gateway import FIGURES_GRACE_S, NO_ENGINE_GRACE_S, Connections, Gateway
+from p2pserve.node.gateway import FIGURES_GRACE_S, NO_ENGINE_GRACE_S, SHORT_BYTES, Connections, Gateway
 from p2pserve.node.hardware import Hardware
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
+from p2pserve.node.request import tokenize
 from p2pserve.node.text import TextModel
 from p2pserve.node.view import NetworkView
 
@@ -59,14 +61,17 @@ FIGURES = messages.TransferFigures(
 
 
 @pytest.fixture(autouse=True)
-def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual clock does not wait for threads: prompts are tokenised in place."""
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A virtual clock does not wait for threads: prompts are tokenised in place. What would be done on threads."""
+    done: list[object] = []
 
     async def run_sync(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         await trio.lowlevel.checkpoint()
+        done.append(function)
         return function(*args)
 
     monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    return done
 
 
 async def elapse(seconds: float) -> None:
@@ -428,6 +433,33 @@ def test_a_split_request() -> None:
             assert [kind for kind, _, _ in world.opened] == ["decode", "prefill"]
             assert world.sent("request.stop") == []
             assert world.sent("transfer.stop") == []
+
+    virtually(main)
+
+
+def test_only_long_prompts_are_tokenised_on_a_thread(threads: list[object]) -> None:
+    async def main() -> None:
+        async with open_world(D) as world:
+            for size, hops in ((SHORT_BYTES, 0), (SHORT_BYTES + 1, 1)):
+                with pytest.raises(RemoteError, match="max_tokens"):  # found out when the prompt has become tokens
+                    await world.ask(prompt="a" * size, max_tokens=100_000)
+                assert threads == [tokenize] * hops
+
+    virtually(main)
+
+
+def test_demand_is_what_clients_ask_for_and_nothing_when_they_no_longer_do() -> None:
+    async def main() -> None:
+        async with open_world(D) as world:
+            for _ in range(40):
+                await world.answer(max_tokens=2)
+                await elapse(1.0)
+            demand = world.gateway.demand
+            assert demand is not None
+            assert 0.5 < demand.requests_s < 1.0
+            assert set(demand.lengths) == {(len(PROMPT_TOKENS), 2)}
+            await elapse(600.0)
+            assert world.gateway.demand == msgspec.structs.replace(demand, requests_s=0.0)
 
     virtually(main)
 

@@ -25,10 +25,19 @@ class Gateway:
             self._count += 1
             lengths = [round(mean * self._rng.lognormvariate(-0.18, 0.6)) for mean in (prompt, output)]
             self.meter.began(self._now, lengths[0])
-            before = self.meter.demand
+            before = self.demand
             self.meter.ended(lengths[0], lengths[1])
-            if self.meter.demand is not None and self.meter.demand is not before:
-                self.said.append((self._count, self.meter.demand))
+            after = self.demand
+            if after is not None and after != before:
+                self.said.append((self._count, after))
+
+    def wait(self, seconds: float) -> None:
+        """No requests for so long."""
+        self._now += seconds
+
+    @property
+    def demand(self) -> Demand | None:
+        return self.meter.demand(self._now)
 
 
 def mean(demand: Demand) -> tuple[float, float]:
@@ -40,7 +49,7 @@ def mean(demand: Demand) -> tuple[float, float]:
 def test_steady_traffic_is_told_of_when_it_is_known_and_hardly_ever_again(seed: int) -> None:
     gateway = Gateway(seed)
     gateway.serve(31, 2.0, 800, 200)
-    assert gateway.meter.demand is None
+    assert gateway.demand is None
     gateway.serve(6000, 2.0, 800, 200)
     assert gateway.said[0][0] == 32
     assert REFERENCE in [at for at, _ in gateway.said]
@@ -81,8 +90,59 @@ def test_requests_without_an_answer_or_a_prompt_count_as_one_token() -> None:
     for second in range(40):
         meter.began(float(second), 0)
         meter.ended(0, 0)
-    assert meter.demand is not None
-    assert set(meter.demand.lengths) == {(1, 1)}
+    demand = meter.demand(40.0)
+    assert demand is not None
+    assert set(demand.lengths) == {(1, 1)}
+
+
+def test_a_gateway_that_nobody_asks_any_more_says_so_and_keeps_its_lengths() -> None:
+    gateway = Gateway(5)
+    gateway.serve(WINDOW, 2.0, 800, 200)
+    busy = gateway.demand
+    assert busy is not None
+    gateway.wait(50.0)
+    assert gateway.demand is busy  # requests end, and others may yet come
+    gateway.wait(50.0)
+    assert gateway.demand == msgspec.structs.replace(busy, requests_s=0.0)
+
+
+def test_one_request_now_and_again_does_not_bring_back_a_load_that_has_gone() -> None:
+    gateway = Gateway(5)
+    gateway.serve(WINDOW, 2.0, 800, 200)
+    for _ in range(31):
+        gateway.wait(300.0)
+        gateway.serve(1, 2.0, 800, 200)
+        assert gateway.demand is not None
+        assert gateway.demand.requests_s == 0.0
+    gateway.wait(300.0)
+    gateway.serve(1, 2.0, 800, 200)
+    assert gateway.demand is not None
+    assert gateway.demand.requests_s == pytest.approx(1 / 300, rel=0.05)
+
+
+def test_after_a_silence_traffic_is_told_of_as_it_is() -> None:
+    gateway = Gateway(6)
+    gateway.serve(WINDOW, 2.0, 800, 200)
+    gateway.wait(3600.0)
+    known = len(gateway.said)
+    gateway.serve(32, 2.0, 3000, 50)
+    assert [at for at, _ in gateway.said[known:]] == [WINDOW + 32]
+    latest = gateway.said[-1][1]
+    assert latest.requests_s == pytest.approx(2.0, rel=0.5)  # an hour of silence is no gap between requests
+    assert mean(latest) == pytest.approx((3000, 50), rel=0.3)
+
+
+def test_rare_requests_and_bursts_are_no_silence() -> None:
+    rare = Gateway(8)
+    rare.serve(64, 0.01, 800, 200)
+    rare.wait(1500.0)
+    bursts = Gateway(8)
+    for _ in range(40):
+        bursts.serve(10, 50.0, 800, 200)
+        bursts.wait(90.0)
+    for gateway in (rare, bursts):
+        assert gateway.demand is not None
+        assert gateway.demand.requests_s > 0.0
 
 
 def test_a_demand_survives_the_wire_and_nonsense_does_not() -> None:
@@ -91,7 +151,7 @@ def test_a_demand_survives_the_wire_and_nonsense_does_not() -> None:
     assert msgspec.msgpack.decode(sent, type=Demand) == demand
     fields = msgspec.to_builtins(demand)
     wrong: tuple[dict[str, object], ...] = (
-        {"requests_s": 0.0},
+        {"requests_s": -1.0},
         {"requests_s": float("nan")},
         {"arrival_cv": -1.0},
         {"lengths": []},
@@ -124,6 +184,17 @@ def test_all_gateways_count_by_their_rates_in_any_order() -> None:
     assert workload.arrival_cv == pytest.approx((0.9 * 1.0 + 0.1 * 9.0) ** 0.5)
     again = expected_workload([quiet, busy], 4096)
     assert (again.prompts.tolist(), again.outputs.tolist()) == (workload.prompts.tolist(), workload.outputs.tolist())
+
+
+def test_only_gateways_that_are_asked_now_count_if_there_are_any() -> None:
+    busy = Demand(requests_s=9.0, arrival_cv=1.0, lengths=((1000, 100),))
+    quiet = Demand(requests_s=0.0, arrival_cv=3.0, lengths=((100, 500),))
+    workload = expected_workload([busy, quiet], 4096)
+    assert (workload.rate, workload.mean_prompt, workload.arrival_cv) == (9.0, 1000.0, 1.0)
+    idle = expected_workload([quiet, msgspec.structs.replace(busy, requests_s=0.0)], 4096)
+    assert idle.rate == pytest.approx(UNKNOWN_RATE)
+    assert idle.mean_prompt == pytest.approx((1000 + 100) / 2)
+    assert "last" in idle.name
 
 
 @pytest.mark.parametrize("longest", [0, 1, 2, 3, 100])

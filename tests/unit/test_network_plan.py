@@ -347,6 +347,12 @@ def test_a_quiet_network_is_planned_for_what_it_could_carry() -> None:
     assert network is not None
     assert network.service.workload.rate == pytest.approx(network.colocated_rate)
     assert network.asked < network.service.workload.rate
+    silent = Demand(requests_s=0.0, arrival_cv=1.0, lengths=((300, 7),))
+    idle = network_problem([box("a"), box("b")], [], [silent], service="llama", codec="kv4", previous=None)
+    assert idle is not None
+    assert idle.asked == 0.0
+    assert idle.service.workload.rate == pytest.approx(idle.colocated_rate)
+    assert idle.service.workload.mean_prompt == 300
     asked = network_problem([box("a")], [], [], service="llama", codec="kv4", previous=None, rate=0.5)
     assert asked is not None
     assert asked.service.workload.rate == 0.5

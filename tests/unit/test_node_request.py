@@ -68,6 +68,11 @@ def test_a_bad_parameter_is_named_first(settings: dict[str, Any], field: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_the_size_of_a_prompt_is_in_bytes_of_all_its_text() -> None:
+    assert check(ask(prompt="né")) == 3
+    assert check(ask(messages=chat("né", "x"))) == 3 + 1 + 2 * len("user")
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -134,6 +135,29 @@ def test_a_prompt_is_never_truncated_or_padded(tmp_path: Path) -> None:
 
 
 # ---- chat templates ---------------------------------------------------------------------------------------
+
+
+def test_other_threads_run_while_a_long_prompt_is_encoded() -> None:
+    text, prompt = TextModel(BUNDLED), "for each in range(100): print(each)\n" * 20_000
+
+    def pieces() -> int:
+        """Pieces of work (0.1 ms) that this thread gets done meanwhile: thousands, or as many as fit into the few
+        milliseconds that a thread waits for its turn."""
+        begun, count = Event(), 0
+
+        def encode() -> None:
+            begun.set()
+            text.encode(prompt)
+
+        thread = Thread(target=encode)
+        thread.start()
+        begun.wait()
+        while thread.is_alive():
+            sum(range(10_000))
+            count += 1
+        return count
+
+    assert any(pieces() > 400 for _ in range(5))
 
 
 def turns(*contents: str) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId
-from p2pserve.coordinator import LinkView, Phase, Plan, Replica, Stage
+from p2pserve.coordinator import Demand, LinkView, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.capacity import SLOWEST_GBPS
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.figures import BoxFigures, LinkFigures
@@ -389,6 +389,25 @@ def test_figures_that_move_are_planned_with_now_and_then_and_a_box_that_comes_at
     assert coordinator.next(view, (A, 1), 3 * QUIET_S) is None  # nothing new since
     view.adverts[C] = advert()
     assert coordinator.next(view, (A, 1), QUIET_S) is not None
+
+
+def test_a_plan_is_kept_while_nobody_asks_for_anything_but_boxes_that_come_are_planned_with() -> None:
+    asked = Demand(requests_s=50.0, arrival_cv=1.0, lengths=((100, 20),))
+    quiet = msgspec.structs.replace(asked, requests_s=0.0)
+
+    def told(demand: Demand) -> Advert:
+        return msgspec.structs.replace(advert(), demand=demand)
+
+    coordinator, view = Coordinator(A, "raw"), view_of(a=told(asked), b=advert())
+    assert publish(view, coordinator, 1) is not None
+    view.adverts[A] = told(quiet)
+    assert coordinator.next(view, (A, 1), QUIET_S) is None
+    view.adverts[A] = told(msgspec.structs.replace(asked, requests_s=5.0))
+    assert coordinator.next(view, (A, 1), QUIET_S) is not None
+    view.adverts[A] = told(quiet)
+    assert coordinator.next(view, (A, 1), 2 * QUIET_S) is None
+    view.adverts[C] = advert()
+    assert coordinator.next(view, (A, 1), 2 * QUIET_S) is not None
 
 
 def test_a_task_that_was_overtaken_while_it_was_planned_is_planned_again() -> None:
