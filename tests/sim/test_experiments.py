@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.coordinator.dispatch import Dispatch
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.cluster import Cluster
 from p2pserve.coordinator.planning.cluster_file import packaged_cluster
@@ -17,6 +18,7 @@ from p2pserve.sims.experiments.headline import headline
 from p2pserve.sims.experiments.links import link_rows
 from p2pserve.sims.experiments.page import Curves, Page, Row, Table, write_index, write_page
 from p2pserve.sims.experiments.setting import CLOUD, Case, Deployed, Scope, counts, group, highest_rate, outcome, shapes
+from p2pserve.sims.experiments.systems import TRIALS, best_dispatch
 from p2pserve.sims.outcomes import attainment
 
 
@@ -138,6 +140,22 @@ def test_the_highest_rate_is_where_attainment_ends() -> None:
     assert share[0] >= slo.target > share[1]
     assert counts(plan) == "0P 0D 2M"
     assert set(shapes(plan, problem.cluster)) == set(Phase)
+
+
+@pytest.mark.parametrize(
+    ("by_shares", "better"), [((4.0, 4.5), Dispatch.SHARES), ((4.0, 4.0), Dispatch.PLAN), ((3.0, 4.9), Dispatch.PLAN)]
+)
+def test_the_dispatcher_is_the_one_that_carries_more_in_trials(
+    by_shares: tuple[float, float], better: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried = {Dispatch.PLAN: (5.0, 3.0), Dispatch.SHARES: by_shares}
+    monkeypatch.setattr(
+        "p2pserve.sims.experiments.systems.highest_rate",
+        lambda deployed, scope, seed, dispatch, engine: carried[dispatch][seed - TRIALS],
+    )
+    problem = Case(cluster="thunderserve-h-40gbps", workload="coding", rate=0.5).problem()
+    deployed = Deployed(problem, _each_box_for_itself(problem.cluster))
+    assert best_dispatch(deployed, Scope(seeds=(0, 1))) is better
 
 
 def test_all_plans_meet_the_same_requests_at_the_same_seed() -> None:
