@@ -13,7 +13,6 @@ from .errors import WanError
 
 __all__ = ["bulk", "loss", "rtt"]
 
-START_S = 30.0
 _ports = itertools.count(20_001)
 
 

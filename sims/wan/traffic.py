@@ -19,19 +19,26 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise, repeat
+from statistics import median
 
-CONNECT_S = 15.0
+CONNECT_S = 60.0
 BUFFER = 1 << 20
 # The start of a transfer is TCP finding its rate; it is left out.
 STEADY_FROM = 0.4
+SLICE_S = 0.2
 PING = b"p" * 64
 DATAGRAM_BYTES = 1000
 DATAGRAM_GAP_S = 0.0005
-SILENCE_S = 1.5
+# After the last datagram, so often that not all of them can be lost: nothing else is to come.
+END = b"end"
+ENDS = 50
+SILENCE_S = 20.0
 
 
 def receive(host: str, port: int, streams: int, seconds: float) -> None:
-    """Count bytes on `streams` connections; the rate over the last part of `seconds`, in Gb/s of payload."""
+    """Count bytes on `streams` connections; the rate over the last part of `seconds`, in Gb/s of payload: the median of
+    short slices, so that a moment in which this machine was busy with something else does not count."""
     counts = [0] * streams
     with socket.create_server((host, port), backlog=512) as server:
         _say_ready()
@@ -40,11 +47,12 @@ def receive(host: str, port: int, streams: int, seconds: float) -> None:
     for index, sock in enumerate(socks):
         threading.Thread(target=_count, args=(sock, counts, index), daemon=True).start()
     time.sleep(seconds * STEADY_FROM)
-    before, start = list(counts), time.monotonic()
-    time.sleep(seconds * (1 - STEADY_FROM))
-    took = time.monotonic() - start
-    rates = [8e-9 * (now - then) / took for now, then in zip(counts, before, strict=True)]
-    _report({"gbps": sum(rates), "streams": rates})
+    seen = [(time.monotonic(), sum(counts))]
+    for _ in range(round(seconds * (1 - STEADY_FROM) / SLICE_S)):
+        time.sleep(SLICE_S)
+        seen.append((time.monotonic(), sum(counts)))
+    rates = [8e-9 * (size - before) / (now - then) for (then, before), (now, size) in pairwise(seen)]
+    _report({"gbps": median(rates)})
 
 
 def _count(sock: socket.socket, counts: list[int], index: int) -> None:
@@ -97,24 +105,23 @@ def ping(host: str, port: int, count: int) -> None:
 
 
 def count(host: str, port: int) -> None:
-    """Count datagrams until none has come for a while."""
+    """Count datagrams until their sender says that it was all."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind((host, port))
         _say_ready()
         sock.settimeout(CONNECT_S)
         received = 0
         with suppress(TimeoutError):
-            while sock.recv(2048):
+            while sock.recv(2048) != END:
                 sock.settimeout(SILENCE_S)
                 received += 1
     _report({"received": received})
 
 
 def datagrams(host: str, port: int, number: int) -> None:
-    """Send `number` datagrams, evenly spaced."""
+    """Send `number` datagrams, evenly spaced, and then that it was all."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        data = bytes(DATAGRAM_BYTES)
-        for _ in range(number):
+        for data in (*repeat(bytes(DATAGRAM_BYTES), number), *repeat(END, ENDS)):
             sock.sendto(data, (host, port))
             time.sleep(DATAGRAM_GAP_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,30 @@ from p2pserve.node.text import TextModel
 LENGTHS = (1, 7, 64, 129, 300, 400)  # below, at and beyond vLLM's block of 128, and several chunks of 128
 
 
-def prompts(text: TextModel, lengths: tuple[int, ...] = LENGTHS) -> list[str]:
-    """Held-out Python, cut to about these numbers of tokens."""
+def prompts(text: TextModel, lengths: tuple[int, ...] = LENGTHS, *, skip: int = 0) -> list[str]:
+    """Held-out Python, cut to about these numbers of tokens; with another `skip`, others that begin otherwise."""
     ids = text.encode(held_out_sources()["heapq"])
     decoder = text._tokenizer
-    return [decoder.decode(list(ids[40 : 40 + n])) for n in lengths]
+    return [decoder.decode(list(ids[40 + skip : 40 + skip + n])) for n in lengths]
+
+
+@cache
+def _loaded(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)  # several, of which one gets no core, wait for each other far longer than one needs
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 def greedy(model: Path, prompt: tuple[int, ...], count: int) -> list[int]:
     """What `transformers` answers in float32, step by step."""
-    from transformers import AutoModelForCausalLM
-
-    llm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids, cache = torch.tensor([prompt]), None
+    llm = _loaded(model)
+    ids, past = torch.tensor([prompt]), None
     answer: list[int] = []
     with torch.no_grad():
         while len(answer) < count:
-            out = llm(ids, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = llm(ids, past_key_values=past, use_cache=True)
+            past = out.past_key_values
             token = int(out.logits[0, -1].argmax())
             answer.append(token)
             if token == llm.config.eos_token_id:

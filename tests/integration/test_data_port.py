@@ -29,6 +29,12 @@ LINK_HELLO = LinkHello(b"l" * 16, b"n" * 16, LinkRole.SENDER).pack()
 BURST = issue_burst(streams=2, seconds=1.0, max_bytes=1000, rtt_s=0.01, random=random.Random(1).randbytes)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is hung up on because this machine was busy with something else."""
+    monkeypatch.setattr(data_port, "HELLO_TIMEOUT_S", 60.0)
+
+
 @dataclass
 class Takers:
     """In place of relay, prober and worker: what has been handed to each."""
@@ -68,7 +74,7 @@ async def open_port(takers: Takers) -> AsyncIterator[DataPort]:
 def play(scenario: Callable[[DataPort, Takers], Coroutine[Any, Any, None]], takers: Takers | None = None) -> None:
     async def main() -> None:
         found = takers or Takers()
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             async with open_port(found) as port:
                 await scenario(port, found)
         for connection in (*found.relayed, *(each for _, _, each in found.attached)):

@@ -18,14 +18,15 @@ from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kernels.format import Codec, WireDtype, payload_bytes
 from p2pserve.kvtransport.errors import TransferError
+from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.tokens import Answer
 from p2pserve.node.engine.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.engine_link import EngineStartError, open_fork_server
 
-from .conftest import open_cluster
+from .conftest import PATIENCE_S, open_cluster
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 SHAPE = ModelShape(
     name="small", layers=6, hidden=1024, heads=8, kv_heads=4, head_dim=128, intermediate=4096, vocabulary=1000
@@ -48,7 +49,7 @@ def on_trial(work: Any) -> None:
 
     async def main() -> None:
         async with open_fork_server(log=None, threads=1, emulated=True) as server, open_trial(server) as trial:
-            with trio.fail_after(30):
+            with trio.fail_after(PATIENCE_S):
                 await work(trial)
 
     trio.run(main)
@@ -169,25 +170,39 @@ def test_a_network_of_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) ->
                 assert advert.engine.engine == "emulated 2x L4-24GB (roofline, dense)"
                 assert advert.hardware.summary().startswith("emulated 2x L4")
                 assert "libtorch" not in mapped(advert.engine.pid)
-            gateway, prompt = PeerId(heads[Phase.PREFILL]), " x" * 300
-            whole = await network.client.generate(gateway, prompt, max_tokens=30)
+            gateway = PeerId(heads[Phase.PREFILL])
+            attempts = await network.ask_until_undisturbed(
+                lambda number: [f" {'xyz'[number]}" * 300], gateways=[gateway], max_tokens=30
+            )
+            ((prompt, whole),) = attempts[-1]
             assert whole.figures is not None
             assert whole.figures.transfer is not None
             assert (whole.figures.prefill_node, whole.figures.attempts) == (gateway, 1)
             assert whole.figures.transfer.raw_bytes == 300 * 28 * 2 * 4 * 128 * 2
-            victim = [await network.engine_pid(heads[Phase.DECODE])]
+            victim: list[int] = []
 
             async def kill(count: int) -> None:
                 if victim and count >= 3:
                     os.kill(victim.pop(), signal.SIGKILL)
 
-            again = await network.client.generate(gateway, prompt, max_tokens=60, deadline_s=30, on_tokens=kill)
-            assert again.error == ""
-            assert again.tokens[:30] == whole.tokens
-            assert len(again.tokens) == 60
-            assert again.figures is not None
-            assert again.figures.attempts >= 2
-            assert any("SIGKILL" in line for line in again.figures.recovered)
+            async def interrupted() -> messages.RequestFigures:
+                await network.wait_plan(2)
+                victim.append(await network.engine_pid(heads[Phase.DECODE]))
+                again = await network.client.generate(
+                    gateway, prompt, max_tokens=60, deadline_s=PATIENCE_S, on_tokens=kill
+                )
+                assert not victim
+                assert again.error == ""
+                assert again.tokens[:30] == whole.tokens
+                assert len(again.tokens) == 60
+                assert again.figures is not None
+                return again.figures
+
+            figures = await interrupted()
+            if figures.attempts == 1:  # all of it was on its way before this process looked at its beginning
+                figures = await interrupted()
+            assert figures.attempts >= 2
+            assert any("SIGKILL" in line for line in figures.recovered)
 
     trio.run(main)
 

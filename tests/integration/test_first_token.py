@@ -16,6 +16,10 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trial import Answer, Trial, TrialEngine, open_trial
 from p2pserve.node.engine_link import open_fork_server
 
+from .conftest import PATIENCE_S
+
+pytestmark = pytest.mark.timeout(300)
+
 LAYERS = 4  # of the random model
 COUNT = 12
 LENGTHS = (1, 127, 128, 129, 255, 256, 300)  # a block has 128 positions
@@ -53,7 +57,7 @@ class Pair:
             layer += layers
         return tuple(send), tuple(receive)
 
-    def receive(self, prompt: tuple[int, ...], deadline_s: float = 60.0) -> tuple[str, Outlets]:
+    def receive(self, prompt: tuple[int, ...], deadline_s: float = PATIENCE_S) -> tuple[str, Outlets]:
         """A request that is to be told its first token, and the sending ends of its KV."""
         send, inlets = self.ends()
         receive = tuple(
@@ -95,7 +99,7 @@ def run(engine_channels: list[int], random_model: Path) -> Callable[..., None]:
             open_trial(server) as trial,
         ):
             await server.wait_ready()
-            with trio.fail_after(120):
+            with trio.fail_after(PATIENCE_S):
                 prefill = await trial.start(config)
                 stages = (
                     await trial.start_stages(config, partition) if len(partition) > 1 else [await trial.start(config)]
@@ -210,7 +214,7 @@ def test_an_answer_that_is_sampled_goes_on_with_the_seed_that_was_told(run: Call
         send, receive = pair.ends()
         assert pair.decode.link is not None
         assert pair.prefill.link is not None
-        submit = protocol.Submit(request="split", prompt=prompt, sampling=sampling, deadline_s=60.0)
+        submit = protocol.Submit(request="split", prompt=prompt, sampling=sampling, deadline_s=PATIENCE_S)
         split = msgspec.structs.replace(submit, receive=receive, receive_tokens=len(prompt), told_first=True)
         pair.decode.link.send(split)
         token = await pair.begin(prompt, send)

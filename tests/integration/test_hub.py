@@ -45,9 +45,10 @@ ALL = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 LINK = issue_link(600.0, random.Random(1).randbytes)
 TOKENS = 8
 LIMIT = 4 << 20
+PATIENCE_S = 30.0  # for what comes at once, unless the machine is very busy
 
 
-def ticket_of(seed: int = 0, *, codec: str = "raw", deadline_s: float = 30.0) -> TransferTicket:
+def ticket_of(seed: int = 0, *, codec: str = "raw", deadline_s: float = 60.0) -> TransferTicket:
     return issue_transfer(LINK.link, codec, deadline_s, random.Random(seed).randbytes)
 
 
@@ -67,7 +68,7 @@ class Reports:
             self.ends.append(report) if isinstance(report, TransferReport) else self.links.append(report)
             self._news.notify_all()
 
-    def until(self, condition: Callable[[], object], timeout: float = 10.0) -> None:
+    def until(self, condition: Callable[[], object], timeout: float = PATIENCE_S) -> None:
         with self._news:
             assert self._news.wait_for(condition, timeout), (self.ends, self.links)
 
@@ -110,7 +111,7 @@ def listening(attach: Callable[[LinkHello, socket.socket], None], streams: int =
                     sock, _ = server.accept()
                 except OSError:
                     return
-                hello = read_link_hello(sock, 5)
+                hello = read_link_hello(sock, PATIENCE_S)
                 found.accepted += 1
                 found.sockets.append(sock.dup())
                 attach(hello, sock)
@@ -119,7 +120,7 @@ def listening(attach: Callable[[LinkHello, socket.socket], None], streams: int =
         thread.start()
         yield found
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(PATIENCE_S)
         for sock in found.sockets:
             sock.close()
 
@@ -162,12 +163,11 @@ def frame(layer: int, start: int, tokens: int) -> KVFrame:
 
 def wait_for(incoming: Incoming, *, layers: int) -> None:
     """Until this many layers are in the inbox, or it has failed."""
+    deadline = time.monotonic() + PATIENCE_S
     with incoming._room:
-        for _ in range(2000):  # nobody is woken for a new piece: the engine looks between two steps
-            if len(incoming._inbox) >= layers or incoming._failure:
-                return
-            incoming._room.wait(0.005)
-    raise AssertionError("nothing arrived")
+        while len(incoming._inbox) < layers and not incoming._failure:
+            assert time.monotonic() < deadline, "nothing arrived"
+            incoming._room.wait(0.005)  # nobody is woken for a new piece: the engine looks between two steps
 
 
 @dataclass
@@ -198,7 +198,7 @@ def settled(incoming: Incoming) -> str | None:
     """Its outcome, once its thread has ended."""
     for thread in threading.enumerate():
         if thread.name == f"kv-decode-{incoming.transfer.hex()[:8]}":
-            thread.join(5)
+            thread.join(PATIENCE_S)
     return incoming.outcome(0.0)
 
 
@@ -222,7 +222,7 @@ def test_a_connection_may_come_before_its_request(order: str) -> None:
         pieces = {piece.layer: piece for piece in incoming.take()}
         assert sender.end.state.name == "open"  # nothing is delivered before the engine has written it
         incoming.applied()
-        assert str(sender.end.wait(5)) == "delivered"
+        assert str(sender.end.wait(PATIENCE_S)) == "delivered"
         assert sender.listener.accepted == 1
     assert sorted(pieces) == [0, 1]
     assert all(torch.equal(piece.k, -piece.v) and piece.k[0, 0, 0] == layer + 1 for layer, piece in pieces.items())
@@ -269,7 +269,7 @@ def test_what_arrived_before_an_abort_is_still_there_to_be_written() -> None:
         assert incoming.outcome(0.0) == "the prefill node was lost"
         taken = {piece.layer: piece.start + len(piece.k) for piece in incoming.take()}
         assert min(taken.get(layer, 0) for layer in range(LAYERS)) == incoming.progress()[1] == 4
-        assert "the prefill node was lost" in sender.end.wait(5).reason
+        assert "the prefill node was lost" in sender.end.wait(PATIENCE_S).reason
 
 
 @pytest.mark.parametrize("how", ["cut", "hung up", "link closed"])
@@ -304,7 +304,7 @@ def test_a_connection_that_is_cut_is_dialled_again_and_nothing_is_lost() -> None
         wait_for(incoming, layers=2)
         assert sorted(piece.layer for piece in incoming.take()) == [0, 1]
         incoming.applied()
-        assert str(sender.end.wait(5)) == "delivered"
+        assert str(sender.end.wait(PATIENCE_S)) == "delivered"
         assert sender.listener.accepted >= 2
 
 
@@ -317,7 +317,7 @@ def test_an_end_that_comes_too_early_is_a_failure_at_both_ends(layers: int, toke
         for layer in range(layers):
             sender.end.send(frame(layer, 0, tokens))
         sender.end.finish(tokens)
-        assert sender.end.wait(5).name == "failed"
+        assert sender.end.wait(PATIENCE_S).name == "failed"
     assert "ended after" in (settled(incoming) or "")
 
 
@@ -337,7 +337,7 @@ def test_kv_of_another_model_is_a_failure() -> None:
     with connected(hub) as sender:
         sender.end.send(frame(0, 0, TOKENS))
         assert "head_dim 64 for a model of head_dim 128" in (settled(incoming) or "")
-        assert "head_dim" in sender.end.wait(5).reason
+        assert "head_dim" in sender.end.wait(PATIENCE_S).reason
 
 
 def test_no_kv_before_the_deadline_is_a_failure() -> None:
@@ -360,7 +360,7 @@ def test_an_engine_that_has_blocks_too_late_is_told_so(ended: str) -> None:
         hub.abort(TICKET.transfer, "stopped")
     else:
         hub.carry_out(CloseLink(link=LINK.link, reason="gone"))
-        assert incoming._ends[0][1].wait(5).name == "failed"
+        assert incoming._ends[0][1].wait(PATIENCE_S).name == "failed"
     incoming.start(0)
     assert settled(incoming)
 
@@ -385,7 +385,7 @@ def test_a_small_buffer_holds_what_it_may_and_stops_nothing() -> None:
             assert incoming._held <= limit
             arrived += incoming.take()
         incoming.applied()
-        assert str(sender.end.wait(5)) == "delivered"
+        assert str(sender.end.wait(PATIENCE_S)) == "delivered"
     assert sorted(piece.layer for piece in arrived) == list(range(layers))
 
 
@@ -524,10 +524,10 @@ def test_who_receives_says_when_there_is_something_to_take() -> None:
         hubs.receiver._on_news = news.release
         outgoing, incoming = hubs.open(TICKET)
         outgoing.push(piece(0, 0, TOKENS))
-        assert news.acquire(timeout=10)
+        assert news.acquire(timeout=PATIENCE_S)
         assert incoming.take()
         hubs.receiver.abort(TICKET.transfer, "the request was cancelled")
-        assert news.acquire(timeout=10)
+        assert news.acquire(timeout=PATIENCE_S)
         assert incoming.outcome(0.0)
 
 
@@ -558,9 +558,7 @@ def test_a_link_whose_other_end_has_ended_is_made_anew(side: str) -> None:
         watched = other._endpoint.link(LINK.link)
         ended._endpoint.forget(LINK.link, "nothing was sent for 600 s")
         assert watched is not None
-        for _ in range(1000):
-            if watched.ended is not None:
-                break
+        while watched.ended is None:
             time.sleep(0.005)
         assert hubs.finish(*hubs.open(ticket_of(2))).delivered
 
@@ -765,7 +763,7 @@ def test_what_was_encoded_before_the_receiver_spoke_is_taken_as_far_as_it_is_wan
 def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> None:
     """Each on a link of its own: the prompt is complete when both are, and what both have counts as prefix."""
     links = [issue_link(600.0, random.Random(seed).randbytes) for seed in (4, 5)]
-    tickets = [TransferTicket(transfer=b"t" * 16, link=link.link, codec="raw", deadline_s=30.0) for link in links]
+    tickets = [TransferTicket(transfer=b"t" * 16, link=link.link, codec="raw", deadline_s=60.0) for link in links]
     parts = [heads_of(0, 1), heads_of(1, 2)]
     reports, hub = Reports(), make_hub()
     senders = [TransferHub(replace(SHARD, heads=part.heads), LIMIT, reports.tell) for part in parts]
@@ -797,7 +795,7 @@ def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> No
 
 def test_one_sender_that_fails_ends_it_for_the_other() -> None:
     links = [issue_link(600.0, random.Random(seed).randbytes) for seed in (4, 5)]
-    tickets = [TransferTicket(transfer=b"t" * 16, link=link.link, codec="raw", deadline_s=30.0) for link in links]
+    tickets = [TransferTicket(transfer=b"t" * 16, link=link.link, codec="raw", deadline_s=60.0) for link in links]
     parts = [heads_of(0, 1), heads_of(1, 2)]
     reports, sender, hub = Reports(), make_hub(), make_hub()
     sender._report = reports.tell

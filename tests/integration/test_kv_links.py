@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import secrets
 import socket
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path as FilePath
 
@@ -41,9 +42,8 @@ from p2pserve.kvtransport import (
 from p2pserve.kvtransport.channel import Channel, LinkHello, Role
 
 WINDOW = 16 << 20
-SETTINGS = LinkSettings(
-    chunk_bytes=64 * 1024, silence_s=1.5, grace_s=2.0, ping_s=0.2, hedge_s=0.4, authenticate_s=1.0, limit_bytes=32 << 20
-)
+SETTINGS = LinkSettings(chunk_bytes=64 * 1024, ping_s=0.2, hedge_s=0.4, limit_bytes=32 << 20)
+PATIENCE_S = 30.0  # for what comes at once, unless the machine is very busy
 
 
 class Listener:
@@ -70,15 +70,23 @@ class Listener:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what threads do without a word."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.005)
 
 
 class Forwarder:
-    """A path that can be cut or frozen: forwards each connection to `port` byte by byte, in threads."""
+    """A path that can be cut, or freezes after `limit` bytes: forwards each connection to `port`, in threads."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, limit: float = math.inf) -> None:
         self._port = port
-        self.frozen = threading.Event()
+        self._limit = limit
         self._ending = threading.Event()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -96,13 +104,18 @@ class Forwarder:
     def _pour(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(16 * 1024):
-                while self.frozen.is_set() and not self._ending.is_set():
-                    self._ending.wait(0.01)
+                if self.frozen:
+                    self._ending.wait()
                 sink.sendall(data)
                 self.carried += len(data)
         for each in (source, sink):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing passes any more."""
+        return self.carried >= self._limit
 
     def cut(self, count: int | None = None) -> None:
         """Break the oldest `count` connections, or all."""
@@ -115,7 +128,7 @@ class Forwarder:
         self.listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(PATIENCE_S)
         for each in self._sockets:
             each.close()
 
@@ -135,7 +148,7 @@ class Pair:
 
     def _accept(self, connection: socket.socket) -> None:
         try:
-            self.receiver.attach(read_link_hello(connection, 1.0), connection)
+            self.receiver.attach(read_link_hello(connection, PATIENCE_S), connection)
         except TransferError:
             connection.close()
 
@@ -143,15 +156,15 @@ class Pair:
         receiving = self.receiver.receiving(self.ticket)
         sending = self.sender.sending(self.ticket, paths or [self.direct(streams)])
         count = sum(path.streams for path in paths) or streams
-        assert sending.wait_connected(count, 5), sending.statistics()
-        assert receiving.wait_connected(count, 5), receiving.statistics()
+        assert sending.wait_connected(count, PATIENCE_S), sending.statistics()
+        assert receiving.wait_connected(count, PATIENCE_S), receiving.statistics()
         return sending, receiving
 
     def direct(self, streams: int = 1, pace: int = 0) -> Path:
         return Path("127.0.0.1", self.listener.port, streams=streams, pace_bytes_s=pace)
 
-    def forwarder(self) -> Forwarder:
-        found = Forwarder(self.listener.port)
+    def forwarder(self, limit: float = math.inf) -> Forwarder:
+        found = Forwarder(self.listener.port, limit)
         self.others.append(found)
         return found
 
@@ -164,10 +177,10 @@ class Pair:
         relay.admit(permit)
         return relay, Path("127.0.0.1", listener.port, label="relay", relay=permit)
 
-    def transfer(self, deadline_s: float = 20) -> TransferTicket:
+    def transfer(self, deadline_s: float = 60) -> TransferTicket:
         return issue_transfer(self.ticket.link, "raw", deadline_s, secrets.token_bytes)
 
-    def begin(self, links: tuple[SendLink, ReceiveLink], deadline_s: float = 20) -> tuple[Outgoing, Incoming]:
+    def begin(self, links: tuple[SendLink, ReceiveLink], deadline_s: float = 60) -> tuple[Outgoing, Incoming]:
         ticket = self.transfer(deadline_s)
         return links[0].open(ticket), links[1].expect(ticket)
 
@@ -210,7 +223,7 @@ def send_all(outgoing: Outgoing, data: list[bytes]) -> threading.Thread:
     def run() -> None:
         with suppress(TransferError):
             for layer, payload in enumerate(data):
-                outgoing.send(frame(layer, payload), timeout=10)
+                outgoing.send(frame(layer, payload), timeout=PATIENCE_S)
             outgoing.finish(1)
 
     thread = threading.Thread(target=run)
@@ -246,7 +259,7 @@ def test_frames_arrive_and_both_ends_say_delivered(pair: Pair, streams: int) -> 
         outgoing.send(frame(layer, payload), release=partial(released.append, layer))
     outgoing.finish(7)
     receive_all(incoming, data)
-    assert outgoing.wait(5) == DELIVERED == incoming.wait(5)
+    assert outgoing.wait(PATIENCE_S) == DELIVERED == incoming.wait(PATIENCE_S)
     assert incoming.tokens == 7
     assert sorted(released) == list(range(20))
     assert ended == [DELIVERED]
@@ -273,8 +286,8 @@ def test_connections_that_die_in_mid_transfer_are_replaced(pair: Pair) -> None:
     receive_all(incoming, data)
     for each in (thread, *timers):
         each.join()
-    assert outgoing.wait(5) == DELIVERED
-    assert links[0].wait_connected(3, 5), "dialled again"
+    assert outgoing.wait(PATIENCE_S) == DELIVERED
+    assert links[0].wait_connected(3, PATIENCE_S), "dialled again"
 
 
 def test_a_transfer_outlives_all_its_connections(pair: Pair) -> None:
@@ -284,35 +297,35 @@ def test_a_transfer_outlives_all_its_connections(pair: Pair) -> None:
     data = payloads(30, 500_000)
     incoming.grant(WINDOW)
     thread = send_all(outgoing, data)
-    incoming.take(5)
+    incoming.take(PATIENCE_S)
     way.cut()
     incoming.consumed(0)
     count = 1 + sum(1 for _ in incoming)
     incoming.acknowledge()
     thread.join()
     assert count == 30
-    assert outgoing.wait(5) == DELIVERED
+    assert outgoing.wait(PATIENCE_S) == DELIVERED
     assert links[0].statistics().connections_lost >= 2
 
 
 def test_a_frozen_path_is_left_for_another(pair: Pair) -> None:
-    way = pair.forwarder()
+    way = pair.forwarder(limit=2_000_000)
     slow = Path("127.0.0.1", way.port, label="slow")
     links = pair.links(slow)
     outgoing, incoming = pair.begin(links)
     data = payloads(40, 500_000)
     thread = send_all(outgoing, data)
     incoming.grant(WINDOW)
-    first = incoming.take(5)
+    first = incoming.take(PATIENCE_S)
     assert first is not None
-    way.frozen.set()
+    until(lambda: way.frozen)
     links[0].set_paths([pair.direct(2)])
     incoming.consumed(first[0])
     got = {first[1].layer} | {each.layer for each in incoming}
     assert got == set(range(40))
     incoming.acknowledge()
     thread.join()
-    assert outgoing.wait(5) == DELIVERED
+    assert outgoing.wait(PATIENCE_S) == DELIVERED
     by_path = outgoing.progress().bytes_by_path
     assert by_path["direct"] > by_path.get("slow", 0)
     assert links[0].statistics().paths["slow"].connections == 0
@@ -326,7 +339,7 @@ def test_striping_over_direct_and_relay(pair: Pair) -> None:
     thread = send_all(outgoing, data)
     receive_all(incoming, data)
     thread.join()
-    assert outgoing.wait(5) == DELIVERED
+    assert outgoing.wait(PATIENCE_S) == DELIVERED
     by_path = outgoing.progress().bytes_by_path
     assert sum(by_path.values()) == sum(incoming.progress().bytes_by_path.values()) == 15_000_000
     assert min(by_path.values()) > 0.25 * sum(by_path.values()), by_path
@@ -336,15 +349,15 @@ def test_striping_over_direct_and_relay(pair: Pair) -> None:
 def test_a_relay_stops_at_its_budget_and_says_why(pair: Pair) -> None:
     relay, through = pair.relay(budget=1_000_000)
     links = pair.links(through)
-    outgoing, incoming = pair.begin(links, deadline_s=1.5)
+    outgoing, incoming = pair.begin(links)
     thread = send_all(outgoing, payloads(8, 500_000))
     incoming.grant(WINDOW)
-    assert outgoing.wait(5).name == "failed"
-    assert incoming.wait(5).name == "failed"
-    thread.join()
-    assert relay.statistics()[0].bytes_forwarded <= 1_000_000
+    until(lambda: "budget" in links[0].statistics().failures.get("relay", ""))
     assert relay.statistics()[0].refused > 0
-    assert "budget" in links[0].statistics().failures["relay"]
+    assert relay.statistics()[0].bytes_forwarded <= 1_000_000
+    assert outgoing.state.name == incoming.state.name == "open"
+    outgoing.abort("no other path")
+    thread.join()
 
 
 @pytest.mark.parametrize(
@@ -365,7 +378,7 @@ def test_a_relay_refuses_with_a_reason(pair: Pair, wrong: dict[str, bytes], refu
     assert through.relay is not None
     path = msgspec.structs.replace(through, relay=msgspec.structs.replace(through.relay, **wrong))
     with pytest.raises(RelayRefused) as caught:
-        dial(path, 2.0)
+        dial(path, PATIENCE_S)
     assert caught.value.code == refusal
 
 
@@ -376,8 +389,8 @@ def test_an_abort_reaches_the_other_side(pair: Pair, side: str) -> None:
     outgoing.send(frame(0, bytes(200_000)))
     here, there = (outgoing, incoming) if side == "sender" else (incoming, outgoing)
     here.abort("the client went away")
-    assert here.wait(5) == EndState("failed", "the client went away")
-    assert there.wait(5) == EndState("failed", "the other side gave up: the client went away")
+    assert here.wait(PATIENCE_S) == EndState("failed", "the client went away")
+    assert there.wait(PATIENCE_S) == EndState("failed", "the other side gave up: the client went away")
     with pytest.raises(TransferAborted, match="the client went away"):
         outgoing.send(frame(1, b"x"))
     with pytest.raises(TransferAborted, match="the client went away"):
@@ -391,9 +404,9 @@ def test_a_deadline_ends_a_transfer_that_gets_no_credit(pair: Pair) -> None:
     released = threading.Event()
     outgoing.send(frame(0, bytes(100_000)), release=released.set)
     outgoing.finish(1)
-    assert "deadline" in outgoing.wait(3).reason
-    assert "deadline" in incoming.wait(3).reason
-    assert released.wait(1)
+    assert "deadline" in outgoing.wait(PATIENCE_S).reason
+    assert "deadline" in incoming.wait(PATIENCE_S).reason
+    assert released.wait(PATIENCE_S)
     assert links[0].statistics().paths["direct"].bytes_acknowledged == 0, "nothing may go without credit"
 
 
@@ -402,14 +415,13 @@ def test_a_receiver_that_does_not_consume_holds_the_sender_back(pair: Pair) -> N
     data = payloads(30, 400_000)
     thread = send_all(outgoing, data)
     incoming.grant(4 << 20)
-    time.sleep(0.5)
+    until(lambda: outgoing.progress().blocked_s > 0.2)
     assert outgoing.progress().bytes_acknowledged <= 4 << 20
-    assert outgoing.progress().blocked_s > 0.2
     count = sum(1 for _ in incoming)
     incoming.acknowledge()
     thread.join()
     assert count == 30
-    assert outgoing.wait(5) == DELIVERED
+    assert outgoing.wait(PATIENCE_S) == DELIVERED
 
 
 def test_a_sender_that_cannot_keep_up_gives_the_transfer_up(pair: Pair) -> None:
@@ -418,7 +430,7 @@ def test_a_sender_that_cannot_keep_up_gives_the_transfer_up(pair: Pair) -> None:
         outgoing.send(frame(layer, bytes(8_000_000)))
     with pytest.raises(TransferAborted, match="cannot keep up"):
         outgoing.send(frame(4, bytes(8_000_000)))
-    assert "cannot keep up" in incoming.wait(5).reason
+    assert "cannot keep up" in incoming.wait(PATIENCE_S).reason
     assert pair.sender.budget.held == 0
 
 
@@ -437,57 +449,54 @@ def test_32_transfers_at_once_share_fairly_and_none_starves(pair: Pair) -> None:
     links = (sending, receiving)
     both = [pair.begin(links) for _ in range(32)]
     data = payloads(4, 250_000)
-    done: dict[int, float] = {}
-    began = 0.0
+    come: list[int] = []  # as each of them ended: bytes that had come of all
 
-    def receive(number: int, incoming: Incoming) -> None:
+    def receive(incoming: Incoming) -> None:
         receive_all(incoming, data)
-        done[number] = time.monotonic() - began
+        come.append(sum(each.progress().bytes_received for _, each in both))
 
-    for outgoing, _ in both:
+    for outgoing, incoming in both:
+        incoming.grant(WINDOW)  # all begin with the first connection
         for layer, payload in enumerate(data):
-            outgoing.send(frame(layer, payload), timeout=10)
+            outgoing.send(frame(layer, payload), timeout=PATIENCE_S)
         outgoing.finish(1)
-    threads = [threading.Thread(target=receive, args=(n, incoming)) for n, (_, incoming) in enumerate(both)]
-    began = time.monotonic()
+    threads = [threading.Thread(target=receive, args=(incoming,)) for _, incoming in both]
     for thread in threads:
         thread.start()
-    time.sleep(0.1)  # until each has granted credit: all begin with the first connection
     sending.set_paths([pair.direct(4, pace=32_000_000)])
     for thread in threads:
         thread.join()
-    assert all(outgoing.wait(5) == DELIVERED for outgoing, _ in both)
-    assert len(done) == 32
-    # 32 MB at 32 MB/s: with equal shares all end near the end; one after the other, the first would after 1/32. What
-    # the kernel's buffers swallow before the last credit has come may let a few end early.
-    assert sorted(done.values())[4] > 0.5 * max(done.values()), sorted(done.values())
+    assert all(outgoing.wait(PATIENCE_S) == DELIVERED for outgoing, _ in both)
+    assert len(come) == 32
+    # With equal shares all end near the end; one after the other, the first would after 1/32. What the kernel's
+    # buffers swallow before the last credit has come lets a few end earlier.
+    assert come[0] > 0.25 * 32_000_000, come
 
 
 def test_the_receiver_may_dial(pair: Pair) -> None:
-    listener = Listener(lambda connection: pair.sender.attach(read_link_hello(connection, 1.0), connection))
+    listener = Listener(lambda connection: pair.sender.attach(read_link_hello(connection, PATIENCE_S), connection))
     pair.others.append(listener)
     sending = pair.sender.sending(pair.ticket)
     receiving = pair.receiver.receiving(pair.ticket, [Path("127.0.0.1", listener.port, streams=2)])
-    assert sending.wait_connected(2, 5)
+    assert sending.wait_connected(2, PATIENCE_S)
     outgoing, incoming = pair.begin((sending, receiving))
     data = payloads(5, 100_000)
     thread = send_all(outgoing, data)
     receive_all(incoming, data)
     thread.join()
-    assert outgoing.wait(5) == DELIVERED
+    assert outgoing.wait(PATIENCE_S) == DELIVERED
 
 
 def test_connections_may_come_before_their_link_is_known(pair: Pair) -> None:
     sending = pair.sender.sending(pair.ticket, [pair.direct(2)])
-    deadline = time.monotonic() + 5
-    while pair.listener.accepted < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: pair.listener.accepted == 2)
     receiving = pair.receiver.receiving(pair.ticket)
-    assert sending.wait_connected(2, 5)
-    assert receiving.wait_connected(2, 5)
+    assert sending.wait_connected(2, PATIENCE_S)
+    assert receiving.wait_connected(2, PATIENCE_S)
 
 
 def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
+    pair.receiver.settings = replace(SETTINGS, authenticate_s=0.5)
     links = pair.links()
     hello = LinkHello(pair.ticket.link, secrets.token_bytes(16), Role.SENDER).pack()
     address = ("127.0.0.1", pair.listener.port)
@@ -495,7 +504,7 @@ def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
         silent.sendall(hello)
         loud.sendall(hello + secrets.token_bytes(4096))
         for stranger in (silent, loud):
-            stranger.settimeout(5)
+            stranger.settimeout(PATIENCE_S)
             with suppress(ConnectionResetError):
                 while stranger.recv(4096):
                     pass
@@ -504,7 +513,7 @@ def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
     thread = send_all(outgoing, [b"x" * 1000])
     receive_all(incoming, [b"x" * 1000])
     thread.join()
-    assert outgoing.wait(5) == DELIVERED
+    assert outgoing.wait(PATIENCE_S) == DELIVERED
 
 
 def test_a_replayed_connection_authenticates_nobody(pair: Pair) -> None:
@@ -522,18 +531,16 @@ def test_a_replayed_connection_authenticates_nobody(pair: Pair) -> None:
 
     with Tap(socket.AF_INET, socket.SOCK_STREAM) as real:
         real.connect(address)
-        shake_hands(real, channel, 5)
-        assert receiving.wait_connected(1, 5)
+        shake_hands(real, channel, PATIENCE_S)
+        assert receiving.wait_connected(1, PATIENCE_S)
     with socket.create_connection(address) as replay:
-        replay.settimeout(5)
+        replay.settimeout(PATIENCE_S)
         replay.sendall(b"".join(recorded))
         with suppress(ConnectionResetError):
             while replay.recv(4096):
                 pass
     assert len(recorded) == 2
-    deadline = time.monotonic() + 10
-    while receiving.connections and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not receiving.connections)
     assert receiving.statistics().connections_lost == 1
 
 
@@ -541,18 +548,19 @@ def test_closing_one_end_ends_the_other(pair: Pair) -> None:
     links = pair.links()
     outgoing, incoming = pair.begin(links)
     links[0].close("the engine stops")
-    assert outgoing.wait(5) == EndState("failed", "the engine stops")
-    assert "the engine stops" in incoming.wait(5).reason
+    assert outgoing.wait(PATIENCE_S) == EndState("failed", "the engine stops")
+    assert "the engine stops" in incoming.wait(PATIENCE_S).reason
     with pytest.raises(TransferError, match="the engine stops"):
         links[0].open(pair.transfer())
 
 
 def test_without_any_connection_a_transfer_fails_after_the_grace(pair: Pair) -> None:
+    pair.sender.settings = pair.receiver.settings = replace(SETTINGS, grace_s=0.5)
     way = pair.forwarder()
     links = pair.links(Path("127.0.0.1", way.port))
     outgoing, incoming = pair.begin(links)
     way.listener.close()
     way.cut()
-    assert outgoing.wait(6).reason == "no connection for 2 s"
-    assert incoming.wait(6).reason == "no connection for 2 s"
-    assert "refused" in links[0].statistics().failures["direct"]
+    assert outgoing.wait(PATIENCE_S).reason == "no connection for 0.5 s"
+    assert incoming.wait(PATIENCE_S).reason == "no connection for 0.5 s"
+    until(lambda: "refused" in links[0].statistics().failures.get("direct", ""))

@@ -4,14 +4,14 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -31,6 +31,8 @@ from p2pserve.sims.wan import (
 from p2pserve.sims.wan.calibrate import calibrate, table
 from p2pserve.sims.wan.emulated import environment
 
+from .figures import measured_again
+
 ROOT = Path(__file__).resolve().parents[2]
 WAN = [sys.executable, "-m", "p2pserve.sims.wan"]
 REASON = unavailable("tun")
@@ -46,14 +48,6 @@ def scenario(gbps: float = 1.0, **pair: float) -> Scenario:
     )
 
 
-def twice(check: Callable[[], None]) -> None:
-    """Once more if a figure is off: the machine may have been busy with something else for seconds."""
-    try:
-        check()
-    except AssertionError:
-        check()
-
-
 @needs_tun
 def test_one_stream_has_the_rate_of_its_window_and_four_have_four_times_that() -> None:
     def check() -> None:
@@ -67,7 +61,7 @@ def test_one_stream_has_the_rate_of_its_window_and_four_have_four_times_that() -
         assert 3.3 < four.measured / one.measured < 4.7, figures
         assert json.loads(calibration.to_json())["ok"]
 
-    twice(check)
+    measured_again(check)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,10 +69,10 @@ def test_a_round_trip_takes_as_long_as_set_also_when_it_changes(kind: Kind) -> N
     with EmulatedWan(scenario(rtt_ms=60), kind=kind) as wan:
         assert wan.kind == kind
         assert wan.cannot_show
-        assert 60 <= median(measure.rtt(wan, "paris", "nyc", count=7)) < 66
+        assert 60 <= min(measure.rtt(wan, "paris", "nyc", count=15)) < 66
         wan.set_pair("paris", "nyc", rtt_ms=10)
-        assert 10 <= median(measure.rtt(wan, "nyc", "paris", count=7)) < 14
-        assert 20 <= median(measure.rtt(wan, "nyc", "tokyo", count=7)) < 25
+        assert 10 <= min(measure.rtt(wan, "nyc", "paris", count=15)) < 14
+        assert 20 <= min(measure.rtt(wan, "nyc", "tokyo", count=15)) < 25
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,15 +89,24 @@ def test_flows_to_two_boxes_share_the_senders_cap(kind: Kind) -> None:
             assert report.lines["paris", "nyc"].bytes > 1e6
             assert report.lines["nyc", "tokyo"].bytes == 0
 
-    twice(check)
+    measured_again(check)
 
 
 @needs_tun
 def test_packets_are_lost_as_often_as_set() -> None:
+    """A receiver that is held up loses some of its own accord: its socket keeps no more than 50 ms of them."""
     with EmulatedWan(scenario(rtt_ms=5, loss=0.1), kind="tun") as wan:
-        assert measure.loss(wan, "paris", "nyc", count=1500) == pytest.approx(0.1, abs=0.04)
-        assert measure.loss(wan, "paris", "tokyo", count=300) == 0
+
+        def check_lossy() -> None:
+            assert measure.loss(wan, "paris", "nyc", count=1500) == pytest.approx(0.1, abs=0.04)
+
+        def check_lossless() -> None:
+            assert measure.loss(wan, "paris", "tokyo", count=300) == 0
+
+        measured_again(check_lossy)
+        measured_again(check_lossless)
         assert wan.statistics().lines["paris", "nyc"].lost > 100
+        assert wan.statistics().lines["paris", "tokyo"].lost == 0
 
 
 @needs_tun
@@ -121,31 +124,33 @@ def test_segments_travel_together_until_single_packets_can_be_lost() -> None:
 
 
 class Ticker:
-    """Sends a byte every 20 ms over one connection through the network, and keeps when each arrived."""
+    """Sends the time every 20 ms over one connection through the network, and keeps of each when it was sent and when
+    it arrived, as the boxes' own processes saw it: a clock that all of this machine share."""
 
     CODE = """
-import socket, sys, time
+import socket, struct, sys, time
 sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 while True:
-    sock.sendall(b"t")
+    sock.sendall(struct.pack("d", time.monotonic()))
     time.sleep(0.02)
 """
     LISTEN = """
-import socket, sys
+import socket, struct, sys, time
 server = socket.create_server((sys.argv[1], int(sys.argv[2])))
 print("ready", flush=True)
 sock, _ = server.accept()
-while data := sock.recv(1):
-    print("t", flush=True)
+while sent := sock.recv(8, socket.MSG_WAITALL):
+    sys.stdout.buffer.write(sent + struct.pack("d", time.monotonic()))
+    sys.stdout.flush()
 """
 
     def __init__(self, wan: EmulatedWan, a: str, b: str) -> None:
-        self.arrived: list[float] = []
+        self.seen: list[tuple[float, float]] = []
         listener = [sys.executable, "-c", self.LISTEN, wan.address(b), "9000"]
-        self._listener = wan.popen(b, listener, stdout=subprocess.PIPE, text=True)
+        self._listener = wan.popen(b, listener, stdout=subprocess.PIPE)
         assert self._listener.stdout is not None
-        assert self._listener.stdout.readline() == "ready\n"
+        assert self._listener.stdout.readline() == b"ready\n"
         host, port = wan.route(a, b, 9000)
         wan.popen(a, [sys.executable, "-c", self.CODE, host, str(port)])
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -153,14 +158,14 @@ while data := sock.recv(1):
 
     def _read(self) -> None:
         assert self._listener.stdout is not None
-        with self._listener.stdout as lines:
-            for _ in lines:
-                self.arrived.append(time.monotonic())
+        with self._listener.stdout as pairs:
+            while len(pair := pairs.read(16)) == 16:
+                self.seen.append(struct.unpack("dd", pair))
 
-    def wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + 15
-        while len(self.arrived) < count:
-            assert time.monotonic() < deadline, f"{len(self.arrived)} of {count} arrived"
+    def wait_for_one_sent_after(self, moment: float) -> None:
+        deadline = time.monotonic() + 60
+        while not self.seen or self.seen[-1][0] < moment:
+            assert time.monotonic() < deadline, f"{len(self.seen)} arrived, and nothing that was sent after {moment}"
             time.sleep(0.01)
 
 
@@ -168,17 +173,15 @@ while data := sock.recv(1):
 def test_in_an_outage_nothing_arrives_and_afterwards_everything(kind: Kind) -> None:
     with EmulatedWan(scenario(rtt_ms=20), kind=kind) as wan:
         ticker = Ticker(wan, "paris", "nyc")
-        ticker.wait_for(10)
-        wan.outage("paris", "nyc", 1.0)
-        start = time.monotonic()
-        time.sleep(0.1)
-        before = len(ticker.arrived)
-        time.sleep(0.8)
-        assert len(ticker.arrived) == before
-        ticker.wait_for(before + 30)
-        gap = max(later - earlier for earlier, later in zip(ticker.arrived, ticker.arrived[1:], strict=False))
-        assert gap > 0.9
-        assert ticker.arrived[before] >= start + 0.95
+        ticker.wait_for_one_sent_after(0)
+        held: list[float] = []
+        while not held:  # a sender that is held up for so long sends nothing meanwhile
+            asked = time.monotonic()
+            wan.outage("paris", "nyc", 1.0)
+            begun = time.monotonic()
+            ticker.wait_for_one_sent_after(asked + 1.0)  # so that everything before has come, too
+            held = [arrived for sent, arrived in ticker.seen if begun <= sent < asked + 1.0]
+            assert all(arrived >= asked + 1.0 for arrived in held)
         if kind == "tun":
             assert wan.statistics().lines["paris", "nyc"].dead > 0
     ticker.reader.join()
@@ -274,7 +277,7 @@ def test_nothing_is_left_when_the_owner_is_killed(owner: subprocess.Popen[str], 
     namespace, pid = owner.stdout.readline().split()
     assert not gone(namespace)
     owner.send_signal(number)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not gone(namespace) or Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline, "the namespace or what ran in it is still there"
         time.sleep(0.02)

@@ -83,7 +83,7 @@ def test_both_networks_of_the_cases_have_what_the_cases_need() -> None:
     for scenario in (good, thin):
         assert set(scenario.boxes) == {paths.SOURCE, paths.TARGET, paths.RELAY}
     assert good.pair(paths.SOURCE, paths.TARGET).gbps == good.pair(paths.RELAY, paths.TARGET).gbps == 1.5
-    assert thin.pair(paths.SOURCE, paths.TARGET).gbps == 0.1
+    assert thin.pair(paths.SOURCE, paths.TARGET).gbps == 0.03
     assert thin.pair(paths.SOURCE, paths.RELAY).gbps is None
     assert {box.up_gbps for box in thin.boxes.values()} == {2.0}
     assert set(paths.CASES) == set("abcde")
