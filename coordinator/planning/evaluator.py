@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 
 from ..plan import Phase
-from .flow import Flow, Network, fill, flow_of, solve
+from .flow import Flow, Network, fill, flow_of, route, solve
 from .handover import Links
 from .members import Loaded, Member, Members, Memory
 from .orchestration import Orchestration, Solver, carried, highest_rate, orchestrate
@@ -86,9 +86,9 @@ class LowerLevel:
         return read, 0.0 if group.phase is Phase.PREFILL else usable * member.behaviour.write
 
     def score(self, solution: Solution) -> Score:
-        """By the fast orchestration."""
+        """By the exact orchestration where that is quick (`flow.route`)."""
         if solution not in self._scores:
-            self._scores[solution] = self._score(solution, self.orchestrate(solution))
+            self._scores[solution] = self._score(solution, self.orchestrate(solution, solver=route))
         return self._scores[solution]
 
     def bound(self, solution: Solution) -> float:
@@ -111,9 +111,10 @@ class LowerLevel:
         return total
 
     def propose(
-        self, solution: Solution, *, epoch: int, version: int, solvers: Sequence[Solver] = (fill, solve)
+        self, solution: Solution, *, epoch: int, version: int, solvers: Sequence[Solver] = (fill, route, solve)
     ) -> tuple[Proposal, ...]:
-        """The finished plan of each service, by the best of these orchestrations: the fast and the exact one.
+        """The finished plan of each service, by the best of these orchestrations: the fast one, and the two exact
+        ones, which may differ where several are best.
 
         Where no request would be in time, those that there are are served all the same. Raises UnservedError.
         """

@@ -10,7 +10,9 @@ convex curve of requests lost (late) per second over its load, in straight piece
 
 `worth` is 1 less what the pair itself loses to KV on its way. Since loads are part of the programme, it is solved once
 and nothing oscillates. `fill` is the fast path: it sends requests where one more is worth the most, until that changes.
-It is exact where replicas are the limit, and takes no way back where links are. `solve` is exact (HiGHS).
+It is exact where replicas are the limit, and takes no way back where links are. `solve` is exact (HiGHS). `route` is
+exact and quick where there are few pairs, and what a search judges by: where links are short, what `fill` misses of a
+solution hides which of two is better.
 """
 
 from __future__ import annotations
@@ -26,12 +28,29 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-__all__ = ["Flow", "FlowError", "LossCurve", "Network", "Roads", "Wire", "fill", "flow_of", "loss_curve", "solve"]
+from .simplex import maximise
+
+__all__ = [
+    "Flow",
+    "FlowError",
+    "LossCurve",
+    "Network",
+    "Roads",
+    "Wire",
+    "fill",
+    "flow_of",
+    "loss_curve",
+    "route",
+    "solve",
+]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
 NOTHING: Final = 1e-12
+
+FEW_PAIRS: Final = 64
+"""Up to so many `route` is no slower than HiGHS; most solutions of a search have a dozen."""
 
 
 class FlowError(RuntimeError):
@@ -279,7 +298,65 @@ def fill(network: Network) -> Flow:
     return flow_of(network, np.array(filling.pairs))
 
 
-# --- the exact one
+# --- the exact ones
+
+
+def route(network: Network) -> Flow:
+    """The optimum where there are few pairs, by the simplex method; of more pairs what `fill` finds."""
+    pairs = len(network.worth)
+    if not 0 < pairs <= FEW_PAIRS:
+        return fill(network)
+    return flow_of(network, _without_specks(maximise(*_table(network))[:pairs]))
+
+
+def _without_specks(pairs: Array) -> Array:
+    """Without what solvers leave over where nothing should be."""
+    return np.where(pairs > 1e-9 * max(1.0, pairs.max(initial=0.0)), pairs, 0.0)
+
+
+def _table(network: Network) -> tuple[Array, Array, Array]:
+    """As `simplex.maximise` takes it. Free are the pairs, and all pieces but the first of each replica. Basic are the
+    first pieces, which carry what the others do not, the requests that are left, and the Gb/s that are."""
+    pairs, replicas = len(network.worth), len(network.read)
+    reading, writing = network.costs()
+    slopes = np.concatenate([curve.slopes for curve in network.curves])
+    widths = np.concatenate([curve.widths for curve in network.curves])
+    counts = np.array([len(curve.slopes) for curve in network.curves])
+    owner = np.repeat(np.arange(replicas), counts)
+    first = np.cumsum(counts) - counts
+    later = np.delete(np.arange(len(slopes)), first)
+    roads = _taken(network)
+    rows, columns = replicas + 1 + len(roads), pairs + len(later)
+    table, each = np.zeros((rows + 1, columns + 1)), np.arange(pairs)
+    table[network.reader, each] -= reading
+    table[network.writer, each] -= writing
+    table[owner[later], pairs + np.arange(len(later))] = 1.0
+    table[replicas, :pairs] = 1.0
+    table[replicas, columns] = network.rate
+    for row, (way, needs) in enumerate(roads.items(), replicas + 1):
+        table[row, columns] = _room(network.roads, way)
+        for pair, gigabits in needs:
+            table[row, pair] += gigabits
+    lowest = slopes[first]
+    table[rows, :pairs] = network.worth - lowest[network.reader] * reading - lowest[network.writer] * writing
+    table[rows, pairs:columns] = lowest[owner[later]] - slopes[later]
+    most_basic, most = np.full(rows, inf), np.full(columns, inf)
+    most_basic[:replicas], most[pairs:] = widths[first], widths[later]
+    return table, most_basic, most
+
+
+def _taken(network: Network) -> dict[_Way, list[tuple[int, float]]]:
+    """The pairs and their Gb per request on every way that may run out, which no link is that can take all that one of
+    its boxes sends or takes in."""
+    roads, found = network.roads, dict[_Way, list[tuple[int, float]]]()
+    between, out, into = roads.between.tolist(), roads.out.tolist(), roads.into.tolist()
+    for pair, wires in enumerate(network.wires):
+        for wire in wires:
+            link, *ends = _ways(wire)
+            slow = between[wire.source][wire.target] < min(out[wire.source], into[wire.target])
+            for way in (link, *ends) if slow else ends:
+                found.setdefault(way, []).append((pair, wire.gigabits))
+    return found
 
 
 def solve(network: Network) -> Flow:
@@ -312,8 +389,7 @@ def solve(network: Network) -> Flow:
     )  # fmt: skip
     if found.status != 0:
         raise FlowError(f"orchestration of {replicas} replicas over {pairs} pairs: {found.message}")
-    amounts = np.asarray(found.x[:pairs], dtype=np.float64)
-    return flow_of(network, np.where(amounts > 1e-9 * max(1.0, amounts.max(initial=0.0)), amounts, 0.0))
+    return flow_of(network, _without_specks(np.asarray(found.x[:pairs], dtype=np.float64)))
 
 
 def _limits(network: Network, columns: int) -> tuple[coo_array, Array]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .problem import Score, Solution
 from .space import Space
 
-__all__ = ["Improvement", "Judge", "Progress", "never"]
+__all__ = ["Improvement", "Judge", "Progress", "boxes_per_replica", "never"]
 
 Progress = Callable[[int, int, float], None]
 """Told after each evaluation: how many there were, how many there will be at most, the best objective."""
@@ -24,6 +24,12 @@ class Improvement(NamedTuple):
 
     step: int
     objective: float
+
+
+def boxes_per_replica(solution: Solution) -> float:
+    """Mean over GPUs: for each, how many boxes can take its replica with them."""
+    gpus = sum(count for group in solution for _, count in group.slices)
+    return sum(len(group.slices) * count for group in solution for _, count in group.slices) / gpus
 
 
 class Judge:
@@ -93,6 +99,15 @@ class Judge:
             if objective > floor:
                 floor, found = objective, (objective, solution)
         return found
+
+    def sturdiest(self, floor: float, away: float) -> Solution:
+        """Of the solutions that were scored no lower than `floor`, the one with the best objective when each box is
+        away for that part of the time."""
+
+        def expected(solution: Solution) -> float:
+            return self._memory[solution].objective - away * boxes_per_replica(solution)
+
+        return max((one for one, score in self._memory.items() if score.objective >= floor), key=expected)
 
     def _key(self, solution: Solution) -> Solution:
         """What equal solutions have in common."""

@@ -46,6 +46,9 @@ NOISE: Final = 0.1
 CLIMBED: Final = 2
 """Best starts that are climbed from, one flip at a time, before the tabu search."""
 
+AWAY: Final = 0.005
+"""The part of the time that a rented box is taken to be away, and with it all replicas that it has a part of."""
+
 CUTS: Final = 12
 """Places tried where replicas, ordered by what their cards are good at, change from prefill to decode."""
 
@@ -184,11 +187,13 @@ def _shares(cells: list[Cell], rates: list[float]) -> list[float]:
 
 
 def _result(judge: Judge, colocated: Solution) -> SearchResult:
+    plain = judge.score(colocated)
+    solution = judge.sturdiest(plain.objective, AWAY)
     return SearchResult(
-        solution=judge.best,
-        score=judge.best_score,
+        solution=solution,
+        score=judge.score(solution),
         colocated=colocated,
-        colocated_score=judge.score(colocated),
+        colocated_score=plain,
         steps=judge.steps,
         history=tuple(judge.history),
     )

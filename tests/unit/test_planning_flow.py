@@ -11,7 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from p2pserve.coordinator.planning.flow import Flow, LossCurve, Network, Roads, Wire, fill, flow_of, loss_curve, solve
+from p2pserve.coordinator.planning.flow import (
+    FEW_PAIRS,
+    Flow,
+    LossCurve,
+    Network,
+    Roads,
+    Wire,
+    fill,
+    flow_of,
+    loss_curve,
+    route,
+    solve,
+)
 
 Array = NDArray[np.float64]
 
@@ -56,16 +68,17 @@ def allowed(network: Network, flow: Flow) -> bool:
     )
 
 
-def random_network(seed: int, *, narrow: bool) -> Network:
-    rng = np.random.default_rng(seed)
+def random_network(seed: int, *, narrow: bool, side: int = 2) -> Network:
+    """`side` replicas read, and as many write."""
+    rng, both = np.random.default_rng(seed), 2 * side
     loads = np.linspace(0.0, 1.0, 6)
-    curves = [loss_curve(loads, rng.uniform(0.1, 2.0) * loads ** rng.uniform(1.5, 6.0)) for _ in range(4)]
-    roads = OPEN
+    curves = [loss_curve(loads, rng.uniform(0.1, 2.0) * loads ** rng.uniform(1.5, 6.0)) for _ in range(both)]
+    roads = Roads(np.full((both, both), 1e9), np.full(both, 1e9), np.full(both, 1e9))
     if narrow:
-        roads = Roads(rng.uniform(0.2, 1.5, (4, 4)), rng.uniform(0.5, 2.0, 4), rng.uniform(0.5, 2.0, 4))
+        roads = Roads(rng.uniform(0.2, 1.5, (both, both)), rng.uniform(0.5, 2.0, both), rng.uniform(0.5, 2.0, both))
     return split(
-        rng.uniform(0.5, 4.0), rng.uniform(0.5, 2.0, 2).tolist(), rng.uniform(0.5, 2.0, 2).tolist(),
-        rng.uniform(0.6, 1.0, (2, 2)).tolist(), curves=curves, roads=roads, gigabits=1.0,
+        rng.uniform(0.5, 4.0), rng.uniform(0.5, 2.0, side).tolist(), rng.uniform(0.5, 2.0, side).tolist(),
+        rng.uniform(0.6, 1.0, (side, side)).tolist(), curves=curves, roads=roads, gigabits=1.0,
     )  # fmt: skip
 
 
@@ -87,7 +100,7 @@ def test_slopes_rise_and_no_point_is_below(losses: list[float]) -> None:
 
 def test_without_capacities_all_went_to_the_best_pair_and_with_them_it_does_not() -> None:
     network = split(3.0, [2.0, 2.0], [2.0, 2.0], [[1.0, 0.5], [0.4, 0.9]])
-    for flow in (fill(network), solve(network)):
+    for flow in (fill(network), solve(network), route(network)):
         assert flow.pairs.reshape(2, 2)[0, 0] == pytest.approx(2.0)
         assert flow.pairs.reshape(2, 2)[1, 1] == pytest.approx(1.0)
         assert flow.served == pytest.approx(3.0)
@@ -98,6 +111,7 @@ def test_what_cannot_be_in_time_is_not_sent() -> None:
     network = split(3.0, [2.0], [8.0], [[1.0]], curves=[steep, FLAT])
     assert fill(network).served == pytest.approx(1.0)
     assert solve(network).served == pytest.approx(1.0)
+    assert route(network).served == pytest.approx(1.0)
 
 
 def test_equal_replicas_share_alike() -> None:
@@ -105,6 +119,7 @@ def test_equal_replicas_share_alike() -> None:
     network = split(2.0, [2.0, 2.0], [4.0], [[1.0], [1.0]], curves=[even] * 3)
     assert fill(network).loads[:2] == pytest.approx([0.5, 0.5])
     assert solve(network).loads[:2] == pytest.approx([0.5, 0.5])
+    assert route(network).loads[:2] == pytest.approx([0.5, 0.5])
 
 
 def test_a_mixed_replica_keeps_its_requests_and_helps_out() -> None:
@@ -149,6 +164,21 @@ def test_the_fast_path_is_allowed_and_close() -> None:
     assert np.mean(ratios) > 0.98
 
 
+@pytest.mark.parametrize(("side", "seeds"), [(1, 10), (2, 40), (4, 20), (7, 6)])
+def test_the_quick_exact_path_is_exact(side: int, seeds: int) -> None:
+    for seed, narrow in product(range(seeds), (False, True)):
+        network = random_network(seed, narrow=narrow, side=side)
+        quick, best = route(network), solve(network)
+        assert allowed(network, quick)
+        assert value(network, quick) == pytest.approx(value(network, best), abs=1e-6)
+
+
+def test_of_many_pairs_the_quick_path_takes_the_fast_one() -> None:
+    network = random_network(0, narrow=True, side=9)
+    assert len(network.worth) > FEW_PAIRS
+    assert route(network).pairs.tolist() == fill(network).pairs.tolist()
+
+
 def test_links_and_boxes_have_limits_of_their_own() -> None:
     between = np.full((4, 4), 10.0)
     between[0, 2] = 3.0
@@ -160,6 +190,7 @@ def test_links_and_boxes_have_limits_of_their_own() -> None:
     assert flow.used[:, 3].sum() == pytest.approx(2.0)
     assert flow.served == pytest.approx((10.0 + 2.0) / 2.0)
     assert fill(network).served == pytest.approx(6.0)
+    assert route(network).served == pytest.approx(6.0)
     left = roads.less(flow.used)
     assert left.between[0, 2] == pytest.approx(0.0)
     assert left.into[3] == pytest.approx(0.0)
@@ -174,6 +205,7 @@ def test_a_pair_with_two_links_out_of_one_box_takes_both_from_it() -> None:
     )  # fmt: skip
     assert fill(network).served == pytest.approx(2.0)
     assert solve(network).served == pytest.approx(2.0)
+    assert route(network).served == pytest.approx(2.0)
 
 
 def test_without_pairs_nothing_is_served() -> None:
@@ -181,6 +213,7 @@ def test_without_pairs_nothing_is_served() -> None:
     network = Network(1.0, np.array([2.0]), np.array([inf]), [FLAT], nobody, nobody, np.zeros(0), [], OPEN)
     assert fill(network).served == 0.0
     assert solve(network).served == 0.0
+    assert route(network).served == 0.0
     assert fill(network).loads.tolist() == [0.0]
 
 
@@ -190,7 +223,7 @@ def test_requests_that_are_kept_cost_what_both_phases_take_together() -> None:
     )  # fmt: skip
     assert fill(kept).served == pytest.approx(1.2)
     together = replace(kept, both=np.array([1.5]))
-    for solver in (fill, solve):
+    for solver in (fill, solve, route):
         found = solver(together)
         assert found.served == pytest.approx(1.5)
         assert found.loads[0] == pytest.approx(1.0)

@@ -13,9 +13,10 @@ from p2pserve.coordinator.planning.cluster import Cluster
 from p2pserve.coordinator.planning.cluster_file import packaged_cluster, parse_cluster
 from p2pserve.coordinator.planning.evaluator import LowerLevel
 from p2pserve.coordinator.planning.exhaustive import all_solutions, best_of_all
+from p2pserve.coordinator.planning.judge import Judge, boxes_per_replica
 from p2pserve.coordinator.planning.light import keeping, reschedule, surviving
 from p2pserve.coordinator.planning.packing import Packing
-from p2pserve.coordinator.planning.problem import Problem, Solution
+from p2pserve.coordinator.planning.problem import Group, Problem, Slice, Solution
 from p2pserve.coordinator.planning.search import NoPlan, SearchResult, search
 from p2pserve.coordinator.planning.slo import parse_slo
 from p2pserve.coordinator.planning.space import Space
@@ -54,6 +55,20 @@ def test_a_small_cluster_is_planned_as_well_as_by_trying_everything(name: str, g
     asked = problem(small(name, gbps), "llama-7b", rate)
     _, best = best_of_all(asked, LowerLevel(asked))
     assert found(asked).score.objective >= best.objective - 0.01 * abs(best.objective)
+
+
+def test_of_what_is_as_good_that_is_taken_which_stands_the_loss_of_a_box() -> None:
+    cluster = small("two kinds", 100.0)
+    asked = problem(cluster, "llama-7b", 0.5)  # hardly any work: all solutions are as good
+    space = Space.of(asked, LowerLevel(asked))
+    judge = Judge(space, limit=1000)
+    spanning: Solution = (Group((Slice(0, 2), Slice(1, 2)), Phase.MIXED),)
+    apart: Solution = (Group((Slice(0, 2),), Phase.MIXED), Group((Slice(1, 2),), Phase.MIXED))
+    assert (boxes_per_replica(spanning), boxes_per_replica(apart)) == (2.0, 1.0)
+    lead = judge.objective(spanning) - judge.objective(apart)
+    assert judge.sturdiest(-1.0, abs(lead) + 1e-6) == apart
+    assert judge.sturdiest(-1.0, 0.0) == judge.best
+    assert all(len(group.slices) == 1 for group in found(asked).solution)
 
 
 def test_a_start_by_rates_carries_as_much_as_any_solution_of_its_phases() -> None:
