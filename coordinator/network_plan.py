@@ -21,12 +21,12 @@ from .capacity import BoxView, LinkView
 from .demand import Demand
 from .network_problem import NetworkProblem, network_problem
 from .plan import Pairing, Phase, Plan, PlanError, Replica
+from .planning.errors import UnservedError
 from .planning.flow import Flow, Network, flow_of
 from .planning.judge import Judge, never
 from .planning.light import Adjustment, reschedule
 from .planning.orchestration import Solver
 from .planning.problem import Solution
-from .planning.proposals import UnservedError
 from .planning.search import cuts
 from .planning.space import Space
 

@@ -95,10 +95,14 @@ def _run(arguments: argparse.Namespace) -> int:
         from .sim_command import run_sim  # numpy
 
         return run_sim(arguments)
-    from .commands import COMMANDS, set_up_logging  # the same
+    from .commands import COMMANDS, set_up_logging  # the network's client
 
     set_up_logging(arguments)
-    return COMMANDS[arguments.command](arguments)
+    if arguments.command in COMMANDS:
+        return COMMANDS[arguments.command](arguments)
+    from .node_commands import NODE_COMMANDS  # all of a node
+
+    return NODE_COMMANDS[arguments.command](arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:

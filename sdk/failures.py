@@ -7,8 +7,7 @@ from ..coordinator import CapacityError, PlanError
 from ..coordinator.costs.gpus import GpuError
 from ..coordinator.costs.model_shape import ModelShapeError
 from ..coordinator.planning.cluster import ClusterError
-from ..coordinator.planning.proposals import UnservedError
-from ..coordinator.planning.space import NoPlan
+from ..coordinator.planning.errors import NoPlan, UnservedError
 from ..coordinator.planning.workload import WorkloadError
 from ..kvtransport.errors import FiguresError
 from ..node.engine_link import EngineError

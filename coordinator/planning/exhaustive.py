@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from .errors import NoPlan
 from .judge import Judge
 from .problem import Evaluator, Group, Problem, Score, Slice, Solution
-from .space import NoPlan, Space, solution_of
+from .space import Space, solution_of
 
 __all__ = ["all_solutions", "best_of_all"]
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from .cluster import Cluster
+from .errors import NoPlan
 from .evaluator import LowerLevel
 from .judge import Judge, never
 from .moves import flips
 from .parallel import Stages
 from .problem import Evaluator, Group, Problem, Score, Slice, Solution
-from .space import NoPlan, Space, solution_of
+from .space import Space, solution_of
 
 __all__ = ["MARGIN", "Adjustment", "Flip", "keeping", "reschedule", "surviving"]
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from .clustering import Part, all_of, dendrogram, held
+from .errors import NoPlan
 from .problem import Slice
-from .space import NoPlan, Space
+from .space import Space
 from .workload import Service
 
 __all__ = ["parts_of"]

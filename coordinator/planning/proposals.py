@@ -13,13 +13,14 @@ from ..costs.rounds import CHUNKS, chunk_tokens
 from ..plan import Pairing, Phase, Plan, Replica, Stage
 from .behaviour import MAX_BATCH
 from .cluster import Cluster
+from .errors import UnservedError
 from .flow import solve
 from .members import Member, Members
 from .orchestration import Orchestration
 from .problem import Percentiles, Proposal, ReplicaEstimate, Score
 from .workload import Slo
 
-__all__ = ["Proposer", "UnservedError"]
+__all__ = ["Proposer"]
 
 Array = NDArray[np.float64]
 
@@ -28,10 +29,6 @@ HALVINGS: Final = 20
 
 LEAST_WEIGHT: Final = 1e-4
 """Pairs with a smaller share of the requests are left out of a plan."""
-
-
-class UnservedError(ValueError):
-    """No replica of a service can serve its requests; one line."""
 
 
 class Proposer:

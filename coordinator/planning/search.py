@@ -19,10 +19,10 @@ from .judge import Improvement, Judge, Progress, never
 from .owners import parts_of
 from .packing import Packing
 from .problem import Evaluator, Group, Problem, Score, Solution
-from .space import NoPlan, Space, solution_of
+from .space import Space, solution_of
 from .tabu import flip_climb, tabu
 
-__all__ = ["NoPlan", "Progress", "SearchResult", "cuts", "search"]
+__all__ = ["Progress", "SearchResult", "cuts", "search"]
 
 CELL_GPUS: Final = 32
 """Clusters with more than twice as many GPUs are searched in cells of up to this size."""

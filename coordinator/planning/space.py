@@ -11,15 +11,12 @@ from numpy.typing import NDArray
 
 from ..plan import Phase
 from .cluster import Box, Cluster
+from .errors import NoPlan
 from .problem import Evaluator, Group, Problem, Slice, Solution
 
-__all__ = ["PHASES", "NoPlan", "Space", "group_of", "solution_of"]
+__all__ = ["PHASES", "Space", "group_of", "solution_of"]
 
 PHASES = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
-
-
-class NoPlan(ValueError):
-    """A problem without a solution; one line that says what is missing."""
 
 
 def solution_of(groups: Iterable[Group]) -> Solution:

@@ -11,9 +11,9 @@ from p2pserve.coordinator.costs.gpus import Specs, gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.cluster import Box, Cluster
+from p2pserve.coordinator.planning.errors import UnservedError
 from p2pserve.coordinator.planning.evaluator import LowerLevel
 from p2pserve.coordinator.planning.problem import Group, Problem, Proposal, Slice, Solution
-from p2pserve.coordinator.planning.proposals import UnservedError
 from p2pserve.coordinator.planning.workload import Service, Slo, Workload
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED

@@ -11,13 +11,14 @@ from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.cluster import Cluster
 from p2pserve.coordinator.planning.cluster_file import packaged_cluster, parse_cluster
+from p2pserve.coordinator.planning.errors import NoPlan
 from p2pserve.coordinator.planning.evaluator import LowerLevel
 from p2pserve.coordinator.planning.exhaustive import all_solutions, best_of_all
 from p2pserve.coordinator.planning.judge import Judge, boxes_per_replica
 from p2pserve.coordinator.planning.light import keeping, reschedule, surviving
 from p2pserve.coordinator.planning.packing import Packing
 from p2pserve.coordinator.planning.problem import Group, Problem, Slice, Solution
-from p2pserve.coordinator.planning.search import NoPlan, SearchResult, search
+from p2pserve.coordinator.planning.search import SearchResult, search
 from p2pserve.coordinator.planning.slo import parse_slo
 from p2pserve.coordinator.planning.space import Space
 from p2pserve.coordinator.planning.workload import Service, Workload
