@@ -113,14 +113,15 @@ def _run(problem: Problem, plan: Plan, dispatch: Dispatch, scope: Scope) -> tupl
 
 
 REMARKS: Final = """\
-- Agrees in kind: without compression and without orchestration requests take longer, with neither they take longest in
-  half of the rows. At 3 requests/s the cluster's links are full with 16 bit (a coding prompt's KV is 3.3 GB, 2.6 s of
-  10 Gb/s), so that requests queue without end: 2.5 to 29 times as long, where the paper has 1.3. There dispatch at
-  random is sometimes the better one: it also uses replicas that do both and need no link.
-- At 0.5 requests/s 16 bit costs nothing to 10 %, and half for coding by measured figures: layers leave while the prompt
-  is read, and the plans hand over where links have room. The paper's 1.3 for a single request needs links that are
-  slower than reading, and no way around them.
-- Random dispatch by itself costs nothing to 1.4 times at 0.5 requests/s and 1.2 to 3.0 times at 3; the paper has 4.
-  With 16 bit besides, links decide: 1.0 to 2.2 times, and 1.8 to 45.
-- `By plan and queues` takes 0.92 to 1.01 times as long as the shares alone.
+- Agrees in kind: without compression requests take longer wherever KV crosses links, and without orchestration nearly
+  everywhere. At 3 requests/s with 16 bit links are full (a coding prompt's KV is 3.3 GB, 2.6 s of 10 Gb/s), so that
+  requests queue without end: 6 to 16 times as long, where the paper has 1.3; for coding by Table 1 that is so at
+  0.5 requests/s already, because the plan sends most prompts over one box's link. There dispatch at random is the
+  better one: it also uses replicas that do both and need no link.
+- Conversations by measured figures have replicas that do both only: the codec is nothing to them.
+- At 0.5 requests/s 16 bit costs nothing by measured figures, and 1.7 times for conversations by Table 1. The paper's
+  1.3 for a single request needs links that are slower than reading, and no way around them.
+- Random dispatch by itself costs 0.9 to 1.7 times at 0.5 requests/s and 1.0 to 8.8 times at 3; the paper has 4.
+  With 16 bit besides, links decide: 0.9 to 1.8 times, and 1.0 to 38.
+- `By plan and queues` takes 0.87 to 1.06 times as long as the shares alone.
 """

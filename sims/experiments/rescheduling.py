@@ -134,13 +134,12 @@ def rescheduling(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- Agrees: light rescheduling takes well under a second of CPU (paper 13 s), the full search some seconds (54 s) and
-  would have to load weights anew. Light is better than none in all four cases, by 6 to 24 points, and as good as full
-  but for coding by Table 1, where it stays 7 points behind.
-- Of the paper's flips, 4 A5000 from prefill to decode for coding is found by measured figures. Elsewhere groups become
-  mixed, a phase that the paper does not have.
+- Agrees: light rescheduling takes half a second of CPU or less (paper 13 s), the full search some seconds (54 s) and
+  would have to load weights anew. Light is better than none in all four cases, by 7 to 24 points, and within 1 to 4
+  points of full.
+- Of the paper's flips, 4 A5000 from prefill to decode for coding is found by measured figures. Elsewhere groups mostly
+  become mixed, a phase that the paper does not have.
 - Coding loses nothing by the loss itself (`none` is the same as before): at this rate the shares of the plan use
-  neither of the lost replicas. Nor do conversations by measured figures lose more than the spread of the seeds. The
-  rates are low because the paper's coding plan sends 0.9 GB of KV per request over links that are assumed to have
-  10 Gb/s (see deployments).
+  neither of the lost replicas. Nor do conversations lose more than the spread of the seeds. The rates are low because
+  the paper's coding plan sends 0.9 GB of KV per request over links that are assumed to have 10 Gb/s (see deployments).
 """
