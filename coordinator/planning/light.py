@@ -25,7 +25,7 @@ __all__ = ["MARGIN", "Adjustment", "Flip", "keeping", "reschedule", "surviving"]
 MARGIN: Final = 0.005
 """Of the objective: by how much flips must pay. They cost little, but requests in flight finish where they are."""
 
-STEPS: Final = 30
+STEPS: Final = 15
 """Evaluations at most."""
 
 
