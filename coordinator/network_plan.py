@@ -32,13 +32,13 @@ from .planning.space import Space
 
 __all__ = ["best_phases", "plan_network", "routed_as"]
 
-STEPS_PER_REPLICA: Final = 8
-LEAST_STEPS: Final = 40
-MOST_STEPS: Final = 150
+STEPS_PER_REPLICA: Final = 16
+LEAST_STEPS: Final = 80
+MOST_STEPS: Final = 300
 """Evaluations for a first plan: so many for each replica, but no fewer and no more than these."""
 
-FLIPS_PER_REPLICA: Final = 4
-MOST_FLIPS: Final = 60
+FLIPS_PER_REPLICA: Final = 16
+MOST_FLIPS: Final = 240
 """Likewise to see whether running replicas should change their phases: each in either other one, and some in pairs."""
 
 CLIMBED: Final = 3

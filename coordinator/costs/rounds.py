@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from .roofline import TYPICAL_CONTEXT
 from .step_times import StepTimes, chunk_pairs
 
-__all__ = ["CHUNKS", "Chunk", "chunk_tokens", "round_s"]
+__all__ = ["CHUNKS", "Chunk", "chunk_tokens", "equal_rounds_s", "round_s"]
 
 CHUNKS: Final = (2048, 1536, 1024, 768, 512, 384)
 """Token budgets of a batch (vLLM's max_num_batched_tokens) that are chosen from. Below the last, reading the weights
@@ -44,12 +44,30 @@ def round_s(times: StepTimes, stages: int, chunks: Sequence[Chunk], requests: in
     longest = max(times.mixed_s(*chunk, requests, context) for chunk in kinds)
     if stages == 1:
         return longest
-    batches = min(stages, requests)
-    line, beside = times.decode_line(requests), round(requests / stages)
-    # weights are read once for a chunk and what is decoded beside it
-    reading = sum(many * times.prefill_interval_s(chunk.tokens + beside, chunk.pairs) for chunk, many in kinds.items())
-    plain = max(0, batches - len(chunks)) / batches * line.fixed_s
-    return max(longest, reading + plain + line.context_s * context)
+    reading = sum(many * _reading_s(times, stages, chunk, requests) for chunk, many in kinds.items())
+    return max(longest, reading + _rest_s(times, stages, len(chunks), requests, context))
+
+
+def equal_rounds_s(times: StepTimes, stages: int, chunk: Chunk, requests: int, context: float) -> list[float]:
+    """Of rounds in which 1, 2, ... and all `stages` batches read such a chunk each: see `round_s`."""
+    longest = times.mixed_s(*chunk, requests, context)
+    if stages == 1:
+        return [longest]
+    reading = _reading_s(times, stages, chunk, requests)
+    return [
+        max(longest, many * reading + _rest_s(times, stages, many, requests, context)) for many in range(1, stages + 1)
+    ]
+
+
+def _reading_s(times: StepTimes, stages: int, chunk: Chunk, requests: int) -> float:
+    """The slowest stage on a batch with a chunk: weights are read once for that and what is decoded beside it."""
+    return times.prefill_interval_s(chunk.tokens + round(requests / stages), chunk.pairs)
+
+
+def _rest_s(times: StepTimes, stages: int, chunks: int, requests: int, context: float) -> float:
+    """The slowest stage on all batches without a chunk, and on the context of all."""
+    batches, line = min(stages, requests), times.decode_line(requests)
+    return max(0, batches - chunks) / batches * line.fixed_s + line.context_s * context
 
 
 def chunk_tokens(times: StepTimes, stages: int, tpot_s: float) -> int:
@@ -58,6 +76,7 @@ def chunk_tokens(times: StepTimes, stages: int, tpot_s: float) -> int:
     requests = COMPANY * stages
     for tokens in CHUNKS:
         chunk = Chunk(tokens - COMPANY, chunk_pairs(TYPICAL_CONTEXT, tokens - COMPANY))
-        if round_s(times, stages, [chunk] * stages, requests, requests * TYPICAL_CONTEXT) <= DEADLINE_SHARE * tpot_s:
+        *_, full_s = equal_rounds_s(times, stages, chunk, requests, requests * TYPICAL_CONTEXT)
+        if full_s <= DEADLINE_SHARE * tpot_s:
             return tokens
     return CHUNKS[-1]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from ..costs.rounds import CHUNKS, Chunk, chunk_tokens, round_s
+from ..costs.rounds import CHUNKS, Chunk, chunk_tokens, equal_rounds_s, round_s
 from ..costs.step_times import StepTimes, chunk_pairs
 from ..plan import Phase
 from .length_classes import Classes
@@ -245,13 +245,11 @@ def _beside(times: StepTimes, classes: Classes, steps: _Steps, stages: int, chun
     context, pairs = batch * classes.held, classes.mean_pairs / classes.mean_prompt
     step_s = times.decode_line(batch).step_s(context)
     size = max(chunk // 4, chunk - batch // stages)
-    rounds = [[part] for part in (size // 8, size // 3)] + [[size] * count for count in range(1, stages + 1)]
-    tokens = np.array([0.0, *(float(sum(sizes)) for sizes in rounds)])
-    added = [
-        round_s(times, stages, [Chunk(part, part * pairs) for part in sizes], batch, context) - step_s
-        for sizes in rounds
-    ]
-    added_s = np.maximum.accumulate([0.0, *added])
+    small = size // 8, size // 3
+    tokens = np.array([0.0, *small, *range(size, size * stages + 1, size)])
+    rounds_s = [round_s(times, stages, [Chunk(part, part * pairs)], batch, context) for part in small]
+    rounds_s += equal_rounds_s(times, stages, Chunk(size, size * pairs), batch, context)
+    added_s = np.maximum.accumulate([0.0, *(seconds - step_s for seconds in rounds_s)])
     alone = np.ceil(classes.prompt / tokens[-1])
     # a class has its own pairs to the token: longer prompts take longer by their attention, as when they are alone
     skew = classes.pairs / classes.prompt / pairs - 1.0

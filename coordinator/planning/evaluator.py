@@ -26,10 +26,11 @@ import numpy as np
 from ..plan import Phase
 from .flow import Flow, Network, fill, flow_of, route, solve
 from .handover import Links
-from .members import Loaded, Member, Members, Memory
+from .members import REFERENCE_LOAD, Curve, Loaded, Member, Members, Memory
 from .orchestration import Orchestration, Solver, carried, highest_rate, orchestrate
 from .parallel import Stages
 from .problem import Group, Problem, Proposal, Score, Slice, Solution
+from .promise import promised
 from .proposals import Proposer
 from .workload import Service
 
@@ -37,9 +38,6 @@ __all__ = ["HEADROOM", "LowerLevel"]
 
 HEADROOM: Final = 0.01
 """What unlimited capacity is worth, in shares of attainment."""
-
-BOUND_SLACK: Final = 2e-3
-"""What `bound` adds for the loads between those that are tabulated."""
 
 
 class LowerLevel:
@@ -91,23 +89,16 @@ class LowerLevel:
             self._scores[solution] = self._score(solution, self.orchestrate(solution, solver=route))
         return self._scores[solution]
 
-    def bound(self, solution: Solution) -> float:
-        """No less than the objective: replicas at their best, links without limit, traffic for nothing."""
-        total = BOUND_SLACK - self.problem.price_weight * self._boxes_usd(solution)
-        for service, share in enumerate(self._shares):
-            members = self._of(solution, service)
-            rate = self.problem.services[service].workload.rate
-            split = any(member.group.phase is not Phase.MIXED for member in members)
-            reads = writes = 0.0
-            for member in members:
-                # a mixed replica that has help for one phase may do more of the other
-                mixed = split and member.group.phase is Phase.MIXED
-                if member.group.phase is not Phase.DECODE:
-                    reads += member.behaviour.read if mixed else self._members.peak(member)
-                if member.group.phase is not Phase.PREFILL:
-                    writes += member.behaviour.write if mixed else self._members.peak(member)
-            capacity = carried(members, [1.0] * len(members)) / rate
-            total += share * (min(1.0, reads / rate, writes / rate) + HEADROOM * capacity / (1.0 + capacity))
+    def promise(self, solution: Solution) -> float:
+        """Links without limit, and traffic for nothing."""
+        total = -self.problem.price_weight * self._boxes_usd(solution)
+        for number, share in enumerate(self._shares):
+            members = self._of(solution, number)
+            curves = self._members.curves(members)
+            rate = self.problem.services[number].workload.rate
+            served = min(1.0, promised([curve.gains for curve in curves], rate, _most_worth(members, curves)) / rate)
+            capacity = carried(members, [curve.usable for curve in curves]) / rate
+            total += share * (served + HEADROOM * capacity / (1.0 + capacity))
         return total
 
     def propose(
@@ -167,6 +158,18 @@ class LowerLevel:
     def _traffic_usd(self, orchestrations: Sequence[Orchestration]) -> float:
         gbps = np.sum([item.flow.used for item in orchestrations], axis=0)
         return float((gbps * self.problem.cluster.usd_per_gb).sum()) * 3600.0 / 8.0
+
+
+def _most_worth(members: Sequence[Member], curves: Sequence[Curve]) -> float:
+    """What a request on the best pair may be worth, whose replicas' losses are counted both: those of one of them may
+    be among those of the other."""
+    handing = {member.group.phase for member in members} - {Phase.MIXED}
+    if not handing:
+        return 1.0
+    met = [(member.group.phase, curve.met[REFERENCE_LOAD]) for member, curve in zip(members, curves, strict=True)]
+    reads = min((share for phase, share in met if phase is not Phase.DECODE), default=1.0)
+    writes = min((share for phase, share in met if phase is not Phase.PREFILL), default=1.0)
+    return float(2.0 - max(reads, writes))
 
 
 def _anyway(network: Network) -> Flow:

@@ -11,7 +11,7 @@ from .space import Space
 __all__ = ["Improvement", "Judge", "Progress", "boxes_per_replica", "never"]
 
 Progress = Callable[[int, int, float], None]
-"""Told after each evaluation: how many there were, how many there will be at most, the best objective."""
+"""Told after each evaluation: the steps that there were, those that there will be at most, the best objective."""
 
 
 def never() -> bool:
@@ -20,7 +20,7 @@ def never() -> bool:
 
 
 class Improvement(NamedTuple):
-    """A best objective, and the evaluations that it took."""
+    """A best objective, and the steps that it took."""
 
     step: int
     objective: float
@@ -35,8 +35,8 @@ def boxes_per_replica(solution: Solution) -> float:
 class Judge:
     """Scores solutions; equal up to an exchange of boxes that are alike, they are scored once.
 
-    A step is one evaluation that the memory did not have. The search goes on until `limit` steps are done or `spent()`
-    says that time is up; at least one solution is always scored.
+    A step is one promise or one evaluation that the memory did not have: they take about as long. The search goes on
+    until `limit` steps are done or `spent()` says that time is up; at least one solution is always scored.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Judge:
         self._progress = progress
         self._keys: dict[Solution, Solution] = {}
         self._memory: dict[Solution, Score] = {}
-        self._bounds: dict[Solution, float] = {}
+        self._promises: dict[Solution, float] = {}
         self.limit = limit
         self.best: Solution = ()
         self.best_score = Score(float("-inf"), 0.0, 0.0)
@@ -55,12 +55,12 @@ class Judge:
 
     @property
     def steps(self) -> int:
-        """Evaluations so far."""
-        return len(self._memory)
+        """Promises and evaluations so far."""
+        return len(self._promises) + len(self._memory)
 
     def over(self) -> bool:
         """Whether the budget is used up."""
-        return self.steps >= self.limit or (self.steps > 0 and self._spent())
+        return bool(self._memory) and (self.steps >= self.limit or self._spent())
 
     def objective(self, solution: Solution) -> float:
         """Of a solution, which becomes the best if it is."""
@@ -79,21 +79,22 @@ class Judge:
                 self._progress(self.steps, self.limit, self.best_score.objective)
         return known
 
-    def bound(self, solution: Solution) -> float:
-        """No less than the objective of a solution; the objective itself where it is known."""
+    def promise(self, solution: Solution) -> float:
+        """About the most that a solution's objective can be; the objective itself where it is known."""
         key = self._key(solution)
         if key in self._memory:
             return self._memory[key].objective
-        if key not in self._bounds:
-            self._bounds[key] = self.space.evaluator.bound(key)
-        return self._bounds[key]
+        if key not in self._promises:
+            self._promises[key] = self.space.evaluator.promise(key)
+        return self._promises[key]
 
     def leader(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
-        """The best of these that is above `floor`, most promising first: what its bound rules out is not scored. None
-        where there is no such, or the budget ends before the first."""
+        """The best of these that is above `floor`, most promising first: what promises less is not scored. None where
+        there is no such, or the budget ends before the first."""
+        promises = [(self.promise(one), one) for one in solutions if not self.over()]
         found: tuple[float, Solution] | None = None
-        for limit, solution in sorted(((self.bound(one), one) for one in solutions), key=lambda item: -item[0]):
-            if limit <= floor or self.over():
+        for promise, solution in sorted(promises, key=lambda item: -item[0]):
+            if promise <= floor or self.over():
                 break
             objective = self.objective(solution)
             if objective > floor:

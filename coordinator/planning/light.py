@@ -25,8 +25,8 @@ __all__ = ["MARGIN", "Adjustment", "Flip", "keeping", "reschedule", "surviving"]
 MARGIN: Final = 0.005
 """Of the objective: by how much flips must pay. They cost little, but requests in flight finish where they are."""
 
-STEPS: Final = 15
-"""Evaluations at most."""
+STEPS: Final = 60
+"""At most: promises and evaluations (`Judge`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,8 +20,9 @@ from .handover import Holder, Links
 from .length_classes import classes_of
 from .parallel import Configuration, Demand, Options, Part, Parts, Stages
 from .problem import Group, Problem, Slice
+from .promise import gains
 from .queueing import Partner
-from .workload import Service, Slo
+from .workload import Service
 
 __all__ = ["REFERENCE_LOAD", "Curve", "Loaded", "Member", "Members", "Memory"]
 
@@ -32,9 +33,6 @@ REFERENCE_LOAD: Final = 4
 
 EVENNESS: Final = 1e-2
 """Requests that a full replica is taken to lose besides, with the square of its load: equal replicas share alike."""
-
-ENDLESS: Final = 1_000_000
-"""Replicas that share a queue, of so many that nobody ever waits in it."""
 
 TPOT: Final = Row._fields.index("tpot_s")
 
@@ -48,11 +46,12 @@ Loaded = Mapping[tuple[Slice, ...], tuple[Stages, ...]]
 
 class Curve(NamedTuple):
     """A replica among others: the share in time at LOADS, and what follows from it. `usable`: the highest load that
-    keeps the target (`_usable`)."""
+    keeps the target (`_usable`). `gains`: see `promise`."""
 
     met: Array
     lost: LossCurve
     usable: float
+    gains: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +97,6 @@ class Members:
         self._kinds: dict[tuple[Slice, ...], tuple[int, Parts]] = {}
         self._members: dict[Group, Member | None] = {}
         self._curves: dict[tuple[int, Phase, int, int, int], Curve] = {}
-        self._peaks: dict[tuple[int, Phase, int], float] = {}
         self._references: dict[int, Partner] = {}
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
@@ -123,16 +121,6 @@ class Members:
                 self._curves[key] = self._curve(member, readers, writers)
             found.append(self._curves[key])
         return found
-
-    def peak(self, member: Member) -> float:
-        """Most requests per second that can be in time, whoever does the other phase and however many share queues."""
-        (_, phase, service), behaves = member.group, member.behaviour
-        key = member.kind, phase, service
-        if key not in self._peaks:
-            demand = self.demands[service]
-            ideal = demand.in_time(behaves, demand.service.slo, (ENDLESS, ENDLESS))
-            self._peaks[key] = float((LOADS * behaves.rate * ideal).max())
-        return self._peaks[key]
 
     def _member(self, group: Group) -> Member | None:
         if self._cut(group.slices):
@@ -174,12 +162,11 @@ class Members:
         phase, service, behaves = member.group.phase, member.group.service, member.behaviour
         demand, crowd = self.demands[service], (readers, writers)
         slo = demand.service.slo
-        share = demand.in_time(behaves, slo, crowd)
-        if isfinite(slo.e2e_s) and phase is not Phase.MIXED:
-            whole = Slo(e2e_s=slo.e2e_s)
-            share = np.minimum(share, demand.in_time(behaves, whole, crowd, self._reference(service)))
-        lost = LOADS * behaves.rate * (1.0 - share + EVENNESS * LOADS)
-        return Curve(share, loss_curve(LOADS, lost), _usable(share, slo.target))
+        partner = None if phase is Phase.MIXED or slo.e2e_s == inf else self._reference(service)
+        share = demand.in_time(behaves, slo, crowd, partner)
+        late = LOADS * behaves.rate * (1.0 - share)
+        lost = loss_curve(LOADS, late + EVENNESS * LOADS**2 * behaves.rate)
+        return Curve(share, lost, _usable(share, slo.target), gains(behaves, phase, late))
 
     def _reference(self, service: int) -> Partner:
         """The middle one of the kinds of boxes that hold the model alone, at the reference load; else all together."""

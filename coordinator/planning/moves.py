@@ -1,6 +1,6 @@
 """The neighbours of a solution: flip, split, merge and move of ThunderServe (section 3.2, figure 4), with mixed as a
-third phase, and four more: a box cut anew in equal parts, two groups that exchange parts, idle GPUs taken in (or a
-group let go), and a group that changes its service.
+third phase, and three more: boxes gathered and cut anew, idle GPUs taken in (or a group let go), and a group that
+changes its service.
 
 Every neighbour keeps the pins, uses no GPU twice, and has only groups that hold their model.
 """
@@ -8,17 +8,20 @@ Every neighbour keeps the pins, uses no GPU twice, and has only groups that hold
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
 from typing import Final
 
 import numpy as np
 
 from ..plan import Phase
-from .clustering import tile
 from .problem import Group, Slice, Solution
 from .space import Space, group_of, solution_of
 
-__all__ = ["flips", "neighbour", "retilings"]
+__all__ = ["flips", "neighbour"]
+
+WHOLE: Final = 0.75  # of the moves, those of all GPUs that a group has of a box: the others leave ragged groups
+MOST_GATHERED: Final = 5  # boxes that are gathered
+APART: Final = 0.6
+MOST_CUT: Final = 3  # groups that a part of them is cut into
 
 Move = Callable[[Space, Solution, np.random.Generator], Iterator[Solution]]
 
@@ -37,44 +40,13 @@ def flips(space: Space, solution: Solution) -> Iterator[tuple[Group, Solution]]:
                 yield flipped, solution_of((*solution[:place], flipped, *solution[place + 1 :]))
 
 
-def retilings(space: Space, solution: Solution) -> Iterator[Solution]:
-    """Boxes whose groups stay inside them, cut anew into equal parts: every size that holds the model, every phase."""
-    seen: set[object] = set()
-    free = space.free(solution)
-    inner: dict[int, list[Group]] = {}
-    crossed: set[int] = set()
-    for group in solution:
-        if len(group.slices) == 1:
-            inner.setdefault(group.slices[0].box, []).append(group)
-        else:
-            crossed.update(box for box, _ in group.slices)
-    for box, groups in inner.items():
-        signature = (space.alike[box], tuple(space.kind(group) for group in groups), box in crossed)
-        if signature in seen:
-            continue
-        seen.add(signature)
-        rest = [group for group in solution if group not in groups]
-        gpus = sum(group.slices[0].gpus for group in groups) + free.get(box, 0)
-        for service, phase in product(sorted({group.service for group in groups}), space.phases[box]):
-            for sizes in _tilings(space, box, gpus, service):
-                made = [group_of((Slice(box, size),), phase, service) for size in sizes]
-                if sorted(made) != sorted(groups):
-                    yield solution_of((*rest, *made))
-
-
-def _tilings(space: Space, box: int, gpus: int, service: int) -> Iterator[list[int]]:
-    unit = space.units[box]
-    seen: set[tuple[int, ...]] = set()
-    for share in range(unit, gpus + 1, unit):
-        sizes = tile(gpus, unit, share)
-        if tuple(sizes) not in seen and space.holds((Slice(box, min(sizes)),), service):
-            seen.add(tuple(sizes))
-            yield sizes
-
-
 def neighbour(space: Space, solution: Solution, rng: np.random.Generator) -> Solution | None:
     """A random one, drawn by kind of move and then by place; None where there is no such move at that place."""
-    moves = MOVES if len(space.problem.services) == 1 else (*MOVES, _reassign)
+    moves = list(MOVES)
+    if len(space.problem.services) > 1:
+        moves.append(_reassign)
+    if space.problem.price_weight > 0.0 or space.free(solution):
+        moves.append(_idle)
     return next(moves[int(rng.integers(len(moves)))](space, solution, rng), None)
 
 
@@ -92,8 +64,8 @@ def _pick(rng: np.random.Generator, solution: Sequence[Group]) -> Group:
 def _pair(rng: np.random.Generator, solution: Solution) -> tuple[Group, Group] | None:
     if len(solution) < 2:
         return None
-    one, two = rng.choice(len(solution), size=2, replace=False)
-    return solution[int(one)], solution[int(two)]
+    one, other = int(rng.integers(len(solution))), int(rng.integers(1, len(solution)))
+    return solution[one], solution[(one + other) % len(solution)]
 
 
 def _chosen(rng: np.random.Generator, phases: Sequence[Phase]) -> Phase:
@@ -145,36 +117,19 @@ def _merge(space: Space, solution: Solution, rng: np.random.Generator) -> Iterat
 
 
 def _move(space: Space, solution: Solution, rng: np.random.Generator) -> Iterator[Solution]:
-    """Some GPUs of one box from a group to another; both keep their phases."""
+    """GPUs of one box from a group to another, mostly all that it has of it; a group that has no others joins."""
     pair = _pair(rng, solution)
     if pair is None:
         return
     one, two = pair
     given = one.slices[int(rng.integers(len(one.slices)))]
     unit = space.units[given.box]
-    count = unit * int(rng.integers(1, given.gpus // unit + 1))
+    count = given.gpus if rng.random() < WHOLE else unit * int(rng.integers(1, given.gpus // unit + 1))
     less = group_of((*one.slices, Slice(given.box, -count)), one.phase, one.service)
     more = group_of((*two.slices, Slice(given.box, count)), two.phase, two.service)
-    if _all_hold(space, (less, more)):
-        yield _replaced(solution, [one, two], [less, more])
-
-
-def _exchange(space: Space, solution: Solution, rng: np.random.Generator) -> Iterator[Solution]:
-    """Two groups give each other some GPUs."""
-    pair = _pair(rng, solution)
-    if pair is None:
-        return
-    one, two = pair
-    mine = one.slices[int(rng.integers(len(one.slices)))]
-    yours = two.slices[int(rng.integers(len(two.slices)))]
-    if mine.box == yours.box:
-        return
-    give = space.units[mine.box] * int(rng.integers(1, mine.gpus // space.units[mine.box] + 1))
-    take = space.units[yours.box] * int(rng.integers(1, yours.gpus // space.units[yours.box] + 1))
-    first = group_of((*one.slices, Slice(mine.box, -give), Slice(yours.box, take)), one.phase, one.service)
-    second = group_of((*two.slices, Slice(mine.box, give), Slice(yours.box, -take)), two.phase, two.service)
-    if _all_hold(space, (first, second)):
-        yield _replaced(solution, [one, two], [first, second])
+    left = (less, more) if less.slices else (more,)
+    if _all_hold(space, left):
+        yield _replaced(solution, [one, two], left)
 
 
 def _all_hold(space: Space, groups: Iterable[Group]) -> bool:
@@ -183,11 +138,52 @@ def _all_hold(space: Space, groups: Iterable[Group]) -> bool:
     )
 
 
-def _cut(space: Space, solution: Solution, rng: np.random.Generator) -> Iterator[Solution]:
-    """A box cut anew in equal parts of one phase, or in two phases at a random place between parts."""
-    options = list(retilings(space, solution))
-    if options:
-        yield options[int(rng.integers(len(options)))]
+def _gather(space: Space, solution: Solution, rng: np.random.Generator) -> Iterator[Solution]:
+    """All boxes that one or two groups touch, and the groups that touch those, cut anew: the boxes in one or two parts,
+    each part into equal groups that have a share in every box of it. One step to what takes many merges, splits and
+    moves that are all worse."""
+    pair = _pair(rng, solution) if rng.random() < 0.5 else None
+    boxes = _closed(solution, pair or [_pick(rng, solution)])
+    if len(boxes) > MOST_GATHERED:
+        return
+    gone = [group for group in solution if group.slices[0].box in boxes]
+    order = rng.permutation(sorted(boxes)).tolist()
+    at = int(rng.integers(1, len(order) + 1)) if rng.random() < APART else len(order)
+    made: list[Group] = []
+    for part in (order[:at], order[at:]):
+        for slices in _dealt(space, part, int(rng.integers(1, MOST_CUT + 1))) if part else ():
+            like = _pick(rng, gone)
+            group = _fitting(space, slices, like.phase, like.service, rng)
+            if group is None:
+                return
+            made.append(group)
+    yield _replaced(solution, gone, made)
+
+
+def _closed(solution: Solution, groups: Iterable[Group]) -> set[int]:
+    """The boxes of these, and of all groups that share a box with them, and so on."""
+    boxes: set[int] = set()
+    more = {box for group in groups for box, _ in group.slices}
+    while len(more) > len(boxes):
+        boxes = more
+        touching = (group for group in solution if any(box in boxes for box, _ in group.slices))
+        more = {box for group in touching for box, _ in group.slices}
+    return boxes
+
+
+def _dealt(space: Space, boxes: Sequence[int], parts: int) -> list[list[Slice]]:
+    """All GPUs of these in so many parts, each box's as evenly as they go; what is over goes round."""
+    dealt: list[list[Slice]] = [[] for _ in range(parts)]
+    turn = 0
+    for box in boxes:
+        unit = space.units[box]
+        size, over = divmod(space.boxes[box].gpus // unit, parts)
+        for part in range(parts):
+            count = size + ((part - turn) % parts < over)
+            if count:
+                dealt[part].append(Slice(box, count * unit))
+        turn += over
+    return dealt
 
 
 def _idle(space: Space, solution: Solution, rng: np.random.Generator) -> Iterator[Solution]:
@@ -219,5 +215,5 @@ def _reassign(space: Space, solution: Solution, rng: np.random.Generator) -> Ite
         yield _replaced(solution, [group], [made])
 
 
-MOVES: Final[Sequence[Move]] = (_flip, _flip, _split, _merge, _merge, _move, _move, _exchange, _cut, _idle)
+MOVES: Final[Sequence[Move]] = (_flip, _split, _merge, _merge, _move, _gather, _gather)
 """Of one service; some come twice since they help twice as often."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heapreplace
-from itertools import groupby, pairwise, product
+from itertools import groupby, islice, pairwise, product
 from math import inf, isfinite, prod
 from typing import Final, NamedTuple
 
@@ -56,11 +56,13 @@ LOCAL_RTT_S: Final = 20e-6
 EXACT_STAGES: Final = 10
 """Boxes that are put in order by dynamic programming; more of them greedily."""
 
-MAX_SHAPES: Final = 48
+MAX_SHAPES: Final = 16
 """Ways to cut a group's boxes into stages that are tried; above that, all boxes are cut to stages of one width."""
 
-FIRST: Final = 2
-"""Shapes that are looked at in detail for what they might carry, besides those that answer sooner."""
+KEPT: Final = 0.6
+RIVALS: Final = 0.9
+"""Where the shape that promises most carries in time so much of what it promises, only those that promise so much of
+that as well are looked at: waiting costs all shapes about as much."""
 
 NEAR: Final = 0.02
 """Configurations whose rates are within this share of each other count as equal."""
@@ -142,6 +144,27 @@ class _Timed(NamedTuple):
     times: StepTimes
 
 
+class _Shapes:
+    """Those that an iterator makes, which is asked for no more of them than needed."""
+
+    def __init__(self, rest: Iterator[_Shape]) -> None:
+        self._rest = rest
+        self._made: list[_Shape] = []
+
+    @property
+    def some(self) -> bool:
+        """Whether there is one."""
+        if not self._made:
+            self._made.extend(islice(self._rest, 1))
+        return bool(self._made)
+
+    @property
+    def all(self) -> list[_Shape]:
+        """In the order they are made."""
+        self._made.extend(self._rest)
+        return self._made
+
+
 def fits(parts: Sequence[Part], demand: Demand) -> bool:
     """Whether the memory of all GPUs together could do: a check that costs nothing, before any other."""
     room = sum(part.gpus * part.gpu.memory_gib for part in parts) * GIB * MEMORY_SHARE
@@ -154,12 +177,13 @@ class Options:
     def __init__(self, parts: Parts, demand: Demand) -> None:
         self._parts, self._demand = parts, demand
         self._known: dict[tuple[int, ...], list[_Timed]] = {}
+        self._shapes: dict[tuple[int, ...], _Shapes] = {}
 
     @cached_property
     def possible(self) -> bool:
         """Whether there is one, found without finding out how good it is."""
         order = self._order(Phase.MIXED)
-        return order is not None and any(True for _ in self._shapes(order))
+        return order is not None and self._shapes_of(order).some
 
     def best(self, phase: Phase) -> Configuration | None:
         """For a phase; None where no configuration holds the model and the longest request."""
@@ -167,19 +191,21 @@ class Options:
         if order is None:
             return None
         if order not in self._known:
-            self._known[order] = [_Timed(shape, self._times(shape)) for shape in self._shapes(order)]
+            self._known[order] = [_Timed(shape, self._times(shape)) for shape in self._shapes_of(order).all]
         promising = list(_promising(self._known[order], phase, self._demand))
         if len(promising) == 1:
             return _configuration(promising[0][1], phase, self._demand)
         found: list[tuple[float, Configuration]] = []
-        most = 0.0
+        most = enough = 0.0
         for promise, timed in promising:
-            if promise < most * (1.0 - NEAR):
+            if promise < max(most * (1.0 - NEAR), enough):
                 break  # nothing carries more than its first look promises
             configuration = _configuration(timed, phase, self._demand)
             if configuration.behaviour.rate < most * (1.0 - NEAR):
                 continue
             goodput = _goodput(configuration.behaviour, self._demand)
+            if not found and goodput >= KEPT * promise:
+                enough = RIVALS * promise
             found.append((goodput, configuration))
             most = max(most, goodput)
         near = [configuration for goodput, configuration in found if goodput >= most * (1.0 - NEAR)]
@@ -190,7 +216,12 @@ class Options:
             return None
         return best_order(_hop_costs(self._parts, phase, self._demand), cycle=phase is not Phase.PREFILL)
 
-    def _shapes(self, order: tuple[int, ...]) -> Iterator[_Shape]:
+    def _shapes_of(self, order: tuple[int, ...]) -> _Shapes:
+        if order not in self._shapes:
+            self._shapes[order] = _Shapes(self._made(order))
+        return self._shapes[order]
+
+    def _made(self, order: tuple[int, ...]) -> Iterator[_Shape]:
         """All different ones that have room for the longest request."""
         parts, model = self._parts.parts, self._demand.model
         for stages in dict.fromkeys(self._parts.loaded or _all_stages(order, parts, self._demand)):
@@ -215,8 +246,8 @@ def _all_stages(order: Sequence[int], parts: Sequence[Part], demand: Demand) -> 
 
 
 def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> Iterator[tuple[float, _Timed]]:
-    """By how many requests per second each would carry if all were average and never waited, most first: the first ones
-    of this order, and those that answer sooner than all before them. What each does in detail takes far longer to find
+    """By how many requests per second each would carry if all were average and never waited, most first: the first of
+    this order, and those that answer sooner than all before them. What each does in detail takes far longer to find
     out."""
     workload = demand.service.workload
     prompt, pairs, output = round(workload.mean_prompt), workload.mean_pairs, workload.mean_output
@@ -235,7 +266,7 @@ def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> Iterat
     soonest = inf
     for place, number in enumerate(sorted(range(len(shapes)), key=costs.__getitem__)):
         taken, latency = costs[number]
-        if place < FIRST or latency < soonest:
+        if place == 0 or latency < soonest:
             yield 1.0 / taken, shapes[number]
         soonest = min(soonest, latency)
 
@@ -288,6 +319,9 @@ def best_order(costs: Array, *, cycle: bool) -> tuple[int, ...] | None:
     size = len(costs)
     if size == 1:
         return (0,)
+    first = costs[0, 1]
+    if isfinite(first) and np.count_nonzero(costs == first) == size * (size - 1):
+        return tuple(range(size))  # all ways are alike
     order = _shortest(costs, cycle=cycle) if size <= EXACT_STAGES else _nearest(costs)
     if not order:
         return None

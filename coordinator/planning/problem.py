@@ -126,8 +126,8 @@ class Evaluator(Protocol):
         """Parallel configurations, orchestration (linear programme) and the expected attainment."""
         ...
 
-    def bound(self, solution: Solution) -> float:
-        """No less than `score(solution).objective`, and much cheaper: to leave out what cannot win."""
+    def promise(self, solution: Solution) -> float:
+        """About the most that `score(solution).objective` can be, and much cheaper: to leave out what will not win."""
         ...
 
     def propose(self, solution: Solution, *, epoch: int, version: int) -> tuple[Proposal, ...]:

@@ -19,8 +19,8 @@ Assumptions, so that a simulation can be held against them:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
+from math import inf, isfinite
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -144,7 +144,9 @@ class Fleet:
         )  # fmt: skip
 
     def _row(self, index: Index, load: Array) -> Row:
-        """Between the loads that are tabulated."""
+        """Between the loads that are tabulated; `LOADS` itself is for one replica."""
+        if load is LOADS:
+            return Row(*self.table[index[0]].T)
         above = np.minimum(np.maximum(np.searchsorted(LOADS, load), 1), len(LOADS) - 1)
         low, high = LOADS[above - 1], LOADS[above]
         part = ((np.minimum(np.maximum(load, 0.0), 1.0) - low) / (high - low))[:, None]
@@ -242,14 +244,16 @@ class Fates:
         The first token and the pace fail independently of each other; the end-to-end deadline fails together with
         whichever of the two is the worse.
         """
-        share = np.ones_like(self.admit_s)
+        share = None
         if isfinite(slo.ttft_s):
             share = self.first_within(slo.ttft_s)
         if isfinite(slo.tpot_s):
-            share = share * self.paced_within(slo.tpot_s)
+            paced = self.paced_within(slo.tpot_s)
+            share = paced if share is None else share * paced
         if isfinite(slo.e2e_s):
-            share = np.minimum(share, self.ended_within(slo.e2e_s))
-        return np.asarray(share @ self.classes.share)
+            ended = self.ended_within(slo.e2e_s)
+            share = ended if share is None else np.minimum(share, ended)
+        return np.ones(len(self.step_s)) if share is None else np.asarray(share @ self.classes.share)
 
 
 class Partner(NamedTuple):
@@ -264,19 +268,23 @@ def alone(
     *, crowd: tuple[int, int] = (1, 1), partner: Partner | None = None, admitted_later: bool = False,
 ) -> Array:  # fmt: skip
     """The share of requests in time at each of LOADS, for what one replica does to them. `crowd`: how many replicas
-    share the prompts, and the outputs. `partner`: one that takes no time unless it is given.
+    share the prompts, and the outputs. `partner`: counts for the end only; one that takes no time unless it is given.
     `admitted_later`: a wait for room in the batch comes after the first token."""
-    fleet, partner = Fleet.of([behaves], classes, arrival_cv), partner or Partner()
-    rows, none = np.zeros(len(LOADS), dtype=np.intp), np.zeros(len(LOADS))
-    nones = np.zeros((len(LOADS), len(classes.share)))
-    reading, writing = (
-        Reading(nones + partner.service_s, nones, none, none),
-        Writing(none + partner.tpot_s, nones + partner.tpot_s, nones + partner.tpot_s, nones, none, none),
-    )
-    if behaves.reads:
-        reading = fleet.reading(rows, LOADS, crowd[0])
-    if behaves.writes:
-        writing = fleet.writing(rows, LOADS, crowd[1])
-    admit, sending = nones + writing.admit_s[:, None], Sending(nones, none, nones)
+    fleet, rows = Fleet.of([behaves], classes, arrival_cv), np.zeros(len(LOADS), dtype=np.intp)
+    read = fleet.reading(rows, LOADS, crowd[0]) if behaves.reads else None
+    write = fleet.writing(rows, LOADS, crowd[1]) if behaves.writes else None
+    none, nones = np.zeros(len(LOADS)), np.zeros((len(LOADS), len(classes.share)))
+    admit, sending = nones if write is None else nones + write.admit_s[:, None], Sending(nones, none, nones)
     early = none if admitted_later else none + 1.0
-    return Fates(classes, reading, writing, sending, admit, early, none).met(slo)
+
+    def fates(beside: Partner) -> Fates:
+        tpot = nones + beside.tpot_s
+        reading = read or Reading(nones + beside.service_s, nones, none, none)
+        writing = write or Writing(none + beside.tpot_s, tpot, tpot, nones, none, none)
+        return Fates(classes, reading, writing, sending, admit, early, none)
+
+    own = slo if partner is None else replace(slo, e2e_s=inf)
+    if write is None:
+        own = replace(own, tpot_s=inf)
+    share = fates(Partner()).met(own)
+    return share if partner is None else np.minimum(share, fates(partner).met(Slo(e2e_s=slo.e2e_s)))

@@ -27,17 +27,17 @@ __all__ = ["Progress", "SearchResult", "cuts", "search"]
 CELL_GPUS: Final = 32
 """Clusters with more than twice as many GPUs are searched in cells of up to this size."""
 
-STEPS_PER_GPU: Final = 5
-LEAST_STEPS: Final = 200
-"""Evaluations, by default: so many for each GPU, and so many at least."""
+STEPS_PER_GPU: Final = 13
+LEAST_STEPS: Final = 420
+"""By default: so many for each GPU, and so many at least."""
 
 ANYTIME: Final = 10**7
-"""Evaluations where time is what ends a search."""
+"""Steps where time is what ends a search."""
 
 FIRST_PASS: Final = 0.2
 """The part of the steps that the cells' first pass takes, which finds out what each can carry."""
 
-PACKINGS: Final = 40
+PACKINGS: Final = 10
 """Starts by rates (`Packing`), all but the first with rates that are off by chance; fewer where steps are few."""
 
 NOISE: Final = 0.1
@@ -46,7 +46,7 @@ NOISE: Final = 0.1
 CLIMBED: Final = 2
 """Best starts that are climbed from, one flip at a time, before the tabu search."""
 
-AWAY: Final = 0.005
+AWAY: Final = 0.01
 """The part of the time that a rented box is taken to be away, and with it all replicas that it has a part of."""
 
 CUTS: Final = 12
@@ -56,7 +56,7 @@ CUTS: Final = 12
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """`colocated`: the best solution found with all replicas mixed (as far as pins let them), which `solution` is never
-    worse than. `steps`: evaluations in all. `history`: each new best objective with the step it came at."""
+    worse than. `steps`: see `Judge`. `history`: each new best objective with the step it came at."""
 
     solution: Solution
     score: Score
@@ -93,9 +93,9 @@ def search(
     limit: int | None = None,
     anytime: bool = False,
 ) -> SearchResult:
-    """The best solution found in `limit` evaluations (default: by the size of the cluster), or until `spent()`.
+    """The best solution found in `limit` steps (default: by the size of the cluster), or until `spent()`.
 
-    `anytime`: a cluster that is searched as a whole is searched until then, however many evaluations that takes.
+    `anytime`: a cluster that is searched as a whole is searched until then, however many steps that takes.
 
     `start`: the running solution, from which the search then begins as well.
     The same arguments give the same result, unless time ends the search. Raises NoPlan where there is no solution.

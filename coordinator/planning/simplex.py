@@ -39,8 +39,8 @@ def maximise(table: Array, most_basic: Array, most: Array) -> Array:
                 break
             column = table[:, enters].copy()
             falls = column[:rows]
-            room = np.where(falls > SMALL, values / falls, np.inf)
-            room = np.where(falls < -SMALL, (values - most_basic) / falls, room)
+            room = np.where(falls > 0.0, values, values - most_basic) / falls
+            room[np.abs(falls) <= SMALL] = np.inf
             leaves = int(room.argmin())
             if most[enters] <= room[leaves]:  # goes to its upper bound, and is counted down from there from now on
                 table[:, columns] -= column * most[enters]

@@ -17,13 +17,14 @@ from .space import Space
 
 __all__ = ["climb", "flip_climb", "tabu"]
 
-RECUT: Final = 0.5  # of the neighbours, boxes cut in another way: many meet boxes that share replicas with others
+RECUT: Final = 0.1  # of the neighbours, boxes cut in another way by their columns
 MEMORY: Final = 24  # moves that may not be undone
 FRUITLESS: Final = 250  # draws in which nothing is new until a round ends
 WARM: Final = 2e-3  # by about how much a step may be worse at the beginning of a round,
 COLD: Final = 5e-4  # and at its end
-ROUND: Final = 500  # steps of a round at least, where there are so many
+ROUND: Final = 1500  # steps of a round at least, where there are so many
 FRESH: Final = 0.5  # of the rounds, those with a new start
+STALE: Final = 200  # steps that lead nowhere until a round ends
 BARREN: Final = 6  # rounds that see nothing new until the search ends
 SPREAD: Final = 0.2  # by about how much its rates are off
 
@@ -65,20 +66,20 @@ def _round(judge: Judge, packing: Packing, here: Solution, rng: np.random.Genera
     one of them took away) unless that makes a new best."""
     space, level, first = judge.space, judge.objective(here), judge.steps
     undone: deque[frozenset[object]] = deque(maxlen=MEMORY)
-    fruitless = 0
-    while judge.steps < last and fruitless < FRUITLESS and not judge.over():
+    fruitless, moved = 0, first
+    while judge.steps < min(last, moved + STALE) and fruitless < FRUITLESS and not judge.over():
         fruitless += 1
         drawn = packing.recut(here, rng) if rng.random() < RECUT else neighbour(space, here, rng)
         warmth = WARM * (COLD / WARM) ** ((judge.steps - first) / (last - first))
         floor = level + warmth * log(1.0 - rng.random())
-        if drawn is None or drawn == here or judge.bound(drawn) <= floor:
+        if drawn is None or drawn == here:
             continue
         steps, record = judge.steps, judge.best_score.objective
-        objective = judge.objective(drawn)
+        objective = judge.objective(drawn) if judge.promise(drawn) > floor else float("-inf")
         fruitless = fruitless if judge.steps == steps else 0
         if objective > record or (objective > floor and _added(space, here, drawn) not in undone):
             undone.append(_added(space, drawn, here))
-            level, here = objective, drawn
+            level, here, moved = objective, drawn, judge.steps
 
 
 def _added(space: Space, old: Solution, new: Solution) -> frozenset[object]:

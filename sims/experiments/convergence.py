@@ -26,7 +26,7 @@ class ConvergenceRow(Row, frozen=True):
     """One search: CPU seconds until its best objective was within 1 % of the one at the end, and in all."""
 
     gpus: int
-    evaluations: int
+    steps: int
     objective: float
     cpu_s_to_1_percent: float
     cpu_s: float
@@ -57,7 +57,7 @@ def _row(gpus: int, scope: Scope) -> ConvergenceRow:
     level = found.score.objective * (1.0 - NEAR)
     return ConvergenceRow(
         gpus=gpus,
-        evaluations=found.steps,
+        steps=found.steps,
         objective=found.score.objective,
         cpu_s_to_1_percent=next(seconds for seconds, objective in curve if objective >= level),
         cpu_s=total_s,
@@ -74,9 +74,9 @@ def convergence(scope: Scope) -> Page:
         title="How soon the search has a good plan",
         assumes=(
             f"LLaMA-30B, conversations at {RATE_PER_GPU:g} requests/s for each GPU, Table 1's column, up to "
-            f"{scope.long_steps} evaluations, seed 0. The 16 and 24 GPUs are subsets of the 32; the paper does not "
-            "say which its are. CPU seconds are of one shared, busy core, and include all that the evaluator "
-            "computes for the first time."
+            f"{scope.long_steps} steps (solutions looked at or evaluated), seed 0. The 16 and 24 GPUs are subsets of "
+            "the 32; the paper does not say which its are. CPU seconds are of one shared, busy core, and include all "
+            "that the evaluator computes for the first time."
         ),
         tables=(Table(TITLE, rows),),
         remarks=REMARKS,

@@ -47,19 +47,19 @@ BRACKET: Final = (0.2, 1.6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """How much of everything: seeds, seconds of arrivals in a run, evaluations of a search (None: as many as the
+    """How much of everything: seeds, seconds of arrivals in a run, steps of a search (None: as many as the
     planner takes by itself), of one that is watched as it converges, and halvings of a rate."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
     steps: int | None = None
-    long_steps: int = 600
+    long_steps: int = 2000
     halvings: int = 6
 
     @classmethod
     def quick(cls) -> Scope:
         """To see that everything works; its figures say little."""
-        return cls(seeds=(0,), seconds=20.0, steps=25, long_steps=25, halvings=1)
+        return cls(seeds=(0,), seconds=20.0, steps=60, long_steps=60, halvings=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,11 +94,11 @@ def test_smaller_kv_makes_a_slow_link_do() -> None:
 @pytest.mark.parametrize(
     "slo", [Slo(), SLO, Slo(e2e_s=20.0), Slo(ttft_s=1.0, tpot_s=0.06, e2e_s=15.0), Slo(ttft_s=0.01)]
 )
-def test_the_bound_bounds(slo: Slo) -> None:
+def test_nothing_is_much_better_than_it_promises(slo: Slo) -> None:
     for rate in (1.0, 8.0):
         lower = LowerLevel(mixed_lengths(rate, slo))
         for solution in some_solutions()[::2]:
-            assert lower.bound(solution) >= lower.score(solution).objective
+            assert lower.promise(solution) >= lower.score(solution).objective - 0.03
 
 
 def test_more_requests_are_worth_less_and_overload_has_a_slope() -> None:
@@ -129,7 +129,7 @@ def test_money_counts_when_it_is_asked_to() -> None:
     assert LowerLevel(free).score(SPLIT).objective - lower.score(SPLIT).objective == pytest.approx(
         0.1 * (2.8 + gigabytes), rel=1e-6
     )
-    assert lower.bound(SPLIT) >= lower.score(SPLIT).objective
+    assert lower.promise(SPLIT) >= lower.score(SPLIT).objective
 
 
 def test_groups_hold_the_model_or_not() -> None:
