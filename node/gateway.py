@@ -373,8 +373,7 @@ class Gateway:
         attempt.shown = told.tokens[:1]
         self._show(attempt.shown, told.finish, live, progress)
         if live.finish is None:
-            _, sampling = live.replay()
-            first = messages.FirstToken(request=attempt.id, token=attempt.shown[0], seed=sampling.seed)
+            first = messages.FirstToken(request=attempt.id, token=attempt.shown[0])
             self._tell(attempt.decode, "decode.first", first)
 
     def _on_decoded(self, event: messages.Tokens, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:

@@ -300,12 +300,10 @@ class Tokens(Message, frozen=True, kw_only=True):
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
-    """The client has been shown this token, which the prefill node has written: go on from there. `seed` is for those
-    that follow."""
+    """The client has been shown this token, which the prefill node has written: go on from there."""
 
     request: RequestId
     token: Token
-    seed: int | None = None
 
 
 class StopRequest(Message, frozen=True, kw_only=True):

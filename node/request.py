@@ -113,17 +113,13 @@ class LiveRequest:
 
     def replay(self) -> tuple[tuple[int, ...], Sampling]:
         """What an engine is asked for now: the prompt with the tokens so far, and how many are still wanted."""
-        body, done = self._body, len(self.tokens)
-        seed = body.seed
-        if seed is not None and done:
-            # An engine's random numbers start anew with each request: not the same ones again.
-            seed = (seed + 0x9E3779B97F4A7C15 * done) & MAX_SEED
+        body = self._body
         sampling = Sampling(
             max_tokens=self.left,
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
-            seed=seed,
+            seed=body.seed,
         )
         return (*self.prompt, *self.tokens), sampling
 

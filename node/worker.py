@@ -172,7 +172,7 @@ class Worker:
         """The answer to this request has begun at its prefill node."""
         job = self._decodes.get(body.request)
         if job is not None and job.gateway == gateway and job.transfer is not None:
-            told = protocol.FirstToken(request=_decode_id(body.request), token=body.token, seed=body.seed)
+            told = protocol.FirstToken(request=_decode_id(body.request), token=body.token)
             self._send(told)
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:

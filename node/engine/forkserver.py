@@ -66,10 +66,10 @@ def preload() -> str:
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
 
-        from . import seeded
-
-        seeded.install()
         _rebind_kernels(current_platform)
+    from . import seeded
+
+    seeded.install()
 
     from . import process  # noqa: F401  (imported for the children)
 

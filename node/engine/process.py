@@ -269,7 +269,7 @@ class EngineRunner:
         if live is None or live.told_by is None:
             return
         transfer, live.told_by = live.told_by, None
-        if told.token < self._vocabulary and self._transfers.first_token(transfer, told.token, told.seed):
+        if told.token < self._vocabulary and self._transfers.first_token(transfer, told.token):
             live.first = (told.token,)
         self._wait_no_longer(transfer)
 

@@ -193,12 +193,11 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
 
 class FirstToken(Message, frozen=True, kw_only=True, tag="first-token"):
     """What another engine has written first for a request that waits for it: go on from there. The answer begins with
-    this token all the same. `seed` is for those that follow. It comes too late for a request that is being computed,
-    because its KV has not come as a whole; that one begins with a token of its own."""
+    this token all the same. It comes too late for a request that is being computed, because its KV has not come as a
+    whole; that one begins with a token of its own."""
 
     request: str
     token: Count
-    seed: int | None = None
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):

@@ -1,33 +1,50 @@
-"""vLLM's model runner for a CPU, with requests that bring a seed.
+"""vLLM's model runners, with requests that bring a seed: what a token is drawn with depends on the seed and on the
+token's position alone.
 
-A step that reads only a part of a prompt samples all the same, and forgets the token. So that an answer does not depend
-on how its prompt was cut, vLLM takes back what that has drawn from the request's own generator: by an offset that only
-generators on a GPU have. On a CPU it fails, and with it the engine and all its requests.
+vLLM gives each request a generator that starts anew in every engine and counts what was drawn there. So an answer would
+depend on which engine wrote its first token, and go on in another way after its engine was lost.
+
+Besides, a step that reads only a part of a prompt samples all the same, and forgets the token. vLLM takes back what
+that has drawn by an offset that only generators on a GPU have: on a CPU it fails, and with it the engine and all its
+requests.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
-from vllm.v1.worker import cpu_worker
+from vllm.v1.worker import cpu_worker, gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-__all__ = ["SeededCPUModelRunner", "install"]
+__all__ = ["SeededCPUModelRunner", "SeededGPUModelRunner", "install", "seed_at"]
+
+_WORD: Final = (1 << 64) - 1
 
 
-class SeededCPUModelRunner(CPUModelRunner):
-    """Takes back by the generator's state what is drawn for tokens that do not count."""
+def seed_at(seed: int, position: int) -> int:
+    """64 bits for a generator. Mixed well (the end of SplitMix64), since generators on a CPU look at 32 of them."""
+    mixed = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & _WORD
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
+    return mixed ^ mixed >> 31
+
+
+class SeededGPUModelRunner(GPUModelRunner):
+    """Not yet run on a GPU."""
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.input_batch
-        discarded = np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0]
-        drawing = [batch.generators[i] for i in discarded.tolist() if i in batch.generators]
-        before = [generator.get_state() for generator in drawing]
-        output = super()._sample(*args, **kwargs)
-        for generator, state in zip(drawing, before, strict=True):
-            generator.set_state(state)
-        return output
+        for row, generator in batch.generators.items():
+            sampling = self.requests[batch.req_ids[row]].sampling_params
+            assert sampling is not None
+            assert sampling.seed is not None
+            generator.manual_seed(seed_at(sampling.seed, int(batch.num_tokens_no_spec[row])))
+        return super()._sample(*args, **kwargs)
+
+
+class SeededCPUModelRunner(SeededGPUModelRunner, CPUModelRunner):
+    """The same on a CPU, whose runner is made from the GPU's."""
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, which is to find nothing to take back."""
@@ -42,3 +59,4 @@ class SeededCPUModelRunner(CPUModelRunner):
 def install() -> None:
     """For all workers that this process and those that it forks will make."""
     cpu_worker.CPUModelRunner = SeededCPUModelRunner  # type: ignore[attr-defined]
+    gpu_model_runner.GPUModelRunner = SeededGPUModelRunner  # type: ignore[misc]

@@ -70,7 +70,7 @@ MESSAGES: list[messages.Message] = [
         prefill=STAGES,
     ),
     messages.DecodeOpened(parts=(PART,)),
-    messages.FirstToken(request="r", token=5, seed=7),
+    messages.FirstToken(request="r", token=5),
     messages.PrefillOpen(request="r", service="tiny", prompt=(1, 2), deadline_s=1.0, parts=(PART,)),
 ]
 

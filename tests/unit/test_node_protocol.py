@@ -63,7 +63,7 @@ TO_ENGINE: list[Message] = [
     protocol.CloseLink(link=LINK.link, reason="gone"),
     protocol.Stop(),
     protocol.LimitSteps(tokens=384),
-    protocol.FirstToken(request="b", token=5, seed=7),
+    protocol.FirstToken(request="b", token=5),
 ]
 FROM_ENGINE: list[Message] = [
     protocol.Ready(

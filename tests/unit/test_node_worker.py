@@ -654,12 +654,12 @@ def test_the_first_token_is_passed_on_by_its_gateway_only(world: World) -> None:
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
     assert submit.told_first
-    body = messages.FirstToken(request="r", token=5, seed=8)
+    body = messages.FirstToken(request="r", token=5)
     world.worker.first_token(B, Role.WORKER, body)
     world.worker.first_token(A, Role.WORKER, messages.FirstToken(request="unknown", token=5))
     assert world.asked() == []
     world.worker.first_token(A, Role.WORKER, body)
-    assert world.asked() == [protocol.FirstToken(request="decode:r", token=5, seed=8)]
+    assert world.asked() == [protocol.FirstToken(request="decode:r", token=5)]
 
 
 def test_nobody_waits_for_a_first_token_without_kv_of_the_whole_prompt(world: World) -> None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["go_on_from"]
 
 
-def go_on_from(request: Request, token: int, seed: int | None) -> bool:
-    """Put the token at the end of the prompt; those that follow are sampled with `seed`, if the request has one.
+def go_on_from(request: Request, token: int) -> bool:
+    """Put the token at the end of the prompt.
 
     False, and nothing changed, when the request has been computed with: vLLM tells its workers of a request's prompt
     when that happens first. Until then it is the scheduler's alone.
@@ -30,6 +30,4 @@ def go_on_from(request: Request, token: int, seed: int | None) -> bool:
     request.update_block_hashes()
     request.max_tokens -= 1
     sampling.max_tokens -= 1
-    if sampling.seed is not None and seed is not None:
-        sampling.seed = seed
     return True

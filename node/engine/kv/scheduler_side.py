@@ -61,10 +61,10 @@ class SchedulerSide:
         """Something the agent wants of the workers, in order with the requests it has submitted."""
         self._next.orders.append(order)
 
-    def first_token(self, transfer: bytes, token: int, seed: int | None) -> bool:
+    def first_token(self, transfer: bytes, token: int) -> bool:
         """The request that waits for this transfer goes on from this token. False when it does not wait any more."""
         receive = self._receiving(transfer)
-        return receive is not None and go_on_from(receive.request, token, seed)
+        return receive is not None and go_on_from(receive.request, token)
 
     def wait_no_longer(self, transfer: bytes) -> str | None:
         """The first token has been told, or will not be. Returns vLLM's id of the request if all its KV is here, of
