@@ -101,6 +101,13 @@ def test_nothing_is_much_better_than_it_promises(slo: Slo) -> None:
             assert lower.promise(solution) >= lower.score(solution).objective - 0.03
 
 
+@pytest.mark.parametrize("rate", [1.0, 8.0, 20.0])
+def test_where_links_are_fast_plans_do_what_they_promise(rate: float) -> None:
+    lower = LowerLevel(problem(400.0, rate, SLO))
+    for solution in (BY_BOX, SPLIT, ACROSS):
+        assert lower.promise(solution) == pytest.approx(lower.score(solution).objective, abs=0.005)
+
+
 def test_more_requests_are_worth_less_and_overload_has_a_slope() -> None:
     scores = [LowerLevel(problem(40.0, rate, SLO)).score(BY_BOX) for rate in (1.0, 4.0, 16.0, 32.0, 64.0)]
     assert scores[0].attainment > 0.98

@@ -1,5 +1,6 @@
 """The upper level: against all solutions of small clusters, deterministic, obedient; and rescheduling by flips."""
 
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -16,6 +17,7 @@ from p2pserve.coordinator.planning.evaluator import LowerLevel
 from p2pserve.coordinator.planning.exhaustive import all_solutions, best_of_all
 from p2pserve.coordinator.planning.judge import Judge, boxes_per_replica
 from p2pserve.coordinator.planning.light import keeping, reschedule, surviving
+from p2pserve.coordinator.planning.moves import neighbour
 from p2pserve.coordinator.planning.packing import Packing
 from p2pserve.coordinator.planning.problem import Group, Problem, Slice, Solution
 from p2pserve.coordinator.planning.search import SearchResult, search
@@ -105,6 +107,32 @@ def test_pins_and_exclusions_are_kept() -> None:
     for group in solution:
         if any(ids[part.box] == "a40" for part in group.slices):
             assert group.phase is Phase.DECODE
+
+
+def test_neighbours_are_solutions() -> None:
+    """Wherever a walk over them leads: no GPU is used twice or made up, boxes that are one stage stay whole, pins are
+    kept, and every group holds its model."""
+    cluster = packaged_cluster("thunderserve-cloud-24", Specs.MEASURED)
+    boxes = tuple(replace(box, atomic=number == 1) for number, box in enumerate(cluster.boxes))
+    one, other = (problem(replace(cluster, boxes=boxes), model, 2.0) for model in ("llama-13b", "llama-30b"))
+    asked = replace(one, services=(*one.services, *other.services), pinned={boxes[0].id: Phase.DECODE})
+    space = Space.of(asked, LowerLevel(asked))
+    rng = np.random.default_rng(0)
+    here, changed = found(asked).solution, 0
+    for _ in range(300):
+        there = neighbour(space, here, rng)
+        if there is None:
+            continue
+        changed += there != here
+        used = Counter[int]()
+        for group in there:
+            used.update(dict(group.slices))
+            assert space.holds(group.slices, group.service)
+            assert group.phase in space.phases_of(group.slices)
+        assert all(used[box] <= boxes[box].gpus for box in used)
+        assert used[1] in (0, boxes[1].gpus)
+        here = there
+    assert changed > 100
 
 
 def test_services_that_do_not_fit_in_whole_boxes_share_one() -> None:
