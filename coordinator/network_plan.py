@@ -32,13 +32,13 @@ from .planning.space import Space
 
 __all__ = ["best_phases", "plan_network", "routed_as"]
 
-STEPS_PER_REPLICA: Final = 16
-LEAST_STEPS: Final = 80
-MOST_STEPS: Final = 300
+STEPS_PER_REPLICA: Final = 8
+LEAST_STEPS: Final = 40
+MOST_STEPS: Final = 150
 """Evaluations for a first plan: so many for each replica, but no fewer and no more than these."""
 
-FLIPS_PER_REPLICA: Final = 16
-MOST_FLIPS: Final = 240
+FLIPS_PER_REPLICA: Final = 4
+MOST_FLIPS: Final = 60
 """Likewise to see whether running replicas should change their phases: each in either other one, and some in pairs."""
 
 CLIMBED: Final = 3
@@ -212,7 +212,7 @@ def _swept(network: NetworkProblem, judge: Judge, start: Solution, heads: Sequen
 
 def _judge(network: NetworkProblem, spent: Callable[[], bool]) -> Judge:
     steps = min(MOST_STEPS, max(LEAST_STEPS, STEPS_PER_REPLICA * len(network.heads)))
-    return Judge(Space.of(network.problem, network.evaluator), limit=steps, spent=spent)
+    return Judge(Space.of(network.problem, network.evaluator), limit=steps, spent=spent, same_groups=True)
 
 
 # --- routing

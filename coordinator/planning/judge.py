@@ -35,16 +35,24 @@ def boxes_per_replica(solution: Solution) -> float:
 class Judge:
     """Scores solutions; equal up to an exchange of boxes that are alike, they are scored once.
 
-    A step is one promise or one evaluation that the memory did not have: they take about as long. The search goes on
-    until `limit` steps are done or `spent()` says that time is up; at least one solution is always scored.
+    A step is one evaluation that the memory did not have, or one promise, which takes about as long where groups are
+    new. Where they are not (`same_groups`), a promise is cheap and counts for nothing. The search goes on until `limit`
+    steps are done or `spent()` says that time is up; at least one solution is always scored.
     """
 
     def __init__(
-        self, space: Space, *, limit: int, spent: Callable[[], bool] = never, progress: Progress | None = None
+        self,
+        space: Space,
+        *,
+        limit: int,
+        spent: Callable[[], bool] = never,
+        progress: Progress | None = None,
+        same_groups: bool = False,
     ) -> None:
         self.space = space
         self._spent = spent
         self._progress = progress
+        self._same_groups = same_groups
         self._keys: dict[Solution, Solution] = {}
         self._memory: dict[Solution, Score] = {}
         self._promises: dict[Solution, float] = {}
@@ -55,8 +63,8 @@ class Judge:
 
     @property
     def steps(self) -> int:
-        """Promises and evaluations so far."""
-        return len(self._promises) + len(self._memory)
+        """So far."""
+        return len(self._memory) + (0 if self._same_groups else len(self._promises))
 
     def over(self) -> bool:
         """Whether the budget is used up."""

@@ -25,8 +25,8 @@ __all__ = ["MARGIN", "Adjustment", "Flip", "keeping", "reschedule", "surviving"]
 MARGIN: Final = 0.005
 """Of the objective: by how much flips must pay. They cost little, but requests in flight finish where they are."""
 
-STEPS: Final = 60
-"""At most: promises and evaluations (`Judge`)."""
+STEPS: Final = 15
+"""Evaluations at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def reschedule(
     """The best phases found for the running replicas in so many evaluations, or until `spent()`; as they are unless
     others gain `margin`. `evaluator`: one that keeps their stages (`keeping`)."""
     space = Space.of(problem, evaluator)
-    judge = Judge(space, limit=steps, spent=spent)
+    judge = Judge(space, limit=steps, spent=spent, same_groups=True)
     before = judge.score(running)
     here, level = running, before.objective
     while not judge.over():

@@ -59,7 +59,7 @@ EXACT_STAGES: Final = 10
 MAX_SHAPES: Final = 16
 """Ways to cut a group's boxes into stages that are tried; above that, all boxes are cut to stages of one width."""
 
-KEPT: Final = 0.6
+KEPT: Final = 0.75
 RIVALS: Final = 0.9
 """Where the shape that promises most carries in time so much of what it promises, only those that promise so much of
 that as well are looked at: waiting costs all shapes about as much."""

@@ -27,8 +27,8 @@ __all__ = ["Progress", "SearchResult", "cuts", "search"]
 CELL_GPUS: Final = 32
 """Clusters with more than twice as many GPUs are searched in cells of up to this size."""
 
-STEPS_PER_GPU: Final = 13
-LEAST_STEPS: Final = 420
+STEPS_PER_GPU: Final = 12
+LEAST_STEPS: Final = 400
 """By default: so many for each GPU, and so many at least."""
 
 ANYTIME: Final = 10**7
