@@ -20,7 +20,7 @@ __all__ = ["flips", "neighbour"]
 
 WHOLE: Final = 0.75  # of the moves, those of all GPUs that a group has of a box: the others leave ragged groups
 MOST_GATHERED: Final = 5  # boxes that are gathered
-APART: Final = 0.6
+APART: Final = 0.6  # of the gatherings, those that may put the boxes in two parts
 MOST_CUT: Final = 3  # groups that a part of them is cut into
 
 Move = Callable[[Space, Solution, np.random.Generator], Iterator[Solution]]

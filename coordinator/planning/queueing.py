@@ -88,7 +88,7 @@ class Sending(NamedTuple):
     @property
     def mean_s(self) -> Array:
         """By class."""
-        return self.least_s + self.busy[:, None] * self.shared_s
+        return self.least_s + self.busy[:, None] * self.shared_s if self.busy.any() else self.least_s
 
     @property
     def variance(self) -> Array:
@@ -206,7 +206,9 @@ class Fates:
         """The chance that the first token is there."""
         reading, early = self.reading, self.early[:, None]
         slack = seconds - reading.service_s - self.admit_s - early * self.sending.mean_s - self.step_s[:, None]
-        sd = np.sqrt(reading.service_sd_s**2 + early * self.sending.variance)
+        sd = reading.service_sd_s
+        if self.sending.busy.any():
+            sd = np.sqrt(sd**2 + early * self.sending.variance)
         return in_time(slack, sd, reading.busy[:, None], reading.wait_s[:, None])
 
     def paced_within(self, seconds: float) -> Array:
@@ -230,11 +232,12 @@ class Fates:
         """The chance that the last token is there."""
         reading, writing = self.reading, self.writing
         gaps, stalled = np.maximum(self.classes.output - 1.0, 0.0), writing.stalled[:, None]
-        apart = writing.slow_s - writing.fast_s
-        tpot, tpot_var = writing.fast_s + stalled * apart, writing.sd_s**2 + stalled * (1.0 - stalled) * apart**2
-        sd = np.sqrt(
-            reading.service_sd_s**2 + self.sending.variance + gaps**2 * tpot_var + (tpot * self.classes.output_sd) ** 2
-        )
+        tpot, tpot_var = writing.fast_s, writing.sd_s**2
+        if stalled.any():
+            apart = writing.slow_s - tpot
+            tpot, tpot_var = tpot + stalled * apart, tpot_var + stalled * (1.0 - stalled) * apart**2
+        variance = reading.service_sd_s**2 + gaps**2 * tpot_var + (tpot * self.classes.output_sd) ** 2
+        sd = np.sqrt(variance + self.sending.variance if self.sending.busy.any() else variance)
         slack = seconds - reading.service_s - self.admit_s - self.sending.mean_s - self.step_s[:, None] - gaps * tpot
         return in_time(slack, sd, reading.busy[:, None], reading.wait_s[:, None])
 

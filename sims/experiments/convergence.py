@@ -92,11 +92,10 @@ def convergence(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- The best objective comes within 1 % of the final one in 1.2 to 4 CPU seconds, the paper needs 21, 36 and 54 s to
-  converge. The paper's search takes ten neighbours of each of a hundred steps at a fixed cost; here bounds leave most
-  of them out, and starts by the rates of ways to cut the boxes are good already.
-- The final one is that of one seed. Others end several percent higher or lower: a search of 600 evaluations does not
-  always find the best plan (`docs/planner.md`).
+- The best objective comes within 1 % of the final one in half a CPU second to four, the paper needs 21, 36 and 54 s to
+  converge. The paper's search takes ten neighbours of each of a hundred steps at a fixed cost; here most are left out
+  by what they promise, and starts by the rates of ways to cut the boxes are good already.
+- The final one is that of one seed. Others end some percent higher or lower (`docs/planner.md`).
 - Growth with the number of GPUs does not show in these three: what costs time is computing a group's configuration
   for the first time, and 16 GPUs in four boxes have no fewer kinds of groups than 32 in seven.
 """
