@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from vllm.v1.worker import cpu_worker, gpu_model_runner
+from vllm.platforms import current_platform
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -58,5 +59,9 @@ class SeededCPUModelRunner(SeededGPUModelRunner, CPUModelRunner):
 
 def install() -> None:
     """For all workers that this process and those that it forks will make."""
-    cpu_worker.CPUModelRunner = SeededCPUModelRunner  # type: ignore[attr-defined]
-    gpu_model_runner.GPUModelRunner = SeededGPUModelRunner  # type: ignore[misc]
+    if current_platform.is_cpu():
+        from vllm.v1.worker import cpu_worker  # loads a library that machines with a GPU need not have
+
+        cpu_worker.CPUModelRunner = SeededCPUModelRunner  # type: ignore[attr-defined]
+    else:
+        gpu_model_runner.GPUModelRunner = SeededGPUModelRunner  # type: ignore[misc]
