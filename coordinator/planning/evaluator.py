@@ -26,7 +26,8 @@ import numpy as np
 from ..plan import Phase
 from .flow import Flow, Network, fill, flow_of, route, solve
 from .handover import Links
-from .members import REFERENCE_LOAD, Curve, Loaded, Member, Members, Memory
+from .link_share import LinkShares
+from .members import REFERENCE_LOAD, Curve, Loaded, Member, Members, Memory, demand_of
 from .orchestration import Orchestration, Solver, carried, highest_rate, orchestrate
 from .parallel import Stages
 from .problem import Group, Problem, Proposal, Score, Slice, Solution
@@ -45,9 +46,11 @@ class LowerLevel:
 
     def __init__(self, problem: Problem, loaded: Loaded = MappingProxyType({}), memory: Memory | None = None) -> None:
         self.problem = problem
-        self._links = Links(problem.cluster)
+        demands = [demand_of(service) for service in problem.services]
+        self._shares_of_links = LinkShares([(demand.service, demand.classes) for demand in demands])
+        self._links = Links(problem.cluster, self._shares_of_links)
         self._memory = Memory() if memory is None else memory
-        self._members = Members(problem, self._links, loaded, self._memory)
+        self._members = Members(problem, demands, self._links, loaded, self._memory)
         rates = [service.workload.rate for service in problem.services]
         self._shares = [rate / sum(rates) for rate in rates]
         self._scores: dict[Solution, Score] = {}
@@ -82,6 +85,10 @@ class LowerLevel:
         usable = self._members.curves([member] * crowd)[0].usable
         read = 0.0 if group.phase is Phase.DECODE else usable * member.behaviour.read
         return read, 0.0 if group.phase is Phase.PREFILL else usable * member.behaviour.write
+
+    def kv_gbps(self, gbps: float) -> float:
+        """As far as other KV can wait (`link_share`)."""
+        return gbps * float(self._shares_of_links.of(np.array(gbps)))
 
     def score(self, solution: Solution) -> Score:
         """By the exact orchestration where that is quick (`flow.route`)."""
@@ -118,7 +125,7 @@ class LowerLevel:
         roads = self._links.roads.less(np.sum([item.flow.used for item in best], axis=0))
         proposals = []
         for item in best:
-            most = highest_rate(item, self._links, roads.more(item.flow.used), fill)
+            most = highest_rate(item, self._links, roads.more(item.flow.used), route)
             proposals.append(proposer.proposal(item, most, epoch=epoch, version=version))
         return tuple(proposals)
 

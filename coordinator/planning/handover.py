@@ -16,18 +16,15 @@ from ..costs.replica import Hop
 from ..plan import Phase
 from .cluster import Cluster
 from .flow import Roads, Wire
+from .link_share import MOST, LinkShares
 from .parallel import LOCAL_RTT_S
 
-__all__ = ["LINK_SHARE", "Handovers", "Holder", "Links", "Spans", "handovers"]
+__all__ = ["Handovers", "Holder", "Links", "Spans", "handovers"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Spans = tuple[tuple[int, float, float], ...]
 """Boxes in layer order: (box, first, last), with the layers as shares of the model."""
-
-LINK_SHARE: Final = 0.7
-"""Of a link's rate that plans may count on: transfers come when prompts end, not evenly, and the router sends more than
-a pair's share where queues are short."""
 
 ROUNDING: Final = 1e-9
 """Shares of layers below this are none."""
@@ -41,13 +38,15 @@ class Holder(NamedTuple):
 
 
 class Links:
-    """The cluster's links, with those inside of boxes on the diagonals."""
+    """The cluster's links, with those inside of boxes on the diagonals. `roads`: what plans may count on."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, shares: LinkShares) -> None:
         gbps, rtt = cluster.gbps.copy(), cluster.rtt_s.copy()
         # what a box can send or take in all is at least its fastest link; nothing says that it were more
         away = np.where(np.eye(len(gbps), dtype=bool), 0.0, gbps)
-        self.roads = Roads(LINK_SHARE * gbps, LINK_SHARE * away.max(axis=1), LINK_SHARE * away.max(axis=0))
+        rates = gbps.copy(), away.max(axis=1), away.max(axis=0)
+        self._rates = Roads(*rates)
+        self.roads = Roads(*(shares.of(one) * one for one in rates))
         np.fill_diagonal(gbps, [box.gpu_link_gbps for box in cluster.boxes])
         np.fill_diagonal(rtt, LOCAL_RTT_S)
         self.alpha_s = rtt / 2
@@ -66,10 +65,10 @@ class Links:
         if not used.any():
             return used
         out, into = used.sum(axis=1, keepdims=True), used.sum(axis=0, keepdims=True)
-        roads = self.roads
+        rates = self._rates
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.maximum(used / roads.between, np.maximum(out / roads.out[:, None], into / roads.into))
-        return np.asarray(np.clip(np.nan_to_num(share, nan=0.0) * LINK_SHARE, 0.0, LINK_SHARE))
+            share = np.maximum(used / rates.between, np.maximum(out / rates.out[:, None], into / rates.into))
+        return np.asarray(np.clip(np.nan_to_num(share, nan=0.0), 0.0, MOST))
 
 
 class Handovers(NamedTuple):

@@ -24,7 +24,7 @@ from .promise import gains
 from .queueing import Partner
 from .workload import Service
 
-__all__ = ["REFERENCE_LOAD", "Curve", "Loaded", "Member", "Members", "Memory"]
+__all__ = ["REFERENCE_LOAD", "Curve", "Loaded", "Member", "Members", "Memory", "demand_of"]
 
 Array = NDArray[np.float64]
 
@@ -89,8 +89,10 @@ class Memory:
 class Members:
     """Holds only what was computed before; the same questions have the same answers."""
 
-    def __init__(self, problem: Problem, links: Links, loaded: Loaded, memory: Memory) -> None:
-        self.demands = tuple(_demand(service) for service in problem.services)
+    def __init__(
+        self, problem: Problem, demands: Sequence[Demand], links: Links, loaded: Loaded, memory: Memory
+    ) -> None:
+        self.demands = tuple(demands)
         self._problem, self._links, self._loaded = problem, links, loaded
         self._memory = memory
         self._names = tuple(service.name for service in problem.services)
@@ -189,7 +191,8 @@ class Members:
         return Partner()
 
 
-def _demand(service: Service) -> Demand:
+def demand_of(service: Service) -> Demand:
+    """By the service's sample of requests."""
     workload = service.workload
     longest = int(np.quantile(workload.prompts + workload.outputs, LONG))
     return Demand(service, classes_of(workload), longest)

@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import Phase
-from .handover import LINK_SHARE
 from .kv_cost import kv_gigabits
 from .problem import Group, Slice, Solution
 from .space import PHASES, Space, solution_of
@@ -158,7 +157,7 @@ class Packing:
                 rates[replica.service] += (read, write)
         for number, service in enumerate(space.problem.services):
             gigabits = float(kv_gigabits(service.model, service.workload.mean_prompt, service.kv_bits))
-            over = LINK_SHARE * sum(_fastest(space, box) for box in boxes) / gigabits
+            over = sum(space.evaluator.kv_gbps(_fastest(space, box)) for box in boxes) / gigabits
             read, write = np.minimum(rates[number], rates[number].min() + over)
             worth[number] += PRICES * read + (1.0 - PRICES) * write
         return worth

@@ -118,6 +118,10 @@ class Evaluator(Protocol):
         0 for what its phase leaves out, and (0, 0) where it does not hold the model."""
         ...
 
+    def kv_gbps(self, gbps: float) -> float:
+        """Gb/s of KV that plans may send over a link of this rate."""
+        ...
+
     def part(self, problem: Problem) -> Evaluator:
         """An evaluator for some of the boxes and services, at other rates; it may use what this one remembers."""
         ...

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from p2pserve.coordinator.bench_clusters import bench_problem
 from p2pserve.coordinator.costs.gpus import Specs, gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.plan import Phase
@@ -211,6 +212,23 @@ def test_every_solution_has_a_plan_no_worse_than_its_score() -> None:
             assert proposal.score.objective >= lower.score(solution).objective - 1e-9
 
 
+def test_the_highest_rate_is_where_the_target_is_lost_also_where_links_are_short() -> None:
+    """A filling that takes no way back ends a sixth below it here, and may end anywhere below."""
+    given = bench_problem(32, "conversation")
+    solution = (
+        group(D, (0, 4), (3, 4)), group(D, (1, 4), (2, 4)), group(D, (4, 2)),
+        group(M, (4, 3)), group(M, (4, 3)), group(M, (5, 4), (6, 4)),
+    )  # fmt: skip
+
+    def at(rate: float) -> Proposal:
+        asked = given.services[0]
+        again = replace(asked, workload=replace(asked.workload, rate=rate))
+        return LowerLevel(replace(given, services=(again,))).propose(solution, epoch=0, version=0)[0]
+
+    most = at(5.0).max_rate
+    assert at(0.97 * most).attainment >= given.services[0].slo.target > at(1.05 * most).attainment
+
+
 def test_deadlines_that_nobody_meets_still_have_a_plan() -> None:
     lower = LowerLevel(problem(40.0, 1.0, Slo(ttft_s=1e-3)))
     assert lower.score(SPLIT).attainment == 0.0
@@ -256,7 +274,7 @@ def test_services_share_links_and_boxes() -> None:
 
 
 def test_the_first_token_can_wait_for_the_kv() -> None:
-    asked = service(0.5, Slo(ttft_s=1.0))
+    asked = service(0.2, Slo(ttft_s=1.0))
     papers, ours = (
         LowerLevel(
             Problem(cluster=boxes(3.0), services=(replace(asked, decode_writes_first=late),), pinned={})
