@@ -4,7 +4,7 @@
 #   TORCH_INDEX  where to find torch's CPU build (PyTorch's own index, if
 #                pip's configuration knows of no CPU build); empty: only pip's configuration
 #   PYTEST_ARGS  what pytest is to run instead of everything, e.g. PYTEST_ARGS="tests/unit -x"
-#   JOBS         tests without sockets and processes that run at once (a process for each core)
+#   JOBS         tests that run at once, of those that may run beside others (a process for each core)
 #
 # Paths are relative to this file's folder, so the checkout may have spaces in its path.
 
@@ -15,7 +15,7 @@ JOBS        ?= auto
 
 SHELL := /bin/sh
 PY    := .venv/bin/python
-PIP   := $(PY) -m pip --disable-pip-version-check install -qq --no-deps
+PIP   := $(PY) -m pip --disable-pip-version-check install -qq --no-deps --no-compile
 
 # What .venv was made from. The folder counts too: a moved checkout needs its scripts written again.
 STAMP   := .venv/p2pserve-setup
@@ -52,6 +52,8 @@ setup:
 	rm -rf .venv/lib/python3*/site-packages/trio-stubs; \
 	echo "setup: p2pserve itself"; \
 	$(PIP) --no-build-isolation -e .; \
+	: 'What pip would compile on one core, on all of them; some files are of other Pythons, or templates.'; \
+	$(PY) -m compileall -qq -j 0 .venv/lib || true; \
 	$(PY) -c 'import torch' || { \
 		$(PY) -m pip uninstall --quiet --yes torch; \
 		echo "setup: torch does not start; name an index that has its CPU build: make setup TORCH_INDEX=..." >&2; exit 1; }; \
@@ -68,8 +70,10 @@ ifneq ($(PYTEST_ARGS),)
 else
 	@echo "test: pytest, pure code on $(JOBS) processes"
 	@$(PY) -m pytest -q -n $(JOBS) tests/unit tests/sim
-	@echo "test: pytest, sockets and processes"
-	@$(PY) -m pytest -q tests/integration tests/gpu
+	@echo "test: pytest, sockets and processes on $(JOBS) processes"
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m beside tests/integration
+	@echo "test: pytest, sockets and processes by themselves"
+	@$(PY) -m pytest -q -m "not beside" tests/integration tests/gpu
 endif
 
 lint: setup

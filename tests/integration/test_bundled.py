@@ -15,6 +15,8 @@ from p2pserve.node.bundled.evaluate import HELD_OUT, bits_per_byte, held_out_sou
 from p2pserve.node.bundled.train import card, train_tokenizer, training_sources
 from p2pserve.node.models import BUNDLED, open_model
 
+pytestmark = pytest.mark.beside
+
 TARGET = 1.45  # `xz -9e` needs 1.73 bits per byte for the same modules
 MEASURED = "heapq"  # all five take minutes on one core
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "p2pserve.sdk.cli"]
 PATIENCE_S = 120.0
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(400)]
 
 
 def environment() -> dict[str, str]:

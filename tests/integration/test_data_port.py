@@ -25,6 +25,8 @@ from p2pserve.node.data_port import MAX_PENDING_HELLOS, DataPort, RelayDesk
 from p2pserve.node.prober import Prober
 from p2pserve.node.worker import Worker
 
+pytestmark = pytest.mark.beside
+
 LINK_HELLO = LinkHello(b"l" * 16, b"n" * 16, LinkRole.SENDER).pack()
 BURST = issue_burst(streams=2, seconds=1.0, max_bytes=1000, rtt_s=0.01, random=random.Random(1).randbytes)
 

@@ -17,7 +17,7 @@ from p2pserve.node.models import BUNDLED
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "p2pserve.sdk.cli", "demo", "--nodes", "2", "--codec", "raw", "--format", "json"]
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 PATIENCE_S = 150.0
 

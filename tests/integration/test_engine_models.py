@@ -14,6 +14,8 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trial import TrialEngine, open_trial
 from p2pserve.node.engine_link import EngineStartError, open_fork_server
 
+pytestmark = pytest.mark.beside
+
 VOCABULARY, LAYERS, WINDOW = 512, 4, 64
 COUNT = 12
 PROMPTS = ((5, 5), (130, 130), (300, 300), (300, 170))  # (length, how many positions of KV are handed over)

@@ -39,6 +39,8 @@ from p2pserve.node.engine.protocol import (
     TransferReport,
 )
 
+pytestmark = pytest.mark.beside
+
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
 SHARD = Shard(layers=range(LAYERS), heads=range(HEADS), head_dim=HEAD_DIM, dtype=torch.float32)
 ALL = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)

@@ -23,6 +23,8 @@ from safetensors.numpy import save
 
 from p2pserve.node.models import ModelError, Progress, download, open_model
 
+pytestmark = pytest.mark.beside
+
 NAME = "owner/tiny"
 COMMIT = "c" * 39 + "1"
 LAYERS = 4

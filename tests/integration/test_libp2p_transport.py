@@ -44,6 +44,8 @@ from p2pserve.bootstrap.shared_port import DataSocketHandler
 from p2pserve.bootstrap.transport import Connection
 from p2pserve.bootstrap.yamux import OneStream
 
+pytestmark = pytest.mark.beside
+
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = NetworkKey(b"n" * 32)
 DATA_HEAD = b"p2pXY/7\n"  # of a kind and version that only the reader has to know

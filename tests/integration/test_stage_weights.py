@@ -17,6 +17,8 @@ from p2pserve.node.engine import weights
 from p2pserve.node.models import LayerRange
 from p2pserve.node.models.checkpoint import stage_files
 
+pytestmark = pytest.mark.beside
+
 LAYERS = 6
 
 

@@ -18,6 +18,8 @@ from p2pserve.node.engine.hub import Tell, TransferHub
 from p2pserve.node.engine.kv.switchboard import Switchboard, WorkerLine
 from p2pserve.node.engine.protocol import AbortTransfer, CloseLink, LinkReport
 
+pytestmark = pytest.mark.beside
+
 WORKER = """
 import sys, threading
 from types import SimpleNamespace
