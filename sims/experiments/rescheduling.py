@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Plan
 from ...coordinator.planning.evaluator import LowerLevel
 from ...coordinator.planning.light import keeping, reschedule, surviving
@@ -58,7 +59,7 @@ def _rows(case: Case, scope: Scope) -> list[RescheduleRow]:
     whole = case.problem()
     running = papers_solution(whole.cluster, case.workload)
     deployed = Deployed(whole, running)
-    rate = LOAD * highest_rate(deployed, scope, scope.seeds[0])
+    rate = LOAD * highest_rate(deployed, scope, scope.seeds[0], Dispatch.PLAN)
     before, whole = deployed.at(rate), at_rate(whole, rate)
     less = replace(whole, cluster=whole.cluster.without(frozenset({LOST})))
     left, old = surviving(running, whole.cluster, less.cluster), LowerLevel(whole)
@@ -100,7 +101,7 @@ def _without(plan: Plan) -> Plan:
 def _row(case: Case, problem: Problem, plan: Plan, what: tuple[str, str, float], scope: Scope) -> RescheduleRow:
     name, flips, cpu_s = what
     service = problem.services[0]
-    found = [outcome(problem, plan, scope, seed) for seed in scope.seeds]
+    found = [outcome(problem, plan, scope, seed, dispatch=Dispatch.PLAN) for seed in scope.seeds]
     return RescheduleRow(
         column=case.specs.value,
         workload=case.workload,
@@ -125,8 +126,8 @@ def rescheduling(scope: Scope) -> Page:
             f"can be compared; box {LOST} with two decode replicas goes. `None`: the plan goes on with what is left, "
             "the requests in the same proportions. `Light`: phases and shares only. `Full`: a new search on 28 "
             f"GPUs. Each is simulated as it serves after the change, at {LOAD:.0%} of what the whole plan could "
-            f"carry; Azure's lengths, Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds. CPU "
-            "seconds are of one shared, busy core."
+            f"carry, with the network's router by queues; Azure's lengths, Poisson arrivals for {scope.seconds:g} s, "
+            f"{len(scope.seeds)} seeds. CPU seconds are of one shared, busy core."
         ),
         tables=(Table(TITLE, reschedule_rows(scope)),),
         remarks=REMARKS,
@@ -134,15 +135,11 @@ def rescheduling(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- Agrees: light rescheduling takes a third of a second of CPU or less (paper 13 s), the full search two (54 s) and would
-  have to load weights anew. In three of four cases light is better than none, by 7 to 13 points, and within 1 to 5
-  points of full.
-- Coding by measured figures stays as it is: by the estimates all are in time that would be after any flip, while in the
-  simulation the rate is at the edge of what the plan carries (0.57 to 0.99, by seed).
-- For conversations by Table 1 two A40 go from prefill to decode, as a prefill group does in the paper. Elsewhere groups
-  mostly become mixed, a phase that the paper does not have.
-- Coding loses nothing by the loss itself (`none` is the same as before): at this rate the shares of the plan use
-  neither of the lost replicas. Conversations lose no more than the spread of the seeds by Table 1, and 9 points by
-  measured figures. The rates are low because the paper's coding plan sends 0.9 GB of KV per request over links that are
-  assumed to have 10 Gb/s (see deployments).
+- Agrees: light rescheduling takes 0.2 to 0.4 s of CPU (paper 13 s), the full search two (54 s) and would have to load
+  weights anew.
+- In three cases groups go from prefill to decode, as a prefill group does in the paper (7P 3D); some become mixed, a
+  phase that the paper does not have.
+- Coding by Table 1 loses little by the loss itself: it is limited by the links. The rates are low because the paper's
+  coding plan sends 0.9 GB of KV per request over links that are assumed to have 10 Gb/s (see deployments).
+- At this rate the whole plan is at its edge, and seeds differ by up to 10 points before anything is lost.
 """

@@ -172,8 +172,11 @@ def test_excluded_boxes_are_never_used(plan: Plan, loads: list[Load], exclude: f
     assert route(plan, loads[::-1], prompt_tokens=tokens, exclude=exclude) == found
 
 
-def plainly(plan: Plan, loads: list[Load], tokens: int, exclude: frozenset[str]) -> tuple[str | None, str] | None:
-    """The rule as one would say it: all candidates of the best kind that has any, the least of them."""
+def plainly(
+    plan: Plan, loads: list[Load], tokens: int, exclude: frozenset[str], sent: dict[tuple[str, str], float]
+) -> tuple[str, str] | None:
+    """The rule as one would say it: all candidates of the best kind that has any, the least of them. `sent`: how many
+    of the latest requests each took."""
     usable = {item.id: item for item in plan.replicas if exclude.isdisjoint(item.peers)}
     told = {load.replica: load for load in loads if load.replica in usable}
     busiest = max((load.outstanding for load in told.values()), default=0)
@@ -197,38 +200,54 @@ def plainly(plan: Plan, loads: list[Load], tokens: int, exclude: frozenset[str])
         share = sum(weight for route, weight in routes.items() if route[end] == name) / sum(routes.values())
         return queue[name] / share / sum(queue[other] for other in {route[end] for route in routes})
 
+    latest = max(sum(sent.get(pair, 0.0) for pair in routes), 32.0)
+
+    def beyond(pair: tuple[str, str]) -> float:
+        if pair[0] == pair[1]:
+            return 0.0
+        return max(0.0, sent.get(pair, 0.0) / latest / (routes[pair] / sum(routes.values())) - 1.5)
+
     ranked = [
         (
             unfit[reader] + unfit[writer],
-            round(beside_mean(unread, 0, reader) + beside_mean(requests, 1, writer), 9),
+            round(beside_mean(unread, 0, reader) + beside_mean(requests, 1, writer) + beyond((reader, writer)), 9),
             (reader, writer),
         )
         for reader, writer in routes
     ]
-    if not ranked:
-        return None
-    reader, writer = min(ranked)[2]
-    return (None if reader == writer else reader, writer)
+    return min(ranked)[2] if ranked else None
 
 
 def test_a_router_decides_as_the_rule_says_whatever_it_heard_before() -> None:
     rng = random.Random(5)
     names = ["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"]
     for plan in (ALONE, TWO_BY_TWO, WITH_MIXED):
-        router = Router(plan)
+        router, sent = Router(plan), dict[tuple[str, str], float]()
         for _ in range(200):
             told = rng.sample(names, rng.randint(0, len(names)))
             loads = [load(name, rng.randint(0, 4), rng.randint(0, 999), rng.choice((0, 100, 200))) for name in told]
             exclude = frozenset(rng.sample(names, rng.choice((0, 0, 1, 2, 3))))
             tokens = rng.choice((1, 150, 250))
             router.report(loads)
-            expected = plainly(plan, loads, tokens, exclude)
+            expected = plainly(plan, loads, tokens, exclude, sent)
             if expected is None:
                 with pytest.raises(NoRoute):
                     router.route(tokens, exclude)
             else:
                 found = router.route(tokens, exclude)
-                assert (found.prefill, found.decode) == expected
+                assert (found.prefill or found.decode, found.decode) == expected
+                sent = {pair: times * (1 - 1 / 128) for pair, times in sent.items()}
+                sent[expected] = sent.get(expected, 0.0) + 1.0
+
+
+def test_idle_ends_of_a_thin_link_do_not_fill_it() -> None:
+    shares = {("p1", "d1"): 0.49, ("p2", "d2"): 0.49, ("p1", "d2"): 0.02}
+    router = Router(plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, shares))
+    router.report([load("p1"), load("d2"), load("p2", 5, 5000), load("d1", 5)])
+    found = [router.route(1000) for _ in range(1000)]
+    thin = sum((one.prefill, one.decode) == ("p1", "d2") for one in found)
+    assert 20 <= thin <= 80
+    assert router.route(1000, frozenset({"p2", "d1"})).decode == "d2"  # the only one left takes them all
 
 
 def test_a_note_changes_one_replica_alone() -> None:
