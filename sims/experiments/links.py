@@ -66,8 +66,8 @@ REMARKS: Final = """\
 - The baseline runs by TP 4. As pipelines of four and of two by two its replicas carry a sixth more of such a burst
   (4,200 tokens/s), of which the planner expects less.
 - The planner's choice is not the best of these in the simulation: it expects less of the plain split than the
-  simulation gives (it plans for 0.7 of a link, and the burst fills all of it), and more of replicas that do both beside
-  a split. The estimates are 30 % low to 5 % high.
+  simulation gives (it plans for 0.9 of a link, and the burst fills all of it), and more of replicas that do both beside
+  a split. The estimates are 20 % low to 18 % high.
 - Figure 18: at the measured share of an A5000's compute, KV takes 11 to 23 % of a request in 16 bit and 4 to 8 % in 4
   bit, as in the paper (16-30, 4-9). By Table 1's 27.8 TFLOPS prefill is so slow that it would be 7 to 10 %.
 """
