@@ -128,12 +128,12 @@ def _solution(problem: Problem, prefill: int) -> Solution:
 
 REMARKS: Final = """\
 - Agrees by measured figures: 5:3 for coding and 3:5 for conversation are best, as in the paper, and attainment falls
-  off to both sides. For coding 6:2 carries as much, with fewer requests in time at the rate of the best.
+  off to both sides. For coding 6:2 carries nearly as much, with fewer requests in time at the rate of the best.
 - By Table 1 the best are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader rate; prompts take four
   times as long as its tensor cores need, and more replicas have to read. The paper's own ratios speak for tensor
   rates.
 - The planner's estimate is right about which side limits, but supposes the router that goes by queues. Here requests
   are sent by the plan's shares alone, and replicas that read carry up to 1.35 times less by measured figures. By Table
-  1, where long prompts come near the deadline even alone, it is a half or less of what is expected: a few that are
-  sent to a busy replica push more than a tenth of the requests over it.
+  1, where long prompts come near the deadline even alone, it is mostly a fifth to a half of what is expected: a few
+  that are sent to a busy replica push more than a tenth of the requests over it.
 """
