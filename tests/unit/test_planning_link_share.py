@@ -62,7 +62,8 @@ def test_of_several_services_the_strictest_counts() -> None:
 
 @given(st.floats(0.5, 200.0), st.integers(2, 400), st.integers(16, 8000))
 def test_at_the_share_found_few_wait_too_long(gbps: float, output: int, prompt: int) -> None:
-    """Against the formula for one class of requests: 2 % find others, and wait longer than half of their deadline."""
+    """Against the formula for one class of requests: 2 % find others, and wait longer than half of their deadline.
+    Shares are tabulated in steps of 0.02, between which lines are drawn, to LEAST as well."""
     asked = service(output, PACED, prompt)
     share = float(shares(asked).of(np.array(gbps)))
     slack = 0.5 * min((output - 1) * PACED.tpot_s, PACED.e2e_s)
@@ -71,5 +72,5 @@ def test_at_the_share_found_few_wait_too_long(gbps: float, output: int, prompt: 
     def late(part: float) -> float:
         return part * exp(-slack * (1.0 - part) / alone_s)
 
-    assert share == LEAST or late(share - 0.02) <= 0.02
+    assert share < LEAST + 0.02 or late(share - 0.02) <= 0.02
     assert share == MOST or late(share + 0.04) > 0.02
