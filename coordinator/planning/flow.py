@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from .simplex import maximise
+from .simplex import Pieces, maximise
 
 __all__ = [
     "Flow",
@@ -306,7 +306,7 @@ def route(network: Network) -> Flow:
     pairs = len(network.worth)
     if not 0 < pairs <= FEW_PAIRS:
         return fill(network)
-    return flow_of(network, _without_specks(maximise(*_table(network))[:pairs]))
+    return flow_of(network, _without_specks(_simplex(network)))
 
 
 def _without_specks(pairs: Array) -> Array:
@@ -314,35 +314,27 @@ def _without_specks(pairs: Array) -> Array:
     return np.where(pairs > 1e-9 * max(1.0, pairs.max(initial=0.0)), pairs, 0.0)
 
 
-def _table(network: Network) -> tuple[Array, Array, Array]:
-    """As `simplex.maximise` takes it. Free are the pairs, and all pieces but the first of each replica. Basic are the
-    first pieces, which carry what the others do not, the requests that are left, and the Gb/s that are."""
+def _simplex(network: Network) -> Array:
+    """Free are the pairs; basic are the loads, the requests that are left, and the Gb/s that are."""
     pairs, replicas = len(network.worth), len(network.read)
     reading, writing = network.costs()
-    slopes = np.concatenate([curve.slopes for curve in network.curves])
-    widths = np.concatenate([curve.widths for curve in network.curves])
-    counts = np.array([len(curve.slopes) for curve in network.curves])
-    owner = np.repeat(np.arange(replicas), counts)
-    first = np.cumsum(counts) - counts
-    later = np.delete(np.arange(len(slopes)), first)
     roads = _taken(network)
-    rows, columns = replicas + 1 + len(roads), pairs + len(later)
-    table, each = np.zeros((rows + 1, columns + 1)), np.arange(pairs)
+    asked = [network.rate] if isfinite(network.rate) else []
+    table, each = np.zeros((replicas + len(asked) + len(roads), pairs)), np.arange(pairs)
     table[network.reader, each] -= reading
     table[network.writer, each] -= writing
-    table[owner[later], pairs + np.arange(len(later))] = 1.0
-    table[replicas, :pairs] = 1.0
-    table[replicas, columns] = network.rate
-    for row, (way, needs) in enumerate(roads.items(), replicas + 1):
-        table[row, columns] = _room(network.roads, way)
+    table[replicas : replicas + len(asked)] = 1.0
+    for row, needs in enumerate(roads.values(), replicas + len(asked)):
         for pair, gigabits in needs:
             table[row, pair] += gigabits
-    lowest = slopes[first]
-    table[rows, :pairs] = network.worth - lowest[network.reader] * reading - lowest[network.writer] * writing
-    table[rows, pairs:columns] = lowest[owner[later]] - slopes[later]
-    most_basic, most = np.full(rows, inf), np.full(columns, inf)
-    most_basic[:replicas], most[pairs:] = widths[first], widths[later]
-    return table, most_basic, most
+    left = [*asked, *(_room(network.roads, way) for way in roads)]
+    loads = [Pieces(curve.loads, tuple(-slope for slope in curve.slopes)) for curve in network.curves]
+    return maximise(
+        table,
+        np.array([*[0.0] * replicas, *left]),
+        [Pieces((inf,), (worth,)) for worth in network.worth.tolist()],
+        [*loads, *[Pieces((inf,), (0.0,))] * len(left)],
+    )
 
 
 def _taken(network: Network) -> dict[_Way, list[tuple[int, float]]]:
