@@ -27,7 +27,7 @@ from ..plan import Phase
 from .flow import Flow, Network, fill, flow_of, route, solve
 from .handover import Links
 from .link_share import LinkShares
-from .members import REFERENCE_LOAD, Curve, Loaded, Member, Members, Memory, demand_of
+from .members import REFERENCE_LOAD, Curve, Loaded, Member, Members, Memory, crowd_of, demand_of
 from .orchestration import Orchestration, Solver, carried, highest_rate, orchestrate
 from .parallel import Stages
 from .problem import Group, Problem, Proposal, Score, Slice, Solution
@@ -82,7 +82,7 @@ class LowerLevel:
         member = self._members.member(group)
         if member is None:
             return 0.0, 0.0
-        usable = self._members.curves([member] * crowd)[0].usable
+        usable = self._members.curves([member], (crowd, crowd))[0].usable
         read = 0.0 if group.phase is Phase.DECODE else usable * member.behaviour.read
         return read, 0.0 if group.phase is Phase.PREFILL else usable * member.behaviour.write
 
@@ -101,7 +101,7 @@ class LowerLevel:
         total = -self.problem.price_weight * self._boxes_usd(solution)
         for number, share in enumerate(self._shares):
             members = self._of(solution, number)
-            curves = self._members.curves(members)
+            curves = self._members.curves(members, crowd_of(member.group.phase for member in members))
             rate = self.problem.services[number].workload.rate
             served = min(1.0, promised([curve.gains for curve in curves], rate, _most_worth(members, curves)) / rate)
             capacity = carried(members, [curve.usable for curve in curves]) / rate
@@ -134,10 +134,10 @@ class LowerLevel:
         roads, found = self._links.roads, []
         for number, service in enumerate(self.problem.services):
             members = self._of(solution, number)
+            curves = self._members.curves(members, crowd_of(member.group.phase for member in members))
             found.append(
                 orchestrate(
-                    service, self._members.demands[number].classes, members, self._members.curves(members),
-                    self._links, roads, solver,
+                    service, self._members.demands[number].classes, members, curves, self._links, roads, solver,
                 )
             )  # fmt: skip
             roads = roads.less(found[-1].flow.used)

@@ -5,7 +5,7 @@ All that is computed here depends on what a group is made of, not on which boxes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final, NamedTuple
@@ -24,7 +24,7 @@ from .promise import gains
 from .queueing import Partner
 from .workload import Service
 
-__all__ = ["REFERENCE_LOAD", "Curve", "Loaded", "Member", "Members", "Memory", "demand_of"]
+__all__ = ["REFERENCE_LOAD", "Curve", "Loaded", "Member", "Members", "Memory", "crowd_of", "demand_of"]
 
 Array = NDArray[np.float64]
 
@@ -39,6 +39,9 @@ TPOT: Final = Row._fields.index("tpot_s")
 LONG: Final = 0.99
 """The share of requests whose KV must fit a replica, one at a time."""
 
+
+_CurveKey = tuple[int, Phase, int, int, int]
+"""Kind, phase, service, and how many share what it takes of prompts and outputs."""
 
 Loaded = Mapping[tuple[Slice, ...], tuple[Stages, ...]]
 """The stages that groups of these slices have their weights in, as parts of the slices."""
@@ -98,7 +101,7 @@ class Members:
         self._names = tuple(service.name for service in problem.services)
         self._kinds: dict[tuple[Slice, ...], tuple[int, Parts]] = {}
         self._members: dict[Group, Member | None] = {}
-        self._curves: dict[tuple[int, Phase, int, int, int], Curve] = {}
+        self._curves: dict[_CurveKey, Curve] = {}
         self._references: dict[int, Partner] = {}
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
@@ -111,18 +114,20 @@ class Members:
             self._members[group] = self._member(group)
         return self._members[group]
 
-    def curves(self, members: Sequence[Member]) -> list[Curve]:
-        """Of the replicas of one service, which share its queues."""
-        readers = sum(member.group.phase is not Phase.DECODE for member in members)
-        writers = sum(member.group.phase is not Phase.PREFILL for member in members)
-        found = []
+    def curves(self, members: Sequence[Member], crowd: tuple[int, int]) -> list[Curve]:
+        """Of replicas of one service, where so many share its prompts, and its outputs."""
+        keys = []
+        missing: dict[Phase, dict[_CurveKey, Member]] = {}
         for member in members:
-            (_, phase, service), kind = member.group, member.kind
-            key = kind, phase, service, readers * (phase is not Phase.DECODE), writers * (phase is not Phase.PREFILL)
+            _, phase, service = member.group
+            readers, writers = crowd[0] * (phase is not Phase.DECODE), crowd[1] * (phase is not Phase.PREFILL)
+            key = member.kind, phase, service, readers, writers
+            keys.append(key)
             if key not in self._curves:
-                self._curves[key] = self._curve(member, readers, writers)
-            found.append(self._curves[key])
-        return found
+                missing.setdefault(phase, {})[key] = member
+        for found in missing.values():
+            self._curves.update(zip(found, self._made(list(found.values()), crowd), strict=True))
+        return [self._curves[key] for key in keys]
 
     def _member(self, group: Group) -> Member | None:
         if self._cut(group.slices):
@@ -160,15 +165,18 @@ class Members:
             self._kinds[slices] = (self._memory.numbers.setdefault(parts, len(self._memory.numbers)), parts)
         return self._kinds[slices]
 
-    def _curve(self, member: Member, readers: int, writers: int) -> Curve:
-        phase, service, behaves = member.group.phase, member.group.service, member.behaviour
-        demand, crowd = self.demands[service], (readers, writers)
+    def _made(self, members: Sequence[Member], crowd: tuple[int, int]) -> Iterator[Curve]:
+        """Those of replicas of one phase, all at once."""
+        _, phase, service = members[0].group
+        demand = self.demands[service]
         slo = demand.service.slo
         partner = None if phase is Phase.MIXED or slo.e2e_s == inf else self._reference(service)
-        share = demand.in_time(behaves, slo, crowd, partner)
-        late = LOADS * behaves.rate * (1.0 - share)
-        lost = loss_curve(LOADS, late + EVENNESS * LOADS**2 * behaves.rate)
-        return Curve(share, lost, _usable(share, slo.target), gains(behaves, phase, late))
+        shares = demand.in_time([member.behaviour for member in members], slo, crowd, partner)
+        for member, share in zip(members, shares, strict=True):
+            behaves = member.behaviour
+            late = LOADS * behaves.rate * (1.0 - share)
+            lost = loss_curve(LOADS, late + EVENNESS * LOADS**2 * behaves.rate)
+            yield Curve(share, lost, _usable(share, slo.target), gains(behaves, phase, late))
 
     def _reference(self, service: int) -> Partner:
         """The middle one of the kinds of boxes that hold the model alone, at the reference load; else all together."""
@@ -189,6 +197,15 @@ class Members:
             if times and paces:
                 return Partner(np.median(times, axis=0), float(np.median(paces)))
         return Partner()
+
+
+def crowd_of(phases: Iterable[Phase]) -> tuple[int, int]:
+    """How many replicas share the prompts, and the outputs; 1 where there are none, who do not wait either."""
+    readers = writers = 0
+    for phase in phases:
+        readers += phase is not Phase.DECODE
+        writers += phase is not Phase.PREFILL
+    return max(1, readers), max(1, writers)
 
 
 def demand_of(service: Service) -> Demand:

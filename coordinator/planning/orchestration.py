@@ -17,7 +17,7 @@ from .flow import Flow, Network, Roads, solve
 from .handover import Handovers, Links, handovers
 from .kv_cost import kv_gigabits, visible_s
 from .length_classes import Classes
-from .members import REFERENCE_LOAD, Curve, Member
+from .members import REFERENCE_LOAD, Curve, Member, crowd_of
 from .queueing import Fates, Fleet, Sending
 from .workload import Service
 
@@ -70,7 +70,7 @@ def orchestrate(
     average = float(classes.share @ gigabits)
     handover = handovers([member.holder for member in members], links, average)
     fleet = Fleet.of([member.behaviour for member in members], classes, service.workload.arrival_cv)
-    outcome = _Outcome(service, classes, fleet, handover, gigabits, _crowd(members))
+    outcome = _Outcome(service, classes, fleet, handover, gigabits, crowd_of(member.group.phase for member in members))
     network = Network(
         service.workload.rate, fleet.read, fleet.write, [curve.lost for curve in curves],
         handover.reader, handover.writer, outcome.worth(curves), handover.wires, roads, fleet.both,
@@ -103,14 +103,6 @@ def highest_rate(found: Orchestration, links: Links, roads: Roads, solver: Solve
     return low
 
 
-def _crowd(members: Sequence[Member]) -> tuple[int, int]:
-    """How many replicas share the prompts, and the outputs; 1 where there are none, who do not wait either."""
-    return (
-        max(1, sum(member.group.phase is not Phase.DECODE for member in members)),
-        max(1, sum(member.group.phase is not Phase.PREFILL for member in members)),
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
     """What becomes of requests on any pair at any load."""
@@ -128,8 +120,9 @@ class _Outcome:
         a step for the first token as for any other."""
         readers, writers = self.handover.reader[pairs], self.handover.writer[pairs]
         everyone = np.arange(len(loads))
-        reading = self.fleet.reading(everyone, loads, self.crowd[0]).at(readers)
-        writing = self.fleet.writing(everyone, loads, self.crowd[1]).at(writers)
+        row = self.fleet.at(everyone, loads)
+        reading = self.fleet.reading(everyone, row, self.crowd[0]).at(readers)
+        writing = self.fleet.writing(everyone, loads, row, self.crowd[1]).at(writers)
         wire_s = self.handover.gigabit_s[pairs][:, None] * self.gigabits
         alpha_s, read_s = self.handover.alpha_s[pairs][:, None], self.fleet.lone_s[readers]
         layers = self.service.model.layers

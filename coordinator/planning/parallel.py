@@ -101,11 +101,14 @@ class Demand(NamedTuple):
         """Of the service."""
         return self.service.model
 
-    def in_time(self, behaves: Behaviour, slo: Slo, crowd: tuple[int, int], partner: Partner | None = None) -> Array:
-        """The share of the service's requests in time at each of LOADS: see `queueing.alone`."""
-        later = not behaves.reads and not self.service.decode_writes_first
+    def in_time(
+        self, behaviours: Sequence[Behaviour], slo: Slo, crowd: tuple[int, int], partner: Partner | None = None
+    ) -> Array:
+        """[replica, load] the share of the service's requests in time at each of LOADS, on replicas of one phase: see
+        `queueing.alone`."""
+        later = not behaviours[0].reads and not self.service.decode_writes_first
         cv = self.service.workload.arrival_cv
-        return alone(behaves, self.classes, slo, cv, crowd=crowd, partner=partner, admitted_later=later)
+        return alone(behaviours, self.classes, slo, cv, crowd=crowd, partner=partner, admitted_later=later)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,7 +288,7 @@ def _goodput(behaves: Behaviour, demand: Demand) -> float:
     slo = demand.service.slo
     if not (behaves.reads and behaves.writes):
         slo = replace(slo, e2e_s=slo.e2e_s / 2)
-    return float((LOADS * behaves.rate * demand.in_time(behaves, slo, (1, 1))).max())
+    return float((LOADS * behaves.rate * demand.in_time([behaves], slo, (1, 1))).max())
 
 
 def _hop(parts: Parts, source: int, target: int) -> Hop:

@@ -143,27 +143,29 @@ class Fleet:
             rows("lone_sd_s", kinds), rows("chunks", kinds), rows("spread"), rows("max_batch"), rows("table", *table),
         )  # fmt: skip
 
-    def _row(self, index: Index, load: Array) -> Row:
-        """Between the loads that are tabulated; `LOADS` itself is for one replica."""
-        if load is LOADS:
-            return Row(*self.table[index[0]].T)
+    def tabulated(self) -> tuple[Index, Array, Row]:
+        """Every replica at each of LOADS: which, at what load, and what it does there."""
+        replicas = len(self.table)
+        index, load = np.repeat(np.arange(replicas), len(LOADS)), np.tile(LOADS, replicas)
+        return index, load, Row(*self.table.reshape(len(load), -1).T)
+
+    def at(self, index: Index, load: Array) -> Row:
+        """Replicas `index[k]` at `load[k]`, between the loads that are tabulated."""
         above = np.minimum(np.maximum(np.searchsorted(LOADS, load), 1), len(LOADS) - 1)
         low, high = LOADS[above - 1], LOADS[above]
         part = ((np.minimum(np.maximum(load, 0.0), 1.0) - low) / (high - low))[:, None]
         values = (1.0 - part) * self.table[index, above - 1] + part * self.table[index, above]
         return Row(*values.T)
 
-    def reading(self, index: Index, load: Array, servers: float) -> Reading:
-        """Of prompts on replicas `index[k]` at `load[k]`, when `servers` replicas share the queue."""
-        row = self._row(index, load)
+    def reading(self, index: Index, row: Row, servers: float) -> Reading:
+        """Of prompts on replicas `index[k]` that do `row`, when `servers` replicas share the queue."""
         variability = (self.arrival_cv**2 + self.spread[index]) / 2.0
         busy, wait = waits(row.rho, row.occupied_s, variability, servers)
         service = self.lone_s[index] + self.chunks[index] * row.step_s[:, None] + row.joins_s[:, None]
         return Reading(service, self.lone_sd_s[index], busy, wait)
 
-    def writing(self, index: Index, load: Array, servers: float) -> Writing:
-        """Of outputs on replicas `index[k]` at `load[k]`, when `servers` replicas share them."""
-        row = self._row(index, load)
+    def writing(self, index: Index, load: Array, row: Row, servers: float) -> Writing:
+        """Of outputs on replicas `index[k]` at `load[k]`, where they do `row`, when `servers` replicas share them."""
         tokens = np.maximum(self.classes.output, 1.0)[None, :]
         varied = (row.batch_var / servers + row.context_var)[:, None]
         variance = varied * _averaged(tokens / self.classes.life)
@@ -256,7 +258,10 @@ class Fates:
         if isfinite(slo.e2e_s):
             ended = self.ended_within(slo.e2e_s)
             share = ended if share is None else np.minimum(share, ended)
-        return np.ones(len(self.step_s)) if share is None else np.asarray(share @ self.classes.share)
+        if share is None:
+            return np.ones(len(self.step_s))
+        # row by row: a product with a vector rounds by how many rows there are
+        return np.asarray((share * self.classes.share).sum(axis=1))
 
 
 class Partner(NamedTuple):
@@ -267,16 +272,18 @@ class Partner(NamedTuple):
 
 
 def alone(
-    behaves: Behaviour, classes: Classes, slo: Slo, arrival_cv: float,
+    behaviours: Sequence[Behaviour], classes: Classes, slo: Slo, arrival_cv: float,
     *, crowd: tuple[int, int] = (1, 1), partner: Partner | None = None, admitted_later: bool = False,
 ) -> Array:  # fmt: skip
-    """The share of requests in time at each of LOADS, for what one replica does to them. `crowd`: how many replicas
-    share the prompts, and the outputs. `partner`: counts for the end only; one that takes no time unless it is given.
-    `admitted_later`: a wait for room in the batch comes after the first token."""
-    fleet, rows = Fleet.of([behaves], classes, arrival_cv), np.zeros(len(LOADS), dtype=np.intp)
-    read = fleet.reading(rows, LOADS, crowd[0]) if behaves.reads else None
-    write = fleet.writing(rows, LOADS, crowd[1]) if behaves.writes else None
-    none, nones = np.zeros(len(LOADS)), np.zeros((len(LOADS), len(classes.share)))
+    """[replica, load] the share of requests in time at each of LOADS, for what one replica does to them; all of these
+    are of one phase. `crowd`: how many replicas share the prompts, and the outputs. `partner`: counts for the end only;
+    one that takes no time unless it is given. `admitted_later`: a wait for room in the batch comes after the first
+    token."""
+    fleet = Fleet.of(behaviours, classes, arrival_cv)
+    index, load, row = fleet.tabulated()
+    read = fleet.reading(index, row, crowd[0]) if behaviours[0].reads else None
+    write = fleet.writing(index, load, row, crowd[1]) if behaviours[0].writes else None
+    none, nones = np.zeros(len(load)), np.zeros((len(load), len(classes.share)))
     admit, sending = nones if write is None else nones + write.admit_s[:, None], Sending(nones, none, nones)
     early = none if admitted_later else none + 1.0
 
@@ -290,4 +297,6 @@ def alone(
     if write is None:
         own = replace(own, tpot_s=inf)
     share = fates(Partner()).met(own)
-    return share if partner is None else np.minimum(share, fates(partner).met(Slo(e2e_s=slo.e2e_s)))
+    if partner is not None:
+        share = np.minimum(share, fates(partner).met(Slo(e2e_s=slo.e2e_s)))
+    return share.reshape(len(behaviours), -1)

@@ -150,7 +150,7 @@ def test_no_other_shape_carries_clearly_more(phase: Phase, slo: Slo) -> None:
         assert found is not None
         behaves = found.behaviour
         half = slo if behaves.reads and behaves.writes else replace(slo, e2e_s=slo.e2e_s / 2)
-        return float((LOADS * behaves.rate * wanted.in_time(behaves, half, (1, 1))).max())
+        return float((LOADS * behaves.rate * wanted.in_time([behaves], half, (1, 1))).max())
 
     shapes = (((0, 1, 15),) * 4, ((0, 2, 30),) * 2, ((0, 4, 60),))
     each = [carried(box(A40, 4)._replace(loaded=(stages,))) for stages in shapes]

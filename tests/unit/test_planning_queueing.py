@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from math import exp, inf
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from p2pserve.coordinator.costs.step_times import DecodeLine
 from p2pserve.coordinator.plan import Phase
@@ -40,6 +42,11 @@ class PlainTimes:
 
 def classes(prompt: int = 1000, output: int = 101) -> Classes:
     return classes_of(Workload(name="x", prompts=np.full(4, prompt), outputs=np.full(4, output), rate=1.0))
+
+
+def single(behaves: Behaviour, *args: Any, **kwargs: Any) -> NDArray[np.float64]:
+    """`alone` for one replica."""
+    return np.asarray(alone([behaves], *args, **kwargs)[0])
 
 
 def at(behaves: Behaviour, column: str, load: float) -> float:
@@ -152,8 +159,8 @@ def test_reading_takes_time_from_writing_on_a_mixed_replica() -> None:
 def test_no_deadline_is_met_always_and_an_impossible_one_never() -> None:
     known = classes()
     found = behaviour(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7)
-    assert alone(found, known, Slo(), 1.0).tolist() == [1.0] * len(LOADS)
-    assert alone(found, known, Slo(ttft_s=0.5), 1.0).max() < 1e-9
+    assert single(found, known, Slo(), 1.0).tolist() == [1.0] * len(LOADS)
+    assert single(found, known, Slo(ttft_s=0.5), 1.0).max() < 1e-9
 
 
 DEADLINES = (Slo(ttft_s=3.0), Slo(tpot_s=0.05), Slo(e2e_s=8.0), Slo(ttft_s=2.0, tpot_s=0.1, e2e_s=9.0))
@@ -164,7 +171,7 @@ DEADLINES = (Slo(ttft_s=3.0), Slo(tpot_s=0.05), Slo(e2e_s=8.0), Slo(ttft_s=2.0, 
 def test_more_load_is_never_better_and_more_replicas_never_worse(slo: Slo, phase: Phase) -> None:
     known = classes()
     found = behaviour(phase, PlainTimes(request_s=5e-4), known, kv_tokens=60_000)
-    one, four = (alone(found, known, slo, 1.0, crowd=(n, n)) for n in (1, 4))
+    one, four = (single(found, known, slo, 1.0, crowd=(n, n)) for n in (1, 4))
     assert (np.diff(one) <= 1e-6).all()
     assert (np.diff(four) <= 1e-6).all()
     assert (four >= one - 1e-3)[one > 0.6].all()
@@ -173,7 +180,7 @@ def test_more_load_is_never_better_and_more_replicas_never_worse(slo: Slo, phase
 def test_bursts_wait_longer() -> None:
     known = classes()
     found = behaviour(Phase.PREFILL, PlainTimes(), known, kv_tokens=10**6)
-    even, bursts = (alone(found, known, Slo(ttft_s=4.0), cv) for cv in (1.0, 4.0))
+    even, bursts = (single(found, known, Slo(ttft_s=4.0), cv) for cv in (1.0, 4.0))
     assert (bursts[1:-1] < even[1:-1]).all()
 
 
@@ -190,17 +197,31 @@ def test_a_queue_in_a_plain_simulation_is_as_estimated() -> None:
     # Lindley: the end of service is the work so far, plus the longest idle time before it
     ends = work + np.maximum.accumulate(arrivals - work + service)
     for deadline in (1.5, 3.0, 5.0):
-        estimate = np.interp(load, LOADS, alone(found, known, Slo(ttft_s=deadline), 1.0))
+        estimate = np.interp(load, LOADS, single(found, known, Slo(ttft_s=deadline), 1.0))
         assert estimate == pytest.approx(float((ends - arrivals <= deadline).mean()), abs=0.04)
 
 
 def test_replicas_looked_up_together_are_as_alone() -> None:
     known = classes()
     both = [behaviour(phase, PlainTimes(), known, kv_tokens=10**6) for phase in (Phase.MIXED, Phase.DECODE)]
-    together = Fleet.of(both, known, 1.0).writing(np.array([1, 0, 1]), np.array([0.3, 0.5, 1.0]), 2)
-    single = Fleet.of(both[1:], known, 1.0).writing(np.array([0, 0]), np.array([0.3, 1.0]), 2)
-    assert together.tpot_s[[0, 2]].tolist() == single.tpot_s.tolist()
+
+    def writing(fleet: Fleet, index: list[int], load: list[float]) -> Writing:
+        which, loads = np.array(index), np.array(load)
+        return fleet.writing(which, loads, fleet.at(which, loads), 2)
+
+    together = writing(Fleet.of(both, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
+    apart = writing(Fleet.of(both[1:], known, 1.0), [0, 0], [0.3, 1.0])
+    assert together.tpot_s[[0, 2]].tolist() == apart.tpot_s.tolist()
     assert together.admit_s[2] < inf
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_many_replicas_at_once_fare_exactly_as_one_after_the_other(phase: Phase) -> None:
+    known = classes()
+    found = [behaviour(phase, PlainTimes(request_s=cost), known, kv_tokens=60_000) for cost in (0.0, 5e-4, 2e-3)]
+    slo = Slo(ttft_s=2.0, tpot_s=0.1, e2e_s=9.0)
+    together = alone(found, known, slo, 1.0, crowd=(3, 2))
+    assert together.tolist() == [single(one, known, slo, 1.0, crowd=(3, 2)).tolist() for one in found]
 
 
 def test_what_is_read_and_written_together_takes_less_than_apart() -> None:
@@ -214,7 +235,7 @@ def test_few_tokens_see_prompts_or_none_and_many_see_the_average() -> None:
     def paced(output: int) -> float:
         known = classes(output=output)
         found = behaviour(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7, tpot_s=10.0)
-        return float(np.interp(0.5, LOADS, alone(found, known, Slo(tpot_s=0.45), 1.0)))
+        return float(np.interp(0.5, LOADS, single(found, known, Slo(tpot_s=0.45), 1.0)))
 
     # a prompt takes a second: between five tokens one is too much, and the replica reads half of the time
     assert 0.35 < paced(5) < 0.75
