@@ -4,7 +4,7 @@ What a variable is worth is concave and in straight pieces, as a replica's load 
 pieces are no variables of their own (Fourer, "A simplex algorithm for piecewise-linear programming I", 1985): a
 variable outside of the basis rests at an end of one of its pieces, and what enters the basis goes on through the ends
 that others come to for as long as that is worth something. Made for programmes of some dozens of rows that are solved
-by the hundred: those take it a sixth of the time that HiGHS takes, most of which goes into getting ready. What it has
+by the hundred: those take it a third of the time that HiGHS takes, most of which goes into getting ready. What it has
 after any number of steps is feasible.
 """
 
@@ -25,7 +25,7 @@ SMALL: Final = 1e-9
 """Gains and pivots below this are none."""
 
 PIVOTS: Final = 1000
-"""At most, against going in circles; sixty pairs take about forty."""
+"""At most, against going in circles; twenty-five pairs take about twenty."""
 
 
 class Pieces(NamedTuple):
