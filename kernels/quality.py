@@ -5,7 +5,8 @@ Three parts, each labelled in the output with what it was measured on:
 - bits per element of a 1500-token prompt in blocks of 512 tokens (real payloads);
 - errors on synthetic tensors of known difficulty;
 - the bundled model on modules it was not trained on: perplexity with K and V of every layer sent through the
-  codec, and ROUGE of greedy continuations from a sent cache against those from the 16-bit one.
+  codec, divergence from the 16-bit predictions, and ROUGE of greedy continuations from a sent cache against those
+  from the 16-bit one; and by how much `kv4` and `kivi4` differ in each, token by token and text by text.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from . import accelerate
 from .format import Codec
-from .quality_model import CONTINUATION_TOKENS, HELD_OUT, PROMPT_TOKENS, BundledModel, mean_rouge
-from .quality_rouge import Rouge
+from .quality_model import CONTINUATION_TOKENS, HELD_OUT, PROMPT_TOKENS, BundledModel, TokenScores
+from .quality_paired import Difference, difference
+from .quality_rouge import Rouge, mean_rouge, rouge
 from .quality_tensors import KINDS, Errors, bits_per_element, block_errors, tensors
 
-__all__ = ["Report", "main", "measure_model", "measure_tensors", "render"]
+__all__ = ["ModelReport", "Report", "main", "measure_model", "measure_tensors", "render"]
 
 QUICK_MODULES = ("heapq",)
 BATCH = 10  # continuations at once
@@ -34,9 +36,26 @@ LABELS = {
     "logit_error_db": "measured on synthetic bf16 tensors, 2048 x 4 x 128: error variance of q.k over its variance",
     "relative_error": "measured on the same tensors: length of the error over length of the tensor",
     "perplexity": "measured on the bundled model, its held-out modules: K (after RoPE) and V of all layers sent",
+    "divergence": "measured on the same tokens: mean of KL(prediction after `raw` || after the codec), nats",
     "rouge": f"measured on the bundled model: {CONTINUATION_TOKENS} greedy tokens after sent prompts of {PROMPT_TOKENS}"
     ", against those after `raw`",
+    "kv4_minus_kivi4": "measured on the same tokens and continuations, pair by pair",
 }
+ROUGES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rouge_l": "ROUGE-L"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What the model says: codec -> value; of `kv4` minus `kivi4`, figure -> mean and standard error."""
+
+    perplexity: dict[str, float]
+    divergence: dict[str, float]
+    rouge: dict[str, Rouge]
+    kv4_minus_kivi4: dict[str, Difference]
+
+    def change(self, codec: str) -> float:
+        """How much worse than `raw` the perplexity is, in percent."""
+        return 100 * (self.perplexity[codec] / self.perplexity["raw"] - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +64,7 @@ class Report:
 
     bits: dict[str, float]
     errors: dict[str, dict[str, Errors]]
-    perplexity: dict[str, float]
-    rouge: dict[str, Rouge]
+    model: ModelReport
     modules: tuple[str, ...]
     continuations: int
 
@@ -62,17 +80,15 @@ class Report:
                 kind: {codec: found.logit_db for codec, found in row.items()} for kind, row in self.errors.items()
             },
             "relative_error": relative,
-            "perplexity": self.perplexity,
-            "perplexity_change_percent": {codec: self.change(codec) for codec in self.perplexity},
-            "rouge": {codec: asdict(scores) for codec, scores in self.rouge.items()},
+            "perplexity": self.model.perplexity,
+            "perplexity_change_percent": {codec: self.model.change(codec) for codec in self.model.perplexity},
+            "divergence": self.model.divergence,
+            "rouge": {codec: asdict(scores) for codec, scores in self.model.rouge.items()},
+            "kv4_minus_kivi4": {figure: asdict(found) for figure, found in self.model.kv4_minus_kivi4.items()},
             "held_out_modules": self.modules,
             "continuations": self.continuations,
             "labels": LABELS,
         }
-
-    def change(self, codec: str) -> float:
-        """How much worse than `raw` the perplexity is, in percent."""
-        return 100 * (self.perplexity[codec] / self.perplexity["raw"] - 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,21 +124,25 @@ def measure_tensors(codecs: Sequence[str]) -> tuple[dict[str, float], dict[str, 
     return bits, errors
 
 
-def measure_model(
-    codecs: Sequence[str], modules: Sequence[str], continuations: int
-) -> tuple[dict[str, float], dict[str, Rouge]]:
-    """Perplexity and ROUGE of every codec; `continuations` prompts from each module."""
+def measure_model(codecs: Sequence[str], modules: Sequence[str], continuations: int) -> ModelReport:
+    """What the model says of every codec, `kv4` and `kivi4` among them; `continuations` prompts from each module."""
     model = BundledModel()
     batches = model.prompts(modules, continuations).split(BATCH)
     progress = _Progress(len(codecs) * (model.windows(modules) + len(batches)))
-    perplexity = {codec: model.perplexity(codec, modules, progress.advance) for codec in codecs}
+    tokens = model.scores(codecs, modules, progress.advance)
     texts: dict[str, list[str]] = {codec: [] for codec in codecs}
     for codec in codecs:
         for batch in batches:
             texts[codec] += model.continuations(codec, batch)
             progress.advance()
     progress.close()
-    return perplexity, {codec: mean_rouge(texts["raw"], found) for codec, found in texts.items()}
+    rouges = {codec: [rouge(*pair) for pair in zip(texts["raw"], texts[codec], strict=True)] for codec in codecs}
+    return ModelReport(
+        {codec: scores.perplexity for codec, scores in tokens.items()},
+        {codec: float(scores.divergence.mean()) for codec, scores in tokens.items()},
+        {codec: mean_rouge(scores) for codec, scores in rouges.items()},
+        _kv4_minus_kivi4(tokens, rouges),
+    )
 
 
 def render(report: Report) -> str:
@@ -139,6 +159,7 @@ def render(report: Report) -> str:
     for title, cell in tables.items():
         rows = [(kind, [cell(row[codec]) for codec in lossy]) for kind, row in report.errors.items()]
         lines += ["", *_table(title, lossy, rows)]
+    lines += ["", "kv4 minus kivi4, mean ± standard error", *_differences(report.model.kv4_minus_kivi4)]
     lines += ["", *(f"{name}: {label}" for name, label in LABELS.items())]
     lines.append(f"modules: {', '.join(report.modules)}; continuations: {report.continuations}")
     return "\n".join(lines)
@@ -168,18 +189,40 @@ def _measure(codecs: Sequence[str], *, quick: bool) -> Report:
     accelerate.set_mode(accelerate.Mode.EAGER)  # the same bytes, without building anything for so little data
     try:
         bits, errors = measure_tensors(codecs)
-        perplexity, scores = measure_model(codecs, modules, each)
+        model = measure_model(codecs, modules, each)
     finally:
         accelerate.set_mode(before)
-    return Report(bits, errors, perplexity, scores, tuple(modules), each * len(modules))
+    return Report(bits, errors, model, tuple(modules), each * len(modules))
+
+
+def _kv4_minus_kivi4(tokens: Mapping[str, TokenScores], rouges: Mapping[str, Sequence[Rouge]]) -> dict[str, Difference]:
+    ours, theirs = tokens[Codec.KV4], tokens[Codec.KIVI4]
+    found = {
+        "loss": difference(ours.loss, theirs.loss),
+        "divergence": difference(ours.divergence, theirs.divergence),
+    }
+    for figure in ROUGES:
+        pair = (torch.tensor([getattr(score, figure) for score in rouges[codec]]) for codec in (Codec.KV4, Codec.KIVI4))
+        found[figure] = difference(*pair)
+    return found
 
 
 def _summary(report: Report) -> Iterator[tuple[str, list[str]]]:
-    yield "bits per element", [f"{report.bits[codec]:.3f}" for codec in report.bits]
-    yield "perplexity", [f"{value:.4f}" for value in report.perplexity.values()]
-    yield "  change, %", [f"{report.change(codec):+.2f}" for codec in report.perplexity]
-    for name, label in (("rouge1", "ROUGE-1"), ("rouge2", "ROUGE-2"), ("rouge_l", "ROUGE-L")):
-        yield f"{label} of continuations", [f"{getattr(scores, name):.3f}" for scores in report.rouge.values()]
+    model = report.model
+    yield "bits per element", [f"{value:.3f}" for value in report.bits.values()]
+    yield "perplexity", [f"{value:.4f}" for value in model.perplexity.values()]
+    yield "  change, %", [f"{model.change(codec):+.2f}" for codec in model.perplexity]
+    yield "divergence, 0.001 nats a token", [f"{1000 * value:.2f}" for value in model.divergence.values()]
+    for figure, label in ROUGES.items():
+        yield f"{label} of continuations", [f"{getattr(scores, figure):.3f}" for scores in model.rouge.values()]
+
+
+def _differences(found: Mapping[str, Difference]) -> Iterator[str]:
+    for figure in ("loss", "divergence"):
+        mean, error = 1000 * found[figure].mean, 1000 * found[figure].standard_error
+        yield f"{figure + ', 0.001 nats a token':<32}{mean:>+10.3f} ± {error:.3f}"
+    for figure, label in ROUGES.items():
+        yield f"{label + ' of continuations':<32}{found[figure].mean:>+10.4f} ± {found[figure].standard_error:.4f}"
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The bundled model with its KV cache sent through a codec: perplexity and greedy continuations.
+"""The bundled model with its KV cache sent through a codec: losses, divergences and greedy continuations.
 
 Weights and arithmetic are fp32, so that the only rounding is the cache's own. Keys (after RoPE) and values are
 rounded to bf16 for every codec, `raw` included, then encoded and decoded as a prompt of that length would be.
@@ -10,15 +10,15 @@ import importlib.resources
 import math
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .quality_rouge import Rouge, rouge
 from .quality_tensors import through
 
-__all__ = ["CONTINUATION_TOKENS", "HELD_OUT", "PROMPT_TOKENS", "BundledModel", "mean_rouge"]
+__all__ = ["CONTINUATION_TOKENS", "HELD_OUT", "PROMPT_TOKENS", "BundledModel", "TokenScores", "divergence"]
 
 HELD_OUT = ("argparse", "dataclasses", "tarfile", "heapq", "difflib")
 """Standard-library modules that the model was not trained on (its README)."""
@@ -27,6 +27,23 @@ WINDOW_TOKENS = 2048
 PROMPT_TOKENS, CONTINUATION_TOKENS = 512, 64
 
 _ATTENTION = "p2pserve_codec"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a codec does to the prediction of each scored token, in nats, fp64 `[tokens]`.
+
+    `loss`: of the token that came. `divergence`: KL(prediction after `raw` || prediction after the codec), which
+    looks at all tokens that might have come and so tells codecs apart that the loss does not.
+    """
+
+    loss: torch.Tensor
+    divergence: torch.Tensor
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean loss."""
+        return math.exp(float(self.loss.mean()))
 
 
 class BundledModel:
@@ -55,24 +72,26 @@ class BundledModel:
             folder, dtype=torch.float32, attn_implementation=_ATTENTION
         ).eval()
 
-    def perplexity(self, codec: str, modules: Sequence[str], advance: Callable[[], None] = lambda: None) -> float:
-        """exp of the mean loss per token of the held-out modules' texts.
+    def scores(
+        self, codecs: Sequence[str], modules: Sequence[str], advance: Callable[[], None] = lambda: None
+    ) -> dict[str, TokenScores]:
+        """The tokens of the held-out modules' texts after every codec; `advance` after every window of each.
 
         Windows of 2048 tokens overlap by half, as in the model's own evaluation: a token past the first window
-        is predicted from at least 1024 tokens before it.
+        is predicted from at least 1024 tokens before it. All codecs go through a window before the next one comes,
+        so that one window's predictions after `raw` are all that is kept of them.
         """
-        self._codec = codec
-        loss, count = 0.0, 0
-        for name in modules:
-            ids = torch.tensor([0, *self._tokenizer.encode(_source(name)).ids])
-            for start, first, window in _windows(ids):
-                with torch.inference_mode():
-                    logits = self._model(input_ids=window[None, :-1], use_cache=False).logits[0]
-                scored = first - start - 1
-                loss += float(torch.nn.functional.cross_entropy(logits[scored:], window[scored + 1 :], reduction="sum"))
-                count += len(window) - 1 - scored
+        losses: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
+        divergences: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
+        for start, first, window in self._windows(modules):
+            scored = first - start - 1
+            expected = self._predictions("raw", window, scored)
+            for codec in codecs:
+                found = expected if codec == "raw" else self._predictions(codec, window, scored)
+                losses[codec].append(-found.gather(1, window[scored + 1 :, None]).squeeze(1))
+                divergences[codec].append(divergence(expected, found))
                 advance()
-        return math.exp(loss / count)
+        return {codec: TokenScores(torch.cat(losses[codec]), torch.cat(divergences[codec])) for codec in codecs}
 
     def continuations(self, codec: str, prompts: torch.Tensor) -> list[str]:
         """Greedy continuations of `[prompts, tokens]` from a cache that came through the codec."""
@@ -101,10 +120,19 @@ class BundledModel:
         return torch.tensor(rows)
 
     def windows(self, modules: Sequence[str]) -> int:
-        """How many windows `perplexity` scores."""
-        return sum(
-            1 for name in modules for _ in _windows(torch.tensor([0, *self._tokenizer.encode(_source(name)).ids]))
-        )
+        """How many windows `scores` goes through with every codec."""
+        return sum(1 for _ in self._windows(modules))
+
+    def _windows(self, modules: Sequence[str]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        for name in modules:
+            yield from _windows(torch.tensor([0, *self._tokenizer.encode(_source(name)).ids]))
+
+    def _predictions(self, codec: str, window: torch.Tensor, scored: int) -> torch.Tensor:
+        """Log-probabilities `[tokens, vocabulary]` of what follows each token of the window from `scored` on."""
+        self._codec = codec
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(input_ids=window[None, :-1], use_cache=False).logits[0, scored:]
+            return logits.double().log_softmax(-1)
 
     def _send(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[prompts, heads, tokens, head_dim]` fp32 as it arrives, every prompt on its own."""
@@ -115,12 +143,9 @@ class BundledModel:
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
 
-def mean_rouge(references: Sequence[str], texts: Sequence[str]) -> Rouge:
-    """The mean of each score over pairs of texts."""
-    scores = [rouge(reference, text) for reference, text in zip(references, texts, strict=True)]
-    return Rouge(
-        *(sum(column) / len(scores) for column in zip(*((s.rouge1, s.rouge2, s.rouge_l) for s in scores), strict=True))
-    )
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """KL(expected || found) of each row of log-probabilities, in nats."""
+    return (expected.exp() * (expected - found)).sum(-1)
 
 
 def _windows(ids: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:

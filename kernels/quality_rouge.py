@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Rouge", "rouge"]
+__all__ = ["Rouge", "mean_rouge", "rouge"]
 
 _WORD = re.compile(r"[a-z0-9]+")
 
@@ -33,6 +33,16 @@ def rouge(reference: str, text: str) -> Rouge:
         _overlap(_n_grams(expected, 1), _n_grams(found, 1)),
         _overlap(_n_grams(expected, 2), _n_grams(found, 2)),
         _f1(_longest_common(expected, found), len(expected), len(found)),
+    )
+
+
+def mean_rouge(scores: Sequence[Rouge]) -> Rouge:
+    """The mean of each score."""
+    count = len(scores)
+    return Rouge(
+        sum(found.rouge1 for found in scores) / count,
+        sum(found.rouge2 for found in scores) / count,
+        sum(found.rouge_l for found in scores) / count,
     )
 
 

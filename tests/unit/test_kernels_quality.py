@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import pytest
 import torch
 
 from p2pserve.kernels import accelerate, quality, quality_model
-from p2pserve.kernels.quality import Report, measure_tensors, render
-from p2pserve.kernels.quality_rouge import Rouge, rouge
+from p2pserve.kernels.quality import ModelReport, Report, measure_model, measure_tensors, render
+from p2pserve.kernels.quality_model import TokenScores, divergence
+from p2pserve.kernels.quality_paired import Difference, difference
+from p2pserve.kernels.quality_rouge import Rouge, mean_rouge, rouge
 from p2pserve.kernels.quality_tensors import KINDS, Errors, block_errors, tensors, through
 
 CODECS = ("raw", "kv4", "fp8", "kivi4")
@@ -39,6 +42,40 @@ class TestRouge:
     def test_texts_without_words(self) -> None:
         assert rouge("", "...") == Rouge(1.0, 1.0, 1.0)
         assert rouge("a", "") == Rouge(0.0, 0.0, 0.0)
+
+    def test_the_mean_is_of_each_score(self) -> None:
+        assert mean_rouge([Rouge(1.0, 0.5, 0.25), Rouge(0.0, 0.25, 0.75)]) == Rouge(0.5, 0.375, 0.5)
+
+
+class TestDifference:
+    def test_of_three_pairs_by_hand(self) -> None:
+        """1, 2 and 6: mean 3, variance 7."""
+        found = difference(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([1.0, 2.0, 3.0]))
+        assert found.mean == pytest.approx(3)
+        assert found.standard_error == pytest.approx(math.sqrt(7 / 3))
+
+    def test_of_equal_samples(self) -> None:
+        sample = torch.tensor([0.3, 10.0, -4.0])
+        assert difference(sample, sample.clone()) == Difference(0.0, 0.0)
+
+    def test_what_pairs_have_in_common_falls_out(self) -> None:
+        """Samples that spread over thousands, each pair 0.5 apart."""
+        sample = torch.arange(0.0, 4000.0, 10.0)
+        assert difference(sample, sample + 0.5) == Difference(-0.5, 0.0)
+
+    def test_numbers_that_are_no_pairs(self) -> None:
+        for one, other in ((2, 1), (1, 1), (0, 0)):
+            with pytest.raises(ValueError, match="no standard error"):
+                difference(torch.zeros(one), torch.zeros(other))
+
+
+def test_divergence_by_hand() -> None:
+    """Of a fair coin from one that falls 1 in 4, and the other way round; of a coin from itself."""
+    fair, unfair = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    rows = divergence(torch.cat((fair, unfair, unfair)), torch.cat((unfair, fair, unfair)))
+    assert rows[0] == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    assert rows[1] == pytest.approx(0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2))
+    assert rows[2] == 0
 
 
 class TestTensors:
@@ -102,21 +139,42 @@ def model() -> quality_model.BundledModel:
 
 
 class TestModel:
-    def test_perplexity_changes_with_the_codec_and_only_with_it(
-        self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture(autouse=True)
+    def short_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         text = quality_model._source("heapq")[:2500]
         monkeypatch.setattr(quality_model, "_source", lambda _: text)
-        raw = model.perplexity("raw", ("heapq",))
-        assert 2 < raw < 100
-        change = abs(model.perplexity("fp8", ("heapq",)) / raw - 1)
-        assert 0 < change < 0.02
 
-        def nothing(codec: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.zeros_like(k), torch.zeros_like(v)
+    def test_predictions_change_with_the_codec_and_only_with_it(self, model: quality_model.BundledModel) -> None:
+        steps: list[int] = []
+        found = model.scores(("raw", "fp8", "kivi4"), ("heapq",), lambda: steps.append(1))
+        raw, fp8, kivi4 = found.values()
+        assert len(steps) == 3 * model.windows(("heapq",))
+        assert 2 < raw.perplexity < 100
+        assert 0 < abs(fp8.perplexity / raw.perplexity - 1) < 0.02
+        assert raw.loss.shape == fp8.loss.shape == fp8.divergence.shape
+        assert not raw.divergence.any()
+        assert 0 < fp8.divergence.mean() < kivi4.divergence.mean() < 0.1
+        assert float(fp8.divergence.min()) > -1e-9
 
-        monkeypatch.setattr(quality_model, "through", nothing)
-        assert model.perplexity("raw", ("heapq",)) > 1.5 * raw  # it is the sent cache that attention sees
+    def test_a_codec_that_changes_nothing_is_raw(
+        self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(quality_model, "through", lambda codec, k, v: (k, v))
+        found = model.scores(("kv4", "raw"), ("heapq",))
+        assert list(found) == ["kv4", "raw"]
+        assert float(found["kv4"].divergence.abs().max()) < 1e-9
+        assert found["kv4"].perplexity == pytest.approx(found["raw"].perplexity, rel=1e-6)
+
+    def test_attention_sees_the_sent_cache(
+        self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def nothing_of_kv4(codec: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return (torch.zeros_like(k), torch.zeros_like(v)) if codec == "kv4" else (k, v)
+
+        monkeypatch.setattr(quality_model, "through", nothing_of_kv4)
+        found = model.scores(("raw", "kv4"), ("heapq",))
+        assert found["kv4"].perplexity > 1.5 * found["raw"].perplexity
+        assert float(found["kv4"].divergence.mean()) > 0.1
 
     def test_continuations_of_a_cache_that_was_not_changed(
         self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +185,6 @@ class TestModel:
         first, second = (model.continuations("raw", prompts) for _ in range(2))
         assert first == second
         assert len(first) == 2
-        assert quality_model.mean_rouge(first, second) == Rouge(1.0, 1.0, 1.0)
 
     def test_windows_score_every_token_once(self) -> None:
         for count in (2, 100, 2049, 2050, 5000):
@@ -138,12 +195,64 @@ class TestModel:
             assert scored == list(range(1, count))
 
 
+class _Told:
+    """A model that says of every codec what it was told; of `fp8` nothing."""
+
+    texts: ClassVar = {"raw": ["a b c", "a b"], "kv4": ["a b c", "a c"], "kivi4": ["x y z", "a c"]}
+
+    def prompts(self, modules: Sequence[str], each: int) -> torch.Tensor:
+        return torch.zeros(len(modules) * each, 1)
+
+    def windows(self, modules: Sequence[str]) -> int:
+        return len(modules)
+
+    def scores(
+        self, codecs: Sequence[str], modules: Sequence[str], advance: Callable[[], None]
+    ) -> dict[str, TokenScores]:
+        losses = {"raw": [1.0, 2.0, 3.0], "kv4": [1.5, 2.5, 3.5], "kivi4": [1.0, 1.0, 2.5]}
+        divergences = {"raw": 0.0, "kv4": 0.25, "kivi4": 0.75}
+        return {
+            codec: TokenScores(torch.tensor(losses[codec]), torch.full((3,), divergences[codec])) for codec in codecs
+        }
+
+    def continuations(self, codec: str, prompts: torch.Tensor) -> list[str]:
+        return self.texts[codec]
+
+
+def test_what_the_model_says_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses 0.5, 1.5 and 1 apart: mean 1, variance 1/4. ROUGE-1 of the texts: 1 and 1/2 against 0 and 1/2."""
+    monkeypatch.setattr(quality, "BundledModel", _Told)
+    found = measure_model(("raw", "kv4", "kivi4"), ("heapq",), 2)
+    assert found.perplexity == pytest.approx({"raw": math.exp(2), "kv4": math.exp(2.5), "kivi4": math.exp(1.5)})
+    assert found.change("kv4") == pytest.approx(100 * (math.exp(0.5) - 1))
+    assert found.divergence == {"raw": 0.0, "kv4": 0.25, "kivi4": 0.75}
+    assert found.rouge["raw"] == Rouge(1.0, 1.0, 1.0)
+    assert found.rouge["kv4"] == Rouge(0.75, 0.5, 0.75)
+    apart = found.kv4_minus_kivi4
+    assert apart["loss"].mean == pytest.approx(1)
+    assert apart["loss"].standard_error == pytest.approx(0.5 / math.sqrt(3))
+    assert apart["divergence"] == Difference(-0.5, 0.0)
+    for figure in ("rouge1", "rouge2", "rouge_l"):
+        assert apart[figure].mean == pytest.approx(0.5), figure
+        assert apart[figure].standard_error == pytest.approx(0.5), figure
+
+
 class TestReport:
     def report(self) -> Report:
         errors = {kind: {codec: Errors(-20.0, 0.1, 0.2) for codec in CODECS[1:]} for kind in KINDS}
-        perplexity = {"raw": 10.0, "kv4": 10.04, "fp8": 10.01, "kivi4": 10.08}
-        scores = {codec: Rouge(0.9, 0.8, 0.85) for codec in CODECS}
-        return Report(dict.fromkeys(CODECS, 4.4), errors, perplexity, scores, ("heapq",), 4)
+        model = ModelReport(
+            {"raw": 10.0, "kv4": 10.04, "fp8": 10.01, "kivi4": 10.08},
+            {"raw": 0.0, "kv4": 0.00321, "fp8": 0.001, "kivi4": 0.00432},
+            {codec: Rouge(0.9, 0.8, 0.85) for codec in CODECS},
+            {
+                "loss": Difference(-0.00123, 0.000456),
+                "divergence": Difference(-0.00111, 0.000222),
+                "rouge1": Difference(0.0125, 0.0256),
+                "rouge2": Difference(0.0225, 0.0257),
+                "rouge_l": Difference(-0.0325, 0.0258),
+            },
+        )
+        return Report(dict.fromkeys(CODECS, 4.4), errors, model, ("heapq",), 4)
 
     def test_json_names_every_figure(self) -> None:
         found = json.loads(json.dumps(self.report().as_json(), allow_nan=False))
@@ -152,11 +261,22 @@ class TestReport:
         assert found["perplexity_change_percent"]["kv4"] == pytest.approx(0.4)
         assert found["logit_error_db"]["qwen2-like"]["kivi4"] == -20.0
         assert found["relative_error"]["normal"]["fp8"] == {"k": 0.1, "v": 0.2}
+        assert found["divergence"] == {"raw": 0.0, "kv4": 0.00321, "fp8": 0.001, "kivi4": 0.00432}
+        assert found["kv4_minus_kivi4"].keys() == {"loss", "divergence", "rouge1", "rouge2", "rouge_l"}
+        assert found["kv4_minus_kivi4"]["loss"] == {"mean": -0.00123, "standard_error": 0.000456}
         assert found["rouge"]["fp8"] == {"rouge1": 0.9, "rouge2": 0.8, "rouge_l": 0.85}
 
     def test_the_table_shows_every_codec_and_kind(self) -> None:
         text = render(self.report())
         assert all(name in text for name in (*CODECS, *KINDS, "+0.40", "ROUGE-L", "10.0400", "heapq"))
+
+    def test_the_table_shows_divergences_and_differences(self) -> None:
+        lines = [line.split() for line in render(self.report()).splitlines()]
+        assert ["divergence,", "0.001", "nats", "a", "token", "0.00", "3.21", "1.00", "4.32"] in lines
+        assert ["loss,", "0.001", "nats", "a", "token", "-1.230", "±", "0.456"] in lines
+        assert ["divergence,", "0.001", "nats", "a", "token", "-1.110", "±", "0.222"] in lines
+        assert ["ROUGE-1", "of", "continuations", "+0.0125", "±", "0.0256"] in lines
+        assert ["ROUGE-L", "of", "continuations", "-0.0325", "±", "0.0258"] in lines
 
     def test_without_transformers(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         def missing(*_: object) -> None:

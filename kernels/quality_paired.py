@@ -1,0 +1,29 @@
+"""Two codecs judged on the same items: their mean difference, and how far chance alone would move it.
+
+Most of what makes a token hard or a continuation tip over is common to both codecs and falls out of the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Difference", "difference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean over pairs and its standard error, as if no pair knew of another."""
+
+    mean: float
+    standard_error: float
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
+    """`one` minus `other`, pair by pair; two pairs or more."""
+    if one.shape != other.shape or one.dim() != 1 or len(one) < 2:
+        raise ValueError(f"pairs of shapes {tuple(one.shape)} and {tuple(other.shape)} have no standard error")
+    apart = one.double() - other.double()
+    return Difference(float(apart.mean()), float(apart.std()) / math.sqrt(len(apart)))
