@@ -22,20 +22,24 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan import Phase
 from .flow import Flow, Network, fill, flow_of, route, solve
 from .handover import Links
+from .kv_cost import kv_gigabits
 from .link_share import LinkShares
 from .members import REFERENCE_LOAD, Curve, Loaded, Member, Members, Memory, crowd_of, demand_of
 from .orchestration import Orchestration, Solver, carried, highest_rate, orchestrate
 from .parallel import Stages
-from .problem import Group, Problem, Proposal, Score, Slice, Solution
-from .promise import promised
+from .problem import Crowd, Group, Island, Problem, Proposal, Score, Slice, Solution, islands
+from .promise import LEVELS, PARTS, earned, promised
 from .proposals import Proposer
 from .workload import Service
 
 __all__ = ["HEADROOM", "LowerLevel"]
+
+Array = NDArray[np.float64]
 
 HEADROOM: Final = 0.01
 """What unlimited capacity is worth, in shares of attainment."""
@@ -47,13 +51,15 @@ class LowerLevel:
     def __init__(self, problem: Problem, loaded: Loaded = MappingProxyType({}), memory: Memory | None = None) -> None:
         self.problem = problem
         demands = [demand_of(service) for service in problem.services]
-        self._shares_of_links = LinkShares([(demand.service, demand.classes) for demand in demands])
-        self._links = Links(problem.cluster, self._shares_of_links)
+        self._links = Links(problem.cluster, LinkShares([(demand.service, demand.classes) for demand in demands]))
         self._memory = Memory() if memory is None else memory
         self._members = Members(problem, demands, self._links, loaded, self._memory)
         rates = [service.workload.rate for service in problem.services]
         self._shares = [rate / sum(rates) for rate in rates]
         self._scores: dict[Solution, Score] = {}
+        self._ways: dict[frozenset[int], tuple[float, float]] = {}
+        self._earnings: dict[tuple[Island, tuple[Crowd, ...]], Array] = {}
+        self._priced = (len(demands), len(LEVELS), len(PARTS))
 
     def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether these GPUs have the memory for the model and its long requests, in a shape that can be run."""
@@ -86,9 +92,14 @@ class LowerLevel:
         read = 0.0 if group.phase is Phase.DECODE else usable * member.behaviour.read
         return read, 0.0 if group.phase is Phase.PREFILL else usable * member.behaviour.write
 
-    def kv_gbps(self, gbps: float) -> float:
-        """As far as other KV can wait (`link_share`)."""
-        return gbps * float(self._shares_of_links.of(np.array(gbps)))
+    def earnings(self, apart: Sequence[Island], crowds: Sequence[Crowd]) -> Array:
+        """By replicas at the loads that suit them best, and by links that nobody else takes."""
+        keys = [(island, tuple(crowds)) for island in apart]
+        missing = [key for key in keys if key not in self._earnings]
+        if missing:
+            found = [self._earned([key[0] for key in missing], *service) for service in enumerate(crowds)]
+            self._earnings.update(zip(missing, np.stack(found, axis=1), strict=True))
+        return np.array([self._earnings[key] for key in keys]).reshape(-1, *self._priced)
 
     def score(self, solution: Solution) -> Score:
         """By the exact orchestration where that is quick (`flow.route`)."""
@@ -97,14 +108,16 @@ class LowerLevel:
         return self._scores[solution]
 
     def promise(self, solution: Solution) -> float:
-        """Links without limit, and traffic for nothing."""
+        """By islands, which have their links for themselves, and traffic for nothing."""
         total = -self.problem.price_weight * self._boxes_usd(solution)
+        members = [self._of(solution, number) for number in range(len(self._shares))]
+        crowds = [crowd_of(member.group.phase for member in those) for those in members]
+        together = self.earnings(islands(solution), crowds).sum(axis=0)
         for number, share in enumerate(self._shares):
-            members = self._of(solution, number)
-            curves = self._members.curves(members, crowd_of(member.group.phase for member in members))
+            curves = self._members.curves(members[number], crowds[number])
             rate = self.problem.services[number].workload.rate
-            served = min(1.0, promised([curve.gains for curve in curves], rate, _most_worth(members, curves)) / rate)
-            capacity = carried(members, [curve.usable for curve in curves]) / rate
+            served = min(1.0, promised(together[number], rate, _most_worth(members[number], curves)) / rate)
+            capacity = carried(members[number], [curve.usable for curve in curves]) / rate
             total += share * (served + HEADROOM * capacity / (1.0 + capacity))
         return total
 
@@ -147,6 +160,30 @@ class LowerLevel:
         """The service's replicas; groups that do not hold the model are none."""
         members = [self._members.member(group) for group in solution if group.service == service]
         return [member for member in members if member is not None]
+
+    def _earned(self, apart: Sequence[Island], service: int, crowd: Crowd) -> Array:
+        """[island, level, part] of one service."""
+        members = [(place, member) for place, island in enumerate(apart) for member in self._of(island, service)]
+        curves = self._members.curves([member for _, member in members], crowd)
+        gained = np.zeros((len(apart), *self._priced[1:]))
+        for (place, _), curve in zip(members, curves, strict=True):
+            gained[place] += curve.gains
+        boxes = [frozenset(box for group in island for box, _ in group.slices) for island in apart]
+        ways = np.array([self._through(those) for those in boxes])
+        demand = self._members.demands[service]
+        gigabits = kv_gigabits(demand.service.model, demand.classes.prompt, demand.service.kv_bits)
+        out, into = ways.T / float(demand.classes.share @ gigabits)
+        return earned(gained, out, into)
+
+    def _through(self, boxes: frozenset[int]) -> tuple[float, float]:
+        """Gb/s of KV that may leave these boxes for others, and come from others."""
+        if boxes not in self._ways:
+            roads, inside = self._links.roads, sorted(boxes)
+            others = np.array([box not in boxes for box in range(len(roads.out))])
+            out = np.minimum(roads.out[inside], roads.between[inside][:, others].sum(axis=1))
+            into = np.minimum(roads.into[inside], roads.between[others][:, inside].sum(axis=0))
+            self._ways[boxes] = float(out.sum()), float(into.sum())
+        return self._ways[boxes]
 
     def _score(self, solution: Solution, orchestrations: Sequence[Orchestration]) -> Score:
         shared = list(zip(self._shares, orchestrations, strict=True))

@@ -19,7 +19,7 @@ from .flow import LossCurve, loss_curve
 from .handover import Holder, Links
 from .length_classes import classes_of
 from .parallel import Configuration, Demand, Options, Part, Parts, Stages
-from .problem import Group, Problem, Slice
+from .problem import Crowd, Group, Problem, Slice
 from .promise import gains
 from .queueing import Partner
 from .workload import Service
@@ -114,7 +114,7 @@ class Members:
             self._members[group] = self._member(group)
         return self._members[group]
 
-    def curves(self, members: Sequence[Member], crowd: tuple[int, int]) -> list[Curve]:
+    def curves(self, members: Sequence[Member], crowd: Crowd) -> list[Curve]:
         """Of replicas of one service, where so many share its prompts, and its outputs."""
         keys = []
         missing: dict[Phase, dict[_CurveKey, Member]] = {}
@@ -165,7 +165,7 @@ class Members:
             self._kinds[slices] = (self._memory.numbers.setdefault(parts, len(self._memory.numbers)), parts)
         return self._kinds[slices]
 
-    def _made(self, members: Sequence[Member], crowd: tuple[int, int]) -> Iterator[Curve]:
+    def _made(self, members: Sequence[Member], crowd: Crowd) -> Iterator[Curve]:
         """Those of replicas of one phase, all at once."""
         _, phase, service = members[0].group
         demand = self.demands[service]
@@ -199,7 +199,7 @@ class Members:
         return Partner()
 
 
-def crowd_of(phases: Iterable[Phase]) -> tuple[int, int]:
+def crowd_of(phases: Iterable[Phase]) -> Crowd:
     """How many replicas share the prompts, and the outputs; 1 where there are none, who do not wait either."""
     readers = writers = 0
     for phase in phases:

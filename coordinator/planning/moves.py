@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from ..plan import Phase
-from .problem import Group, Slice, Solution
+from .problem import Group, Slice, Solution, closed
 from .space import Space, group_of, solution_of
 
 __all__ = ["flips", "neighbour"]
@@ -143,7 +143,8 @@ def _gather(space: Space, solution: Solution, rng: np.random.Generator) -> Itera
     each part into equal groups that have a share in every box of it. One step to what takes many merges, splits and
     moves that are all worse."""
     pair = _pair(rng, solution) if rng.random() < 0.5 else None
-    boxes = _closed(solution, pair or [_pick(rng, solution)])
+    chosen = pair or (_pick(rng, solution),)
+    boxes = closed(solution, (box for group in chosen for box, _ in group.slices))
     if len(boxes) > MOST_GATHERED:
         return
     gone = [group for group in solution if group.slices[0].box in boxes]
@@ -158,17 +159,6 @@ def _gather(space: Space, solution: Solution, rng: np.random.Generator) -> Itera
                 return
             made.append(group)
     yield _replaced(solution, gone, made)
-
-
-def _closed(solution: Solution, groups: Iterable[Group]) -> set[int]:
-    """The boxes of these, and of all groups that share a box with them, and so on."""
-    boxes: set[int] = set()
-    more = {box for group in groups for box, _ in group.slices}
-    while len(more) > len(boxes):
-        boxes = more
-        touching = (group for group in solution if any(box in boxes for box, _ in group.slices))
-        more = {box for group in touching for box, _ in group.slices}
-    return boxes
 
 
 def _dealt(space: Space, boxes: Sequence[int], parts: int) -> list[list[Slice]]:

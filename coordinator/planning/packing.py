@@ -1,19 +1,14 @@
-"""Starts for the search: how to cut every box, or two boxes together, into replicas, and in which phases, so that as
-much is read as is written and both are most.
+"""How to cut every box, or two boxes together, into replicas, and in which phases: for a whole cluster, where a search
+starts, or for some of its boxes beside what the others do.
 
-Each way to cut is a column. What columns carry together is a linear programme, whose mixed replicas read or write as is
-needed; its dual has one variable, the price of a prompt read, where an output written costs the rest of 1:
+Each way to cut is a column: an island, which earns so many requests at prices of reading and writing them (`promise`).
+Columns add up, and the least of the sum over the prices is about what they can do together. So to choose among all cuts
+of a box, or of two boxes, is one minimum over an array; the best choice for one after the other, until none is better,
+takes a millisecond.
 
-    rate = min over prices of the sum over columns of worth(price)
-    worth(price) = price * reads + (1 - price) * writes
-                   + sum over mixed replicas of max(price * read, (1 - price) * write)
-
-So a column is a vector over some prices, columns add up, and to choose among all cuts of a box, or of two boxes, is one
-minimum over an array. The best choice for a box after the other, until none is better, takes a millisecond.
-
-It knows rates only. Of the links it counts the fastest of each box, and only for what a column reads more than it
-writes, or the other way round; what waiting does to deadlines it does not see. So it is asked several times, each time
-with rates that are off by chance, and the search goes on from the solutions with the real objective.
+It knows of links only what they let in and out of an island that has them for itself, and not who is at their other
+end. So it is asked many times, each time with earnings that are off by chance and at another level of prices, and the
+search goes on from the solutions with the real objective.
 """
 
 from __future__ import annotations
@@ -26,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import Phase
-from .kv_cost import kv_gigabits
-from .problem import Group, Slice, Solution
+from .problem import Group, Island, Slice, Solution, closed, islands
+from .promise import LEVELS, PARTS
 from .space import PHASES, Space, solution_of
 
 __all__ = ["Packing"]
@@ -41,12 +36,17 @@ MIXED_CLASSES: Final = 4
 HEADROOM: Final = 0.1
 """What a rate of twice the one asked for is worth more than the rate itself."""
 
-PRICES: Final = np.linspace(0.0, 1.0, 33)
+MOST_RECUT: Final = 4
+"""Boxes that are cut anew at once, with all that share replicas with them."""
+
+MOST_NOISE: Final = 0.2
+"""By about how much their earnings may be off."""
 
 LEAST_GAIN: Final = 1e-9
 
 Array = NDArray[np.float64]
 Boxes = tuple[int, ...]
+Options = Mapping[Boxes, NDArray[np.intp]]
 
 
 class _Replica(NamedTuple):
@@ -79,48 +79,54 @@ class Packing:
         self._columns = [
             _Column(classes, cut) for classes in (*singles, *pairs) for cut in _cuts(space, self._members(classes))
         ]
-        self._worth = np.array([self._worth_of(column, crowd) for column in self._columns])
-        self._usd = np.array([
-            sum(space.boxes[box].usd_per_hour for box in self._members(column.classes)) for column in self._columns
-        ])  # fmt: skip
+        self._crowds = [(crowd, crowd)] * len(space.problem.services)
+        # and one more, of boxes that stay idle
+        earnings = space.evaluator.earnings([*(self._island(column) for column in self._columns), ()], self._crowds)
+        self._worth = np.ascontiguousarray(np.moveaxis(earnings, 2, 0))
+        usd = [sum(space.boxes[box].usd_per_hour for box in self._members(column.classes)) for column in self._columns]
+        self._cost = np.array([*usd, 0.0]) * space.problem.price_weight
         self._any = self._options(PHASES)
+        self._boxes = sorted({box for boxes in self._any for box in boxes})
+        self._asked = np.array([service.workload.rate for service in space.problem.services])
 
     def start(self, rng: np.random.Generator, phases: Sequence[Phase] = PHASES, noise: Array | None = None) -> Solution:
-        """The best solution found by rates (times `noise`, a factor for each column), of replicas in these phases where
-        pins leave the choice. Empty where no one or two boxes hold the model."""
-        worth = self._worth if noise is None else self._worth * noise[:, None, None]
-        asked = np.array([service.workload.rate for service in self._space.problem.services])
+        """The best solution found, of replicas in these phases where pins leave the choice; with `noise` (a factor for
+        each column's worth) at some level of prices, without at the highest. Empty where no one or two boxes hold the
+        model."""
+        level = 0 if noise is None else int(rng.integers(len(LEVELS)))
         options = self._any if phases is PHASES else self._options(phases)
-        taken = _Choice(worth, self._usd * self._space.problem.price_weight, asked, options).climbed(rng)
-        return solution_of(_group(boxes, replica) for boxes, number in taken for replica in self._columns[number].cut)
+        return solution_of(self._chosen(rng, options, level, noise))
 
     def recut(self, solution: Solution, rng: np.random.Generator) -> Solution | None:
-        """A neighbour: one or two boxes, which share no replica with others, cut in another way. None where the draw
-        finds no such boxes."""
-        column = self._columns[int(rng.integers(len(self._columns)))] if self._columns else None
-        if column is None:
+        """A neighbour: one or two boxes, and those that share replicas with them, cut anew beside the others. None
+        where the draw finds too many boxes."""
+        if not self._boxes:
             return None
-        boxes = [int(rng.choice(self._classes[one])) for one in column.classes]
-        inside = set(boxes)
-        touched = [group for group in solution if any(box in inside for box, _ in group.slices)]
-        if len(inside) < len(boxes) or any(box not in inside for group in touched for box, _ in group.slices):
+        many = min(len(self._boxes), 1 + int(rng.integers(2)))
+        inside = closed(solution, rng.choice(self._boxes, many, replace=False).tolist())
+        if len(inside) > MOST_RECUT:
             return None
-        rest = [group for group in solution if group not in touched]
-        return solution_of((*rest, *(_group(boxes, replica) for replica in column.cut)))
+        rest = [group for group in solution if group.slices[0].box not in inside]
+        options = {boxes: columns for boxes, columns in self._any.items() if inside.issuperset(boxes)}
+        level = int(rng.integers(len(LEVELS)))
+        noise = np.exp(rng.normal(0.0, rng.uniform(0.0, MOST_NOISE), self.columns))
+        others = self._space.evaluator.earnings(islands(rest), self._crowds).sum(axis=0)
+        return solution_of((*rest, *self._chosen(rng, options, level, noise, others)))
 
     @property
     def columns(self) -> int:
         """How many there are."""
         return len(self._columns)
 
-    def _options(self, phases: Sequence[Phase]) -> dict[Boxes, list[int]]:
+    def _options(self, phases: Sequence[Phase]) -> Options:
         """The columns for each box and each two boxes, of replicas in these phases where pins leave the choice."""
         found: dict[Boxes, list[int]] = {}
         for number, column in enumerate(self._columns):
             if all(self._may(column, replica, phases) for replica in column.cut):
                 for boxes in self._places(column):
                     found.setdefault(boxes, []).append(number)
-        return found
+        idle = len(self._columns)
+        return {boxes: np.array([*columns, idle] if len(boxes) == 1 else columns) for boxes, columns in found.items()}
 
     def _members(self, classes: Sequence[int]) -> list[int]:
         """A box for each: two different ones of the same class."""
@@ -141,49 +147,44 @@ class Packing:
         allowed = self._space.phases_of(_group(self._members(column.classes), replica).slices)
         return replica.phase in phases or not set(phases) & set(allowed)
 
-    def _worth_of(self, column: _Column, crowd: int) -> Array:
-        """Requests per second [service, price].
+    def _island(self, column: _Column) -> Island:
+        """Of the first boxes that it is for."""
+        boxes = self._members(column.classes)
+        return tuple(sorted(_group(boxes, replica) for replica in column.cut))
 
-        What one phase does more than the other has to go over the boxes' links, and counts only as far as those let it.
-        """
-        space, boxes = self._space, self._members(column.classes)
-        rates = np.zeros((len(space.problem.services), 2))  # of those that only read or only write
-        worth = np.zeros((len(space.problem.services), len(PRICES)))
-        for replica in column.cut:
-            read, write = space.evaluator.rates(_group(boxes, replica), crowd)
-            if replica.phase is Phase.MIXED:
-                worth[replica.service] += np.maximum(PRICES * read, (1.0 - PRICES) * write)
-            else:
-                rates[replica.service] += (read, write)
-        for number, service in enumerate(space.problem.services):
-            gigabits = float(kv_gigabits(service.model, service.workload.mean_prompt, service.kv_bits))
-            over = sum(space.evaluator.kv_gbps(_fastest(space, box)) for box in boxes) / gigabits
-            read, write = np.minimum(rates[number], rates[number].min() + over)
-            worth[number] += PRICES * read + (1.0 - PRICES) * write
-        return worth
+    def _chosen(
+        self, rng: np.random.Generator, options: Options, level: int, noise: Array | None, others: Array | None = None
+    ) -> list[Group]:
+        """The groups of the best columns found for these boxes, beside what `others` earn [service, level, part]."""
+        worth = self._worth[level] if noise is None else self._worth[level] * np.append(noise, 1.0)[:, None, None]
+        beside = np.zeros(worth.shape[1:]) if others is None else others[:, level]
+        taken = _Choice(worth, self._cost, self._asked, options, beside, 1.0 - float(LEVELS[level])).climbed(rng)
+        return [
+            _group(boxes, replica)
+            for boxes, number in taken
+            if number < len(self._columns)
+            for replica in self._columns[number].cut
+        ]
 
 
 class _Choice:
     """A column for every box, or for two together, as good as changes of one or two boxes make it.
 
-    `worth` [column, service, price] and `cost` [column] (in objective) add up; `asked` is the rate of each service.
-    `options`: the columns that each box and each pair may be cut by.
+    `worth` [column, service, part] and `cost` [column] (in objective) add up, beside what is worth `beside` [service,
+    part] and a share `apart` of what is asked for; `asked` is the rate of each service. `options`: the columns that may
+    be taken for each box and each two.
     """
 
-    def __init__(self, worth: Array, cost: Array, asked: Array, options: Mapping[Boxes, Sequence[int]]) -> None:
-        self._idle = len(worth)
-        self._worth = np.concatenate((worth, np.zeros((1, *worth.shape[1:]))))
-        self._cost, self._asked, self._weight = np.append(cost, 0.0), asked, asked / asked.sum()
-        self._options = {
-            boxes: np.array([*columns, *[self._idle] * (len(boxes) == 1)]) for boxes, columns in options.items()
-        }
+    def __init__(self, worth: Array, cost: Array, asked: Array, options: Options, beside: Array, apart: float) -> None:
+        self._worth, self._cost, self._options, self._apart = worth, cost, options, apart
+        self._asked, self._weight = asked, asked / asked.sum()
         self._taken: dict[Boxes, int] = {}
         self._of: dict[int, Boxes] = {}
-        self._total, self._spent = self._worth[self._idle], 0.0
+        self._total, self._spent = beside, 0.0
 
     def climbed(self, rng: np.random.Generator) -> list[tuple[Boxes, int]]:
         """What is taken in the end. In the beginning every box alone is cut as well as can be at some price."""
-        price = int(rng.integers(len(PRICES)))
+        price = int(rng.integers(len(PARTS)))
         for boxes, columns in self._options.items():
             if len(boxes) == 1:
                 self._take({boxes: int(columns[self._worth[columns, :, price].sum(axis=1).argmax()])})
@@ -191,7 +192,7 @@ class _Choice:
         levels: list[list[Boxes]] = [[(box,) for box in places], list(combinations(places, 2))]
         while any(self._sweep(level, rng) for level in levels):
             pass  # two at a time only where one alone no longer helps
-        return sorted((boxes, column) for boxes, column in self._taken.items() if column != self._idle)
+        return sorted(self._taken.items())
 
     def _sweep(self, places: Sequence[Boxes], rng: np.random.Generator) -> int:
         """How many of all these were cut anew."""
@@ -206,7 +207,7 @@ class _Choice:
         rest, spent = self._total - self._worth[held].sum(axis=0), self._spent - self._cost[held].sum()
         ways = [self._best(rest, spent, [(box,) for box in boxes])]
         if len(boxes) > 1:
-            ways.append(self._best(rest, spent, [boxes]))
+            ways += [self._best(rest, spent, [pair]) for pair in (boxes, boxes[::-1]) if pair in self._options]
         value, chosen = max(ways, key=lambda way: way[0])
         if value <= float(self._value(self._total, self._spent)) + LEAST_GAIN:
             return False
@@ -237,7 +238,7 @@ class _Choice:
 
     def _value(self, worth: Array, cost: Array | float) -> Array:
         """In objective, of what is worth this together [..., service, price]."""
-        rates = worth.min(axis=-1) / self._asked
+        rates = self._apart + worth.min(axis=-1) / self._asked
         return np.asarray((np.minimum(rates, 1.0) + HEADROOM * rates) @ self._weight - cost)
 
 
@@ -306,9 +307,3 @@ def _partitions(gpus: int, shares: Sequence[int]) -> list[tuple[int, ...]]:
                 yield from ((share, *others) for others in parts(rest - share, share))
 
     return next((found for total in range(gpus, 0, -1) if (found := list(parts(total, total)))), [])
-
-
-def _fastest(space: Space, box: int) -> float:
-    """Gb/s of the box's fastest link to another one."""
-    others = [other for other in space.usable if other != box]
-    return float(space.near_gbps[box, others].max()) if others else 0.0

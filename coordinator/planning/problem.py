@@ -6,14 +6,32 @@ GPUs of one box are equal, so a group is so many GPUs of each of some boxes; whi
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..plan import Phase, Plan
 from .cluster import Cluster
 from .workload import Service
 
-__all__ = ["Evaluator", "Group", "Percentiles", "Problem", "Proposal", "ReplicaEstimate", "Score", "Slice", "Solution"]
+__all__ = [
+    "Crowd",
+    "Evaluator",
+    "Group",
+    "Island",
+    "Percentiles",
+    "Problem",
+    "Proposal",
+    "ReplicaEstimate",
+    "Score",
+    "Slice",
+    "Solution",
+    "closed",
+    "islands",
+]
 
 
 class Slice(NamedTuple):
@@ -36,6 +54,37 @@ class Group(NamedTuple):
 
 Solution = tuple[Group, ...]
 """Sorted groups that use no GPU twice; GPUs in no group stay idle."""
+
+Island = tuple[Group, ...]
+"""Sorted groups of boxes that have none but these: what they hand over to each other takes no link to other boxes."""
+
+Crowd = tuple[int, int]
+"""How many replicas share a service's prompts, and its outputs."""
+
+
+def closed(solution: Iterable[Group], boxes: Iterable[int]) -> set[int]:
+    """These boxes, those that share a replica with one of them, and so on."""
+    inside, left = set(boxes), list(solution)
+    while touching := [group for group in left if any(box in inside for box, _ in group.slices)]:
+        left = [group for group in left if group not in touching]
+        inside.update(box for group in touching for box, _ in group.slices)
+    return inside
+
+
+def islands(groups: Iterable[Group]) -> list[Island]:
+    """The smallest that these are made of."""
+    found: list[tuple[set[int], list[Group]]] = []
+    for group in groups:
+        boxes, together = {box for box, _ in group.slices}, [group]
+        apart = []
+        for island in found:
+            if island[0].isdisjoint(boxes):
+                apart.append(island)
+            else:
+                boxes |= island[0]
+                together += island[1]
+        found = [*apart, (boxes, together)]
+    return sorted(tuple(sorted(together)) for _, together in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,8 +167,9 @@ class Evaluator(Protocol):
         0 for what its phase leaves out, and (0, 0) where it does not hold the model."""
         ...
 
-    def kv_gbps(self, gbps: float) -> float:
-        """Gb/s of KV that plans may send over a link of this rate."""
+    def earnings(self, apart: Sequence[Island], crowds: Sequence[Crowd]) -> NDArray[np.float64]:
+        """What each of these can make at some prices of reading and writing requests (`promise`), in requests per
+        second [island, service, level, part]; `crowds` [service]."""
         ...
 
     def part(self, problem: Problem) -> Evaluator:

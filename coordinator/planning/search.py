@@ -38,13 +38,11 @@ FIRST_PASS: Final = 0.2
 """The part of the steps that the cells' first pass takes, which finds out what each can carry."""
 
 PACKINGS: Final = 10
-"""Starts by rates (`Packing`), all but the first with rates that are off by chance; fewer where steps are few."""
+"""Starts by what boxes earn (`Packing`), all but the first with earnings that are off by chance; fewer where steps are
+few."""
 
 NOISE: Final = 0.1
 """By about how much."""
-
-CLIMBED: Final = 2
-"""Best starts that are climbed from, one flip at a time, before the tabu search."""
 
 AWAY: Final = 0.01
 """The part of the time that a rented box is taken to be away, and with it all replicas that it has a part of."""
@@ -117,14 +115,13 @@ def _small(space: Space, parts: Sequence[Part], running: Solution | None, limit:
     colocated = max({*plain, packing.start(means.rng, (Phase.MIXED,))} - {()}, key=judge.objective)
     cut = judge.leader(list(cuts(space, colocated)))
     starts = [running or (), colocated, cut[1] if cut else (), *_packings(judge, packing, means.rng)]
-    ranked = sorted({*starts} - {()}, key=judge.objective, reverse=True)
-    good = [flip_climb(judge, space, start) for start in ranked[:CLIMBED] if not judge.over()]
-    tabu(judge, packing, [*good, *ranked], means.rng)
+    best = max(sorted({*starts} - {()}), key=judge.objective)
+    tabu(judge, packing, flip_climb(judge, space, best), means.rng)
     return _result(judge, colocated)
 
 
 def _packings(judge: Judge, packing: Packing, rng: np.random.Generator) -> list[Solution]:
-    """Starts by rates: as they are, off by chance, and off by less from those of the best one so far."""
+    """Starts by earnings: as they are, off by chance, and off by less from those of the best one so far."""
     best, level = np.zeros(packing.columns), float("-inf")
     found: list[Solution] = []
     many = max(2, min(PACKINGS, judge.limit // 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import log
 from typing import Final
 
@@ -17,16 +17,16 @@ from .space import Space
 
 __all__ = ["climb", "flip_climb", "tabu"]
 
-RECUT: Final = 0.1  # of the neighbours, boxes cut in another way by their columns
+RECUT: Final = 0.3  # of the neighbours, boxes cut anew by their columns
 MEMORY: Final = 24  # moves that may not be undone
 FRUITLESS: Final = 250  # draws in which nothing is new until a round ends
-WARM: Final = 2e-3  # by about how much a step may be worse at the beginning of a round,
-COLD: Final = 5e-4  # and at its end
+WARM: Final = 1e-3  # by about how much a step may be worse at the beginning of a round,
+COLD: Final = 2e-4  # and at its end
 ROUND: Final = 1500  # steps of a round at least, where there are so many
 FRESH: Final = 0.5  # of the rounds, those with a new start
 STALE: Final = 200  # steps that lead nowhere until a round ends
 BARREN: Final = 6  # rounds that see nothing new until the search ends
-SPREAD: Final = 0.2  # by about how much its rates are off
+SPREAD: Final = 0.2  # by about how much its earnings are off
 
 
 def climb(judge: Judge, start: Solution, around: Callable[[Solution], Iterable[Solution]]) -> Solution:
@@ -45,13 +45,12 @@ def flip_climb(judge: Judge, space: Space, start: Solution) -> Solution:
     return climb(judge, start, lambda here: (solution for _, solution in flips(space, here)))
 
 
-def tabu(judge: Judge, packing: Packing, starts: Sequence[Solution], rng: np.random.Generator) -> None:
-    """Goes on from the best of `starts` until the judge's budget is used up; the judge keeps the best of all.
+def tabu(judge: Judge, packing: Packing, here: Solution, rng: np.random.Generator) -> None:
+    """Goes on from `here` until the judge's budget is used up; the judge keeps the best of all.
 
-    In rounds: the first from the best start, later ones from the best solution so far or from a new packing. After
+    In rounds: the first from there, later ones from the best solution so far or from a new packing. After
     some rounds that saw nothing new the space is so small that all of it has been seen.
     """
-    here = max(starts, key=judge.objective)
     barren = 0
     while barren < BARREN and not judge.over():
         seen, left = judge.steps, judge.limit - judge.steps
