@@ -115,15 +115,15 @@ def deployments(scope: Scope) -> Page:
 
 REMARKS: Final = """\
 - What agrees: with 40 Gb/s the search separates phases, but for coding by measured figures: most of all for coding by
-  Table 1 (4P 1D). A40 and cards of 24 GB read for conversations, A6000 write. With 10 Gb/s most replicas of coding do
-  both.
+  Table 1 (5P 1D). By it A40 read for conversations and A6000 write; by measured figures cards of both sizes do either.
+  With 10 Gb/s most replicas of coding do both.
 - What does not: ours are 4 to 7 replicas of 2 to 16 GPUs, and half of them do both phases, which the paper's search
   does not have; it has 12 of 2 to 4 GPUs. Two cards of 48 GB that hold 60 GB of weights have room for few requests at
   once, and long pipelines read chunks small enough for the deadlines. By measured figures coding is served colocated:
   what splits is expected to carry no more.
-- Ours carries 5.3 and 4.4 times what the paper's groups do for coding with 10 Gb/s, where KV of 2,000-token prompts
-  fills their links, 2.0 and 2.4 times for conversation, and 1.6 to 1.8 times with 40 Gb/s. The paper's own links are
+- Ours carries 5.0 and 4.4 times what the paper's groups do for coding with 10 Gb/s, where KV of 2,000-token prompts
+  fills their links, 2.2 and 2.5 times for conversation, and 1.6 to 1.8 times with 40 Gb/s. The paper's own links are
   not printed: its plans suppose faster ones.
-- Expected rates of ours are 0.97 to 1.06 of the simulated ones. For the paper's groups over 10 Gb/s, whose links are
-  full, they are 1.5 and 1.01 times those for coding, 0.64 and 1.34 times those for conversation.
+- Expected rates of ours are 0.95 to 1.08 of the simulated ones. For the paper's groups over 10 Gb/s, whose links are
+  full, they are 1.4 and 1.01 times those for coding, 0.67 and 1.42 times those for conversation.
 """
