@@ -92,9 +92,9 @@ def convergence(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- The best objective comes within 1 % of the final one in 0.8 to 3.3 CPU seconds, the paper needs 21, 36 and 54 s to
+- The best objective comes within 1 % of the final one in 0.1 to 3.8 CPU seconds, the paper needs 21, 36 and 54 s to
   converge. The paper's search takes ten neighbours of each of a hundred steps at a fixed cost; here most are left out
-  by what they promise, and starts by the rates of ways to cut the boxes are good already.
+  by what they promise, and starts by what ways to cut the boxes earn are good already.
 - The final one is that of one seed. Others end some percent higher or lower (`docs/planner.md`).
 - Growth with the number of GPUs does not show in these three: what costs time is computing a group's configuration
   for the first time, and 16 GPUs in four boxes have no fewer kinds of groups than 32 in seven.

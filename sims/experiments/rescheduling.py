@@ -135,11 +135,11 @@ def rescheduling(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- Agrees: light rescheduling takes 0.2 to 0.35 s of CPU (paper 13 s), the full search two (54 s) and would have to load
+- Agrees: light rescheduling takes 0.11 to 0.16 s of CPU (paper 13 s), the full search one (54 s) and would have to load
   weights anew.
 - The rate is all that the whole plan carried, and an eighth of the cards is gone. Light is better than none in all four
-  cases, by 11 to 36 points. Within 2 and 3 points of full are coding by Table 1 and conversations by measured figures.
-  The other two stay 19 and 46 points below: groups made for faster links send more KV than these carry, whatever phases
+  cases, by 15 to 23 points. Within 3 and 4 points of full are coding by Table 1 and conversations by measured figures.
+  The other two stay 11 and 45 points below: groups made for faster links send more KV than these carry, whatever phases
   they have (and for conversations by Table 1 no flip pays by the estimates: only the shares are made anew).
 - In three cases groups go from prefill to decode, as a prefill group does in the paper (7P 3D); some become mixed, a
   phase that the paper does not have.
