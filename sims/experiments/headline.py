@@ -131,9 +131,9 @@ REMARKS: Final = """\
   full; new phases and shares alone serve better than none after a loss and take a fraction of a second; planning takes
   seconds.
 - What does not: over colocated serving whose chunks suit the deadlines, the gain in throughput is 1.05 and 1.19 times
-  for conversations and hardly any for coding instead of 1.3 and 1.5; over the same replicas with vLLM's default chunks of
-  2,048 tokens, which they were not chosen for, it is 1.8 to 5.0 times. By Table 1, which takes the A100's tensor cores
-  and other cards' shaders, the A100 box carries as much or more.
+  for conversations and hardly any for coding instead of 1.3 and 1.5; over the same replicas with vLLM's default chunks
+  of 2,048 tokens, which they were not chosen for, it is 1.8 to 5.0 times. By Table 1, which takes the A100's tensor
+  cores and other cards' shaders, the A100 box carries as much or more.
 - Not printed in the paper, and decisive: bandwidth between the boxes, rates and deadlines of its plans, chunk size of
   its baselines, output lengths of its figures for links. See the pages.
 """
