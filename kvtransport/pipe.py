@@ -14,12 +14,14 @@ encrypted where it lies and decrypted where it belongs; a part fits a core's cac
 Keys are derived as those of a link are, from the ticket's secret and fresh nonces of both sides, under a name of
 their own. The greeting proves both ends before anything they announce is believed.
 
-*Alive.* Each side says something at least every `beat_s`, for which a thread must always be in `receive`: a peer that
-computes for long is not taken for lost, and one that has gone without a word is, after `lost_s`.
+*Alive.* Each side says something at least every `beat_s`, for which a thread must nearly always be in `receive`: a peer
+that computes for long is not taken for lost, and one that has gone without a word is, after `lost_s`.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import select
 import socket
 import struct
@@ -105,21 +107,17 @@ class Head:
 
 
 _GREETING = Head(Kind.GREETING)
+_KINDS = {kind.value: kind for kind in Kind}
 
 
 def parse_head(data: bytes | bytearray, max_bytes: int) -> Head:
     """Raises ProtocolError for what no peer may announce."""
     number, buffers, zero, size = _HEAD.unpack(data)
-    if number not in tuple(Kind) or zero or data[1]:
+    kind = _KINDS.get(number)
+    if kind is None or zero or data[1]:
         raise ProtocolError(f"a record of kind {number}: of another version")
-    kind = Kind(number)
-    least, most = {
-        Kind.GREETING: (0, 0),
-        Kind.MESSAGE: (4 * buffers, max_bytes),
-        Kind.BEAT: (0, 0),
-        Kind.CLOSE: (0, MAX_REASON_BYTES),
-    }[kind]
-    if not least <= size <= most or (buffers and kind is not Kind.MESSAGE) or buffers > MAX_BUFFERS:
+    most = max_bytes if kind is Kind.MESSAGE else MAX_REASON_BYTES if kind is Kind.CLOSE else 0
+    if not 4 * buffers <= size <= most or (buffers and kind is not Kind.MESSAGE) or buffers > MAX_BUFFERS:
         raise ProtocolError(f"a record of kind {kind.name} with {buffers} buffers and {size} bytes")
     return Head(kind, buffers, size)
 
@@ -204,8 +202,8 @@ class Pipe:
         self._opener = opener
         self._settings = settings
         sock.settimeout(None)
-        # Not a timeout of Python's: that would make the socket non-blocking for sends too, and count for a whole send.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *_timeval(settings.beat_s)))
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         self._sending, self._receiving, self._state = threading.Lock(), threading.Lock(), threading.Lock()
         self._out = bytearray(_SEALED_HEAD_BYTES + _SEALED_PART_BYTES)
         self._joined = bytearray(_PART_BYTES)
@@ -248,10 +246,18 @@ class Pipe:
     def receive(self) -> list[memoryview]:
         """The buffers of the next message. Raises TransferError; TransferAborted with the peer's reason when it has
         closed the pipe."""
+        message = self.receive_within(math.inf)
+        assert message is not None
+        return message
+
+    def receive_within(self, wait_s: float, look_s: float = 0.0) -> list[memoryview] | None:
+        """The same; None if no message begins within `wait_s`. For the first `look_s` of that this thread does not
+        sleep, but offers its core to others all the time: it goes on sooner, and on a core that is awake."""
         with self._receiving:
             self._raise_if_ended()
             try:
-                return self._next_message()
+                now = self._settings.clock()
+                return self._next_message(now + wait_s, now + look_s)
             except TransferError as error:
                 raise self._end(error) from None
             except OSError as error:
@@ -277,7 +283,7 @@ class Pipe:
         self._sealer.seal(head.pack(), out[:_SEALED_HEAD_BYTES])
         filled = _SEALED_HEAD_BYTES
         try:
-            for part in self._parts(pieces):
+            for part in self._parts(pieces, head.size):
                 end = filled + len(part) + TAG_BYTES
                 self._sealer.seal(part, out[filled:end])
                 self._write(out[:end])
@@ -292,8 +298,12 @@ class Pipe:
         self.bytes_out += len(data)
         self._spoke = self._settings.clock()
 
-    def _parts(self, pieces: Iterable[Buffer]) -> Iterator[memoryview]:
+    def _parts(self, pieces: Iterable[Buffer], size: int) -> Iterator[bytes | memoryview]:
         """The same bytes, cut anew. What fills a part is not copied, the rest is joined."""
+        if size <= _PART_BYTES:  # nearly all messages
+            if size:
+                yield b"".join(pieces)
+            return
         joined = memoryview(self._joined)
         filled = 0
         for piece in pieces:
@@ -346,8 +356,8 @@ class Pipe:
 
     # ---- reading: under the lock `_receiving` ----------------------------------------------------------------
 
-    def _next_message(self) -> list[memoryview]:
-        while True:
+    def _next_message(self, until: float, look_until: float) -> list[memoryview] | None:
+        while self._first < self._last or self._read(until, look_until):
             self._opener.open(self._take(_SEALED_HEAD_BYTES), self._head)
             head = parse_head(self._head, self._settings.max_bytes)
             match head.kind:
@@ -366,6 +376,7 @@ class Pipe:
                     raise ProtocolError("a greeting comes first, and once")
                 case Kind.BEAT:
                     pass
+        return None
 
     def _take(self, count: int) -> memoryview:
         """The next `count` sealed bytes, good until the next call."""
@@ -374,29 +385,39 @@ class Pipe:
                 left = self._last - self._first
                 self._in[:left] = self._in[self._first : self._last]
                 self._first, self._last = 0, left
-            self._last += self._read(self._in[self._last :])
+            self._read()
         taken = self._in[self._first : self._first + count]
         self._first += count
         if self._first == self._last:
             self._first = self._last = 0
         return taken
 
-    def _read(self, into: memoryview) -> int:
+    def _read(self, until: float = math.inf, look_until: float = -math.inf) -> bool:
+        """Add to `_in` what has come, or what comes next. False if that is nothing until then."""
+        settings = self._settings
         while True:
             try:
-                count = self._sock.recv_into(into)
+                # Only this call does not wait: a socket that never does would not wait for sends either.
+                count = self._sock.recv_into(self._in[self._last :], 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 count = None
-            now = self._settings.clock()
+            now = settings.clock()
             self._beat(now)
             if count:
                 self._heard = now
                 self.bytes_in += count
-                return count
+                self._last += count
+                return True
             if count == 0:
                 raise ConnectionClosed("the other side is gone")
-            if now - self._heard > self._settings.lost_s:
-                raise TransferTimeout(f"nothing was heard for {self._settings.lost_s:g} s")
+            if now - self._heard > settings.lost_s:
+                raise TransferTimeout(f"nothing was heard for {settings.lost_s:g} s")
+            if now >= until:
+                return False
+            if now < look_until:
+                os.sched_yield()
+            else:
+                self._readable.poll(math.ceil(min(settings.beat_s, until - now) * 1000))
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
@@ -420,9 +441,12 @@ def _laid_out(views: Sequence[memoryview]) -> tuple[list[Buffer], int]:
     size = 0
     contents: list[Buffer] = [table, *views]
     for piece in contents:
-        gap = -len(piece) % _ALIGNMENT
-        pieces += [piece, bytes(gap)]
-        size += len(piece) + gap
+        pieces.append(piece)
+        size += len(piece)
+        gap = -size % _ALIGNMENT
+        if gap:
+            pieces.append(bytes(gap))
+            size += gap
     return pieces, size
 
 
@@ -441,7 +465,3 @@ def split(data: memoryview, count: int) -> list[memoryview]:
 
 def _aligned(size: int) -> int:
     return size + -size % _ALIGNMENT
-
-
-def _timeval(seconds: float) -> tuple[int, int]:
-    return int(seconds), int(seconds % 1 * 1e6)

@@ -202,18 +202,39 @@ def test_a_peer_that_is_gone_is_noticed_at_once() -> None:
     two.close()
 
 
-def test_a_silent_peer_is_lost_and_a_busy_one_is_not(make_pair: MakePair) -> None:
+def held(message: list[memoryview] | None) -> list[bytes]:
+    assert message is not None
+    return [bytes(buffer) for buffer in message]
+
+
+@pytest.mark.parametrize("look_s", [0, 20])
+def test_a_wait_for_a_message_ends(make_pair: MakePair, look_s: float) -> None:
+    one, two = make_pair(PATIENT)
+    assert one.receive_within(0, look_s) is None
+    assert one.receive_within(0.01, look_s) is None
+    two.send([b"late"])
+    assert held(one.receive_within(0, look_s)) == [b"late"]
+    two.send([bytes(100)])
+    assert held(one.receive_within(20, look_s)) == [bytes(100)]
+    assert one.receive_within(0, look_s) is None
+    two.close("enough")
+    with pytest.raises(TransferAborted, match="enough"):
+        one.receive_within(0, look_s)
+
+
+@pytest.mark.parametrize("look_s", [0, 1000])
+def test_a_silent_peer_is_lost_and_a_busy_one_is_not(make_pair: MakePair, look_s: float) -> None:
     now = [0.0]
     one, two = make_pair(PipeSettings(beat_s=0.01, lost_s=60, clock=lambda: now[0]))
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(pipe.receive) for pipe in (one, two)]
+        waiting = [threads.submit(pipe.receive_within, 1000, look_s) for pipe in (one, two)]
         for moment in (40.0, 80.0, 120.0):  # neither has anything to say, but both are read, so both beat
             before = one.bytes_in, two.bytes_in
             now[0] = moment
             while one.bytes_in == before[0] or two.bytes_in == before[1]:
                 assert not wait(waiting, timeout=0.01).done
         two.send([b"done at last"])
-        assert waiting[0].result(20) == [b"done at last"]
+        assert held(waiting[0].result(20)) == [b"done at last"]
         one.send([b""])
         waiting[1].result(20)
         now[0] = 200.0  # nobody reads at the other end now

@@ -1,8 +1,11 @@
 """The head's end of a pipeline, against a stage that the test plays."""
 
+import os
 import secrets
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -16,9 +19,10 @@ from p2pserve.kvtransport.channel import LinkHello, Role
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.tickets import issue_link
+from p2pserve.node.engine.pipeline import pipes
 from p2pserve.node.engine.pipeline.crew import Crew
 from p2pserve.node.engine.pipeline.executor import PipelineExecutor
-from p2pserve.node.engine.pipeline.pipes import Arrivals, Inflow, Outflow, PipelineError, StageLost, open_pipes
+from p2pserve.node.engine.pipeline.pipes import Arrivals, Inflow, Outflow, PipelineError, Reader, StageLost, open_pipes
 from p2pserve.node.engine.pipeline.remote import RemoteWorker
 from p2pserve.node.engine.pipeline.scheduler import PipelineScheduler, all_under_way
 from p2pserve.node.engine.pipeline.stage import check_pipeline
@@ -270,7 +274,7 @@ def test_a_stage_that_is_alive_but_silent_is_given_up(setting: Setting) -> None:
 def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
     one, two = piped()
     lost: list[PipelineError] = []
-    out, into = Outflow(one, 1, lost.append), Inflow(two, 0, lost.append)
+    out, into = Outflow(one, 1, lost.append), Inflow(two, "stage 0", lost.append)
     for n in range(5):
         out.put(partial(Activations, n % 2 == 0, {}), at_once=n != 2)  # the third by a thread, those behind it after it
     assert [into.get().merged for _ in range(5)] == [True, False] * 2 + [True]
@@ -279,6 +283,108 @@ def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
         with pytest.raises(StageLost, match="stage 0 is lost: the stage ends"):
             into.get()
     one.close()
+
+
+class Heard:
+    """A reader, the far end of its pipe, and who has handed on what."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+        self.threads: list[threading.Thread] = []
+        self.ends: list[str] = []
+        self.ended = threading.Event()
+        pipe, self.other = piped()
+        self.reader = Reader(pipe, "a reader", self._on_message, self._on_end)
+
+    def say(self, message: object) -> None:
+        self.other.send(CODEC.encode(message))
+
+    def say_all(self, messages: Iterable[object]) -> None:
+        for message in messages:
+            self.say(message)
+
+    def wait_for(self, count: int) -> None:
+        assert self.reader.read_until(lambda: len(self.messages) >= count, 30)
+
+    def _on_message(self, message: object) -> None:
+        self.threads.append(threading.current_thread())
+        self.messages.append(message)
+
+    def _on_end(self, reason: str) -> None:
+        self.ends.append(reason)
+        self.ended.set()
+
+
+def test_who_waits_for_a_message_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipes, "REST_S", 60)
+    heard = Heard()
+    heard.say(1)
+    heard.wait_for(1)
+    assert heard.threads == [threading.current_thread()]
+    assert not heard.reader.read_until(lambda: False, 0.01)
+    heard.other.close("the stage ends")
+    assert heard.reader.read_until(heard.ended.is_set, 20)
+    assert heard.ends == ["the other side gave up: the stage ends"]
+
+
+def test_what_nobody_waits_for_is_heard_all_the_same() -> None:
+    heard = Heard()
+    heard.say(1)
+    heard.other.close("the stage ends")
+    assert heard.ended.wait(20)
+    assert heard.messages == [1]
+    assert heard.ends == ["the other side gave up: the stage ends"]
+    assert heard.reader.read_until(heard.ended.is_set)
+    assert not heard.reader.read_until(lambda: False)
+
+
+def test_all_who_read_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipes, "REST_S", 0)  # its own thread wants to read as much as those who wait
+    heard = Heard()
+    count = 1500
+    began = time.monotonic()
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(heard.wait_for, wanted) for wanted in (count // 2, count)]
+        waiting.append(threads.submit(heard.say_all, range(count)))
+        for number in range(count):
+            heard.wait_for(number)
+        for each in waiting:
+            each.result(40)
+    assert heard.messages == [*range(count)]
+    assert time.monotonic() - began < 20, "somebody has waited for what was there"
+    heard.other.close()
+    assert heard.reader.read_until(heard.ended.is_set, 20)
+    assert len(heard.ends) == 1
+
+
+@pytest.mark.parametrize("has_cores", [True, False])
+def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyPatch, has_cores: bool) -> None:
+    monkeypatch.setattr(pipes, "REST_S", 60)
+    monkeypatch.setattr(pipes, "LOOK_S", 20)
+    monkeypatch.setattr(pipes, "_HAS_CORES", has_cores)
+    heard = Heard()
+    looks: list[None] = []
+
+    def look() -> None:
+        looks.append(None)
+        if len(looks) == 3:
+            heard.say(2)
+
+    monkeypatch.setattr(os, "sched_yield", look)
+    heard.say(1)
+    heard.wait_for(1)
+    assert not looks
+    if not has_cores:
+        threading.Timer(0.02, heard.say, (2,)).start()
+    heard.wait_for(2)
+    assert len(looks) == (3 if has_cores else 0)
+    monkeypatch.setattr(pipes, "LOOK_S", 0)  # so that the next wait is too long
+    heard.say(3)
+    heard.wait_for(3)
+    looks.clear()
+    threading.Timer(0.02, heard.say, (4,)).start()
+    heard.wait_for(4)
+    assert not looks
 
 
 def test_pipes_that_cannot_be_opened_name_the_stage() -> None:

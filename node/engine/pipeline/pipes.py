@@ -1,13 +1,16 @@
-"""The pipes of one stage: opening them, a thread on each that reads, and the seat of a worker at their ends."""
+"""The pipes of one stage: opening them, who reads them, and the seat of a worker at their ends."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import queue
 import random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -24,8 +27,14 @@ __all__ = ["Arrivals", "Inflow", "OnLost", "Outflow", "PipelineError", "Reader",
 CONNECT_S = 600.0
 """How long the other stages may take to start: their boxes may be fetching a model. The agent may end it sooner."""
 HANDSHAKE_S = 10.0
+LOOK_S = 0.02
+"""For so long, a thread that waits for another stage looks before it sleeps, if that was enough the last time. A core
+that has slept has lost its caches and its pace: what it does next takes longer by far more than it takes to wake."""
+REST_S = 0.1
+"""So long after somebody has waited for a message, it is not up to them to hear the other end."""
 _RETRY_S = 0.25
 _ARRIVALS_KEPT = 16
+_HAS_CORES = len(os.sched_getaffinity(0)) > 1  # the one may be what the other stage waits for
 
 
 class PipelineError(Exception):
@@ -133,53 +142,105 @@ def _open(end: PipeEnd, arrivals: Arrivals, until: float, given_up: threading.Ev
 
 @final
 class Reader:
-    """A thread that takes messages from a pipe until it ends. `on_message` and `on_end` are called by that thread;
-    what is no message of ours ends the pipe."""
+    """Takes messages from a pipe until it ends: on the thread that waits for one, which goes on without a change of
+    threads, and on one of its own while nobody does, so that both ends always hear that the other is alive.
+
+    `on_message` and `on_end` are called by whichever reads, the latter once; what is no message of ours ends the pipe.
+    """
 
     def __init__(self, pipe: Pipe, name: str, on_message: Callable[[Any], None], on_end: Callable[[str], None]) -> None:
         self._pipe = pipe
         self._on_message = on_message
         self._on_end = on_end
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._turn = threading.Condition()
+        self._reading = self._ended = False
+        self._waited_at = time.monotonic()
+        self._look_s = 0.0
+        threading.Thread(target=self._watch, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<Reader {self._pipe}>"
 
-    def _run(self) -> None:
-        while True:
+    def read_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Read until it is so, to which the end of the pipe must lead as well. False if it takes longer."""
+        began = time.monotonic()
+        until = math.inf if timeout is None else began + timeout
+        while self._take_turn(done, until):
             try:
-                self._on_message(CODEC.decode(self._pipe.receive()))
-            except (TransferError, CodecError) as error:
-                self._pipe.close(str(error))
-                self._on_end(str(error))
-                return
+                self._read(until - time.monotonic(), self._look_s)
+            finally:
+                self._pass_turn()
+        self._waited_at = time.monotonic()
+        # What came soon will come soon again; for what takes longer, looking is not worth a core.
+        self._look_s = LOOK_S if _HAS_CORES and self._waited_at - began < LOOK_S else 0.0
+        return done()
+
+    def _take_turn(self, done: Callable[[], bool], until: float) -> bool:
+        """Wait until it is ours to read; False if there is nothing to read for: it is so, or too late."""
+        with self._turn:
+            while not (done() or self._ended or (left := until - time.monotonic()) <= 0):
+                if not self._reading:
+                    self._reading = True
+                    return True
+                self._turn.wait(min(left, threading.TIMEOUT_MAX))
+            return False
+
+    def _pass_turn(self) -> None:
+        with self._turn:
+            self._reading = False
+            self._turn.notify_all()
+
+    def _watch(self) -> None:
+        """Read in place of those who wait for messages, while there are none."""
+        while not self._ended:
+            time.sleep(REST_S)
+            with self._turn:
+                if self._reading or time.monotonic() - self._waited_at < REST_S:
+                    continue
+                self._reading = True
+            try:
+                self._read(math.inf)
+            finally:
+                self._pass_turn()
+
+    def _read(self, wait_s: float, look_s: float = 0.0) -> None:
+        """Hand on one message, if one begins within that time, or the end."""
+        try:
+            message = self._pipe.receive_within(wait_s, look_s)
+            if message is not None:
+                self._on_message(CODEC.decode(message))
+        except (TransferError, CodecError) as error:
+            self._pipe.close(str(error))
+            self._on_end(str(error))
+            self._ended = True
 
 
 @final
 class Inflow:
-    """Activations from the stage before, in order."""
+    """What another stage says, in order. `who` it is, for people."""
 
-    def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost) -> None:
-        self._stage = stage
+    def __init__(self, pipe: Pipe, who: str, on_lost: OnLost) -> None:
+        self._who = who
         self._on_lost = on_lost
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._reader = Reader(pipe, f"activations-from-{stage}", self._queue.put, self._end)
+        self._items: deque[Any] = deque()
+        self._lost: StageLost | None = None
+        self._reader = Reader(pipe, f"from {who}", self._items.append, self._end)
 
     def __repr__(self) -> str:
-        return f"<Inflow from stage {self._stage}: {self._reader}>"
+        return f"<Inflow from {self._who}: {self._reader}>"
 
     def get(self) -> Any:
         """Wait for the next. Raises StageLost."""
-        item = self._queue.get()
-        if isinstance(item, StageLost):
-            self._queue.put(item)
-            raise item
-        return item
+        self._reader.read_until(lambda: bool(self._items) or self._lost is not None)
+        if self._items:
+            return self._items.popleft()
+        assert self._lost is not None
+        raise self._lost
 
     def _end(self, reason: str) -> None:
-        lost = StageLost(f"stage {self._stage} is lost: {reason}")
+        lost = StageLost(f"{self._who} is lost: {reason}")
         self._on_lost(lost)  # first: it ends the process with the reason, before anybody trips over the loss
-        self._queue.put(lost)
+        self._lost = lost
 
 
 @final

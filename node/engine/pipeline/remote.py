@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import threading
 from collections import deque
@@ -52,11 +51,9 @@ class RemoteWorker:
 
     def wait(self, answer: Future[Any], timeout: float | None) -> Any:
         """For the answer to a call. Raises StageLost; one that takes longer is given up."""
-        try:
-            return answer.result(timeout)
-        except concurrent.futures.TimeoutError:
+        if not self._reader.read_until(answer.done, timeout):
             self._lose(f"it is alive, but has not answered for {timeout:g} s")
-            return answer.result()
+        return answer.result()
 
     def close(self, reason: str) -> None:
         """Say good-bye; what is there ends."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from ....kvtransport.errors import TransferError
 from ....kvtransport.pipe import Pipe
-from .pipes import PipelineError, Reader, StageLost
+from .pipes import Inflow, OnLost, PipelineError, StageLost
 from .vocabulary import CALLABLE, CODEC, Answer, Call, Failed
 
 __all__ = ["Servant", "Serving"]
@@ -33,28 +32,22 @@ class Serving(Protocol):
 class Servant:
     """Serves on the thread that calls `serve`. `load` is given what the caller sends with its first call.
 
-    `on_end` is called by another thread when the caller is gone: then what is being carried out may never end.
+    `on_lost` is called when the caller is gone, by another thread if something is being carried out: it may never end.
     """
 
-    def __init__(
-        self, control: Pipe, load: Callable[..., Serving], on_end: Callable[[str], None] = lambda reason: None
-    ) -> None:
+    def __init__(self, control: Pipe, load: Callable[..., Serving], on_lost: OnLost = lambda error: None) -> None:
         self._control = control
-        self._on_end = on_end
         self._load = load
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._calls = Inflow(control, "the head", on_lost)
         self._serving: Serving | None = None
-        self._reader = Reader(control, "calls", self._calls.put, self._end)
 
     def __repr__(self) -> str:
-        return f"<Servant {'loaded' if self._serving else 'empty'} {self._reader}>"
+        return f"<Servant {'loaded' if self._serving else 'empty'} {self._calls}>"
 
     def serve(self) -> None:
         """Until the head is lost or a call fails. Raises StageLost for the first, PipelineError for the second."""
         while True:
             call = self._calls.get()
-            if isinstance(call, StageLost):
-                raise StageLost(f"the head is lost: {call}")
             try:
                 result = self._carry_out(call)
                 self._control.send(CODEC.encode(Answer(call.number, result)))
@@ -75,7 +68,3 @@ class Servant:
         if call.method not in CALLABLE or self._serving is None:
             raise PipelineError(f"{call.method[:64]!r} is nothing that a stage can be asked to do now")
         return self._serving.call(call.method, call.args, call.kwargs)
-
-    def _end(self, reason: str) -> None:
-        self._on_end(reason)
-        self._calls.put(StageLost(reason))

@@ -111,7 +111,7 @@ def take_seat(
     behind: Outflow | None = None
     for end, pipe in pipes.items():
         if end.kind == "data" and end.stage < config.stage:
-            before = Inflow(pipe, end.stage, lose)
+            before = Inflow(pipe, f"stage {end.stage}", lose)
         elif end.kind == "data":
             behind = Outflow(pipe, end.stage, lose)
     StageWorker.seat = Seat(config.stage, config.partition, before, behind, config.tp)
@@ -246,7 +246,7 @@ def run_mate(
 ) -> NoReturn:
     """The main program of a stage's other workers: do what the first says until it is gone."""
 
-    def end(reason: str) -> NoReturn:
+    def end(error: PipelineError | TransferError) -> NoReturn:
         os._exit(LOST_STATUS)
 
     def load(joining: Joining) -> Crew:
@@ -259,7 +259,7 @@ def run_mate(
         pipe = accept_pipe(ticket, read_link_hello(line, MATE_GREETING_S), line, timeout=MATE_GREETING_S)
         Servant(pipe, load, end).serve()
     except (TransferError, PipelineError) as error:  # the first worker is gone, or has been told
-        end(str(error))
+        end(error)
     finally:
         traceback.print_exc()  # nobody else would: the process ends here
         os._exit(1)
