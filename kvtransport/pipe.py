@@ -263,6 +263,15 @@ class Pipe:
             except OSError as error:
                 raise self._end(ConnectionClosed(f"the connection failed: {explain(error)}")) from None
 
+    def wait_gone(self, wait_s: float) -> bool:
+        """Whether the connection has ended by then; what came before may be unread. Any thread may call this."""
+        descriptor = self._sock.fileno()
+        if self._ended is not None or descriptor < 0:
+            return True
+        end = select.poll()
+        end.register(descriptor, select.POLLRDHUP)
+        return bool(end.poll(math.ceil(wait_s * 1000)))
+
     def close(self, reason: str = "") -> None:
         """End it, tell the other side why, and free the connection. May be called again."""
         with self._state:

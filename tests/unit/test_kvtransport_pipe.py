@@ -217,7 +217,11 @@ def test_a_wait_for_a_message_ends(make_pair: MakePair, look_s: float) -> None:
     two.send([bytes(100)])
     assert held(one.receive_within(20, look_s)) == [bytes(100)]
     assert one.receive_within(0, look_s) is None
+    assert not one.wait_gone(0)
+    two.send([b"last"])
     two.close("enough")
+    assert one.wait_gone(20)
+    assert held(one.receive_within(0, look_s)) == [b"last"]
     with pytest.raises(TransferAborted, match="enough"):
         one.receive_within(0, look_s)
 

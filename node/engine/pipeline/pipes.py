@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from ....kvtransport.channel import LinkHello, parse_link_hello
@@ -178,7 +179,7 @@ class Reader:
     def _take_turn(self, done: Callable[[], bool], until: float) -> bool:
         """Wait until it is ours to read; False if there is nothing to read for: it is so, or too late."""
         with self._turn:
-            while not (done() or self._ended or (left := until - time.monotonic()) <= 0):
+            while not (self._ended or done() or (left := until - time.monotonic()) <= 0):
                 if not self._reading:
                     self._reading = True
                     return True
@@ -191,17 +192,18 @@ class Reader:
             self._turn.notify_all()
 
     def _watch(self) -> None:
-        """Read in place of those who wait for messages, while there are none."""
+        """Read in place of those who wait for messages, while there are none; and the end, at once."""
         while not self._ended:
-            time.sleep(REST_S)
-            with self._turn:
-                if self._reading or time.monotonic() - self._waited_at < REST_S:
-                    continue
-                self._reading = True
-            try:
-                self._read(math.inf)
-            finally:
-                self._pass_turn()
+            gone = self._pipe.wait_gone(REST_S)
+            if self._take_turn(partial(self._leaves_to_others, gone), math.inf):
+                try:
+                    self._read(math.inf)
+                finally:
+                    self._pass_turn()
+
+    def _leaves_to_others(self, gone: bool) -> bool:
+        """Whether those who wait for messages see to it. That the other end is gone, nobody leaves to anybody."""
+        return not gone and (self._reading or time.monotonic() - self._waited_at < REST_S)
 
     def _read(self, wait_s: float, look_s: float = 0.0) -> None:
         """Hand on one message, if one begins within that time, or the end."""
