@@ -250,14 +250,16 @@ class Pipe:
         assert message is not None
         return message
 
-    def receive_within(self, wait_s: float, look_s: float = 0.0) -> list[memoryview] | None:
+    def receive_within(
+        self, wait_s: float, look_s: float = 0.0, meanwhile: Callable[[], object] = os.sched_yield
+    ) -> list[memoryview] | None:
         """The same; None if no message begins within `wait_s`. For the first `look_s` of that this thread does not
-        sleep, but offers its core to others all the time: it goes on sooner, and on a core that is awake."""
+        sleep, but calls `meanwhile` again and again: it goes on sooner, and on a core that is awake."""
         with self._receiving:
             self._raise_if_ended()
             try:
                 now = self._settings.clock()
-                return self._next_message(now + wait_s, now + look_s)
+                return self._next_message(now + wait_s, now + look_s, meanwhile)
             except TransferError as error:
                 raise self._end(error) from None
             except OSError as error:
@@ -365,8 +367,10 @@ class Pipe:
 
     # ---- reading: under the lock `_receiving` ----------------------------------------------------------------
 
-    def _next_message(self, until: float, look_until: float) -> list[memoryview] | None:
-        while self._first < self._last or self._read(until, look_until):
+    def _next_message(
+        self, until: float, look_until: float, meanwhile: Callable[[], object]
+    ) -> list[memoryview] | None:
+        while self._first < self._last or self._read(until, look_until, meanwhile):
             self._opener.open(self._take(_SEALED_HEAD_BYTES), self._head)
             head = parse_head(self._head, self._settings.max_bytes)
             match head.kind:
@@ -401,7 +405,12 @@ class Pipe:
             self._first = self._last = 0
         return taken
 
-    def _read(self, until: float = math.inf, look_until: float = -math.inf) -> bool:
+    def _read(
+        self,
+        until: float = math.inf,
+        look_until: float = -math.inf,
+        meanwhile: Callable[[], object] = os.sched_yield,
+    ) -> bool:
         """Add to `_in` what has come, or what comes next. False if that is nothing until then."""
         settings = self._settings
         while True:
@@ -424,7 +433,7 @@ class Pipe:
             if now >= until:
                 return False
             if now < look_until:
-                os.sched_yield()
+                meanwhile()
             else:
                 self._readable.poll(math.ceil(min(settings.beat_s, until - now) * 1000))
 

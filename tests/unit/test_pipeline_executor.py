@@ -19,7 +19,7 @@ from p2pserve.kvtransport.channel import LinkHello, Role
 from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.tickets import issue_link
-from p2pserve.node.engine.pipeline import pipes
+from p2pserve.node.engine.pipeline import pipes, rehearsal
 from p2pserve.node.engine.pipeline.crew import Crew
 from p2pserve.node.engine.pipeline.executor import PipelineExecutor
 from p2pserve.node.engine.pipeline.pipes import Arrivals, Inflow, Outflow, PipelineError, Reader, StageLost, open_pipes
@@ -362,6 +362,7 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pipes, "REST_S", 60)
     monkeypatch.setattr(pipes, "LOOK_S", 20)
     monkeypatch.setattr(pipes, "_HAS_CORES", has_cores)
+    monkeypatch.setattr(rehearsal, "EVERY_S", 0)  # after each look, which nobody may hear
     heard = Heard()
     looks: list[None] = []
 
@@ -378,6 +379,7 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
         threading.Timer(0.02, heard.say, (2,)).start()
     heard.wait_for(2)
     assert len(looks) == (3 if has_cores else 0)
+    assert heard.messages == [1, 2]
     monkeypatch.setattr(pipes, "LOOK_S", 0)  # so that the next wait is too long
     heard.say(3)
     heard.wait_for(3)

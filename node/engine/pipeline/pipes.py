@@ -21,6 +21,7 @@ from ....kvtransport.errors import ProtocolError, TransferError
 from ....kvtransport.pipe import Pipe, accept_pipe, dial_pipe
 from ..protocol import PipeEnd
 from .codec import CodecError
+from .rehearsal import Rehearsal
 from .vocabulary import CODEC
 
 __all__ = ["Arrivals", "Inflow", "OnLost", "Outflow", "PipelineError", "Reader", "Seat", "StageLost", "open_pipes"]
@@ -157,6 +158,7 @@ class Reader:
         self._reading = self._ended = False
         self._waited_at = time.monotonic()
         self._look_s = 0.0
+        self._rehearsal = Rehearsal()
         threading.Thread(target=self._watch, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
@@ -208,13 +210,19 @@ class Reader:
     def _read(self, wait_s: float, look_s: float = 0.0) -> None:
         """Hand on one message, if one begins within that time, or the end."""
         try:
-            message = self._pipe.receive_within(wait_s, look_s)
+            message = self._pipe.receive_within(wait_s, look_s, self._while_looking)
             if message is not None:
+                self._rehearsal.remember(message)
                 self._on_message(CODEC.decode(message))
         except (TransferError, CodecError) as error:
             self._pipe.close(str(error))
+            self._rehearsal.close()
             self._on_end(str(error))
             self._ended = True
+
+    def _while_looking(self) -> None:
+        self._rehearsal.perhaps()
+        os.sched_yield()  # the core is anybody's who has work for it
 
 
 @final
