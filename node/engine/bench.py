@@ -46,6 +46,7 @@ STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 64, 128
 TTFT_PROMPT: Final = 256
 TRIES: Final = 2 * PREFILLS_ENOUGH + 1  # hand-overs of both kinds, and a first that warms everything
 STEP_PROMPT, STEP_TOKENS = 32, 65
+STEP_TIMES: Final = 3  # as many pairs: the smallest difference of all, and what else the machine does is in it
 # Batches for the profile: (requests, prompt tokens of each)
 SWEEP: Final = ((1, 16), (1, 100), (1, 200), (1, 400), (2, 64), (3, 150), (4, 32), (8, 60), (16, 30), (32, 16))
 SWEEP_TOKENS: Final = 24
@@ -143,10 +144,12 @@ class Bench:
         """Prompts that no prefix cache has seen."""
         return [[self._rng.randrange(1, self._vocabulary) for _ in range(tokens)] for _ in range(count)]
 
-    async def _pairs(self, ours: Callable[[], Awaitable[float]], vllm: Callable[[], float]) -> list[Pair]:
+    async def _pairs(
+        self, ours: Callable[[], Awaitable[float]], vllm: Callable[[], float], times: int = 1
+    ) -> list[Pair]:
         await ours()  # both warm
         vllm()
-        return [Pair(ours=await ours(), vllm=vllm()) for _ in range(self._repeats)]
+        return [Pair(ours=await ours(), vllm=vllm()) for _ in range(times * self._repeats)]
 
     async def throughput(self, engine: TrialEngine) -> list[Pair]:
         """Tokens per second of many requests that come at once."""
@@ -205,7 +208,7 @@ class Bench:
             (times,) = self._plain.run(self.prompts(1, STEP_PROMPT), STEP_TOKENS)
             return (times[-1] - times[0]) / (STEP_TOKENS - 1) * 1e3
 
-        return await self._pairs(ours, vllm)
+        return await self._pairs(ours, vllm, STEP_TIMES)
 
     async def steps(self, engine: TrialEngine) -> list[StepSample]:
         """Samples of the engine's own steps, over batches of many shapes."""
@@ -312,7 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m p2pserve.node.engine.bench", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="bundled", help="a folder, a Hugging Face id, or bundled (the default)")
-    parser.add_argument("--repeats", type=int, default=9, help="pairs for each figure (default: 9)")
+    pairs = f"pairs for each figure, {STEP_TIMES} times as many for a step (default: 9)"
+    parser.add_argument("--repeats", type=int, default=9, help=pairs)
     parser.add_argument("--format", choices=("table", "json"), default="table")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
