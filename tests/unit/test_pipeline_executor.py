@@ -56,6 +56,9 @@ class Local:
         self.calls.append("execute_model")
         return None if scheduler_output.num_scheduled_tokens else ModelRunnerOutput([], {})
 
+    def exercise(self) -> None:
+        self.calls.append("exercise")
+
     def sample_tokens(self, grammar_output: object) -> ModelRunnerOutput:
         self.calls.append("sample_tokens")
         return ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(finished_recving={"a"}))
@@ -147,6 +150,19 @@ def test_a_step_without_tokens_is_answered_at_once(setting: Setting) -> None:
     assert call.method == "run_batch"
     setting.say(Answer(call.number, output(5)))
     assert step.result().sampled_token_ids == [[5]]
+
+
+def test_the_head_exercises_while_it_looks_for_an_answer(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipes, "_HAS_CORES", True)
+    monkeypatch.setattr(pipes, "LOOK_S", 20)
+    calls = setting.head.crew.worker.calls
+    for delay_s in (0, 0.05):  # what has come soon is looked for the next time
+        assert "exercise" not in calls
+        step = setting.step()
+        number = setting.heard().number
+        threading.Timer(delay_s, setting.say, (Answer(number, output(7)),)).start()
+        assert step.result().sampled_token_ids == [[7]]
+    assert "exercise" in calls
 
 
 def test_what_all_connectors_say_is_joined(setting: Setting) -> None:
@@ -293,6 +309,7 @@ class Heard:
         self.threads: list[threading.Thread] = []
         self.ends: list[str] = []
         self.ended = threading.Event()
+        self.exercises = 0
         pipe, self.other = piped()
         self.reader = Reader(pipe, "a reader", self._on_message, self._on_end)
 
@@ -304,7 +321,10 @@ class Heard:
             self.say(message)
 
     def wait_for(self, count: int) -> None:
-        assert self.reader.read_until(lambda: len(self.messages) >= count, 30)
+        assert self.reader.read_until(lambda: len(self.messages) >= count, 30, self._exercise)
+
+    def _exercise(self) -> None:
+        self.exercises += 1
 
     def _on_message(self, message: object) -> None:
         self.threads.append(threading.current_thread())
@@ -378,7 +398,7 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
     if not has_cores:
         threading.Timer(0.02, heard.say, (2,)).start()
     heard.wait_for(2)
-    assert len(looks) == (3 if has_cores else 0)
+    assert heard.exercises == len(looks) == (3 if has_cores else 0)
     assert heard.messages == [1, 2]
     monkeypatch.setattr(pipes, "LOOK_S", 0)  # so that the next wait is too long
     heard.say(3)
@@ -387,6 +407,7 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
     threading.Timer(0.02, heard.say, (4,)).start()
     heard.wait_for(4)
     assert not looks
+    assert heard.exercises == (3 if has_cores else 0)
 
 
 def test_pipes_that_cannot_be_opened_name_the_stage() -> None:

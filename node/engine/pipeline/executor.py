@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.executor.abstract import Executor
 
 from .crew import BATCH_S, Crew
-from .pipes import PipelineError
+from .pipes import Meanwhile, PipelineError, nothing
 from .remote import Answers, RemoteWorker, tell
 from .vocabulary import CALLABLE, CODEC, Hello
 from .worker import StageWorker
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 class Joined(Future[Any]):
     """One result of the answers of all workers, joined by the thread that asks for it."""
 
-    def __init__(self, mine: Any, others: Answers, join: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self, mine: Any, others: Answers, join: Callable[[list[Any]], Any], meanwhile: Meanwhile = nothing
+    ) -> None:
         super().__init__()
+        self._meanwhile = meanwhile
         self._mine = mine
         self._others = others
         self._join = join
@@ -39,7 +42,8 @@ class Joined(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """Raises StageLost."""
         if not self.done():
-            self.set_result(self._join([self._mine, *(stage.wait(each, timeout) for stage, each in self._others)]))
+            others = (stage.wait(each, timeout, self._meanwhile) for stage, each in self._others)
+            self.set_result(self._join([self._mine, *others]))
         return super().result()
 
 
@@ -89,7 +93,7 @@ class PipelineExecutor(Executor):
         mine = self.crew.worker.execute_model(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
             self._sampling, others = others, []
-        joined = JoinedBatch(mine, others, self._output)
+        joined = JoinedBatch(mine, others, self._output, self.crew.worker.exercise)
         return joined if non_block else joined.result()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
@@ -98,7 +102,8 @@ class PipelineExecutor(Executor):
         if grammar_output is not None:
             raise PipelineError("a replica of several stages cannot make an answer follow a grammar")
         others, self._sampling = self._sampling, []
-        joined = JoinedBatch(self.crew.worker.sample_tokens(None), others, self._output)
+        worker = self.crew.worker
+        joined = JoinedBatch(worker.sample_tokens(None), others, self._output, worker.exercise)
         return joined if non_block else joined.result()
 
     def check_health(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
-from .pipes import PipelineError, Seat
+from .pipes import Meanwhile, PipelineError, Seat, nothing
 from .vocabulary import Activations
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class SocketGroup:
     stages that vLLM makes for a world of one stage; whatever concerns only this process is its business. `crew` is the
     group of the stage's workers, of which the first has the pipes.
 
-    `merges` says whether the next stage wants hidden states and residual added up: half the bytes.
+    `merges` says whether the next stage wants hidden states and residual added up: half the bytes. `exercise` is what
+    this one does while it waits for them.
     """
 
     def __init__(self, seat: Seat, alone: GroupCoordinator, crew: GroupCoordinator, device: Device) -> None:
@@ -50,6 +51,7 @@ class SocketGroup:
         self._behind = seat.behind
         self._device = device
         self.merges = False
+        self.exercise: Meanwhile = nothing
         self.unique_name = "pipeline"
         self.rank = self.rank_in_group = seat.stage
         self.local_rank = 0
@@ -107,11 +109,15 @@ class SocketGroup:
 
     def _received(self) -> dict[str, Any]:
         assert self._before is not None
-        arrived = self._before.get()
+        arrived = self._before.get(self.exercise)
         if not isinstance(arrived, Activations):
             raise PipelineError(f"a {type(arrived).__name__} where activations belong")
+        found: dict[str, Any] = {_MERGED: arrived.merged}
         values = self._device.to_device(*arrived.tensors.values())
-        return {_MERGED: arrived.merged, **dict(zip(arrived.tensors, values, strict=True))}
+        for (name, tensor), value in zip(arrived.tensors.items(), values, strict=True):
+            # The model writes to it, with kernels that may want it aligned: a message is not.
+            found[name] = value.clone() if value is tensor else value
+        return found
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Each stage keeps its own: what vLLM spreads this way, the id of the engine, is of no use across boxes."""

@@ -24,7 +24,19 @@ from .codec import CodecError
 from .rehearsal import Rehearsal
 from .vocabulary import CODEC
 
-__all__ = ["Arrivals", "Inflow", "OnLost", "Outflow", "PipelineError", "Reader", "Seat", "StageLost", "open_pipes"]
+__all__ = [
+    "Arrivals",
+    "Inflow",
+    "Meanwhile",
+    "OnLost",
+    "Outflow",
+    "PipelineError",
+    "Reader",
+    "Seat",
+    "StageLost",
+    "nothing",
+    "open_pipes",
+]
 
 CONNECT_S = 600.0
 """How long the other stages may take to start: their boxes may be fetching a model. The agent may end it sooner."""
@@ -48,6 +60,12 @@ class StageLost(PipelineError):
 
 
 OnLost = Callable[[PipelineError], None]
+Meanwhile = Callable[[], object]
+"""What a thread does again and again while it looks for a message: little, and for itself."""
+
+
+def nothing() -> None:
+    """Of that."""
 
 
 @final
@@ -164,13 +182,15 @@ class Reader:
     def __repr__(self) -> str:
         return f"<Reader {self._pipe}>"
 
-    def read_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+    def read_until(
+        self, done: Callable[[], bool], timeout: float | None = None, meanwhile: Meanwhile = nothing
+    ) -> bool:
         """Read until it is so, to which the end of the pipe must lead as well. False if it takes longer."""
         began = time.monotonic()
         until = math.inf if timeout is None else began + timeout
         while self._take_turn(done, until):
             try:
-                self._read(until - time.monotonic(), self._look_s)
+                self._read(until - time.monotonic(), self._look_s, meanwhile)
             finally:
                 self._pass_turn()
         self._waited_at = time.monotonic()
@@ -207,10 +227,10 @@ class Reader:
         """Whether those who wait for messages see to it. That the other end is gone, nobody leaves to anybody."""
         return not gone and (self._reading or time.monotonic() - self._waited_at < REST_S)
 
-    def _read(self, wait_s: float, look_s: float = 0.0) -> None:
+    def _read(self, wait_s: float, look_s: float = 0.0, meanwhile: Meanwhile = nothing) -> None:
         """Hand on one message, if one begins within that time, or the end."""
         try:
-            message = self._pipe.receive_within(wait_s, look_s, self._while_looking)
+            message = self._pipe.receive_within(wait_s, look_s, partial(self._while_looking, meanwhile))
             if message is not None:
                 self._rehearsal.remember(message)
                 self._on_message(CODEC.decode(message))
@@ -220,8 +240,9 @@ class Reader:
             self._on_end(str(error))
             self._ended = True
 
-    def _while_looking(self) -> None:
+    def _while_looking(self, meanwhile: Meanwhile) -> None:
         self._rehearsal.perhaps()
+        meanwhile()
         os.sched_yield()  # the core is anybody's who has work for it
 
 
@@ -239,9 +260,9 @@ class Inflow:
     def __repr__(self) -> str:
         return f"<Inflow from {self._who}: {self._reader}>"
 
-    def get(self) -> Any:
+    def get(self, meanwhile: Meanwhile = nothing) -> Any:
         """Wait for the next. Raises StageLost."""
-        self._reader.read_until(lambda: bool(self._items) or self._lost is not None)
+        self._reader.read_until(lambda: bool(self._items) or self._lost is not None, meanwhile=meanwhile)
         if self._items:
             return self._items.popleft()
         assert self._lost is not None

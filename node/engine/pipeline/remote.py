@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from ....kvtransport.errors import TransferError
 from ....kvtransport.pipe import Pipe
 from .codec import CodecError
-from .pipes import OnLost, Reader, StageLost
+from .pipes import Meanwhile, OnLost, Reader, StageLost, nothing
 from .vocabulary import CODEC, Answer, Call, Failed
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class RemoteWorker:
             self._lose(str(error))
         return future
 
-    def wait(self, answer: Future[Any], timeout: float | None) -> Any:
+    def wait(self, answer: Future[Any], timeout: float | None, meanwhile: Meanwhile = nothing) -> Any:
         """For the answer to a call. Raises StageLost; one that takes longer is given up."""
-        if not self._reader.read_until(answer.done, timeout):
+        if not self._reader.read_until(answer.done, timeout, meanwhile):
             self._lose(f"it is alive, but has not answered for {timeout:g} s")
         return answer.result()
 

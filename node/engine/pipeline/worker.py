@@ -20,6 +20,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ..device import DeviceKind, device_of
+from .exercise import Exercise, small_products
 from .group import HIDDEN, RESIDUAL, SocketGroup
 from .pipes import Seat
 from .shards import narrowed, widened
@@ -45,14 +46,6 @@ class StageWorker(gpu_worker.Worker):
         with _joining(self.module, _seat()):
             super().init_device()
 
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load this stage's layers, and make the buffers for what comes from the stage before."""
-        super().load_model(load_dummy_weights=load_dummy_weights)
-        if not parallel_state.get_pp_group().is_first_rank:
-            # vLLM does so in the run that measures memory, which a CPU skips.
-            runner = self.model_runner
-            runner.intermediate_tensors = self._empty_activations(runner.max_num_tokens)
-
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The caches of the stage's layers."""
         return {name: widened(spec, self._shards) for name, spec in super().get_kv_cache_spec().items()}
@@ -64,6 +57,9 @@ class StageWorker(gpu_worker.Worker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate this worker's part of them."""
         super().initialize_from_config(narrowed(kv_cache_config, self._shards))
+
+    def exercise(self) -> None:
+        """What it does again and again while it waits for others: nothing."""
 
     def run_batch(self, scheduler_output: SchedulerOutput) -> Any:
         """Compute a batch and sample from it: what the head's executor is asked for in two calls. Returns what the
@@ -93,7 +89,7 @@ class StageWorker(gpu_worker.Worker):
 
     def merge_activations(self, behind: list[bool]) -> None:
         """`behind`: for each stage but the first, whether it is to be given hidden states and residual added up."""
-        group = cast("SocketGroup", parallel_state.get_pp_group())
+        group = _group()
         group.merges = not group.is_last_rank and behind[group.rank]
 
     @property
@@ -112,6 +108,10 @@ class StageWorker(gpu_worker.Worker):
         return cast("IntermediateTensors", made)
 
 
+def _group() -> SocketGroup:
+    return cast("SocketGroup", parallel_state.get_pp_group())
+
+
 def _seat() -> Seat:
     if StageWorker.seat is None:
         raise RuntimeError("this process has no seat in a pipeline")
@@ -122,6 +122,25 @@ class CPUStageWorker(StageWorker, CPUWorker):
     """The same on a machine without a GPU."""
 
     module: ClassVar[ModuleType] = cpu_worker
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load this stage's layers. What comes from the stage before is computed with where it lies: vLLM would copy it
+        into buffers of its own, for the graphs that a CPU has none of, and wait for it before there is need to."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        cast("Any", self.model_runner).sync_and_gather_intermediate_tensors = _as_they_come
+        self._exercise = Exercise(small_products(self._model))
+        _group().exercise = self.exercise
+
+    def exercise(self) -> None:
+        """Computes with a matrix of its own now and then."""
+        self._exercise.perhaps()
+
+
+def _as_they_come(tokens: int, activations: IntermediateTensors | None, copy: bool) -> IntermediateTensors:
+    """In place of vLLM's copy: the model waits for them with the first that it asks for."""
+    if activations is None:
+        raise RuntimeError("a stage on a CPU has no buffers to try its model with")  # as vLLM does before it compiles
+    return activations
 
 
 def worker_class() -> str:
