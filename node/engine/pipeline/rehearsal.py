@@ -21,7 +21,7 @@ from .vocabulary import CODEC
 
 __all__ = ["Rehearsal"]
 
-EVERY_S = 0.002  # after 1 ms nothing is lost yet, after 4 ms most of what will be
+EVERY_S = 0.001  # after that nothing is lost yet, after 4 ms most of what will be
 MOST_BYTES = 16 << 10  # of a message: what computes for longer than this takes to copy does not mind a cold start
 
 
