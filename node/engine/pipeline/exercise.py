@@ -1,8 +1,8 @@
 """Keeping the code of a stage's layers warm while it waits for the next batch.
 
-A layer that comes after a pause of some milliseconds takes longer, whatever else the processor did meanwhile: its own
-code and what the processor had learned of its branches are gone (docs/engines.md). A thread that looks for a message
-has time to spare; computing now and then with one matrix of the stage takes 20 to 60 µs of each half millisecond.
+A layer that comes after a pause of some milliseconds takes longer, whatever else this thread did meanwhile: most likely
+its code, and what the processor had learned of its branches, have made room for others (docs/engines.md). A thread that
+looks for a message has time to spare; one product with a matrix of the stage takes some 15 to 70 µs of `EVERY_S`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 __all__ = ["Exercise", "small_products"]
 
 EVERY_S = 0.0005
-MOST_BYTES = 4 << 20  # of a matrix: larger ones leave a core's caches by themselves, and keep a message waiting
+MOST_BYTES = 2 << 20  # of a matrix: larger ones leave a core's caches by themselves, and keep a message waiting
 
 
 @final
@@ -44,8 +44,8 @@ class Exercise:
 
 
 def small_products(model: torch.nn.Module) -> list[Callable[[], object]]:
-    """What a model's linear layers compute of one position, for those of which that needs nothing but themselves: no
-    other worker, and no more than `MOST_BYTES` of weights."""
+    """What a model's linear layers compute of one position: those of them that need nobody else for it, neither another
+    worker nor a batch around them, and have at most `MOST_BYTES` of weights."""
     return [
         partial(module, torch.zeros(1, module.input_size, dtype=module.params_dtype))
         for module in model.modules()

@@ -1,9 +1,9 @@
 """Keeping the way of a message warm for a thread that looks for the next one.
 
-What a stage runs once in a step has left the processor's caches when it is wanted again, most likely to others that
-share the last level of them: it does so in a process that is alone on its box, too (docs/engines.md). Measured on a
-rented box of two cores, decoding a small message takes 9 to 22 µs in a loop and 110 to 125 after a pause of 5 ms,
-opening it 8 and 80. A thread that looks has time to spare; what it spends here is small beside `EVERY_S`.
+What a stage runs once in a step has left the processor's caches when it is wanted again, most likely to others on the
+host: it does so in a process that is alone on its box, too (docs/engines.md). Measured on a rented box of two cores,
+decoding a small message takes 9 to 22 µs in a loop and 110 to 125 after a pause of 5 ms, opening it 8 and 80. A thread
+that looks has time to spare, and spends a sixth of `EVERY_S` here.
 """
 
 from __future__ import annotations
