@@ -124,8 +124,8 @@ class CPUStageWorker(StageWorker, CPUWorker):
     module: ClassVar[ModuleType] = cpu_worker
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load this stage's layers. What comes from the stage before is computed with where it lies: vLLM would copy it
-        into buffers of its own, for the graphs that a CPU has none of, and wait for it before there is need to."""
+        """Load this stage's layers. What comes from the stage before goes straight into them: vLLM would wait for it
+        earlier, to copy it into buffers that graphs need, which a CPU has none of."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         cast("Any", self.model_runner).sync_and_gather_intermediate_tensors = _as_they_come
         self._exercise = Exercise(small_products(self._model))
@@ -139,7 +139,7 @@ class CPUStageWorker(StageWorker, CPUWorker):
 def _as_they_come(tokens: int, activations: IntermediateTensors | None, copy: bool) -> IntermediateTensors:
     """In place of vLLM's copy: the model waits for them with the first that it asks for."""
     if activations is None:
-        raise RuntimeError("a stage on a CPU has no buffers to try its model with")  # as vLLM does before it compiles
+        raise RuntimeError("a stage on a CPU has no buffers to try its model with")  # as before it is compiled
     return activations
 
 
