@@ -7,7 +7,7 @@
 and slow connections, and two paths, share a transfer in proportion to what they carry.
 
 *Fairness.* Deficit round robin over the transfers that have something to send and credit for it: each gets the same
-bytes per round, whatever the size of its frames.
+bytes per round, whatever the size of its frames, and one that comes late sends on its first turn.
 
 *Credit.* A chunk goes only when the receiver's limit covers all of it. The charge of a transfer is its payload bytes
 plus `FRAME_CHARGE` for each frame, counted in the order of its frames; a resent chunk is not charged again.
@@ -314,7 +314,7 @@ class SendMachine(LinkMachine[Cargo]):
             size = transfer.next_size(step)
             if not size:
                 self._ring.popleft()
-                transfer.in_ring, transfer.deficit = False, 0
+                transfer.in_ring = False
                 if transfer.uncut and transfer.blocked_since is None:
                     transfer.blocked_since = now
             elif transfer.deficit < size:
@@ -488,7 +488,8 @@ class SendMachine(LinkMachine[Cargo]):
 
     def _enter(self, transfer: _Outgoing) -> None:
         if not transfer.in_ring and transfer.next_size(self.settings.chunk_bytes):
-            transfer.in_ring = True
+            # With its share from the start: one that comes late sends on its first turn, not a round later.
+            transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes
             self._ring.append(transfer)
 
     def _say_end(self, transfer: _Outgoing) -> None:

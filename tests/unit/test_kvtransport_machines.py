@@ -306,6 +306,35 @@ def test_32_transfers_share_fairly() -> None:
     assert all(states(link, key) == ("delivered", "delivered") for key in keys)
 
 
+def test_one_that_comes_late_is_served_on_its_first_turn() -> None:
+    sender = SendMachine(SMALL, 60.0, 0.0)
+    lane = sender.connected("", 0.0)
+
+    def open_transfer(key: bytes, size: int) -> None:
+        sender.open(key, 60.0, 0.0)
+        sender.received(lane, Credit(key, WINDOW, 0), 0.0)
+        sender.push(key, frame(0, bytes(size)), 0.0)
+
+    def turns(count: int) -> list[bytes]:
+        found: list[bytes] = []
+        while len(found) < count:
+            signal = sender.next(lane, 0.0)
+            assert signal is not None
+            if isinstance(signal, Chunk):
+                found.append(signal.transfer)
+        return found
+
+    early, late, short = [bytes([n]) * 16 for n in range(8)], b"l" * 16, b"s" * 16
+    for key in early:
+        open_transfer(key, 100 * SMALL.chunk_bytes)
+    turns(20)  # some way into a round
+    open_transfer(late, 100 * SMALL.chunk_bytes)
+    open_transfer(short, 10)
+    first, second = turns(10), turns(9)
+    assert set(first) == {*early, late, short}, "each has one chunk of the first ten"
+    assert set(second) == {*early, late}
+
+
 def test_a_transfer_that_cannot_send_does_not_hold_up_the_others() -> None:
     link = SimulatedLink(settings=SMALL)
     link.connect()
