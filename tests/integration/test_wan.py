@@ -257,8 +257,9 @@ def gone(namespace: str) -> bool:
 def owner() -> Iterator[subprocess.Popen[str]]:
     """A process that holds a network with a sleeping program in it, and says their names."""
     code = """
-import sys, time
+import signal, sys, time
 from p2pserve.sims.wan import *
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without
 box = Box()
 with EmulatedWan(Scenario(boxes={"paris": box, "nyc": box}, default=Pair()), kind="tun") as wan:
     child = wan.popen("paris", ["sleep", "600"])
