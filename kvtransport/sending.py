@@ -488,8 +488,7 @@ class SendMachine(LinkMachine[Cargo]):
 
     def _enter(self, transfer: _Outgoing) -> None:
         if not transfer.in_ring and transfer.next_size(self.settings.chunk_bytes):
-            # With its share from the start: one that comes late sends on its first turn, not a round later.
-            transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes
+            transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes  # to send on its first turn
             self._ring.append(transfer)
 
     def _say_end(self, transfer: _Outgoing) -> None:
