@@ -408,6 +408,8 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
     heard.wait_for(4)
     assert not looks
     assert heard.exercises == (3 if has_cores else 0)
+    heard.other.close()
+    assert heard.ended.wait(20)
 
 
 def test_pipes_that_cannot_be_opened_name_the_stage() -> None:
