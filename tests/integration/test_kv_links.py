@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -444,7 +445,7 @@ def test_waiting_for_room_is_bounded(pair: Pair) -> None:
     outgoing.abort("done")
 
 
-def test_32_transfers_at_once_share_fairly_and_none_starves(pair: Pair) -> None:
+def test_32_transfers_share_a_connection_fairly(pair: Pair) -> None:
     # Frames of one chunk on one connection arrive in the order of sending, however busy the machine is.
     sending, receiving = pair.links(pair.direct(1, pace=16_000_000))
     data = payloads(15, SETTINGS.chunk_bytes)
@@ -474,6 +475,20 @@ def test_32_transfers_at_once_share_fairly_and_none_starves(pair: Pair) -> None:
     for outgoing, incoming in both:
         outgoing.finish(1)
         receive_all(incoming, data)
+    assert all(outgoing.wait(PATIENCE_S) == DELIVERED for outgoing, _ in both)
+
+
+def test_32_transfers_at_once_over_four_connections_all_arrive(pair: Pair) -> None:
+    links = pair.links(streams=4)
+    both = [pair.begin(links) for _ in range(32)]
+    data = payloads(4, 250_000)
+    with ThreadPoolExecutor(len(both)) as threads:
+        received = [threads.submit(receive_all, incoming, data) for _, incoming in both]
+        sending = [send_all(outgoing, data) for outgoing, _ in both]
+        for each in received:
+            each.result(PATIENCE_S)
+    for thread in sending:
+        thread.join()
     assert all(outgoing.wait(PATIENCE_S) == DELIVERED for outgoing, _ in both)
 
 
