@@ -31,9 +31,10 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Kernel, types of its arguments, and its constants, for heads of 128."""
     from p2pserve.kernels import triton_fp8, triton_kivi4, triton_kv4
 
-    columns = {"x": "*bf16", "zeros": "*bf16", "packed": "*u8", "columns": "i32"}
-    keys = {"x": "*bf16", "zeros": "*bf16", "exponents": "*u8", "codes": "*u8", "tokens": "i32", "lead": "i32"}
-    values = {"x": "*bf16", "exponents": "*u8", "codes": "*u8", "rows": "i32"}
+    flag = {"flag": "*i32"}
+    columns = {"x": "*bf16", "zeros": "*bf16", "packed": "*u8", **flag, "columns": "i32"}
+    keys = {"x": "*bf16", "zeros": "*bf16", "exponents": "*u8", "codes": "*u8", **flag, "tokens": "i32", "lead": "i32"}
+    values = {"x": "*bf16", "exponents": "*u8", "codes": "*u8", **flag, "rows": "i32"}
     spans = {"shape": ("i32",) * 9}
     vectors = {"matrix": "*fp16", "vectors": "i32"}
     shape = triton_kv4._value_shape(128)
@@ -43,10 +44,10 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
         found[f"kivi4{name} V"] = getattr(triton_kivi4, name), columns, {"inner": 1, "width": 32, "block": 64}
         found[f"fp8{name} K"] = getattr(triton_fp8, f"{name}_keys"), {**keys, "width": "i32"}, {"block": 64}
         found[f"fp8{name} V"] = getattr(triton_fp8, f"{name}_values"), values, {"width": 128, "block": 32}
-        into, flag = ("into", ("*i32",)) if name == "_quantise" else ("stored", ())
-        part = {"x": "*bf16", into: ("*bf16", *BYTES, *flag), **spans}
+        into = "into" if name == "_quantise" else "stored"
+        part = {"x": "*bf16", into: ("*bf16", *BYTES, "*i32"), **spans}
         found[f"kv4{name} K"] = getattr(triton_kv4, f"{name}_keys"), part, {"block": 64}
-        part = {"x": "*bf16", into: (*BYTES[1:], *flag), **vectors}
+        part = {"x": "*bf16", into: (*BYTES[1:], *(("*i32",) if into == "into" else ())), **vectors}
         found[f"kv4{name} V"] = getattr(triton_kv4, f"{name}_values"), part, {"shape": shape, "tiles": 8}
     return found
 
