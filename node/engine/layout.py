@@ -93,11 +93,25 @@ class LayerCache:
             parts.append(values[first - low * self.block_size : last - low * self.block_size].contiguous())
         return parts[0], parts[1]
 
+    def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of canonical K and V at `slots` `[tokens]`, which are on the cache's device: nothing waits."""
+        blocks, rows = slots // self.block_size, slots % self.block_size
+        if self._order is None:
+            values = self._cache[blocks, :, rows]
+            return values[..., : self.head_dim].contiguous(), values[..., self.head_dim :].contiguous()
+        flat = self._cache.reshape(self.blocks, -1)
+        k, v = (
+            flat[blocks[:, None], order.view(self.block_size, -1)[rows]].view(-1, self.heads, self.head_dim)
+            for order in self._order
+        )
+        return k, v
+
     def slots(self, block_ids: list[int], first: int, last: int) -> torch.Tensor:
-        """Slot of each position in `[first, last)` `[tokens]`, int64."""
+        """Slot of each position in `[first, last)` `[tokens]`, int64, on the cache's device."""
         positions = torch.arange(first, last)
         table = torch.tensor(block_ids, dtype=torch.int64)
-        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        return slots.to(self._cache.device)
 
     def _calibrate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Gather indices of K and V within a block's raw memory; None when the logical view holds.

@@ -79,7 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_batched_tokens: int = 512
     max_requests: int = 64
     threads: int = 1
-    transfer_buffer_mib: int = 256  # decoded KV held for requests that the scheduler has not admitted yet
+    transfer_buffer_mib: int | None = None  # host memory for KV on its way, in each direction; None: by the box's
     log_file: str | None = None
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1
     partition: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ....kvtransport.reslice import Rank as ShardRank
 from ....kvtransport.reslice import ShardLayout
-from ..hub import TransferHub
+from ..hub import TransferHub, transfer_memory
 from ..protocol import Rank
 from .scheduler_side import SchedulerSide
 from .step_work import LoadProgress, StepWork
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from ..device import Device
+    from ..layout import Shard
+    from ..outgoing import ReadKv
+
 _SETTINGS: Final = "p2pserve"
 
 
@@ -51,8 +55,8 @@ class UnsupportedModelError(ValueError):
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every instance is told. `switchboard`: the name of this box's (see `switchboard`); `buffer_bytes`: KV that
-    one worker may hold for its transfers, in each direction."""
+    """What every instance is told. `switchboard`: the name of this box's (see `switchboard`); `buffer_bytes`: host
+    memory that one worker has for its transfers, in each direction."""
 
     switchboard: str
     buffer_bytes: int
@@ -100,10 +104,9 @@ class P2PConnector(KVConnectorBase_V1):
         assert self._scheduler_side is not None, "this instance is a worker's"
         return self._scheduler_side
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Layers are copied before they are sent, so blocks may be freed at any time."""
-        return False
+    def has_pending_push_work(self) -> bool:
+        """Steps go on until the last KV has been delivered, or given up."""
+        return self.scheduler_side.has_held_blocks
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -128,6 +131,7 @@ class P2PConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What all workers together have said after a step. vLLM calls this before it looks at the loads itself."""
+        self.scheduler_side.sends_finished(connector_output.finished_sending or ())
         progress = connector_output.kv_connector_worker_meta
         assert progress is None or isinstance(progress, LoadProgress)
         connector_output.finished_recving = self.scheduler_side.update_progress(
@@ -138,9 +142,8 @@ class P2PConnector(KVConnectorBase_V1):
         )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `SchedulerSide`. Its blocks may be freed."""
-        self.scheduler_side.request_finished(request)
-        return False, None
+        """See `SchedulerSide`."""
+        return self.scheduler_side.request_finished(request), None
 
     # ---- worker's side ----------------------------------------------------------------------------------
 
@@ -155,8 +158,10 @@ class P2PConnector(KVConnectorBase_V1):
         self.worker_side.register(self._layers, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before each step, and before anything of the cache is overwritten: what the last one has left to do."""
-        self.worker_side.hand_over_rest()
+        """Before each step, and before anything of the cache is overwritten."""
+        assert isinstance(kv_connector_metadata, StepWork)
+        self.worker_side.withdraw(kv_connector_metadata)
+        self.worker_side.announce_rest()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
@@ -169,8 +174,8 @@ class P2PConnector(KVConnectorBase_V1):
             self.worker_side.save_layer(self._work(), layer_name)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over, and nothing to wait for: blocks that are still to be read stay as they are until
-        `handle_preemptions`."""
+        """The forward pass is over, and nothing to wait for: blocks that are still to be read are held, or stay as
+        they are until `handle_preemptions`."""
         if self.has_connector_metadata():
             self.worker_side.end(self._work())
 
@@ -183,9 +188,10 @@ class P2PConnector(KVConnectorBase_V1):
         """Loads are asynchronous: a forward pass never waits for the network."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that ended since the last step."""
-        finished, failed = self.worker_side.take_finished()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        """Loads that ended since the last step, and requests whose KV need not be held any longer."""
+        loaded, failed = self.worker_side.take_loaded()
+        sent = self.worker_side.take_sent(finished_req_ids)
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed loads that hold nothing useful."""
@@ -230,10 +236,9 @@ def _worker_side(vllm_config: VllmConfig) -> WorkerSide:
     rank = Rank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
     kv_heads = vllm_config.model_config.get_total_num_kv_heads()
     one_stage = ShardLayout.uniform(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads)
-    return WorkerSide(
-        rank,
-        one_stage.heads_of(ShardRank(0, rank.tp)),
-        lambda shard: WorkerLine(
-            settings.switchboard, lambda tell, tell_news: TransferHub(shard, settings.buffer_bytes, tell, tell_news)
-        ),
-    )
+
+    def connect(shard: Shard, device: Device, read: ReadKv) -> WorkerLine:
+        memory = transfer_memory(settings.buffer_bytes, device.kind)
+        return WorkerLine(settings.switchboard, lambda *tell: TransferHub(shard, device, read, memory, *tell))
+
+    return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), connect)
