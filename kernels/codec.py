@@ -216,9 +216,7 @@ def decode_into(
     return _decode_into(codec, payload, k, v, start, layer)
 
 
-def _encode_into(
-    codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int, layer: int
-) -> Verdict:
+def _encode_into(codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int, layer: int) -> Verdict:
     if codec is Codec.RAW:
         halves = out.view(k.dtype).view(2, *k.shape)
         halves[0].copy_(k, non_blocking=True)
@@ -238,9 +236,7 @@ def _encode_into(
         return Verdict.of(unsound, explain)
 
 
-def _decode_into(
-    codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, layer: int
-) -> Verdict:
+def _decode_into(codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, layer: int) -> Verdict:
     if codec is Codec.RAW:
         for into, half in zip((k, v), data.chunk(2), strict=True):
             into.view(torch.uint8).view(-1).copy_(half, non_blocking=True)  # as bytes, at whatever address they are
