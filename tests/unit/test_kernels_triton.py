@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from p2pserve.kernels.format import Fp8Layout, Kivi4Layout, Kv4Layout
+from p2pserve.kernels.codec import decode_into, encode_into, warm_up, wire_dtype
+from p2pserve.kernels.format import Codec, payload_bytes
 
 pytest.importorskip("triton")
 
@@ -122,11 +124,15 @@ class Variants:
         return launch
 
 
-def test_other_windows_of_a_prompt_need_no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codec", ["kv4", "fp8", "kivi4"])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_after_the_warm_up_no_window_needs_another_kernel(
+    codec: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton takes seconds to compile for what it has not seen: integers that are multiples of 16, others, and 1."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("Triton interprets in this process")
-    from p2pserve.kernels import fp8, kivi4, kv4, triton_fp8, triton_kivi4, triton_kv4
+    from p2pserve.kernels import fp8, kivi4, kv4, triton_fp8, triton_kivi4, triton_kv4, verdict
 
     found: set[Any] = set()
     for module in (triton_kv4, triton_fp8, triton_kivi4):
@@ -135,21 +141,25 @@ def test_other_windows_of_a_prompt_need_no_other_kernels(monkeypatch: pytest.Mon
     for chooser in (kv4, fp8, kivi4):
         monkeypatch.setattr(chooser, "has_triton", lambda _: True)
         monkeypatch.setattr(chooser, "ready", lambda _: False)
-    counts = []
-    # Whole windows, then those that begin or end within a group.
-    for windows in (
-        [(0, 512), (512, 512), (1024, 256)],
-        [(0, 300), (512, 16), (100, 157), (4, 33), (768, 97), (5, 90)],
+    monkeypatch.setattr(verdict, "record_moment", Mock())
+    dtype = torch.bfloat16
+    warm_up(codec, heads=heads, head_dim=128, dtype=dtype, device=torch.device("cpu"))
+    compiled = set(found)
+    assert len(compiled) >= 4
+    for start, tokens in (
+        (0, 512),
+        (512, 512),
+        (1024, 256),
+        (0, 300),
+        (512, 16),
+        (100, 157),
+        (4, 33),
+        (769, 98),
+        (5, 90),
     ):
-        for start, tokens in windows:
-            k = torch.zeros(tokens, 8, 128, dtype=torch.bfloat16)
-            for chooser in (kv4, fp8, kivi4):
-                out = torch.zeros(16 + 4 * k.numel(), dtype=torch.uint8)
-                layout = {kv4: Kv4Layout, fp8: Fp8Layout, kivi4: Kivi4Layout}[chooser](start, *k.shape)
-                payload = out[: layout.total_bytes]
-                chooser.encode(k, k, payload, start)
-                chooser.decode(payload, torch.empty_like(k), torch.empty_like(k), start)
-        counts.append(len(found))
-    assert counts[0] == 12
-    # V of an odd number of tokens: its vectors, one for each token and head, are no multiple of 16.
-    assert counts[1] <= 12 + 4, sorted(found)
+        k, v = (torch.zeros(tokens, heads, 128, dtype=dtype) for _ in range(2))
+        size = payload_bytes(Codec(codec), wire_dtype(dtype), start=start, tokens=tokens, heads=heads, head_dim=128)
+        payload = torch.zeros(size, dtype=torch.uint8)
+        encode_into(codec, k, v, payload, start=start, layer=0)
+        decode_into(codec, payload, k, v, start=start, layer=0)
+    assert found == compiled
