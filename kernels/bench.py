@@ -64,8 +64,8 @@ class Row:
         """`what`: operation, codec, device. Seconds of one block, and of a copy of its values."""
         op, codec, device = what
         nbytes = 4 * tokens * HEADS * HEAD_DIM
-        rates = (round(nbytes / spent / 1e9, 3) for spent in (seconds, copy_seconds))
-        return cls(op, codec.value, device, threads, path, tokens, *rates, round(copy_seconds / seconds, 3))
+        rate, copy_rate = (round(nbytes / spent / 1e9, 3) for spent in (seconds, copy_seconds))
+        return cls(op, codec.value, device, threads, path, tokens, rate, copy_rate, round(copy_seconds / seconds, 3))
 
 
 def measure(codec: Codec, threads: int, tokens: int, repeats: int) -> list[Row]:
@@ -141,7 +141,7 @@ def _queued(run: Callable[[], None], hold: Callable[[], None]) -> float:
         run()
     ended.record()
     ended.synchronize()
-    return begun.elapsed_time(ended) / 1e3 / QUEUED
+    return float(begun.elapsed_time(ended)) / 1e3 / QUEUED
 
 
 def _block(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

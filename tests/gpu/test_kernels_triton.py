@@ -75,11 +75,10 @@ class Transfer:
         self._verdicts: list[Verdict] = []
 
     def code(self) -> None:
-        where = {"start": self._start, "layer": 0}
-        self._verdicts.append(encode_into(self._codec, *self._source, self._sent, **where))
+        self._verdicts.append(encode_into(self._codec, *self._source, self._sent, start=self._start, layer=0))
         self._host.copy_(self._sent, non_blocking=True)
         self._come.copy_(self._host, non_blocking=True)
-        self._verdicts.append(decode_into(self._codec, self._come, *self._into, **where))
+        self._verdicts.append(decode_into(self._codec, self._come, *self._into, start=self._start, layer=0))
 
     def received(self) -> bool:
         """Whether the payload and the values are what a CPU makes of the block."""

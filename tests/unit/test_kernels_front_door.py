@@ -123,6 +123,9 @@ class Waited(Exception):
 class NoWaiting(TorchDispatchMode):
     """Refuse what waits for a GPU: asking for values, shapes that depend on them, copies to or from the host."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
