@@ -119,11 +119,18 @@ __all__ = [
     "encode",
     "encode_into",
     "torch_dtype",
+    "warm_up",
     "wire_dtype",
 ]
 
 _TORCH = {WireDtype.BF16: torch.bfloat16, WireDtype.FP16: torch.float16, WireDtype.FP32: torch.float32}
 _WIRE = {dtype: wire for wire, dtype in _TORCH.items()}
+
+
+_WARM_UP_TOKENS = (256, 260, 257)
+"""Triton compiles anew where sections begin at multiples of 16 bytes and where they do not."""
+_WARM_UP_VECTORS = 65536
+"""From so many on, a program of `kv4` takes several tiles of vectors."""
 
 
 class _SixteenBit(Protocol):
@@ -216,9 +223,20 @@ def decode_into(
     return _decode_into(codec, payload, k, v, start, layer)
 
 
-def _encode_into(
-    codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int, layer: int
-) -> Verdict:
+def warm_up(codec: Codec | str, *, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what a GPU needs for blocks of any length of such heads, and make its constants: some seconds.
+
+    Without it the first transfers do that.
+    """
+    codec = _known(codec, 0)
+    for tokens in (*_WARM_UP_TOKENS, -(-_WARM_UP_VECTORS // heads)):
+        k, v = (torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
+        out = torch.empty(_payload_bytes(codec, k, v, 256, 0), dtype=torch.uint8, device=device)
+        _encode_into(codec, k, v, out, 256, 0).raise_if_unsound()
+        _decode_into(codec, out, k, v, 256, 0).raise_if_unsound()
+
+
+def _encode_into(codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int, layer: int) -> Verdict:
     if codec is Codec.RAW:
         halves = out.view(k.dtype).view(2, *k.shape)
         halves[0].copy_(k, non_blocking=True)
@@ -238,9 +256,7 @@ def _encode_into(
         return Verdict.of(unsound, explain)
 
 
-def _decode_into(
-    codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, layer: int
-) -> Verdict:
+def _decode_into(codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, layer: int) -> Verdict:
     if codec is Codec.RAW:
         for into, half in zip((k, v), data.chunk(2), strict=True):
             into.view(torch.uint8).view(-1).copy_(half, non_blocking=True)  # as bytes, at whatever address they are

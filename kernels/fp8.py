@@ -47,7 +47,7 @@ __all__ = ["LARGEST", "decode", "encode", "require_sound"]
 
 
 def encode(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int) -> bool | torch.Tensor:
-    """Write the payload of 16-bit values to `out`. Whether there are values not finite or too large, as `known` says."""
+    """Write the payload of 16-bit values to `out`. Whether some are not finite or too large, as `known` says."""
     layout = Fp8Layout(start, *k.shape)
     out[:FP8_HEADER_BYTES].copy_(header(FP8_VERSION, k.dtype, k.device))
     if k.device.type == "cpu" and ready(4 * k.numel()):
@@ -75,7 +75,7 @@ def decode(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> 
 
 
 def require_sound(data: torch.Tensor, like: torch.Tensor, start: int, layer: int) -> None:
-    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and 16-bit dtype, if anything."""
+    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and dtype, if anything."""
     read_header(bytes(data[:FP8_HEADER_BYTES].tolist()), "fp8", FP8_VERSION, like.dtype, layer)
     layout = Fp8Layout(start, *like.shape)
     reference.require_sound(Sections.of(data, layout, like.dtype), layout, layer)

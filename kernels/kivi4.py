@@ -51,7 +51,7 @@ __all__ = ["LARGEST", "decode", "encode", "require_sound"]
 
 
 def encode(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int) -> bool | torch.Tensor:
-    """Write the payload of 16-bit values to `out`. Whether there are values not finite or too large, as `known` says."""
+    """Write the payload of 16-bit values to `out`. Whether some are not finite or too large, as `known` says."""
     layout = Kivi4Layout(start, *k.shape)
     out[:KIVI4_HEADER_BYTES].copy_(header(KIVI4_VERSION, k.dtype, k.device))
     unsound = _keep_residual(k, v, out, layout)
@@ -73,7 +73,7 @@ def decode(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> 
 
 
 def require_sound(data: torch.Tensor, like: torch.Tensor, start: int, layer: int) -> None:
-    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and 16-bit dtype, if anything."""
+    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and dtype, if anything."""
     read_header(bytes(data[:KIVI4_HEADER_BYTES].tolist()), "kivi4", KIVI4_VERSION, like.dtype, layer)
     layout = Kivi4Layout(start, *like.shape)
     reference.require_sound(Sections.of(data, layout, like.dtype), layout, layer)

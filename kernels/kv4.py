@@ -15,7 +15,7 @@ __all__ = ["LARGEST", "decode", "encode", "require_sound"]
 
 
 def encode(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int) -> bool | torch.Tensor:
-    """Write the payload of 16-bit values to `out`. Whether there are values not finite or too large, as `known` says."""
+    """Write the payload of 16-bit values to `out`. Whether some are not finite or too large, as `known` says."""
     layout = kv4_layout(start, *k.shape)
     into = Sections.of(out, layout, k.dtype)
     into.header.copy_(header(FORMAT_VERSION, k.dtype, k.device))
@@ -45,7 +45,7 @@ def decode(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> 
 
 
 def require_sound(data: torch.Tensor, like: torch.Tensor, start: int, layer: int) -> None:
-    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and 16-bit dtype, if anything."""
+    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and dtype, if anything."""
     layout = kv4_layout(start, *like.shape)
     sections = Sections.of(data, layout, like.dtype)
     read_header(bytes(sections.header.tolist()), "kv4", FORMAT_VERSION, like.dtype, layer)

@@ -21,21 +21,20 @@ One warp each: no reduction then needs shared memory or a barrier.
 ELEMENTS = 4096
 """Values of V per program."""
 
+_VARYING = ["tokens", "lead"]
+"""What differs from block to block. Triton would compile a kernel anew for multiples of 16 and others, and for 1."""
+
 
 def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout, flag: torch.Tensor) -> None:
     """As `fp8_reference.quantise`, for any values: raises `flag` if one is not finite or too large."""
     row = layout.heads * layout.head_dim
     grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
-    zeros, exponents = into.key_zeros, into.key_exponents
-    k, v = k.contiguous(), v.contiguous()
-    _quantise_keys[grid](
-        k, zeros, exponents, into.key_codes, flag, layout.tokens, layout.lead, row, CHANNELS, num_warps=1
-    )
+    keys = (into.key_zeros, into.key_exponents, into.key_codes, flag)
+    _quantise_keys[grid](k.contiguous(), keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
     rows = layout.tokens * layout.heads
     count = _rows_per_program(layout.head_dim)
-    _quantise_values[(triton.cdiv(rows, count),)](
-        v, into.value_exponents, into.value_codes, flag, rows, layout.head_dim, count
-    )
+    values = (into.value_exponents, into.value_codes, flag)
+    _quantise_values[(triton.cdiv(rows, count),)](v.contiguous(), values, rows, layout.head_dim, count)
 
 
 def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:
@@ -45,33 +44,23 @@ def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8
     """
     row = layout.heads * layout.head_dim
     grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
-    zeros, exponents = sections.key_zeros, sections.key_exponents
-    _dequantise_keys[grid](
-        k, zeros, exponents, sections.key_codes, flag, layout.tokens, layout.lead, row, CHANNELS, num_warps=1
-    )
+    keys = (sections.key_zeros, sections.key_exponents, sections.key_codes, flag)
+    _dequantise_keys[grid](k, keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
     rows = layout.tokens * layout.heads
     count = _rows_per_program(layout.head_dim)
-    _dequantise_values[(triton.cdiv(rows, count),)](
-        v, sections.value_exponents, sections.value_codes, flag, rows, layout.head_dim, count
-    )
+    values = (sections.value_exponents, sections.value_codes, flag)
+    _dequantise_values[(triton.cdiv(rows, count),)](v, values, rows, layout.head_dim, count)
 
 
 def _rows_per_program(head_dim: int) -> int:
     return max(1, ELEMENTS // int(triton.next_power_of_2(head_dim)))
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
 def _quantise_keys(
-    x: tl.tensor,
-    zeros: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    flag: tl.tensor,
-    tokens: tl.tensor,
-    lead: tl.tensor,
-    width: tl.tensor,
-    block: tl.constexpr,
+    x: tl.tensor, into: tl.tensor, tokens: tl.tensor, lead: tl.tensor, width: tl.tensor, block: tl.constexpr
 ) -> None:
+    zeros, exponents, codes, flag = into
     group = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
@@ -107,16 +96,9 @@ def _quantise_keys(
         tl.store(codes + there, code.to(tl.uint8), mask=here)
 
 
-@triton.jit  # type: ignore[misc]
-def _quantise_values(
-    x: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    flag: tl.tensor,
-    rows: tl.tensor,
-    width: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[misc]
+def _quantise_values(x: tl.tensor, into: tl.tensor, rows: tl.tensor, width: tl.constexpr, block: tl.constexpr) -> None:
+    exponents, codes, flag = into
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     channel = tl.arange(0, triton.next_power_of_2(width))
     here = (row < rows)[:, None] & (channel < width)[None, :]
@@ -130,18 +112,11 @@ def _quantise_values(
     raise_flag(flag, sound == 0)
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
 def _dequantise_keys(
-    x: tl.tensor,
-    zeros: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    flag: tl.tensor,
-    tokens: tl.tensor,
-    lead: tl.tensor,
-    width: tl.tensor,
-    block: tl.constexpr,
+    x: tl.tensor, stored: tl.tensor, tokens: tl.tensor, lead: tl.tensor, width: tl.tensor, block: tl.constexpr
 ) -> None:
+    zeros, exponents, codes, flag = stored
     group = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
@@ -160,16 +135,11 @@ def _dequantise_keys(
         tl.store(x + there, values.to(sixteen), mask=here)
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[misc]
 def _dequantise_values(
-    x: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    flag: tl.tensor,
-    rows: tl.tensor,
-    width: tl.constexpr,
-    block: tl.constexpr,
+    x: tl.tensor, stored: tl.tensor, rows: tl.tensor, width: tl.constexpr, block: tl.constexpr
 ) -> None:
+    exponents, codes, flag = stored
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     channel = tl.arange(0, triton.next_power_of_2(width))
     here = (row < rows)[:, None] & (channel < width)[None, :]

@@ -23,13 +23,16 @@ VECTORS = 32
 _LAUNCH = {"enable_fp_fusion": False}
 """V also without pipelining: it would keep three copies of the matrix in shared memory."""
 
+_VARYING = ["coded", "lead", "code_first", "code_stop"]
+"""What differs from block to block. Triton would compile a kernel anew for multiples of 16 and others, and for 1."""
+
 
 def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout, flag: torch.Tensor) -> None:
     """Code `[coded, heads, head_dim]` 16-bit values. Raises `flag` if one is not finite or too large."""
     keys = (into.key_bases, into.key_units, into.key_zeros, into.key_steps, into.key_codes, flag)
-    rows = _key_shape(layout)
-    grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
-    _quantise_keys[grid](k.contiguous(), keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
+    row = layout.heads * layout.head_dim
+    grid = (layout.spans, triton.cdiv(row, CHANNELS))
+    _quantise_keys[grid](k.contiguous(), keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
     values = (into.value_units, into.value_grids, into.value_codes, flag)
     matrix, vectors, programs, tiles = _value_plan(layout, k.device)
     shape = _value_shape(layout.head_dim)
@@ -42,20 +45,18 @@ def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4
     Raises `flag` if there is a parameter that no encoder writes.
     """
     keys = (sections.key_bases, sections.key_units, sections.key_zeros, sections.key_steps, sections.key_codes, flag)
-    rows = _key_shape(layout)
-    grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
-    _dequantise_keys[grid](k, keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
+    row = layout.heads * layout.head_dim
+    grid = (layout.spans, triton.cdiv(row, CHANNELS))
+    _dequantise_keys[grid](k, keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
     values = (sections.value_units, sections.value_grids, sections.value_codes)
     matrix, vectors, programs, tiles = _value_plan(layout, k.device)
     shape = _value_shape(layout.head_dim)
     _dequantise_values[programs](v, values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
 
 
-def _key_shape(layout: Kv4Layout) -> tuple[int, ...]:
-    """Coded tokens, lead, channels, and the first and last rows of zeros, steps and codes that are stored."""
-    rows = (layout.group_rows, layout.step_rows, layout.code_rows)
-    ends = (end for run in rows for end in (run.start, run.stop))
-    return (layout.coded, layout.lead, layout.heads * layout.head_dim, *ends)
+def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
+    """Coded tokens, lead, and the first and the last row of codes that are stored, the latter exclusive."""
+    return layout.coded, layout.lead, layout.code_rows.start, layout.code_rows.stop
 
 
 def _value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
@@ -92,10 +93,20 @@ def _padded_hadamard(head_dim: int) -> torch.Tensor:
     return matrix.flatten(0, 2).to(torch.float16)
 
 
-@triton.jit  # type: ignore[misc]
-def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
+def _quantise_keys(
+    x: tl.tensor,
+    into: tl.tensor,
+    coded: tl.tensor,
+    lead: tl.tensor,
+    code_first: tl.tensor,
+    code_stop: tl.tensor,
+    width: tl.tensor,
+    block: tl.constexpr,
+) -> None:
     bases, units, zeros, steps, codes, flag = into
-    coded, lead, width, group_first, group_stop, step_first, step_stop, code_first, code_stop = shape
+    group_first, group_stop = lead // 32, (lead + coded + 31) // 32
+    step_first, step_stop = group_first // 2, (group_stop + 1) // 2
     span = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
@@ -151,10 +162,20 @@ def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.co
         tl.store(steps + (line - step_first).to(tl.int64) * width + channel, nibbles.to(tl.uint8), mask=kept)
 
 
-@triton.jit  # type: ignore[misc]
-def _dequantise_keys(x: tl.tensor, stored: tl.tensor, shape: tl.tensor, block: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
+def _dequantise_keys(
+    x: tl.tensor,
+    stored: tl.tensor,
+    coded: tl.tensor,
+    lead: tl.tensor,
+    code_first: tl.tensor,
+    code_stop: tl.tensor,
+    width: tl.tensor,
+    block: tl.constexpr,
+) -> None:
     bases, units, zeros, steps, codes, flag = stored
-    coded, lead, width, group_first, group_stop, step_first, _, code_first, code_stop = shape
+    group_first, group_stop = lead // 32, (lead + coded + 31) // 32
+    step_first = group_first // 2
     span = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
