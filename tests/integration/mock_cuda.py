@@ -89,7 +89,7 @@ class Installation(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self)
         return None
 
-    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:  # type: ignore[override]
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
         """Found by `importlib.metadata` through `sys.meta_path`."""
         return [_Build()] if context.name == "vllm" else []
 

@@ -85,17 +85,18 @@ def model_runner() -> str:
 
 def build(layout: dict[str, Any]) -> tuple[Any, str]:
     """Build an engine until it makes its workers. Returns vLLM's configuration and how workers would be started."""
-    from vllm.utils.system_utils import get_mp_context
+    from vllm.utils import system_utils
     from vllm.v1.executor import Executor
 
     from p2pserve.node.engine.process import build_engine
     from p2pserve.node.engine.protocol import EngineConfig
     from p2pserve.node.models import BUNDLED
 
+    processes: Any = system_utils
     reached: list[Any] = []
 
     def make_workers(executor: Executor, vllm_config: Any) -> NoReturn:
-        reached.extend((vllm_config, get_mp_context().get_start_method()))
+        reached.extend((vllm_config, processes.get_mp_context().get_start_method()))
         raise WorkersNext
 
     executor_class: Any = Executor
