@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
 from .mock_cuda import Installation, Trap, pretend
 
@@ -171,6 +172,36 @@ def spawned() -> dict[str, Any]:
     return {"before": before, "after": model_runner()}
 
 
+def steps_without_hooks() -> dict[str, Any]:
+    """What each model runner asks of a connector in a step without hooks, as one that is replayed as a graph."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    config, _ = build({})
+    step = SchedulerOutput.make_empty()
+    step.kv_connector_metadata = KVConnectorMetadata()
+    state: Any = kv_transfer_state
+    found: dict[str, Any] = {}
+
+    connector = state._KV_CONNECTOR_AGENT = MagicMock(spec=KVConnectorBase_V1)
+    second = ActiveKVConnector(config, {})
+    connector.reset_mock()
+    second.pre_forward(step)
+    second.finish_forward()
+    second.post_forward(set())
+    found["second"] = [name for name, _, _ in connector.method_calls]
+
+    connector.reset_mock()
+    with set_forward_context(None, config), KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(step):
+        """The model, or its graph."""
+    found["first"] = [name for name, _, _ in connector.method_calls]
+    return found
+
+
 def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run it in a fork of this process, and return what it returns."""
     reading, writing = os.pipe()
@@ -200,7 +231,8 @@ def main(capabilities: list[str]) -> None:
     os.dup2(2, 1)
     parsed = {text: (int(text.split(".")[0]), int(text.split(".")[1])) for text in capabilities}
     installation, trap = pretend(next(iter(parsed.values())), GPUS)
-    found: dict[str, Any] = {"preload": preload(trap), "engines": {}, "spawned": in_child(spawned)}
+    found: dict[str, Any] = {"preload": preload(trap), "engines": {}}
+    found |= {"spawned": in_child(spawned), "steps_without_hooks": in_child(steps_without_hooks)}
     from vllm.platforms import current_platform
 
     for text, capability in parsed.items():

@@ -99,3 +99,11 @@ def test_spawned_workers_draw_as_forked_ones_do(resolved: list[dict[str, Any]]) 
     for found in resolved:
         assert found["preload"]["model_runner"] == "SeededGPUModelRunner"
         assert found["spawned"] == {"before": "GPUModelRunner", "after": "SeededGPUModelRunner"}
+
+
+def test_steps_begin_and_end_for_the_connector_also_without_hooks(resolved: list[dict[str, Any]]) -> None:
+    for found in resolved:
+        for asked in found["steps_without_hooks"].values():
+            order = [asked.index(name) for name in ("bind_connector_metadata", "start_load_kv", "wait_for_save")]
+            assert order == sorted(order)
+            assert "save_kv_layer" not in asked
