@@ -46,8 +46,11 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
     Model runner: the CPU build has only the first version. On a GPU the second one is vLLM's default, but it hands
     sampled tokens from stage to stage through torch.distributed, which stages on different boxes do not share.
 
-    Graphs: layers are saved by hooks between them, and a fully captured graph would replay without those. Any engine
-    may be told to prefill without loading its weights again, so all are captured piece by piece.
+    CUDA graphs: a batch that only decodes is replayed as one graph, which costs the CPU one call. Batches with prompts
+    in them run piece by piece: KV leaves by hooks between the layers while the next ones are computed, and a graph has
+    no hooks. vLLM takes a prompt's last token for decoding if it is all that a step reads of it, so what no hook has
+    saved is saved when the step ends (`P2PConnector.wait_for_save`). Where an attention backend cannot be captured as a
+    whole, vLLM goes back to pieces.
     """
     arguments: dict[str, Any] = {"dtype": dtype}
     environment: dict[str, str] = {}
@@ -63,7 +66,7 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
         arguments["gpu_memory_utilization"] = CPU_SHARE_OF_MEMORY
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB
     else:
-        arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+        arguments["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
         arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
     if kv_cache_mib is not None:
         arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from . import protocol
+from .capability import capabilities_from_nvml
 from .device import DeviceKind, choose, device_of, measure
 from .gloo import share_device
 from .kv.connector import ConnectorSettings, P2PConnector, transfer_config
@@ -359,9 +360,10 @@ def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
     from vllm.v1.executor import Executor
 
     try:
-        vllm_config = engine_args(config, switchboard).create_engine_config()
+        with capabilities_from_nvml():
+            vllm_config = engine_args(config, switchboard).create_engine_config()
         # Set after vLLM has, which spawns on a CPU: worker processes then import for a quarter of a minute what this
-        # one has from the fork server. Where a GPU is in use already, vLLM spawns them all the same.
+        # one has from the fork server. On WSL, vLLM spawns them all the same.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except Exception as error:

@@ -150,7 +150,7 @@ def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
     assert choices.environment == {}
     assert choices.arguments == {
         "dtype": "auto",
-        "compilation_config": {"cudagraph_mode": "PIECEWISE"},
+        "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
         "gpu_memory_utilization": 0.92,
     }
     for tp in (1, 4):  # the box's cache is shared by its workers

@@ -110,8 +110,10 @@ class P2PConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A fully captured graph would replay without the layer hooks, and no KV would ever leave."""
-        return True
+        """No: `choose` has batches with prompts run piece by piece, with the hooks between layers, and a step that is
+        replayed as one graph still begins (`bind_connector_metadata`) and ends (`wait_for_save`). To say yes would
+        take whole graphs away from batches that only decode."""
+        return False
 
     def on_new_request(self, request: Request) -> None:
         """See `SchedulerSide`."""
