@@ -31,7 +31,15 @@ class Choices:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: int, tp: int) -> Choices:
+def choose(
+    kind: DeviceKind,
+    *,
+    dtype: str,
+    kv_cache_mib: int | None,
+    stages: int,
+    tp: int,
+    async_scheduling: bool | None = None,
+) -> Choices:
     """The set-up of an engine whose replica spans `stages` boxes, and whose `tp` workers here share the KV cache.
 
     Model runner: the CPU build has only the first version. On a GPU the second one is vLLM's default, but it hands
@@ -39,6 +47,9 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
 
     Graphs: layers are saved by hooks between them, and a fully captured graph would replay without those. Any engine
     may be told to prefill without loading its weights again, so all are captured piece by piece.
+
+    Asynchronous scheduling: on where a GPU would wait for the scheduler, unless the owner decides. The first model
+    runner cannot do it with stages.
     """
     arguments: dict[str, Any] = {"dtype": dtype}
     environment: dict[str, str] = {}
@@ -56,6 +67,7 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
     else:
         arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
         arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
+    arguments["async_scheduling"] = stages == 1 and (kind == "cuda" if async_scheduling is None else async_scheduling)
     if kv_cache_mib is not None:
         arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp
     return Choices(environment=environment, arguments=arguments)
