@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from . import protocol
 from .device import DeviceKind, choose, device_of, measure
 from .gloo import share_device
+from .idle import IdleSteps
 from .kv.connector import ConnectorSettings, P2PConnector, transfer_config
 from .kv.step_work import Opening, transfer_params
 from .kv.switchboard import Switchboard
@@ -141,9 +142,7 @@ class EngineRunner:
         self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
         # Workers of this box say when KV has come, those of other stages tell only their own agents.
         self._idle_wait_s = BLIND_WAIT_S if stages else IDLE_WAIT_S
-        # With asynchronous scheduling the scheduler knows what a step has found once the next one has been launched.
-        self._known_after = 1 if stages else int(self._core.batch_queue_size)
-        self._quiet = 0  # steps in a row without requests that run, nor any news
+        self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
 
     def ready(self, load_s: float) -> protocol.Ready:
         """Describe the engine, with the speed of its device measured now."""
@@ -187,15 +186,11 @@ class EngineRunner:
             outputs = self._engine.step()
             late = self._expire()
             self._publish(outputs, late)
-            self._quiet = 0 if outputs or late or self._scheduler.running else self._quiet + 1
-            self._wait_for_news()
-
-    def _wait_for_news(self) -> None:
-        """Sleep while only KV is awaited, once all that the steps have found is known."""
-        news = self._switchboard.news
-        if self._quiet and news.wait(self._idle_wait_s if self._quiet >= self._known_after else 0.0):
-            news.clear()
-            self._quiet = 0  # what the next step finds there is known only after some more
+            idle = not (outputs or late or self._scheduler.running)
+            self._idle_steps.on_step(idle=idle)
+            if idle and self._switchboard.news.wait(self._idle_wait_s if self._idle_steps.may_sleep else 0.0):
+                self._switchboard.news.clear()
+                self._idle_steps.on_news()
 
     def _busy(self) -> bool:
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.

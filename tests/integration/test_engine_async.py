@@ -262,7 +262,7 @@ def test_a_cancelled_request_gives_its_blocks_back(run: Callable[[Body], None], 
                 else:
                     await engines.prefill.report(outlet.ticket.transfer)
             if when == "answering":
-                await engine._until(lambda request=request: request in engine.answers)
+                await begun(engine, request)
             engine.link.send(protocol.Cancel(request=request))
         await engines.check_blocks()
 
@@ -310,6 +310,17 @@ def test_a_sender_that_is_cancelled_tells_the_receiver(run: Callable[[Body], Non
     run(body)
 
 
+async def begun(engine: TrialEngine, request: str) -> None:
+    """Wait for the first token of an answer."""
+    await engine._until(lambda: request in engine.answers)
+
+
+async def ended(engine: TrialEngine, request: str) -> Answer:
+    """An answer, however it ends."""
+    await engine._until(lambda: request in engine.answers and engine.answers[request].finish != "")
+    return engine.answers.pop(request)
+
+
 def submitted(engine: TrialEngine, prompt: tuple[int, ...], count: int, deadline_s: float) -> str:
     """A request that ends with a stop token, or at its deadline."""
     assert engine.link is not None
@@ -324,8 +335,7 @@ def test_a_request_ends_at_its_deadline(run: Callable[[Body], None]) -> None:
         engine = engines.decode
         for number in range(BLOCKS):
             request = submitted(engine, prompt_of(9, f"late {number}"), 500, 0.03)
-            await engine._until(lambda request=request: request in engine.answers and engine.answers[request].finish)
-            assert engine.answers.pop(request).finish == "deadline"
+            assert (await ended(engine, request)).finish == "deadline"
         await engines.check_blocks()
 
     run(body)
@@ -349,10 +359,7 @@ def test_an_answer_ends_with_its_stop_token(run: Callable[[Body], None], random_
         for _ in range(3):
             requests = [submitted(engine, prompt, 40, PATIENCE_S) for prompt in prompts]
             for request, tokens in zip(requests, expected, strict=True):
-                await engine._until(
-                    lambda request=request: request in engine.answers and engine.answers[request].finish
-                )
-                answer = engine.answers.pop(request)
+                answer = await ended(engine, request)
                 ends = next((place for place, token in enumerate(tokens) if token in engine.ready.eos_tokens), None)
                 assert answer.tokens == tokens[: None if ends is None else ends + 1]
                 assert answer.finish == ("length" if ends is None else "stop")
