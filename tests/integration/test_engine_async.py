@@ -63,12 +63,18 @@ class Engines:
         return msgspec.structs.replace(outlet, ticket=ticket), msgspec.structs.replace(inlet, ticket=ticket)
 
     async def hand_over(
-        self, prompt: tuple[int, ...], pacing: protocol.HowToLeave, *, part: int | None = None, count: int = COUNT
+        self,
+        prompt: tuple[int, ...],
+        pacing: protocol.HowToLeave,
+        *,
+        part: int | None = None,
+        count: int = COUNT,
+        **sampling: Any,
     ) -> Answer:
         """Prefill `part` of the prompt, or all of it, at the one and go on at the other."""
         part = len(prompt) if part is None else part
         outlet, inlet = self.ends(pacing)
-        request = self.decode.submit(prompt, count, receive=(inlet,), receive_tokens=part)
+        request = self.decode.submit(prompt, count, receive=(inlet,), receive_tokens=part, **sampling)
         first = self.prefill.submit(prompt[:part], 1, send=(outlet,))
         answer = await self.decode.answer(request)
         await self.prefill.answer(first)
@@ -194,17 +200,19 @@ def test_requests_that_lose_their_blocks_are_computed_again(run: Callable[[Body]
 
     async def body(engines: Engines) -> None:
         prompts = [prompt_of(250, f"preempted {number}") for number in range(5)]
+        sampling: list[dict[str, Any]] = [{"temperature": float(number % 2), "seed": number} for number in range(5)]
         answers: dict[int, list[int]] = {}
 
         async def ask(number: int) -> None:
-            answers[number] = (await engines.hand_over(prompts[number], "auto", count=100)).tokens
+            answer = await engines.hand_over(prompts[number], "auto", count=100, **sampling[number])
+            answers[number] = answer.tokens
 
         engines.decode.iterations.clear()
         async with trio.open_nursery() as nursery:
             for number in range(len(prompts)):
                 nursery.start_soon(ask, number)
         for number, prompt in enumerate(prompts):
-            assert answers[number] == await engines.alone(prompt, 100)
+            assert answers[number] == await engines.alone(prompt, 100, **sampling[number])
         assert sum(each.preemptions for each in engines.decode.iterations) > 0
 
     run(body)
