@@ -81,6 +81,23 @@ class Engines:
         await self.prefill.report(outlet.ticket.transfer)
         return answer
 
+    async def hand_over_to_workers(
+        self, receiver: TrialEngine, links: list[LinkTicket], prompt: tuple[int, ...]
+    ) -> Answer:
+        """The same for an engine of two workers, which have a KV head each."""
+        (whole,), _ = self.trial.hand_off(links[0], "raw", receiver.ready)
+        send, receive = [], []
+        for tp, link in enumerate(links):
+            ticket = msgspec.structs.replace(whole.ticket, link=link.link)
+            part = msgspec.structs.replace(whole.slice, first_head=tp, last_head=tp + 1)
+            send.append(msgspec.structs.replace(whole, slice=part, ticket=ticket, link=link))
+            receive.append(protocol.Inlet(rank=protocol.Rank(tp=tp), slice=part, ticket=ticket, link=link))
+        request = receiver.submit(prompt, COUNT, receive=tuple(receive), receive_tokens=len(prompt))
+        first = self.prefill.submit(prompt, 1, send=tuple(send))
+        answer = await receiver.answer(request)
+        await self.prefill.answer(first)
+        return answer
+
     async def check_blocks(self) -> None:
         """The cache has room for ten blocks: without those of requests that have ended this would wait for ever."""
         prompts = [prompt_of(380, secrets.token_hex(4)) for _ in range(3)]
@@ -139,7 +156,7 @@ def run(engine_channels: list[int], random_model: Path) -> Iterator[Callable[[Bo
 
 
 def test_the_scheduler_is_ahead_where_that_was_asked_for_but_not_with_stages(run: Callable[[Body], None]) -> None:
-    """Two workers of one box answer the same; stages do, too, without it."""
+    """Two workers of one box answer the same, alone and with KV from elsewhere; stages do, too, without it."""
 
     async def body(engines: Engines) -> None:
         assert not engines.plain.ready.async_scheduling
@@ -149,9 +166,13 @@ def test_the_scheduler_is_ahead_where_that_was_asked_for_but_not_with_stages(run
         head, _ = await engines.trial.start_stages(engines.config, (3, 1))
         assert pair.ready.async_scheduling
         assert not head.ready.async_scheduling
+        links = [engines.trial.join(pair) for _ in range(2)]
         for length in (1, 129, 300):
             prompt = prompt_of(length, "workers")
             expected = await engines.alone(prompt)
+            handed = await engines.hand_over_to_workers(pair, links, prompt)
+            assert handed.tokens == expected
+            assert handed.cached >= length - 1
             for engine in (pair, head):
                 assert (await engine.generate(prompt, COUNT)).tokens == expected
         for engine in (pair, head):
