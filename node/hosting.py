@@ -48,6 +48,7 @@ class EngineKnobs:
     kv_cache_mib: int | None = None
     max_batched_tokens: int | None = None  # None: by the device
     max_model_len: int | None = None
+    async_scheduling: bool | None = None  # None: by the device
     threads: int = 0  # 0: all cores but one
     tp: int | None = None  # None: all GPUs
     memory_gib: float | None = None  # for weights and KV; None: what the box has
@@ -118,6 +119,7 @@ def engine_config(
         max_model_len=knobs.max_model_len,
         kv_cache_mib=knobs.kv_cache_mib,
         max_batched_tokens=knobs.max_batched_tokens or (GPU_STEP_TOKENS if hardware.gpus else CPU_STEP_TOKENS),
+        async_scheduling=knobs.async_scheduling,
         threads=knobs.threads or max(1, hardware.cores - 1),
         log_file=str(log),
         emulation=model.emulation if isinstance(model, EmulatedModel) else None,

@@ -414,6 +414,11 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         "--max-model-len", type=_positive, metavar="N", help="prompt and answer together (default: the model's)"
     )
     engine.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="schedule a step while the one before it computes, unless the model spans boxes (default: on a GPU)",
+    )
+    engine.add_argument(
         "--tp", type=_positive, metavar="N", help="GPUs that share each layer (default: all of the box; 1 without any)"
     )
     engine.add_argument(

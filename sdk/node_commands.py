@@ -91,6 +91,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             kv_cache_mib=arguments.kv_cache_mib,
             max_batched_tokens=arguments.max_batched_tokens,
             max_model_len=arguments.max_model_len,
+            async_scheduling=arguments.async_scheduling,
             threads=arguments.threads,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,

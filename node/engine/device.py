@@ -40,7 +40,15 @@ class Choices:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: int, tp: int) -> Choices:
+def choose(
+    kind: DeviceKind,
+    *,
+    dtype: str,
+    kv_cache_mib: int | None,
+    stages: int,
+    tp: int,
+    async_scheduling: bool | None = None,
+) -> Choices:
     """The set-up of an engine whose replica spans `stages` boxes, and whose `tp` workers here share the KV cache.
 
     Model runner: the CPU build has only the first version. On a GPU the second one is vLLM's default, but it hands
@@ -51,6 +59,9 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
     no hooks. vLLM takes a prompt's last token for decoding if it is all that a step reads of it, so what no hook has
     saved is saved when the step ends (`P2PConnector.wait_for_save`). Where an attention backend cannot be captured as a
     whole, vLLM goes back to pieces.
+
+    Asynchronous scheduling: on where a GPU would wait for the scheduler, unless the owner decides. The first model
+    runner cannot do it with stages.
     """
     arguments: dict[str, Any] = {"dtype": dtype}
     environment: dict[str, str] = {}
@@ -68,6 +79,7 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
     else:
         arguments["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
         arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
+    arguments["async_scheduling"] = stages == 1 and (kind == "cuda" if async_scheduling is None else async_scheduling)
     if kv_cache_mib is not None:
         arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp
     return Choices(environment=environment, arguments=arguments)

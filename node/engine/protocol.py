@@ -67,6 +67,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `kv_cache_mib` and `max_batched_tokens` trade memory and step time for throughput: the first bounds how
     many tokens are held at once, the second how long one chunk of a prefill may delay the decodes beside it.
 
+    `async_scheduling`: a step is scheduled while the device computes the one before it, which then need not wait for
+    the scheduler. On one box only: an engine of several stages has other batches to compute meanwhile.
+
     `tp` workers share each layer of this box. A replica that spans boxes has one process for each of its stages:
     `partition` names the layers of all of them, `stage` which one this is, `pipes` its ways to the others.
     """
@@ -78,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int | None = None  # positions in a block of the paged cache; None: vLLM's choice for the device
     max_batched_tokens: int = 512
     max_requests: int = 64
+    async_scheduling: bool | None = None  # None: on a GPU
     threads: int = 1
     transfer_buffer_mib: int | None = None  # host memory for KV on its way, in each direction; None: by the box's
     log_file: str | None = None
@@ -254,6 +258,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     load_s: float
     tflops: float
     memory_gbps: float
+    async_scheduling: bool = False
 
 
 class StartFailed(Message, frozen=True, kw_only=True, tag="start-failed"):

@@ -29,7 +29,10 @@ def seed_at(seed: int, position: int) -> int:
 
 
 class SeededGPUModelRunner(GPUModelRunner):
-    """The first model runner. Not yet run on a GPU."""
+    """vLLM's first one. Its second, which it prefers on GPUs, draws by seed and position itself, though other numbers.
+
+    Not yet run on a GPU.
+    """
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.input_batch
@@ -37,6 +40,7 @@ class SeededGPUModelRunner(GPUModelRunner):
             sampling = self.requests[batch.req_ids[row]].sampling_params
             assert sampling is not None
             assert sampling.seed is not None
+            # Tokens that are still to be computed count here, also when they are known to the device alone.
             generator.manual_seed(seed_at(sampling.seed, int(batch.num_tokens_no_spec[row])))
         return super()._sample(*args, **kwargs)
 

@@ -141,6 +141,7 @@ def test_an_engine_on_a_cpu_has_a_cache_of_a_given_size_and_exact_numbers() -> N
         "enforce_eager": True,
         "gpu_memory_utilization": 0.01,
         "kv_cache_memory_bytes": 256 << 20,
+        "async_scheduling": False,
     }
     assert choose("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1, tp=1).arguments["dtype"] == "bfloat16"
 
@@ -152,6 +153,7 @@ def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
         "dtype": "auto",
         "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
         "gpu_memory_utilization": 0.92,
+        "async_scheduling": True,
     }
     for tp in (1, 4):  # the box's cache is shared by its workers
         each = choose("cuda", dtype="auto", kv_cache_mib=64, stages=1, tp=tp).arguments["kv_cache_memory_bytes"]
@@ -162,6 +164,13 @@ def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
 def test_stages_on_several_boxes_use_the_first_model_runner(kind: Any) -> None:
     environment = choose(kind, dtype="auto", kv_cache_mib=None, stages=2, tp=1).environment
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_owner_decides_on_asynchronous_scheduling_where_there_is_one_stage(kind: Any) -> None:
+    for stages, asked, expected in ((1, True, True), (1, False, False), (2, True, False), (2, None, False)):
+        choices = choose(kind, dtype="auto", kv_cache_mib=None, stages=stages, tp=1, async_scheduling=asked)
+        assert choices.arguments["async_scheduling"] is expected
 
 
 def test_a_device_is_measured() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
+from ....coordinator.profile import StepSample
 from ..patience import Patience
 from ..protocol import AbortTransfer, CloseLink, SetPaths
 from .first_token import go_on_from
@@ -55,7 +56,6 @@ class SchedulerSide:
         self._next = StepWork()
         self._patience = Patience()
         self._looked_at = -LOOK_INTERVAL_S
-        self._prefill_tokens = 0
 
     def __repr__(self) -> str:
         requests = f"sends={len(self._sends)} held={len(self._held)} receives={len(self._receives)}"
@@ -82,10 +82,9 @@ class SchedulerSide:
         here, receive.here = receive.here, False
         return receive.request.request_id if here else None
 
-    def stepped(self, seconds: float) -> None:
-        """The step that was built last has taken so long."""
-        self._patience.on_prefill(self._prefill_tokens, seconds)
-        self._prefill_tokens = 0
+    def on_step(self, step: StepSample) -> None:
+        """A step has ended."""
+        self._patience.on_prefill(step.prefill_tokens, step.seconds)
 
     # ---- for vLLM's scheduler ---------------------------------------------------------------------------
 
@@ -145,8 +144,6 @@ class SchedulerSide:
         work.computing = scheduler_output.total_num_scheduled_tokens > 0
         self._look(work)
         self._give_way(work)
-        scheduled = scheduler_output.num_scheduled_tokens
-        self._prefill_tokens = sum(tokens for tokens in scheduled.values() if tokens > 1)
         if self._sends:
             self._withdraw_sends(work, scheduler_output.preempted_req_ids or ())
             self._add_sends(work, scheduler_output)
