@@ -34,6 +34,10 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+YARN = {
+    "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
 # Name -> configuration class of transformers and what is particular to it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
@@ -44,25 +48,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {"sliding_window": WINDOW, "layer_types": ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-}
-
-
-# What cannot be handed over: one latent vector instead of K and V.
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    # Latent attention of the size that vLLM's CPU kernel takes, with the scaled RoPE of DeepSeek's own models: without
+    # it that backend rotates the queries of a prompt otherwise than those of single tokens.
     "deepseek": (
         "DeepseekV2Config",
         {
             "num_key_value_heads": 2,
             "q_lora_rank": None,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
             "v_head_dim": 32,
-            "first_k_dense_replace": LAYERS,
+            "rope_scaling": YARN,
+            "first_k_dense_replace": 1,
             "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "n_group": None,
+            "topk_group": None,
         },
     ),
 }
+
+
+# What cannot be handed over: a state instead of K and V.
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {"mamba": ("MambaConfig", {"state_size": 16})}
 
 
 def make_model(folder: Path, name: str, **changes: object) -> Path:

@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ....kvtransport.errors import TransferError
 from ..device import Device, device_of
 from ..incoming import LayerPiece
-from ..layout import LayerCache, LayoutError, Shard
+from ..layout import CacheForm, LayerCache, LayoutError, Shard
 from ..outgoing import LayerCopy, Outgoing
 from ..protocol import Rank
 from .step_work import Arrived, LoadProgress, LoadWork, Opening, SendWork, StepWork
@@ -31,11 +31,12 @@ ConnectLine = Callable[[Shard], WorkerLine]
 @final
 class WorkerSide:
     """Called by vLLM's worker, on the one thread that runs the model. `heads` are the KV heads that it holds, as
-    numbered in the model; `connect` makes the way to the agent once the cache's form is known."""
+    numbered in the model; `form` is that of their caches; `connect` makes the way to the agent once they are there."""
 
-    def __init__(self, rank: Rank, heads: range, connect: ConnectLine) -> None:
+    def __init__(self, rank: Rank, heads: range, form: CacheForm, connect: ConnectLine) -> None:
         self._rank = rank
         self._heads = heads
+        self._form = form
         self._connect = connect
         self._line: WorkerLine | None = None
         self._device: Device = device_of("cpu")
@@ -62,7 +63,10 @@ class WorkerSide:
 
     def register(self, layers: dict[str, Any], caches: dict[str, torch.Tensor]) -> None:
         """Learn each layer's cache and its layout, and connect to the agent. Raises LayoutError."""
-        named = [LayerCache(name, layers[name], cache, extract_layer_index(name)) for name, cache in caches.items()]
+        named = [
+            LayerCache(name, layers[name], cache, extract_layer_index(name), self._form)
+            for name, cache in caches.items()
+        ]
         self._caches = sorted(named, key=lambda cache: cache.index)
         self._positions = {cache.name: position for position, cache in enumerate(self._caches)}
         first = self._caches[0]
