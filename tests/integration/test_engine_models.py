@@ -65,8 +65,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "n_shared_experts": 1,
             "moe_intermediate_size": 64,
-            "n_group": None,
-            "topk_group": None,
+            "n_group": 1,
+            "topk_group": 1,
         },
     ),
 }
