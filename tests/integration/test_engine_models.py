@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+from safetensors.torch import load_file, save_file
 
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trial import TrialEngine, open_trial
@@ -40,6 +42,7 @@ YARN = {
 }  # fmt: skip
 # Name -> configuration class of transformers and what is particular to it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-kv-fp8": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
@@ -85,7 +88,25 @@ def make_model(folder: Path, name: str, **changes: object) -> Path:
     torch.manual_seed(3)
     model: Any = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
+    if name.endswith("-kv-fp8"):
+        quantise_cache(folder)
     return folder
+
+
+def quantise_cache(folder: Path) -> None:
+    """Make a model one whose checkpoint says that K and V are kept in fp8, and with which scales."""
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": ["lm_head"],
+        "kv_cache_scheme": scheme,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(LAYERS):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor([0.011 * (layer + 1)])
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([0.023])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def prompt_of(length: int, seed: str) -> list[int]:
@@ -97,6 +118,9 @@ def prompt_of(length: int, seed: str) -> list[int]:
 def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], tmp_path: Path, name: str) -> None:
     """Over several chunks and beyond the sliding windows; in part, and all of it again beside what is cached. KV that
     does not come is computed, although its place has been made without what the windows have left behind."""
+    in_fp8 = name.endswith("-kv-fp8")
+    if in_fp8 and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM keeps KV in fp8 only on CPUs with AVX-512")
 
     async def main() -> None:
         config = protocol.EngineConfig(
@@ -111,6 +135,8 @@ def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], tmp_pa
             open_trial(server) as trial,
         ):
             prefill, decode = await trial.start(config), await trial.start(config)
+            if in_fp8:  # a byte for each number of one head's K and V
+                assert prefill.ready.kv_tokens * 2 * 32 * LAYERS > 15 << 20
             link = trial.join(decode)
             for length, handed in PROMPTS:
                 prompt = prompt_of(length, f"{name} {handed}")
