@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from p2pserve.node.engine.layout import CacheForm, LayerCache, LayoutError
+from p2pserve.node.engine.layout import CacheForm, LayerCache, LayoutError, head_dim, kv_heads
 
 LAYERS, BLOCKS, BLOCK, HEADS, HEAD_DIM = 3, 6, 32, 3, 8
 RANK, ROTARY = 20, 4  # of latent attention
@@ -261,6 +261,12 @@ def test_a_latent_cache_is_one_head_of_two_halves(layout: KVCacheLayout, kernel_
     cache = open_cache(layer, view)
     assert (cache.heads, cache.head_dim) == (1, (RANK + ROTARY) // 2)
     check_odd_ranges(cache)
+
+
+@pytest.mark.parametrize(("latent", "found"), [(False, (8, 128)), (True, (1, 64))])
+def test_the_heads_of_a_model(latent: bool, found: tuple[int, int]) -> None:
+    model: Any = SimpleNamespace(use_mla=latent, get_total_num_kv_heads=lambda: 8, get_head_size=lambda: 128)
+    assert (kv_heads(model), head_dim(model)) == found
 
 
 def test_the_rotary_key_of_a_latent_cache_travels_with_the_keys() -> None:
