@@ -23,7 +23,8 @@ from p2pserve.node.engine.kv.connector import UnsupportedModelError, refuse_unsu
 
 
 def of(kind: type[AttentionSpec] = FullAttentionSpec, **more: Any) -> AttentionSpec:
-    return kind(**{"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16} | more)
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    return kind(**sizes | more)
 
 
 def in_groups(*specs: KVCacheSpec) -> KVCacheConfig:

@@ -46,6 +46,12 @@ def stored(values: torch.Tensor, scale: torch.Tensor, kv_cache_dtype: str) -> to
     return (values.to(torch.float32) / scale).clamp(-most, most).to(kind).view(torch.uint8)
 
 
+def kept(values: torch.Tensor, scale: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """What an 8-bit cache makes of values."""
+    codes = stored(values, scale, kv_cache_dtype).view(FP8[kv_cache_dtype]).to(torch.float32)
+    return (codes * (scale if scale.numel() == 1 else scale[:, None])).to(values.dtype)
+
+
 def scatter(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
     """Into `[blocks, block_size, ...]`."""
     places = cache if values.dtype == cache.dtype else cache.view(torch.uint8)
@@ -127,15 +133,15 @@ def some(cache: LayerCache, tokens: int, seed: int = 0) -> tuple[torch.Tensor, t
     return k, v
 
 
-def check_odd_ranges(cache: LayerCache, kept: Callable[[torch.Tensor], torch.Tensor] = lambda values: values) -> None:
-    """Write a prompt in pieces of odd lengths, read it in others; `kept`: what the cache makes of values."""
+def check_odd_ranges(cache: LayerCache, expected: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
+    """Write a prompt in pieces of odd lengths, read it in others; `expected`: what the cache makes of values."""
     k, v = some(cache, len(TABLE) * BLOCK)
     for first, last in pairwise((0, 5, 31, 34, 64, 95, 96)):
         cache.write(cache.slots(TABLE, first, last), k[first:last], v[first:last])
     for first, last in RANGES:
         got_k, got_v = cache.read(TABLE, first, last)
-        assert torch.equal(got_k, kept(k[first:last])), (first, last)
-        assert torch.equal(got_v, kept(v[first:last])), (first, last)
+        assert torch.equal(got_k, expected(k[first:last])), (first, last)
+        assert torch.equal(got_v, expected(v[first:last])), (first, last)
         assert got_k.is_contiguous()
         assert got_k.dtype == got_v.dtype == cache.dtype
 
@@ -213,9 +219,7 @@ def test_fp8_is_read_in_the_dtype_of_the_model(writer: str, kv_cache_dtype: str,
     cache.write(cache.slots(TABLE, 3, 78), k, v)
     read = cache.read(TABLE, 3, 78)
     for values, scale, got in ((k, layer._k_scale, read[0]), (v, layer._v_scale, read[1])):
-        codes = stored(values, scale, kv_cache_dtype).view(FP8[kv_cache_dtype])
-        scale = scale if scale.numel() == 1 else scale[:, None]
-        assert torch.equal(got, (codes.to(torch.float32) * scale).to(DTYPE))
+        assert torch.equal(got, kept(values, scale, kv_cache_dtype))
     # Handed over to another cache with the same scales, each code is what it was.
     other = open_cache(layer, views[2])
     other.write(other.slots(TABLE, 3, 78), *read)
@@ -287,11 +291,7 @@ def test_a_latent_cache_of_fp8(kv_cache_dtype: str) -> None:
     layer = latent_layer(MLAAttentionImpl.do_kv_cache_update, kv_cache_dtype)
     cache = open_cache(layer, views[0])
 
-    def kept(values: torch.Tensor) -> torch.Tensor:
-        codes = stored(values, layer._k_scale, kv_cache_dtype).view(FP8[kv_cache_dtype])
-        return (codes.to(torch.float32) * layer._k_scale).to(DTYPE)
-
-    check_odd_ranges(cache, kept)
+    check_odd_ranges(cache, lambda values: kept(values, layer._k_scale, kv_cache_dtype))
 
 
 def test_the_latent_cache_of_vllms_cpu_backend() -> None:

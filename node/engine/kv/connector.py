@@ -14,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -251,7 +251,7 @@ def _worker_side(vllm_config: VllmConfig, block_size: int) -> WorkerSide:
     return WorkerSide(
         rank,
         one_stage.heads_of(ShardRank(0, rank.tp)),
-        CacheForm(block_size=block_size, dtype=model.dtype),
+        CacheForm(block_size=block_size, dtype=cast("torch.dtype", model.dtype)),
         lambda shard: WorkerLine(
             settings.switchboard, lambda tell, tell_news: TransferHub(shard, settings.buffer_bytes, tell, tell_news)
         ),
