@@ -7,14 +7,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import trio
 from safetensors.torch import load_file, save_file
 
+from p2pserve.kvtransport.reslice import ShardLayout, reslice
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trial import TrialEngine, open_trial
 from p2pserve.node.engine_link import EngineStartError, open_fork_server
+
+from .pieces import transfer_between
 
 pytestmark = pytest.mark.beside
 
@@ -154,6 +158,34 @@ def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], tmp_pa
             assert decode.link is not None
             decode.link.send(protocol.AbortTransfer(transfer=receive[0].ticket.transfer, reason="its prefill is lost"))
             assert (await decode.answer(request)).tokens == (await prefill.generate(prompt, COUNT)).tokens
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("source_tp", [1, 2])
+def test_a_latent_cache_is_the_same_on_all_workers(engine_channels: list[int], tmp_path: Path, source_tp: int) -> None:
+    """From one worker to the two of a later stage, and from either of two to those."""
+
+    async def main() -> None:
+        config = protocol.EngineConfig(model=str(make_model(tmp_path, "deepseek")), dtype="float32", kv_cache_mib=32)
+        source, target = ShardLayout((source_tp,), (LAYERS,), 1), ShardLayout((1, 2), (1, LAYERS - 1), 1)
+        async with (
+            open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server,
+            open_trial(server) as trial,
+        ):
+            prefill = await trial.start(msgspec.structs.replace(config, tp=source_tp))
+            decode = await trial.start_stages(config, target.stages, tp=target.tp)
+            pieces = reslice(source, target)
+            assert len(pieces) == 3
+            prompt = prompt_of(150, "workers")
+            send, receive = transfer_between(
+                trial, pieces, [trial.join(decode[piece.target.stage]) for piece in pieces]
+            )
+            request = decode[0].submit(prompt, COUNT, receive=receive, receive_tokens=150)
+            prefill.submit(prompt, 1, send=send)
+            answer = await decode[0].answer(request)
+            assert answer.cached >= 149
+            assert answer.tokens == (await prefill.generate(prompt, COUNT)).tokens
 
     trio.run(main)
 
