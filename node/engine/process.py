@@ -29,6 +29,7 @@ from .idle import IdleSteps
 from .kv.connector import ConnectorSettings, P2PConnector, transfer_config
 from .kv.step_work import Opening, transfer_params
 from .kv.switchboard import Switchboard
+from .layout import head_dim, kv_heads
 from .logfile import redirect_output
 from .mailbox import Outbox, listen
 from .pipeline.crew import Mate, fork_mates
@@ -161,8 +162,8 @@ class EngineRunner:
             device=device,
             dtype=str(model.dtype).removeprefix("torch."),
             layers=model.get_total_num_hidden_layers(),
-            kv_heads=model.get_total_num_kv_heads(),
-            head_dim=model.get_head_size(),
+            kv_heads=kv_heads(model),
+            head_dim=head_dim(model),
             vocabulary=self._vocabulary,
             max_model_len=model.max_model_len,
             kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,

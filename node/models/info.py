@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import msgspec
@@ -88,58 +87,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes(self, tokens: int, first: int, last: int, float_bytes: int) -> int:
         """What the KV of one sequence of `tokens` takes in layers `[first, last)`, `float_bytes` for each number."""
-        windows = self.windows[first:last] or (0,) * (last - first)
-        positions = sum(min(tokens, window) if window else tokens for window in windows)
-        return 2 * self.kv_heads * self.head_dim * float_bytes * positions
-
-
-def check_architecture(config: dict[str, Any], name: str) -> None:
-    """Refuse what can be known not to work from `config.json` alone. Raises ModelError."""
-    named = config.get("architectures")
-    architectures = [str(a) for a in named] if isinstance(named, list) else []
-    if not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
-        shown = ", ".join(architectures) or "none named"
-        raise ModelError(f"model {name}: not a causal language model (architectures: {shown})")
-    if config.get("is_encoder_decoder") is True:
-        raise ModelError(f"model {name}: an encoder-decoder model; only decoders can be served")
-    if config.get("kv_lora_rank") is not None:
-        raise ModelError(
-            f"model {name}: multi-head latent attention (kv_lora_rank) keeps no keys and values that could be moved "
-            "between boxes; take a model with plain or grouped-query attention"
-        )
-    state = _sign_of_state(config, architectures)
-    if state is not None:
-        raise ModelError(
-            f"model {name}: a state-space or hybrid model ({state}), whose state cannot be moved between boxes; take a "
-            "model whose layers are all attention"
-        )
-    uneven = next((key for key in _UNEVEN_KEYS if config.get(key) is not None), None)
-    if uneven is not None:
-        raise ModelError(f"model {name}: its layers keep keys and values of different shapes ({uneven}); take another")
-
-
-_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-_STATE_KEYS = re.compile(
-    r"mamba_|ssm_|rwkv|(?:state_size|linear_conv_kernel_dim|linear_attn_config|attn_type_list|conv_L_cache|lru_width"
-    r"|layers_block_type|hybrid_override_pattern|block_types)$"
-)
-_STATE_NAMES = re.compile(
-    r"Mamba|Jamba|Bamba|FalconH1|Hybrid|NemotronH|Plamo2|Lfm2|Qwen3Next|RecurrentGemma|Rwkv|xLSTM"
-)
-_UNEVEN_KEYS = ("block_configs", "global_head_dim", "num_global_key_value_heads")
-
-
-def _sign_of_state(config: dict[str, Any], architectures: list[str]) -> str | None:
-    """What gives away a layer that keeps something other than keys and values, if anything does."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        for kind in kinds:
-            if str(kind) not in _ATTENTION:
-                return f"layer_types: {kind}"
-    for key, value in config.items():
-        if value is not None and _STATE_KEYS.match(key):
-            return key
-    return next((a for a in architectures if _STATE_NAMES.search(a)), None)
+        # Blocks behind a window are given back only where all layers have the same: vLLM keeps layers that differ in
+        # one group, since our connector does not claim caches of several.
+        window = self.windows[0] if len(set(self.windows)) == 1 else 0
+        positions = min(tokens, window) if window else tokens
+        return 2 * self.kv_heads * self.head_dim * float_bytes * positions * (last - first)
 
 
 _UNIFORM_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})

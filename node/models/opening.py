@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from .checkpoint import Checkpoint, LayerRange, local_checkpoint
 from .errors import ModelError
-from .info import ModelInfo, check_architecture, describe, layer_count
+from .families import check_architecture
+from .info import ModelInfo, describe, layer_count
 from .progress import Report
 
 if TYPE_CHECKING:

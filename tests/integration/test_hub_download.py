@@ -452,8 +452,8 @@ def test_something_that_is_no_hub(hub: Hub) -> None:
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_more_is_fetched(hub: Hub) -> None:
-    hub.files["config.json"] = json.dumps({**CONFIG, "kv_lora_rank": 512}).encode()
-    assert "multi-head latent attention" in refusal()
+    hub.files["config.json"] = json.dumps({**CONFIG, "num_kv_shared_layers": 2}).encode()
+    assert "use the keys and values of others" in refusal()
     assert {each.path.rpartition("/")[2] for each in hub.asked if "/resolve/" in each.path} == {"config.json"}
 
 

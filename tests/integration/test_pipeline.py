@@ -19,12 +19,12 @@ import pytest
 import trio
 from safetensors.numpy import save_file
 
-from p2pserve.kvtransport.dialling import Path as KvPath
 from p2pserve.kvtransport.reslice import ShardLayout, reslice
-from p2pserve.kvtransport.tickets import TransferTicket, issue_transfer
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.engine_link import EngineStartError, open_fork_server
+
+from .pieces import transfer_between
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY = 6, 4, 2, 32, 128, 256, 512
 CHUNK = 64  # less than most prompts: prefill comes in chunks, several of them under way at once
@@ -232,38 +232,10 @@ def test_kv_goes_from_each_worker_to_the_workers_that_need_it(
             links = [trial.join(decode[piece.target.stage]) for piece in pieces]
             requests: list[tuple[str, bytes]] = []
             for prompt in prompts():
-                ticket = issue_transfer(links[0].link, "raw", 60, os.urandom)
-                outlets, inlets = [], []
-                for piece, link in zip(pieces, links, strict=True):
-                    own = TransferTicket(ticket.transfer, link.link, ticket.codec, ticket.deadline_s)
-                    part = protocol.Slice(
-                        first_layer=piece.layers.start,
-                        last_layer=piece.layers.stop,
-                        first_head=piece.heads.start,
-                        last_head=piece.heads.stop,
-                    )
-                    outlets.append(
-                        protocol.Outlet(
-                            rank=protocol.Rank(stage=piece.source.stage, tp=piece.source.tp),
-                            slice=part,
-                            ticket=own,
-                            link=link,
-                            paths=(KvPath("127.0.0.1", trial._port),),
-                            gbps=10,
-                            rtt_s=0.0001,
-                        )
-                    )
-                    inlets.append(
-                        protocol.Inlet(
-                            rank=protocol.Rank(stage=piece.target.stage, tp=piece.target.tp),
-                            slice=part,
-                            ticket=own,
-                            link=link,
-                        )
-                    )
-                request = decode[0].submit(prompt, COUNT, receive=tuple(inlets), receive_tokens=len(prompt))
-                prefill[0].submit(prompt, 1, send=tuple(outlets))
-                requests.append((request, ticket.transfer))
+                send, receive = transfer_between(trial, pieces, links)
+                request = decode[0].submit(prompt, COUNT, receive=receive, receive_tokens=len(prompt))
+                prefill[0].submit(prompt, 1, send=send)
+                requests.append((request, send[0].ticket.transfer))
             for tokens, prompt, (request, _) in zip(one, prompts(), requests, strict=True):
                 answer = await decode[0].answer(request)
                 assert answer.tokens == tokens

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
 from p2pserve.node.models import (
     LayerRange,
     ModelError,
@@ -24,7 +24,8 @@ from p2pserve.node.models import (
     open_model,
 )
 from p2pserve.node.models.checkpoint import INDEX_FILE, part_of, stage_files
-from p2pserve.node.models.info import check_architecture, kv_windows
+from p2pserve.node.models.families import check_architecture
+from p2pserve.node.models.info import kv_windows
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -234,21 +235,40 @@ def test_another_tokenizer_is_another_service(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention", "full_attention"]}, "(layer_types: linear_attention)"),
         ({"layer_types": [["odd"]]}, "(layer_types: ['odd'])"),
         ({"linear_conv_kernel_dim": 4}, "(linear_conv_kernel_dim)"),
-        ({"kv_lora_rank": 512}, "multi-head latent attention (kv_lora_rank)"),
+        ({"kv_lora_rank": 512, "model_type": "minicpm3"}, "(kv_lora_rank) of another kind than DeepSeek's (model_type"),
+        ({"kv_lora_rank": 512, "model_type": "deepseek_v32", "index_topk": 2048}, "sparse attention (index_topk)"),
+        ({"model_type": "deepseek_v4", "compress_ratios": [4]}, "sparse attention (compress_ratios)"),
         ({"is_encoder_decoder": True}, "an encoder-decoder model"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "a multimodal model (Gemma3ForConditionalGeneration)"),
+        ({"architectures": ["DeepseekVLV2ForCausalLM"], "vision_config": {}}, "a multimodal model (vision_config)"),
+        ({"architectures": ["BertModel"]}, "not a causal language model (architectures: BertModel)"),
+        ({"architectures": None}, "not a causal language model (architectures: none named)"),
         ({"block_configs": [{}]}, "different shapes (block_configs)"),
+        ({"head_dim": 192, "v_head_dim": 128}, "different shapes (v_head_dim)"),
+        ({"num_kv_shared_layers": 15}, "use the keys and values of others (num_kv_shared_layers)"),
+        ({"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, "it keeps keys and values as nvfp4"),
+        ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "NVFP4"}}}, "as nvfp4"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}}, "as float4"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}}, "as int8"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_by_its_configuration(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError) as caught:
         check_architecture({**CONFIG, **changed}, "m")
     assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {},
+        {"kv_lora_rank": 512, "model_type": "deepseek_v3", "v_head_dim": 128, "head_dim": 64},
+        {"head_dim": 128, "v_head_dim": 128, "num_kv_shared_layers": 0},
+        {"quantization_config": {"quant_method": "awq"}},
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}},
+        {"quantization_config": {"quantization": {"kv_cache_quant_algo": "FP8"}}},
+        {"quantization_config": {"kv_cache_scheme": None, "kv_cache_quant_algo": None}},
         {"kv_lora_rank": None, "state_size": None},
         {"layer_types": ["sliding_attention", "full_attention", "chunked_attention"]},
         {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8},
@@ -284,9 +304,12 @@ def test_kv_of_a_sequence(tmp_path: Path) -> None:
     mixed = open_model(str(make(tmp_path / "mixed", config=alternating))).info
     per_position = 2 * 2 * 32 * 2  # K and V, heads, width, 16 bit
     assert plain.kv_bytes(100, 0, 4, 2) == 4 * 100 * per_position
-    assert mixed.kv_bytes(100, 0, 4, 2) == 2 * 108 * per_position
-    assert mixed.kv_bytes(100, 1, 2, 2) == 100 * per_position
-    assert mixed.kv_bytes(5, 0, 4, 2) == 4 * 5 * per_position
+    windowed = open_model(
+        str(make(tmp_path / "all", config={**alternating, "layer_types": ["sliding_attention"] * 4}))
+    ).info
+    assert windowed.kv_bytes(100, 0, 4, 2) == 4 * 8 * per_position
+    assert windowed.kv_bytes(5, 1, 3, 2) == 2 * 5 * per_position
+    assert mixed.kv_bytes(100, 0, 4, 2) == 4 * 100 * per_position  # in one group, with room for all tokens
 
 
 def test_other_names_for_the_same_sizes(tmp_path: Path) -> None:
@@ -493,3 +516,23 @@ def test_a_terminal_shows_one_line(terminal: bool, written: str) -> None:
     for done in (1, 1, 2):
         show(progress(done, 2))
     assert stream.getvalue() == written
+
+
+def test_the_sizes_of_latent_attention() -> None:
+    """Those of DeepSeek-V3."""
+    config = {
+        "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "vocab_size": 129280, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    shape = shape_of_config(config, "m")
+    assert (shape.kv_heads, shape.head_dim, shape.kv_bytes_per_token_layer) == (1, 288, 2 * 576)
+    assert (shape.experts, shape.active_experts) == (257, 9)
+    down = 7168 * 1536 + 7168 * 576
+    up = 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert shape.attention_parameters == down + up
+    straight = shape_of_config({**config, "q_lora_rank": None}, "m")
+    assert straight.attention_parameters == down + up - 1536 * (7168 + 128 * 192) + 7168 * 128 * 192
+    with pytest.raises(ModelShapeError, match="config of m has no qk_rope_head_dim"):
+        shape_of_config({**config, "qk_rope_head_dim": None}, "m")

@@ -247,10 +247,16 @@ def test_what_stages_say_to_each_other() -> None:
         kv_cache_tensors=[kv.KVCacheTensor(1 << 20, ["layers.0", "layers.1"], 1 << 19, 1 << 10)],
         kv_cache_groups=[kv.KVCacheGroupSpec(["layers.0", "layers.1"], spec)],
     )
+    latent = kv.MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     output = ModelRunnerOutput(["a"], {"a": 0}, [[5]])
     output.kv_connector_output = KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={3})
     for value in (
-        *(Hello("0.32.0", "...", (2, 4)), scheduled(64), Answer(3, {"layers.0": spec}), Answer(4, output)),
+        *(
+            Hello("0.32.0", "...", (2, 4)),
+            scheduled(64),
+            Answer(3, {"layers.0": spec, "layers.1": latent}),
+            Answer(4, output),
+        ),
         *(Call(1, "initialize_from_config", ([config],)), Failed("no memory")),
     ):
         assert through(CODEC, value) == value

@@ -14,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,11 +23,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from ....kvtransport.reslice import Rank as ShardRank
 from ....kvtransport.reslice import ShardLayout
 from ..hub import TransferHub, transfer_memory
+from ..layout import CacheForm, kv_heads
 from ..protocol import Rank
 from .scheduler_side import SchedulerSide
 from .step_work import LoadProgress, StepWork
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
     from ..outgoing import ReadKv
 
 _SETTINGS: Final = "p2pserve"
+_SERVED: Final = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 
 
 class UnsupportedModelError(ValueError):
@@ -90,11 +98,11 @@ class P2PConnector(KVConnectorBase_V1):
         self._layers = vllm_config.compilation_config.static_forward_context
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if role is KVConnectorRole.SCHEDULER:
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             self._scheduler_side = SchedulerSide(block_size, time.monotonic)
         else:
-            self._worker_side = _worker_side(vllm_config)
+            self._worker_side = _worker_side(vllm_config, block_size)
 
     # ---- scheduler's side -------------------------------------------------------------------------------
 
@@ -215,7 +223,7 @@ class P2PConnector(KVConnectorBase_V1):
 
 
 def refuse_unsupported(kv_cache_config: KVCacheConfig) -> None:
-    """Raises UnsupportedModelError for caches that are more than K and V of every token."""
+    """Raises UnsupportedModelError for caches that are more than K and V, or one latent vector, of every token."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         # This connector does not claim hybrid caches, so vLLM joins sliding windows and full attention in one group;
@@ -224,11 +232,21 @@ def refuse_unsupported(kv_cache_config: KVCacheConfig) -> None:
             f"this model keeps {len(groups)} kinds of cache; only plain attention can be handed over"
         )
     spec = groups[0].kv_cache_spec
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):  # not those derived from them, as MLA's is
+    if type(spec) not in _SERVED:  # not those derived from them
         raise UnsupportedModelError(f"this model's cache is {type(spec).__name__}, not K and V that can be handed over")
+    assert isinstance(spec, AttentionSpec)
+    if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        raise UnsupportedModelError(
+            f"this model's cache is stored as {spec.kv_quant_mode.name.lower()}; 16 bits or fp8 can be handed over"
+        )
+    value_size = 0 if isinstance(spec, MLAAttentionSpec) else spec.head_size
+    if spec.head_size_v != value_size or spec.tokens_per_state != 1 or spec.state_content_bytes is not None:
+        raise UnsupportedModelError(
+            "this model's keys and values are of different sizes, or packed; they cannot be handed over"
+        )
 
 
-def _worker_side(vllm_config: VllmConfig) -> WorkerSide:
+def _worker_side(vllm_config: VllmConfig, block_size: int) -> WorkerSide:
     from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
     if multiprocessing.parent_process() is not None:
@@ -236,11 +254,12 @@ def _worker_side(vllm_config: VllmConfig) -> WorkerSide:
         tempfile.tempdir = None
     settings = settings_of(vllm_config)
     rank = Rank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
-    kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-    one_stage = ShardLayout.uniform(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads)
+    model = vllm_config.model_config
+    one_stage = ShardLayout.uniform(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads(model))
+    form = CacheForm(block_size=block_size, dtype=cast("torch.dtype", model.dtype))
 
     def connect(shard: Shard, device: Device, read: ReadKv) -> WorkerLine:
         memory = transfer_memory(settings.buffer_bytes, device.kind)
         return WorkerLine(settings.switchboard, lambda *tell: TransferHub(shard, device, read, memory, *tell))
 
-    return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), connect)
+    return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), form, connect)

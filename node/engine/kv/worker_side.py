@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ....kvtransport.errors import TransferError
 from ..device import CpuDevice, Device, DeviceKind, Mark, device_of
 from ..incoming import LayerPiece
-from ..layout import LayerCache, LayoutError, Shard
+from ..layout import CacheForm, LayerCache, LayoutError, Shard
 from ..outgoing import Computed, Outgoing, ReadKv
 from ..pacing import Pacing
 from ..protocol import Rank
@@ -50,12 +50,13 @@ class _Prefill:
 @final
 class WorkerSide:
     """Called by vLLM's worker, on the one thread that runs the model. `heads` are the KV heads that it holds, as
-    numbered in the model; `connect` makes the way to the agent once the cache's form is known."""
+    numbered in the model; `form` is that of their caches; `connect` makes the way to the agent once they are there."""
 
     def __init__(
         self,
         rank: Rank,
         heads: range,
+        form: CacheForm,
         connect: ConnectLine,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -63,6 +64,7 @@ class WorkerSide:
     ) -> None:
         self._rank = rank
         self._heads = heads
+        self._form = form
         self._connect = connect
         self._clock = clock
         self._make_device = make_device
@@ -94,7 +96,10 @@ class WorkerSide:
 
     def register(self, layers: dict[str, Any], caches: dict[str, torch.Tensor]) -> None:
         """Learn each layer's cache and its layout, and connect to the agent. Raises LayoutError."""
-        named = [LayerCache(name, layers[name], cache, extract_layer_index(name)) for name, cache in caches.items()]
+        named = [
+            LayerCache(name, layers[name], cache, extract_layer_index(name), self._form)
+            for name, cache in caches.items()
+        ]
         self._caches = sorted(named, key=lambda cache: cache.index)
         self._positions = {cache.name: position for position, cache in enumerate(self._caches)}
         first = self._caches[0]

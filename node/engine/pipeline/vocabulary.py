@@ -106,7 +106,7 @@ CODEC = Codec(
         *(StepWork, SendWork, LoadWork, LoadProgress, Arrived),
         *(kv.KVCacheConfig, kv.KVCacheGroupSpec, kv.KVCacheGroupRole, kv.KVCacheTensor, kv.KVQuantMode, MultipleOf),
         *(kv.FullAttentionSpec, kv.SlidingWindowSpec, kv.ChunkedLocalAttentionSpec, kv.SinkFullAttentionSpec),
-        *(kv.UniformTypeKVCacheSpecs, CompilationTimes),
+        *(kv.MLAAttentionSpec, kv.SparseCacheRole, kv.UniformTypeKVCacheSpecs, CompilationTimes),
     ),
     structs=(Opening, GiveWay, AbortTransfer, SetPaths, CloseLink),
 )

@@ -19,6 +19,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ..device import DeviceKind, device_of
+from ..layout import kv_heads
 from .group import HIDDEN, RESIDUAL, SocketGroup
 from .pipes import Seat
 from .shards import narrowed, widened
@@ -93,7 +94,7 @@ class StageWorker(gpu_worker.Worker):
     @property
     def _shards(self) -> int:
         """How many workers of the stage hold different heads."""
-        return min(_seat().tp, self.model_config.get_total_num_kv_heads())
+        return min(_seat().tp, kv_heads(self.model_config))
 
     @property
     def _model(self) -> Any:
