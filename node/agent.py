@@ -193,7 +193,9 @@ class Node:
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
-        config = engine_config(offer.model, self._hardware, self._settings.engine, log)
+        config = engine_config(offer, self._hardware, self._settings.engine, log)
+        if (shortened := offer.shortened()) is not None:
+            self._say(shortened)
         host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,

@@ -8,15 +8,16 @@ for `torch.cuda` (`docs/engines.md`). Everything else in this package is the sam
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, final
+from typing import Any, Final, Literal, Protocol, final
 
 import torch
 
 CPU_KV_CACHE_MIB = 256
-CPU_SHARE_OF_MEMORY, GPU_SHARE_OF_MEMORY = 0.01, 0.92  # vLLM wants a share; on a CPU the cache's size is given instead
-MEASURED_PRODUCT, MEASURED_COPY_BYTES = 1024, 64 << 20
+GPU_SHARE_OF_MEMORY = 0.92
+SIZED_SHARE_OF_MEMORY = 0.01  # vLLM wants one also where the size of the cache is given
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -39,6 +40,9 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
 
     Graphs: layers are saved by hooks between them, and a fully captured graph would replay without those. Any engine
     may be told to prefill without loading its weights again, so all are captured piece by piece.
+
+    Memory: where the size of the KV cache is given, vLLM takes that and what it needs besides, whatever its share of
+    the memory is; but first it requires that share to be free. So several engines on one GPU must ask for little.
     """
     arguments: dict[str, Any] = {"dtype": dtype}
     environment: dict[str, str] = {}
@@ -51,12 +55,12 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
         # else is being served; float32 costs little there and makes a replayed request exact.
         arguments["dtype"] = "float32" if dtype == "auto" else dtype
         arguments["enforce_eager"] = True  # compiling takes longer than it saves
-        arguments["gpu_memory_utilization"] = CPU_SHARE_OF_MEMORY
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB
     else:
         arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
         arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
     if kv_cache_mib is not None:
+        arguments["gpu_memory_utilization"] = SIZED_SHARE_OF_MEMORY
         arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp
     return Choices(environment=environment, arguments=arguments)
 
@@ -202,29 +206,86 @@ def device_of(kind: DeviceKind) -> Device:
     return CudaDevice() if kind == "cuda" else CpuDevice()
 
 
-def measure(device: Device, dtype: torch.dtype, budget_s: float = 0.05) -> tuple[float, float]:
-    """Return (TFLOP/s of a 1024^3 matrix product, GB/s of a 64 MiB copy, read and write counted), medians."""
-    a = torch.rand(MEASURED_PRODUCT, MEASURED_PRODUCT, device=device.kind).to(dtype)
-    source = torch.empty(MEASURED_COPY_BYTES, dtype=torch.uint8, device=device.kind)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedTest:
+    """What a device is timed with: products of two matrices of `product` rows and columns, and copies of so many bytes.
+    `queued` of each are begun before the device is waited for."""
+
+    product: int
+    copy_bytes: int
+    queued: int
+
+
+SPEED_TESTS: Final[Mapping[DeviceKind, tuple[SpeedTest, ...]]] = {
+    "cpu": (SpeedTest(product=1024, copy_bytes=64 << 20, queued=1),),
+    # Large enough to fill any GPU, and in a row, so that launching one hides behind another. In 16 bit the first takes
+    # 768 MiB beside weights and KV; where that is too much, less has to do.
+    "cuda": (
+        SpeedTest(product=8192, copy_bytes=256 << 20, queued=8),
+        SpeedTest(product=4096, copy_bytes=64 << 20, queued=32),
+        SpeedTest(product=2048, copy_bytes=64 << 20, queued=32),
+    ),
+}
+
+Work = Callable[[], object]
+
+
+def put_on_device(kind: DeviceKind, dtype: torch.dtype, test: SpeedTest) -> tuple[Work, Work]:
+    """The product and the copy, on the device. Raises torch.OutOfMemoryError."""
+    a = torch.rand(test.product, test.product, device=kind, dtype=dtype)
+    source = torch.empty(test.copy_bytes, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
+    return lambda: a @ a, lambda: target.copy_(source)
 
-    def seconds(work: Callable[[], object]) -> float:
+
+def measure(
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    tp: int = 1,
+    budget_s: float = 0.05,
+    clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[DeviceKind, torch.dtype, SpeedTest], tuple[Work, Work]] = put_on_device,
+) -> tuple[float, float]:
+    """Return (TFLOP/s of matrix products, GB/s of copies, read and write counted), medians of batches.
+
+    Those of `tp` GPUs, which are alike, are added up; workers on a CPU share its cores.
+    """
+    devices = tp if device.kind == "cuda" else 1
+
+    def rates(test: SpeedTest) -> tuple[float, float]:
+        product, copy = prepare(device.kind, dtype, test)
+        product_s = _seconds_each(product, test.queued, device, budget_s, clock)
+        copy_s = _seconds_each(copy, test.queued, device, budget_s, clock)
+        return devices * 2 * test.product**3 / product_s / 1e12, devices * 2 * test.copy_bytes / copy_s / 1e9
+
+    *larger, least = SPEED_TESTS[device.kind]
+    try:
+        for test in larger:
+            with suppress(torch.OutOfMemoryError):
+                return rates(test)
+        return rates(least)
+    finally:
+        if device.kind == "cuda":
+            torch.cuda.empty_cache()  # others may need what the tensors took
+
+
+def _seconds_each(work: Work, queued: int, device: Device, budget_s: float, clock: Callable[[], float]) -> float:
+    """Median time of one piece of work, of batches of `queued`, after a first one that warms the device up."""
+
+    def seconds(count: int) -> float:
         device.synchronize()
-        begin = time.perf_counter()
-        work()
+        begin = clock()
+        for _ in range(count):
+            work()
         device.synchronize()
-        return time.perf_counter() - begin
+        return (clock() - begin) / count
 
-    def median_seconds(work: Callable[[], object]) -> float:
-        first = seconds(work)
-        if first > 10 * budget_s:  # 16-bit products on a CPU that has none: not even being warm makes up for that
-            return first
-        samples: list[float] = []
-        until = time.perf_counter() + budget_s
-        while time.perf_counter() < until or len(samples) < 3:
-            samples.append(seconds(work))
-        return sorted(samples)[len(samples) // 2]
-
-    product_s = median_seconds(lambda: a @ a)
-    copy_s = median_seconds(lambda: target.copy_(source))
-    return 2 * MEASURED_PRODUCT**3 / product_s / 1e12, 2 * source.numel() / copy_s / 1e9
+    first = seconds(1)
+    if queued == 1 and first > 10 * budget_s:
+        return first  # 16-bit products on a CPU that has none: not even being warm makes up for that
+    samples: list[float] = []
+    until = clock() + budget_s
+    while clock() < until or len(samples) < 3:
+        samples.append(seconds(queued))
+    return sorted(samples)[len(samples) // 2]
