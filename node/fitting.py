@@ -84,7 +84,8 @@ def room_on(
     """What a box offers on `tp` of its GPUs, or in its own memory without any. `memory_gib` is the owner's limit,
     `working_bytes` what each GPU needs besides weights and KV."""
     if hardware.gpus:
-        available = sum(gpu.memory_gib * CUDA_SEES * GPU_SHARE - working_bytes / 2**30 for gpu in hardware.gpus[:tp])
+        least = min(gpu.memory_gib for gpu in hardware.gpus[:tp])  # each holds as much as the others
+        available = tp * (least * CUDA_SEES * GPU_SHARE - working_bytes / 2**30)
     else:
         available = hardware.memory_gib * CPU_SHARE
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB

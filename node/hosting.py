@@ -46,7 +46,7 @@ from .supervisor import Supervisor
 from .text import TextModel
 from .worker import Worker
 
-__all__ = ["EngineKnobs", "Host", "Offer", "Share", "engine_config", "look_at", "share_of"]
+__all__ = ["EngineKnobs", "Host", "Offer", "Share", "describe_length", "engine_config", "look_at", "share_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +85,6 @@ class Offer:
     model: Model | EmulatedModel
     text: TextModel
     share: Share
-
-    def shortened(self) -> str | None:
-        """For people, where the box has no room for requests as long as the model's own."""
-        longest, full = self.share.limits.max_model_len, self.model.info.max_model_len
-        if longest is None or longest >= full:
-            return None
-        return f"{self.model.info.name}: {longest:,} of {full:,} tokens are the longest request here (--max-model-len)"
 
 
 def look_at(name: str, hardware: Hardware, knobs: EngineKnobs) -> Offer:
@@ -174,6 +167,14 @@ def _limits(knobs: EngineKnobs, tokens: int, requests: int, longest: int | None 
         max_batched_tokens=tokens,
         max_requests=knobs.max_requests or min(requests, tokens),
     )
+
+
+def describe_length(offer: Offer, knobs: EngineKnobs) -> str | None:
+    """For people, where nobody has said how long requests may be, and the model's own length does not fit."""
+    info, longest = offer.model.info, offer.share.limits.max_model_len
+    if longest is None or knobs.max_model_len is not None:
+        return None
+    return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
 
 
 def engine_config(offer: Offer, hardware: Hardware, knobs: EngineKnobs, log: Path) -> protocol.EngineConfig:
