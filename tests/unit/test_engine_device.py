@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CacheConfig
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker.utils import request_memory
 
 from p2pserve.node.engine.device import CpuDevice, CudaDevice, DeviceKind, SpeedTest, Work, choose, device_of, measure
 
@@ -172,6 +175,20 @@ def test_a_cache_of_a_given_size_asks_for_next_to_nothing_of_the_gpu(tp: int) ->
 def test_stages_on_several_boxes_use_the_first_model_runner(kind: Any) -> None:
     environment = choose(kind, dtype="auto", kv_cache_mib=None, stages=2, tp=1).environment
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_four_engines_with_caches_of_their_own_pass_the_check_that_one_without_fails() -> None:
+    """The check that vLLM's worker makes before it loads anything, where three engines have left 2 of 24 GiB."""
+    left = MemorySnapshot(total_memory=24 << 30, free_memory=2 << 30, device="cpu", auto_measure=False)
+
+    def asks(kv_cache_mib: int | None) -> int:
+        arguments = choose("cuda", dtype="auto", kv_cache_mib=kv_cache_mib, stages=1, tp=1).arguments
+        share = arguments["gpu_memory_utilization"]
+        return request_memory(left, CacheConfig(gpu_memory_utilization=share))
+
+    assert asks(32) < 1 << 30
+    with pytest.raises(ValueError, match="Free memory on device"):
+        asks(None)
 
 
 class Clocked:

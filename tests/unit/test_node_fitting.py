@@ -135,12 +135,13 @@ def test_a_length_that_the_owner_wants_fits_or_makes_the_box_a_stage() -> None:
 
 def test_a_box_with_room_for_too_little_is_a_stage() -> None:
     model = known_model("Llama-3.1-8B")
-    lengths = {}
-    for tenth in range(180, 240):
+    lengths = []
+    for tenth in range(180, 241):  # of a gibibyte
         share = share_of(model, box_of(1, "unknown", tenth / 10), EngineKnobs())
-        lengths[tenth / 10] = share.limits.max_model_len if share.layers == model.layers else 0
-    assert sorted(set(lengths.values())) == list(range(0, 36_864 + 1, LEAST_MODEL_LEN))
-    assert sorted(lengths.values()) == list(lengths.values())
+        alone = share.layers == model.layers
+        lengths.append((share.limits.max_model_len or model.max_model_len) if alone else 0)
+    assert sorted(set(lengths)) == list(range(0, 36_864 + 1, LEAST_MODEL_LEN))
+    assert sorted(lengths) == lengths
 
 
 def test_an_owner_who_gives_less_memory_is_given_a_cache_of_that_size() -> None:
