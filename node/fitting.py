@@ -50,7 +50,7 @@ CPU_STEP_TOKENS: Final = 512
 GPU_STEP_TOKENS: Final = (2048, 4096, 8192)
 """What a step computes at most, unless the owner says otherwise or the plan wants less. No plan asks for more than the
 first beside answers; more serves boxes that only prefill."""
-STEP_S: Final = 0.25  # a full step takes so long at most, where a card can do more than the least
+STEP_S: Final = 0.1  # at most, beyond the least: what a step costs besides its products is little then, and waiting too
 LARGE_GPU_GIB: Final = 70.0  # from here on vLLM takes larger steps too
 
 FEW_REQUESTS: Final = 64
@@ -111,8 +111,7 @@ def gpu_working_bytes(shape: ModelShape, limits: BatchLimits, *, tp: int) -> int
 def step_tokens_on(hardware: Hardware, shape: ModelShape, *, tp: int) -> int:
     """The largest budget that `tp` GPUs of the box compute in `STEP_S`; for cards that nobody knows, by their memory.
 
-    A larger one costs memory and makes short prompts wait for long ones, and saves little once the products of a step
-    are large.
+    A larger one costs memory and makes short prompts wait for long ones, and saves little.
     """
     if not hardware.gpus:
         return CPU_STEP_TOKENS

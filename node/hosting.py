@@ -14,7 +14,7 @@ import trio
 
 from ..bootstrap import Address, PeerId, Role
 from ..bootstrap.network import Network
-from ..coordinator import Phase, Plan, Stage
+from ..coordinator import Phase, Plan, Replica, Stage
 from ..coordinator.costs.gpus import Specs
 from . import messages
 from .emulation import Cards, EmulatedModel, emulated_model, emulated_tp, parse_cards
@@ -46,7 +46,17 @@ from .supervisor import Supervisor
 from .text import TextModel
 from .worker import Worker
 
-__all__ = ["EngineKnobs", "Host", "Offer", "Share", "describe_length", "engine_config", "look_at", "share_of"]
+__all__ = [
+    "EngineKnobs",
+    "Host",
+    "Offer",
+    "Share",
+    "describe_length",
+    "engine_config",
+    "look_at",
+    "share_of",
+    "step_limit",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +204,14 @@ def engine_config(offer: Offer, hardware: Hardware, knobs: EngineKnobs, log: Pat
     return with_limits(config, share.limits)
 
 
+def step_limit(replica: Replica | None, own: PeerId) -> int:
+    """How many tokens a step of the engine here computes at most, by the plan's word; 0: as many as it was started
+    with. Where nobody decodes, nobody is held up."""
+    if replica is None or replica.head != own or replica.phase is Phase.PREFILL:
+        return 0
+    return replica.step_tokens
+
+
 @final
 class Host:
     """The engine of this box, and everything that others may ask of it."""
@@ -263,9 +281,7 @@ class Host:
         """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""
         ours = plan is not None and plan.service == self._model.info.service
         replica = plan.replica_of(self._own) if plan is not None and ours else None
-        limited = replica is not None and replica.head == self._own and replica.phase is not Phase.PREFILL
-        # Where nobody decodes, nobody is held up: then a step is as large as the device likes best.
-        self.worker.limit_steps(replica.step_tokens if replica is not None and limited else 0)
+        self.worker.limit_steps(step_limit(replica, self._own))
         if self._supervisor is not None and not self._serves_alone:
             self._supervisor.assign(place_in(plan, self._own, self._model.info.service))
 

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pserve.bootstrap import PeerId
+from p2pserve.coordinator import Phase, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.fitting import CPU_KV_CACHE_MIB, Room, default_tp, layers_that_fit, room_on
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.home import NodeError
-from p2pserve.node.hosting import EngineKnobs, share_of
+from p2pserve.node.hosting import EngineKnobs, share_of, step_limit
 from p2pserve.node.models import ModelInfo, WeightSizes
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
@@ -157,3 +159,19 @@ def test_what_cannot_be_is_said_before_anything_starts(hardware: Hardware, knobs
     with pytest.raises(NodeError, match=said) as caught:
         share_of(TWENTY, hardware, knobs)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("phase", "own", "tokens"),
+    [
+        (Phase.MIXED, "a", 768),
+        (Phase.DECODE, "a", 768),
+        (Phase.PREFILL, "a", 0),  # nobody writes answers there
+        (Phase.MIXED, "b", 0),  # the head makes the batches
+    ],
+)
+def test_the_plan_limits_the_steps_of_a_head_whose_replica_writes_answers(phase: Phase, own: str, tokens: int) -> None:
+    stages = tuple(Stage(peer=peer, tp=1, first_layer=i, last_layer=i + 1) for i, peer in enumerate("ab"))
+    replica = Replica(id="a", phase=phase, stages=stages, step_tokens=768)
+    assert step_limit(replica, PeerId(own)) == tokens
+    assert step_limit(None, PeerId(own)) == 0
