@@ -41,6 +41,7 @@ CPU_SHARE = 0.9  # of the box's memory
 CPU_KV_CACHE_MIB = 256  # what the engine takes when nothing is said
 _FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+KEPT_BACK_TOKENS: Final = 128  # vLLM gives out all blocks of the cache but one, which has so many on a CPU
 LEAST_MODEL_LEN: Final = 2048
 """A box that has room for less beside all weights is a stage instead. Shortened lengths are multiples of it."""
 STAGE_MODEL_LEN: Final = 16_384
@@ -184,7 +185,7 @@ def longest_that_fits(model: ModelInfo, room: Room, *, tp: int) -> int:
     available = kv_room(model, room, model.layers)
 
     def needed(tokens: int) -> int:
-        return _kv_bytes(model, room, tokens, 0, model.layers, tp)
+        return _kv_bytes(model, room, tokens + KEPT_BACK_TOKENS, 0, model.layers, tp)
 
     if needed(model.max_model_len) <= available:
         return model.max_model_len

@@ -149,8 +149,8 @@ def test_an_owner_who_gives_less_memory_is_given_a_cache_of_that_size() -> None:
     share = share_of(model, box, EngineKnobs(memory_gib=18.0))
     assert share.kv_cache_mib == int((18.0 - 14.957) * 1024)
     assert share.limits.max_model_len == 24_576  # 3,115 MiB are 24,920 tokens
-    assert share_of(model, box, EngineKnobs(kv_cache_mib=1024)).limits.max_model_len == 8192
-    assert share_of(model, box, EngineKnobs(kv_cache_mib=1023)).limits.max_model_len == 6144
+    assert share_of(model, box, EngineKnobs(kv_cache_mib=1040)).limits.max_model_len == 8192  # and a block
+    assert share_of(model, box, EngineKnobs(kv_cache_mib=1039)).limits.max_model_len == 6144
 
 
 def test_layers_that_look_back_through_a_window_need_less() -> None:
@@ -187,7 +187,7 @@ def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
     cpu = replace_gpus(box)
     assert started(cpu, EngineKnobs(max_model_len=2048)) == (2048, False, None)
     assert started(cpu, EngineKnobs(kv_cache_mib=64 * 1024)) == (None, False, None)  # 256 KiB a token in float32
-    assert started(cpu, EngineKnobs(kv_cache_mib=1024))[:2] == (4096, True)
+    assert started(cpu, EngineKnobs(kv_cache_mib=1056))[:2] == (4096, True)
 
 
 def replace_gpus(box: Hardware) -> Hardware:
