@@ -40,7 +40,7 @@ from .data_port import DataPort, RelayDesk
 from .emulation import emulated_hardware, parse_cards
 from .gateway import Connections, Gateway
 from .home import NodeError, leave_node, locked
-from .hosting import EngineKnobs, Host, Offer, engine_config, look_at
+from .hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
 from .joining import Invitation, accept, new_network, tokens
 from .kv_ways import KvWays, WaySettings
 from .prober import Neighbour, Prober
@@ -193,7 +193,9 @@ class Node:
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
-        config = engine_config(offer.model, self._hardware, self._settings.engine, log)
+        config = engine_config(offer, self._hardware, self._settings.engine, log)
+        if (shortened := describe_length(offer, self._settings.engine)) is not None:
+            self._say(shortened)
         host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,

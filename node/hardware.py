@@ -1,6 +1,6 @@
 """What this box has: GPUs through NVML, else processor cores and memory.
 
-Speed is measured by the engine process on the device it serves from (see `engine.process.measure_device`);
+Speed is measured by the engine process on the device it serves from (see `engine.device.measure`);
 here only what can be read without running anything.
 """
 

@@ -392,6 +392,10 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         help="on Ctrl-C or SIGTERM let requests finish for so long; a second one leaves at once (default: 30)",
     )
     _add_links(parser)
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--dtype",
@@ -408,10 +412,19 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         type=_positive,
         metavar="N",
         help="tokens per step at most: more is faster prefill and slower decode beside it, so the plan may take fewer "
-        "(default: 2048, without a GPU 512)",
+        "(default: 2048 to 8192 by the GPU, 512 without one)",
     )
     engine.add_argument(
-        "--max-model-len", type=_positive, metavar="N", help="prompt and answer together (default: the model's)"
+        "--max-requests",
+        type=_positive,
+        metavar="N",
+        help="requests at once, at most (default: 64 to 256 by the GPUs' room for KV, 64 without a GPU)",
+    )
+    engine.add_argument(
+        "--max-model-len",
+        type=_positive,
+        metavar="N",
+        help="prompt and answer together (default: the model's, or as much as fits beside its weights)",
     )
     engine.add_argument(
         "--async-scheduling",

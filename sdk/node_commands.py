@@ -90,6 +90,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             dtype=arguments.dtype,
             kv_cache_mib=arguments.kv_cache_mib,
             max_batched_tokens=arguments.max_batched_tokens,
+            max_requests=arguments.max_requests,
             max_model_len=arguments.max_model_len,
             async_scheduling=arguments.async_scheduling,
             threads=arguments.threads,

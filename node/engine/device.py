@@ -10,8 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Protocol, final
 
@@ -20,8 +20,8 @@ import torch
 from ...kvtransport.frames import MAX_PAYLOAD_BYTES
 
 CPU_KV_CACHE_MIB = 256
-CPU_SHARE_OF_MEMORY, GPU_SHARE_OF_MEMORY = 0.01, 0.92  # vLLM wants a share; on a CPU the cache's size is given instead
-MEASURED_PRODUCT, MEASURED_COPY_BYTES = 1024, 64 << 20
+GPU_SHARE_OF_MEMORY = 0.92
+SIZED_SHARE_OF_MEMORY = 0.01  # vLLM wants one also where the size of the cache is given
 
 COPY_STREAMS: Final = 4
 """Windows of KV that are read, coded or staged at once, of all transfers of a worker: some 20 MiB of a GPU's memory
@@ -57,11 +57,14 @@ def choose(
     CUDA graphs: a batch that only decodes is replayed as one graph, which costs the CPU one call. Batches with prompts
     in them run piece by piece: KV leaves by hooks between the layers while the next ones are computed, and a graph has
     no hooks. vLLM takes a prompt's last token for decoding if it is all that a step reads of it, so what no hook has
-    saved is saved when the step ends (`P2PConnector.wait_for_save`). Where an attention backend cannot be captured as a
-    whole, vLLM goes back to pieces.
+    announced is announced when the step ends (`P2PConnector.wait_for_save`). Where an attention backend cannot be
+    captured as a whole, vLLM goes back to pieces.
 
     Asynchronous scheduling: on where a GPU would wait for the scheduler, unless the owner decides. The first model
     runner cannot do it with stages.
+
+    Memory: where the size of the KV cache is given, vLLM takes that and what it needs besides, whatever its share of
+    the memory is; but first it requires that share to be free. So several engines on one GPU must ask for little.
     """
     arguments: dict[str, Any] = {"dtype": dtype}
     environment: dict[str, str] = {}
@@ -74,13 +77,13 @@ def choose(
         # else is being served; float32 costs little there and makes a replayed request exact.
         arguments["dtype"] = "float32" if dtype == "auto" else dtype
         arguments["enforce_eager"] = True  # compiling takes longer than it saves
-        arguments["gpu_memory_utilization"] = CPU_SHARE_OF_MEMORY
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB
     else:
         arguments["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
         arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
     arguments["async_scheduling"] = stages == 1 and (kind == "cuda" if async_scheduling is None else async_scheduling)
     if kv_cache_mib is not None:
+        arguments["gpu_memory_utilization"] = SIZED_SHARE_OF_MEMORY
         arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp
     return Choices(environment=environment, arguments=arguments)
 
@@ -432,29 +435,86 @@ def device_of(kind: DeviceKind) -> Device:
     return CudaDevice() if kind == "cuda" else CpuDevice()
 
 
-def measure(device: Device, dtype: torch.dtype, budget_s: float = 0.05) -> tuple[float, float]:
-    """Return (TFLOP/s of a 1024^3 matrix product, GB/s of a 64 MiB copy, read and write counted), medians."""
-    a = torch.rand(MEASURED_PRODUCT, MEASURED_PRODUCT, device=device.kind).to(dtype)
-    source = torch.empty(MEASURED_COPY_BYTES, dtype=torch.uint8, device=device.kind)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedTest:
+    """What a device is timed with: products of two matrices of `product` rows and columns, and copies of so many bytes.
+    `queued` of each are begun before the device is waited for."""
+
+    product: int
+    copy_bytes: int
+    queued: int
+
+
+SPEED_TESTS: Final[Mapping[DeviceKind, tuple[SpeedTest, ...]]] = {
+    "cpu": (SpeedTest(product=1024, copy_bytes=64 << 20, queued=1),),
+    # Large enough to fill any GPU, and in a row, so that launching one hides behind another. In 16 bit the first takes
+    # 768 MiB beside weights and KV; where that is too much, less has to do.
+    "cuda": (
+        SpeedTest(product=8192, copy_bytes=256 << 20, queued=8),
+        SpeedTest(product=4096, copy_bytes=64 << 20, queued=32),
+        SpeedTest(product=2048, copy_bytes=64 << 20, queued=32),
+    ),
+}
+
+Work = Callable[[], object]
+
+
+def put_on_device(kind: DeviceKind, dtype: torch.dtype, test: SpeedTest) -> tuple[Work, Work]:
+    """The product and the copy, on the device. Raises torch.OutOfMemoryError."""
+    a = torch.rand(test.product, test.product, device=kind, dtype=dtype)
+    source = torch.empty(test.copy_bytes, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
+    return lambda: a @ a, lambda: target.copy_(source)
 
-    def seconds(work: Callable[[], object]) -> float:
+
+def measure(
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    tp: int = 1,
+    budget_s: float = 0.05,
+    clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[DeviceKind, torch.dtype, SpeedTest], tuple[Work, Work]] = put_on_device,
+) -> tuple[float, float]:
+    """Return (TFLOP/s of matrix products, GB/s of copies, read and write counted), medians of batches.
+
+    Those of `tp` GPUs, which are alike, are added up; workers on a CPU share its cores.
+    """
+    devices = tp if device.kind == "cuda" else 1
+
+    def rates(test: SpeedTest) -> tuple[float, float]:
+        product, copy = prepare(device.kind, dtype, test)
+        product_s = _seconds_each(product, test.queued, device, budget_s, clock)
+        copy_s = _seconds_each(copy, test.queued, device, budget_s, clock)
+        return devices * 2 * test.product**3 / product_s / 1e12, devices * 2 * test.copy_bytes / copy_s / 1e9
+
+    *larger, least = SPEED_TESTS[device.kind]
+    try:
+        for test in larger:
+            with suppress(torch.OutOfMemoryError):
+                return rates(test)
+        return rates(least)
+    finally:
+        if device.kind == "cuda":
+            torch.cuda.empty_cache()  # others may need what the tensors took
+
+
+def _seconds_each(work: Work, queued: int, device: Device, budget_s: float, clock: Callable[[], float]) -> float:
+    """Median time of one piece of work, of batches of `queued`, after a first one that warms the device up."""
+
+    def seconds(count: int) -> float:
         device.synchronize()
-        begin = time.perf_counter()
-        work()
+        begin = clock()
+        for _ in range(count):
+            work()
         device.synchronize()
-        return time.perf_counter() - begin
+        return (clock() - begin) / count
 
-    def median_seconds(work: Callable[[], object]) -> float:
-        first = seconds(work)
-        if first > 10 * budget_s:  # 16-bit products on a CPU that has none: not even being warm makes up for that
-            return first
-        samples: list[float] = []
-        until = time.perf_counter() + budget_s
-        while time.perf_counter() < until or len(samples) < 3:
-            samples.append(seconds(work))
-        return sorted(samples)[len(samples) // 2]
-
-    product_s = median_seconds(lambda: a @ a)
-    copy_s = median_seconds(lambda: target.copy_(source))
-    return 2 * MEASURED_PRODUCT**3 / product_s / 1e12, 2 * source.numel() / copy_s / 1e9
+    first = seconds(1)
+    if queued == 1 and first > 10 * budget_s:
+        return first  # 16-bit products on a CPU that has none: not even being warm makes up for that
+    samples: list[float] = []
+    until = clock() + budget_s
+    while clock() < until or len(samples) < 3:
+        samples.append(seconds(queued))
+    return sorted(samples)[len(samples) // 2]

@@ -154,7 +154,7 @@ class EngineRunner:
         import vllm
 
         model, device = self._engine.model_config, device_kind()
-        tflops, memory_gbps = measure(device_of(device), model.dtype)
+        tflops, memory_gbps = measure(device_of(device), model.dtype, tp=self._config.tp)
         cache = self._engine.vllm_config.cache_config
         return protocol.Ready(
             pid=os.getpid(),
@@ -367,6 +367,9 @@ def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
 
     try:
         vllm_config = stage_config(config, switchboard)
+        if config.shorten_to_fit:
+            # As if no length had been given: vLLM then shortens this one to what it finds room for, in all stages.
+            vllm_config.model_config.original_max_model_len = -1
         # Set after vLLM has, which spawns on a CPU: worker processes then import for a quarter of a minute what this
         # one has from the fork server. On WSL, vLLM spawns them all the same.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -77,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str  # a local folder in Hugging Face format
     dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
     max_model_len: int | None = None  # None: the model's own
+    shorten_to_fit: bool = False  # a request may get less than that, if that is what fits into the KV cache
     kv_cache_mib: int | None = None  # None: what vLLM finds free on a GPU, 256 MiB on a CPU
     block_size: int | None = None  # positions in a block of the paged cache; None: vLLM's choice for the device
     max_batched_tokens: int = 512
@@ -90,6 +91,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stage: Count = 0
     pipes: tuple[PipeEnd, ...] = ()
     emulation: Emulation | None = None  # None: a real engine, which loads `model`
+
+
+class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all stages of a replica must agree on: its head makes the batches, and each stage has tables for them.
+
+    `max_model_len` None: the model's own.
+    """
+
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None
+    max_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
