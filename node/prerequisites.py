@@ -117,7 +117,8 @@ def look(
 ) -> Box:
     """Look at the box whose files are under `root`. Loads the driver's library, starts nothing on a GPU."""
     compiler = environ.get("CC") or "cc"
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    # The folder that Triton takes: in Debian's own scheme, for packages installed locally, it can be another.
+    header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
     return Box(
         driver=driver_version(_text(root / "proc/driver/nvidia/version")),
         cuda=_cuda(open_library),
