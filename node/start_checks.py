@@ -1,7 +1,7 @@
 """What would keep an engine from starting on this box, said in one line before one is started.
 
-An engine that starts for a device which the box does not have fails minutes later, inside vLLM; one that starts on the
-processor of a GPU box serves a hundredth of what it could.
+An engine for a device that the box does not have fails late, inside vLLM; one on the processor of a box with GPUs works,
+and would be planned for as if it were on the GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SHARED_MEMORY: Final = "/dev/shm"
 QUEUE_BYTES: Final = 240 << 20
 """The largest queue between vLLM's processes: it wants so much free before it makes one, and takes what is used."""
 COMMUNICATION_BYTES: Final = 128 << 20
-"""For each worker: NCCL takes 33 MB, and 10 MB for each channel to a card that it reaches through memory."""
+"""For each worker, with room to spare: segments of 33 MB, and of 10 MB for each channel to a card that is reached
+through memory, are what NCCL names when it cannot have them."""
 
 
 @dataclass(frozen=True, slots=True)
