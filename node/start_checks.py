@@ -1,7 +1,7 @@
 """What would keep an engine from starting on this box, said in one line before one is started.
 
-An engine for a device that the box does not have fails late, inside vLLM; one on the processor of a box with GPUs works,
-and would be planned for as if it were on the GPUs.
+An engine for a device that the box does not have fails late, inside vLLM. One on the processor of a GPU box works,
+and would be planned for as if it were on them.
 """
 
 from __future__ import annotations
