@@ -44,6 +44,7 @@ from .hosting import EngineKnobs, Host, Offer, describe_length, engine_config, l
 from .joining import Invitation, accept, new_network, tokens
 from .kv_ways import KvWays, WaySettings
 from .prober import Neighbour, Prober
+from .start_checks import require_engine, require_shared_memory
 from .view import NetworkView
 
 __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
@@ -102,9 +103,13 @@ async def run_node(
     found = hardware.probe()
     if settings.engine.emulate is not None:
         found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
+    elif settings.model is not None:
+        require_engine(found, os.environ)
     offer: Offer | None = None
     if settings.model is not None:
         offer = await trio.to_thread.run_sync(look_at, settings.model, found, settings.engine)
+        if settings.engine.emulate is None:
+            require_shared_memory(found, offer.share.tp)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
         await Node(settings, membership, found, offer, say).run(stop, task_status)

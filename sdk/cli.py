@@ -24,7 +24,8 @@ examples:
   p2pserve status --bootstrap p2p_client_... --format json
   p2pserve leave                                    drain and stop the node of this box
 
-environment: P2PSERVE_HOME, P2PSERVE_BOOTSTRAP and P2PSERVE_TOKEN stand for the options of that name.
+environment: P2PSERVE_HOME, P2PSERVE_BOOTSTRAP and P2PSERVE_TOKEN stand for the options of that name;
+CUDA_VISIBLE_DEVICES names the GPUs to serve from, as nvidia-smi counts them, and hides all when it is empty.
 exit codes: 0 done; 1 it failed at run time (unreachable, refused, port in use, engine died);
 2 wrong input (option, address, token, prompt, model); 130 interrupted."""
 

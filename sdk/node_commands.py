@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -18,7 +19,9 @@ from ..coordinator import Phase
 from ..kvtransport.figures import BoxFigures
 from ..node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
 from ..node.engine.selftest import check_installation, selftest_log
+from ..node.hardware import probe
 from ..node.kv_ways import WaySettings
+from ..node.start_checks import require_engine
 from .commands import network_target
 
 __all__ = ["NODE_COMMANDS"]
@@ -46,6 +49,7 @@ def leave(arguments: Namespace) -> int:
 
 def selftest(arguments: Namespace) -> int:
     """`p2pserve selftest`."""
+    require_engine(probe(), os.environ)
     verdict = trio.run(check_installation)
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(verdict)))
