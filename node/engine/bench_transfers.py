@@ -40,8 +40,8 @@ class BesideTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def handed_tokens(max_model_len: int, kv_tokens: int) -> int:
-    """Length of the prompt whose KV is handed over: 4,001, or what the model and a cache of `kv_tokens` positions, which
-    must hold AT_ONCE of them and more, have room for; one more than whole blocks in any case."""
+    """Length of the prompt whose KV is handed over: 4,001, or what the model and a cache of `kv_tokens` positions have
+    room for, AT_ONCE of them and more at the same time; one more than whole blocks in any case."""
     room = min(max_model_len - 1, kv_tokens // (AT_ONCE + 1))
     return HANDED if room >= HANDED else max(0, room - 1) // BLOCK * BLOCK + 1
 

@@ -6,19 +6,22 @@ each call that waits for the device, vLLM of each copy that would silently. A co
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["SWITCH", "Frame", "FoundSync", "own_frames", "read_log", "record_if_asked"]
+__all__ = ["SWITCH", "FoundSync", "Frame", "own_frames", "read_log", "record_if_asked"]
 
 SWITCH: Final = "VLLM_GPU_SYNC_CHECK"
 _MARK: Final = "p2pserve-synchronisation "
 _WARNINGS: Final = ("called a synchronizing CUDA operation", "Implicit GPU<->CPU sync detected")
+_REPORTING: Final = ("warnings.py", "gpu_sync_debug.py")
 _WATCHED_FROM: Final = ("gpu_sync_debug.py", "wrapper")  # vLLM's function around each call that it watches
 
 
@@ -40,8 +43,8 @@ class FoundSync(NamedTuple):
 
 
 def record_if_asked(write: Callable[[str], object] = sys.stderr.write) -> None:
-    """In an engine's process: write every synchronisation with its stack, once for each stack, if SWITCH is set. Whether
-    vLLM watches at all is written first."""
+    """In an engine's process: write every synchronisation with its stack, once for each stack, if SWITCH is set.
+    Whether vLLM watches at all is written first."""
     if SWITCH not in os.environ:
         return
     from vllm.utils import gpu_sync_debug
@@ -67,15 +70,20 @@ def _recorder(write: Callable[[str], object], otherwise: Callable[..., None]) ->
 
 
 def _stack() -> list[Frame]:
-    """Of the caller's caller, outermost first."""
-    frames = [Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in traceback.walk_stack(None)]
-    return frames[:1:-1]
+    """Of whoever synchronised, outermost first: without what turns a warning into a call of ours."""
+    frames = [
+        Frame(at.f_code.co_filename, line, at.f_code.co_name)
+        for at, line in traceback.walk_stack(inspect.currentframe())
+    ][2:]
+    while frames and Path(frames[0].file).name in _REPORTING and frames[0].function != _WATCHED_FROM[1]:
+        del frames[0]
+    return frames[::-1]
 
 
 def own_frames(stack: Sequence[Frame], package: str) -> list[Frame]:
     """The lines of a stack that are in the folder `package` and below what vLLM watches: above it everything is ours,
     since our loop calls vLLM."""
-    starts = [at for at, frame in enumerate(stack) if (os.path.basename(frame.file), frame.function) == _WATCHED_FROM]
+    starts = [at for at, frame in enumerate(stack) if (Path(frame.file).name, frame.function) == _WATCHED_FROM]
     watched = stack[starts[0] + 1 :] if starts else stack
     return [frame for frame in watched if frame.file.startswith(f"{package}{os.sep}")]
 
