@@ -71,10 +71,8 @@ def _recorder(write: Callable[[str], object], otherwise: Callable[..., None]) ->
 
 def _stack() -> list[Frame]:
     """Of whoever synchronised, outermost first: without what turns a warning into a call of ours."""
-    frames = [
-        Frame(at.f_code.co_filename, line, at.f_code.co_name)
-        for at, line in traceback.walk_stack(inspect.currentframe())
-    ][2:]
+    walk = traceback.walk_stack(inspect.currentframe())
+    frames = [Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in walk][2:]
     while frames and Path(frames[0].file).name in _REPORTING and frames[0].function != _WATCHED_FROM[1]:
         del frames[0]
     return frames[::-1]
