@@ -61,7 +61,7 @@ STEP_TIMES: Final = 3  # as many pairs: the smallest difference of all, and what
 # Batches for the profile: (requests, prompt tokens of each)
 SWEEP: Final = ((1, 16), (1, 100), (1, 200), (1, 400), (2, 64), (3, 150), (4, 32), (8, 60), (16, 30), (32, 16))
 SWEEP_TOKENS: Final = 24
-GPU_KV_CACHE_MIB: Final = 2048  # of each engine: six, and vLLM's own, share the card; 65,536 positions of a 1B model
+GPU_KV_CACHE_MIB: Final = 768  # of each engine: five share the card; 24,576 positions of the random model
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,11 +16,13 @@ from p2pserve.node.engine.gpucheck.synchronisations import SWITCH, Frame, _recor
 from p2pserve.node.engine.gpucheck.verdicts import (
     NOT_RUN,
     PARTS,
+    CheckReport,
     Outcome,
     Part,
     PartResult,
     judge,
     not_run,
+    page,
     report_of,
     table,
     time_limit,
@@ -33,7 +36,7 @@ BENCH = {
     "step_beside_transfer_ratio": 1.02,
     "steps": [[0.002, 0, 0, 1, 40]],
 }
-ROW = {"op": "quantise", "codec": "kv4", "device": "cuda", "gbps_16bit": 1600.0, "memcpy_gbps": 2000.0}
+ROW = {"op": "quantise", "codec": "kv4", "device": "cuda", "tokens": 4096, "gbps_16bit": 1600.0, "memcpy_gbps": 2000.0}
 CASE = '<testcase classname="tests.gpu.test_engines" name="{}">{}</testcase>{}'
 JUNIT = f"<testsuites><testsuite>{CASE}</testsuite></testsuites>"
 FINE: dict[str, str] = {
@@ -89,7 +92,7 @@ def test_what_is_fine_passes(name: str) -> None:
         ("tests", JUNIT.format("test_a", "<error/>", ""), "1 of 1 failed: test_engines::test_a"),
         ("tests", JUNIT.format("test_a", "<skipped message='no GPU'/>", ""), "no test was run"),
         ("tests", "<testsuites/>", "no test was run"),
-        ("kernels", json.dumps({"rows": [{**ROW, "gbps_16bit": 1300.0}]}), "kv4 quantise is 0.65, not >= 0.7"),
+        ("kernels", json.dumps({"rows": [{**ROW, "gbps_16bit": 1300.0}]}), "kv4 quantise 4096 is 0.65, not >= 0.7"),
         ("kernels", json.dumps({"rows": [{**ROW, "device": "cpu"}]}), "no codec was measured on a GPU"),
         ("engines", json.dumps({**BENCH, "throughput_ratio_32": 0.9}), "throughput_ratio_32 is 0.9, not >= 0.97"),
         ("engines", json.dumps({**BENCH, "ttft_added_ms": 11.0}), "ttft_added_ms is 11, not <= 10"),
@@ -154,6 +157,15 @@ def test_the_table_has_80_columns_and_says_what_was_missed() -> None:
     assert reason.startswith("  throughput_ratio_32 is 0.5, not >= 0.97; ttft_added_ms is 123, not <= 10")
     assert line.split() == ["throughput_ratio_32", "0.500", ">=", "0.97", "not", "reached"]
     assert "not reached" not in next(line for line in text.splitlines() if "handoff_link" in line)
+
+
+def test_the_page_quotes_the_report_that_lies_beside_it() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    report = msgspec.json.decode((docs / "gpu-check.json").read_bytes(), type=CheckReport)
+    assert page(report) in (docs / "gpu.md").read_text()
+    assert len(report.parts) == len(PARTS)
+    measured = page(report_of([judged("engines", FINE["engines"])], began="", seconds=1.0, cards=["x"], versions={}))
+    assert "| engines | `throughput_ratio_32` | >= 0.97 | 0.980 |" in measured.splitlines()
 
 
 # ---- running the parts --------------------------------------------------------------------------------------------
