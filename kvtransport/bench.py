@@ -15,14 +15,14 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from .bench_ends import SHAPE
 
-__all__ = ["TARGETS", "Contest", "main", "run"]
+__all__ = ["TARGETS", "Contest", "main", "open_plain_link", "run"]
 
 _MIB = 1 << 20
 _GBPS = 125_000_000
@@ -103,6 +103,22 @@ def _children(kv: bool) -> Iterator[tuple[_Child, _Child]]:
         for child in (receiver, sender):
             child.answer()
         yield sender, receiver
+
+
+@contextmanager
+def open_plain_link() -> Iterator[Callable[[int], float]]:
+    """A warm link of one connection between two processes that do nothing else. The function sends `size` opaque bytes
+    over it, rounded down to whole buffers of 4 MiB but at least one, and returns bytes per second."""
+    with _children(kv=False) as (sender, receiver):
+
+        def bytes_per_second(size: int) -> float:
+            whole = max(1, size // (4 * _MIB)) * 4 * _MIB
+            command = {"op": "link", "bytes": whole, "streams": 1, "codec": "raw", "link": 1}
+            contest = Contest()
+            _measure(sender, receiver, command, contest, "link")
+            return contest.mib_s("link") * _MIB
+
+        yield bytes_per_second
 
 
 def run(repeats: int, scale: float = 1.0, *, kv: bool = True, libp2p: bool = True) -> Contest:

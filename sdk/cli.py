@@ -248,12 +248,22 @@ def _add_path(commands: Commands[_Parser]) -> None:
 
 
 def _add_selftest(commands: Commands[_Parser]) -> None:
-    _command(
+    parser = _command(
         commands,
         "selftest",
         "check that the vLLM of this box works with p2pserve; a node does so by itself with versions it does not know",
         "p2pserve selftest",
         ("text", "json"),
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all that is checked once on a GPU: tests, kernels, engines; half an hour"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("gpu-check.json"),
+        metavar="FILE",
+        help="where --full writes what it found (default: %(default)s)",
     )
 
 

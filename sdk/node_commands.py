@@ -18,11 +18,14 @@ from ..bootstrap import parse_address
 from ..coordinator import Phase
 from ..kvtransport.figures import BoxFigures
 from ..node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
+from ..node.engine.gpucheck.run import run_check, write_report
+from ..node.engine.gpucheck.verdicts import table
 from ..node.engine.selftest import check_installation, selftest_log
 from ..node.hardware import probe
 from ..node.kv_ways import WaySettings
 from ..node.start_checks import require_engine
 from .commands import network_target
+from .errors import UsageError
 
 __all__ = ["NODE_COMMANDS"]
 
@@ -49,6 +52,8 @@ def leave(arguments: Namespace) -> int:
 
 def selftest(arguments: Namespace) -> int:
     """`p2pserve selftest`."""
+    if arguments.full:
+        return _check_gpu(arguments)
     require_engine(probe(), os.environ)
     verdict = trio.run(check_installation)
     if arguments.format == "json":
@@ -58,6 +63,21 @@ def selftest(arguments: Namespace) -> int:
     else:
         print(f"vLLM {verdict.versions.vllm} does not work with p2pserve: {verdict.reason}; see {selftest_log()}")
     return 0 if verdict.passed else 1
+
+
+def _check_gpu(arguments: Namespace) -> int:
+    """`p2pserve selftest --full`: what was found goes to standard output, and how far it is beside it if that is
+    JSON."""
+    as_json = arguments.format == "json"
+    if not arguments.report.parent.is_dir():
+        raise UsageError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
+    report = run_check(lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True))
+    write_report(report, arguments.report)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(report)))
+    elif report.cards:
+        print(f"{table(report)}\nsee {arguments.report}")
+    return 0 if report.passed else 1
 
 
 NODE_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {

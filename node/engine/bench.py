@@ -11,6 +11,13 @@ are medians over the pairs.
 - second_token_added_ms: the same until the decode engine's own first token, the second of the answer.
 - pipeline_step_added_ms: per token of one request; a replica of two stages, joined over loopback.
 - second_engine_s: from asking a fork server that has started an engine for another one, until that is ready.
+- handoff_link_ratio_4000: bytes per second of handing over the KV of a prompt of 4,000 tokens (`handoff_tokens`, where
+  the model is shorter) in `raw` over loopback, over those of plain bytes on the same kind of link between two processes
+  that do nothing else.
+- step_beside_transfer_ratio: time per token of one request while KV comes in, or goes out, at full speed all the time,
+  over the same without; the worse of the two.
+
+On a GPU the model is, if none is named, one with random weights of the shape of Llama-3.2-1B, made on the spot.
 """
 
 from __future__ import annotations
@@ -23,21 +30,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import msgspec
 import trio
 
 from ...coordinator.profile import LatencyProfile, PhaseFit, StepSample
 from ...coordinator.profile_fit import SampleBook, fit
+from ...kvtransport.bench import open_plain_link
 from ...kvtransport.errors import TransferError
 from ..engine_link import EngineError, fork_server_command, open_fork_server
 from ..models import Model, ModelError, open_model
 from . import protocol
+from .bench_transfers import BesideTransfer, HandOff, TransferBench
+from .gpus import has_gpu
 from .logfile import redirect_output
 from .pacing import PREFILLS_ENOUGH
+from .random_model import ONE_BILLION, make_model
 from .trial import Trial, TrialEngine, open_trial
 
 THREADS: Final = 1
@@ -50,6 +61,7 @@ STEP_TIMES: Final = 3  # as many pairs: the smallest difference of all, and what
 # Batches for the profile: (requests, prompt tokens of each)
 SWEEP: Final = ((1, 16), (1, 100), (1, 200), (1, 400), (2, 64), (3, 150), (4, 32), (8, 60), (16, 30), (32, 16))
 SWEEP_TOKENS: Final = 24
+GPU_KV_CACHE_MIB: Final = 768  # of each engine: five share the card; 24,576 positions of the random model
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,10 +88,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     second_token_added_ms: float
     pipeline_step_added_ms: float
     second_engine_s: float
+    handoff_link_ratio_4000: float
+    step_beside_transfer_ratio: float
+    handoff_tokens: int
     throughput_tokens_s: list[Pair]
     ttft_ms: list[Pair]
     second_token_ms: list[Pair]
     step_ms: list[Pair]
+    handoff_bytes_s: list[HandOff]
+    step_receiving_ms: list[BesideTransfer]
+    step_sending_ms: list[BesideTransfer]
     later_engines_s: list[float]
     first_engine_s: float
     preload_s: float
@@ -100,8 +118,9 @@ class PlainEngine:
         from .scratch import own_temporary_folder
 
         torch.set_num_threads(config.threads)
+        arguments = {**engine_arguments(config), **_same_graphs(config)}
         with own_temporary_folder():
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config)))
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._requests = 0
 
     def run(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[float]]:
@@ -127,6 +146,15 @@ class PlainEngine:
                 assert isinstance(output, RequestOutput)
                 times[output.request_id] += [time.monotonic() - began] * len(output.outputs[0].token_ids)
         return list(times.values())
+
+
+def _same_graphs(config: protocol.EngineConfig) -> dict[str, Any]:
+    """The CUDA graphs that vLLM gives an engine of ours, whose connector has a say in it."""
+    from .process import device_kind, stage_config
+
+    if device_kind() == "cpu":
+        return {}
+    return {"compilation_config": {"cudagraph_mode": stage_config(config, "").compilation_config.cudagraph_mode.name}}
 
 
 @final
@@ -220,11 +248,11 @@ class Bench:
         return [sample for told in engine.iterations for sample in told.samples]
 
 
-async def run(model: Model, repeats: int) -> Report:
+async def run(model: Model, repeats: int, config: protocol.EngineConfig) -> Report:
     """Start the engines and measure. Raises ModelError, EngineError, TransferError, OSError."""
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "engine.log"
-        config = protocol.EngineConfig(model=str(model.fetch()), threads=THREADS, log_file=str(log))
+        config = msgspec.structs.replace(config, model=str(model.fetch()), log_file=str(log))
         async with open_fork_server(log=log, threads=THREADS) as server, open_trial(server) as trial:
             plain = PlainEngine(config)
             await server.wait_ready()
@@ -242,7 +270,14 @@ async def run(model: Model, repeats: int) -> Report:
             tokens = await bench.first_tokens(first, second)
             samples = await bench.steps(first)
             half = model.info.layers // 2
-            step = await bench.step(await trial.start_pipeline(config, (half, model.info.layers - half)))
+            head = await trial.start_pipeline(config, (half, model.info.layers - half))
+            step = await bench.step(head)
+            head.stop()
+            transfers = TransferBench(trial, first, second, bench.prompts)
+            with open_plain_link() as send_plain:
+                hand_offs = await transfers.rates(send_plain, repeats)
+            receiving = await transfers.steps(second, STEP_TOKENS, repeats)
+            sending = await transfers.steps(first, STEP_TOKENS, repeats)
             book = SampleBook()
             book.add(samples)
             return Report(
@@ -253,10 +288,18 @@ async def run(model: Model, repeats: int) -> Report:
                 second_token_added_ms=_added([each.second for each in tokens]),
                 pipeline_step_added_ms=_added(step),
                 second_engine_s=statistics.median(seconds[1:]),
+                handoff_link_ratio_4000=statistics.median(pair.kv / pair.link for pair in hand_offs),
+                step_beside_transfer_ratio=max(
+                    statistics.median(pair.beside / pair.alone for pair in pairs) for pairs in (receiving, sending)
+                ),
+                handoff_tokens=transfers.tokens,
                 throughput_tokens_s=throughput,
                 ttft_ms=[each.first for each in tokens],
                 second_token_ms=[each.second for each in tokens],
                 step_ms=step,
+                handoff_bytes_s=hand_offs,
+                step_receiving_ms=receiving,
+                step_sending_ms=sending,
                 later_engines_s=seconds[1:],
                 first_engine_s=seconds[0],
                 preload_s=server.preload_s or 0.0,
@@ -293,11 +336,28 @@ def table(report: Report) -> str:
             line("added to the second token", later, "", both(report.second_token_ms, "ms")),
             line("added to a step by two stages", step, "<= 3 ms", both(report.step_ms, "ms")),
             line("another engine is ready after", second, "<= 2 s", f"{starts} s; {before}"),
+            line("of the link, by a hand-off", f"{report.handoff_link_ratio_4000:.3f}", ">= 0.8", _rates(report)),
+            line("a step beside a transfer", f"{report.step_beside_transfer_ratio:.3f}", "<= 1.05", _beside(report)),
             "profile of our engine's steps, in microseconds:",
             _phase("prefill", report.profile.prefill),
             _phase("decode", report.profile.decode),
         ]
     )
+
+
+def _rates(report: Report) -> str:
+    kv, link = (
+        statistics.median(getattr(pair, name) / 1e9 for pair in report.handoff_bytes_s) for name in ("kv", "link")
+    )
+    return f"{report.handoff_tokens} tokens of KV at {kv:.2f} GB/s, plain bytes {link:.2f} GB/s"
+
+
+def _beside(report: Report) -> str:
+    def medians(pairs: Sequence[BesideTransfer]) -> str:
+        alone, beside = (statistics.median(getattr(pair, name) for pair in pairs) for name in ("alone", "beside"))
+        return f"{beside:.1f} ms, alone {alone:.1f}"
+
+    return f"receiving {medians(report.step_receiving_ms)}; sending {medians(report.step_sending_ms)}"
 
 
 def _phase(name: str, fit: PhaseFit | None) -> str:
@@ -314,7 +374,8 @@ def _phase(name: str, fit: PhaseFit | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m p2pserve.node.engine.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="bundled", help="a folder, a Hugging Face id, or bundled (the default)")
+    default = "default: bundled; on a GPU a random one of a billion parameters"
+    parser.add_argument("--model", help=f"a folder, a Hugging Face id, or bundled ({default})")
     pairs = f"pairs for each figure, {STEP_TIMES} times as many for a step (default: 9)"
     parser.add_argument("--repeats", type=int, default=9, help=pairs)
     parser.add_argument("--format", choices=("table", "json"), default="table")
@@ -322,13 +383,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
     report: Report | None = None
+    on_gpu = has_gpu()
+    config = protocol.EngineConfig(model="", threads=THREADS, kv_cache_mib=GPU_KV_CACHE_MIB if on_gpu else None)
     try:
-        model = open_model(options.model)
-        # What our engines find in theirs. torch, OpenMP and vLLM read it when they are imported, which is later.
-        _, environment = fork_server_command([], log=None, threads=THREADS)
-        os.environ.update(environment)
-        with _quiet():
-            report = trio.run(run, model, options.repeats)
+        with ExitStack() as stack:
+            model = open_model(options.model or (stack.enter_context(_random_model()) if on_gpu else "bundled"))
+            # What our engines find in theirs. torch, OpenMP and vLLM read it when they are imported, which is later.
+            _, environment = fork_server_command([], log=None, threads=THREADS)
+            os.environ.update(environment)
+            stack.enter_context(_quiet())
+            report = trio.run(run, model, options.repeats, config)
     except* (ModelError, EngineError, TransferError, OSError) as errors:
         sys.stderr.write(f"bench: {_first(errors)}\n")
     if report is None:
@@ -336,6 +400,14 @@ def main(arguments: list[str] | None = None) -> int:
     text = msgspec.json.format(msgspec.json.encode(report)).decode() if options.format == "json" else table(report)
     sys.stdout.write(f"{text}\n")
     return 0
+
+
+@contextmanager
+def _random_model() -> Iterator[str]:
+    """A folder with a model that is some work for a GPU."""
+    with tempfile.TemporaryDirectory(prefix="p2pserve-random-", ignore_cleanup_errors=True) as folder:
+        make_model(Path(folder), ONE_BILLION)
+        yield folder
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from . import protocol
 from .capability import capabilities_from_nvml
 from .device import DeviceKind, choose, device_of, measure
 from .gloo import share_device
+from .gpucheck.synchronisations import record_if_asked
 from .idle import IdleSteps
 from .kv.connector import ConnectorSettings, P2PConnector, transfer_config
 from .kv.step_work import Opening, transfer_params
@@ -60,6 +61,7 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if config.log_file:
         redirect_output(Path(config.log_file))
+    record_if_asked()
     mates: tuple[Mate, ...] = ()
     if config.partition:
         become = partial(run_mate, config, partial(stage_config, config))

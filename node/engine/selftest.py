@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import random
@@ -17,17 +16,16 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import numpy as np
 import trio
-from safetensors.numpy import save_file
 
 from ...kvtransport.errors import TransferError
 from ..engine_link import EngineError, EngineStartError, ForkServer, open_fork_server
 from ..hardware import probe
 from . import protocol
+from .random_model import TINY, make_model
 from .trial import Answer, Trial, TrialEngine, open_trial
 
 PINNED: Final = "0.32."  # the versions that the project's own tests have run with
@@ -35,7 +33,6 @@ CPU_LIMIT_S: Final = 120.0  # it takes about 10 s; on a busy machine more, but n
 GPU_LIMIT_S: Final = 600.0  # four starts, each of which compiles and captures graphs, as engines that serve do
 POLL_S: Final = 0.2
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY = 3, 4, 2, 64, 128, 256, 512
 CHUNK = 64
 WAYS: Final[tuple[protocol.HowToLeave, ...]] = ("layerwise", "serialised")
 PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
@@ -128,56 +125,9 @@ def _make_folder(folder: Path) -> None:
         raise EngineStartError(f"{folder}: {error.strerror}; name another folder with XDG_CACHE_HOME") from error
 
 
-def make_model(folder: Path) -> None:
-    """Write a tiny Llama with random weights, always the same ones."""
-    rng = np.random.default_rng(7)
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
-    for layer in range(LAYERS):
-        inside = {
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-            "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-            "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-            "mlp.gate_proj": (INNER, HIDDEN),
-            "mlp.up_proj": (INNER, HIDDEN),
-            "mlp.down_proj": (HIDDEN, INNER),
-        }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in inside.items()}
-    tensors = {
-        name: (rng.standard_normal(shape) * 0.2 if len(shape) == 2 else np.ones(shape)).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
 async def _complaint(server: ForkServer) -> str:
     """What is wrong, in one line; "" if nothing."""
-    prompts = [random.Random(seed).choices(range(1, VOCABULARY), k=PROMPT_TOKENS) for seed in (7, 8)]
+    prompts = [random.Random(seed).choices(range(1, TINY.vocabulary), k=PROMPT_TOKENS) for seed in (7, 8)]
     doing = "an engine"
     with tempfile.TemporaryDirectory(prefix="p2pserve-selftest-", ignore_cleanup_errors=True) as folder:
         make_model(Path(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ def _loaded(model: Path) -> Any:
 
     torch.set_num_threads(1)  # several, of which one gets no core, wait for each other far longer than one needs
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def regrets(model: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """By how many logits each token of an answer is behind the one that `transformers` would write there in float32,
+    after the prompt and the tokens before it. All 0: it is `greedy`'s answer."""
+    with torch.no_grad():
+        logits = _loaded(model)(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return [float(each) for each in logits.max(dim=1).values - chosen]
 
 
 def greedy(model: Path, prompt: tuple[int, ...], count: int) -> list[int]:

@@ -28,7 +28,8 @@ from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link,
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine_link import EngineLink, EngineStartError, ForkServer, open_fork_server
 
-BLOCK = 128  # vLLM's on a CPU
+from .devices import BLOCK, SETTINGS, require_devices
+
 COUNT = 16
 ALL = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)  # of the random model
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
@@ -252,7 +253,7 @@ Start = Callable[..., Awaitable[Engine]]
 @asynccontextmanager
 async def engines(channels: list[int], model: Path, **config: object) -> AsyncIterator[Start]:
     """A function that starts engines with this configuration, through the session's fork server."""
-    settings = {"model": str(model), "kv_cache_mib": 64, "max_batched_tokens": BLOCK, **config}
+    settings = {"model": str(model), "kv_cache_mib": 64, "max_batched_tokens": BLOCK, **SETTINGS, **config}
     async with open_fork_server(log=None, threads=1, channel=channels.pop()) as server:
         yield lambda **changes: start(server, protocol.EngineConfig(**{**settings, **changes}))
 
@@ -285,6 +286,7 @@ def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], random
 
 def test_workers_that_share_heads_exchange_their_parts(engine_channels: list[int], random_model: Path) -> None:
     """One worker to two, two to one, and two to two."""
+    require_devices(2)
 
     async def main() -> None:
         async with engines(engine_channels, random_model) as start:
@@ -429,6 +431,8 @@ def test_requests_that_lose_their_blocks_are_computed_again(engine_channels: lis
 
 
 def test_an_engine_whose_worker_is_killed_ends(engine_channels: list[int], random_model: Path) -> None:
+    require_devices(2)
+
     async def main() -> None:
         async with engines(engine_channels, random_model) as start:
             engine = await start(tp=2)

@@ -18,6 +18,7 @@ from p2pserve.node.engine.trial import Answer, Trial, TrialEngine, open_trial
 from p2pserve.node.engine_link import open_fork_server
 
 from .conftest import PATIENCE_S
+from .devices import SETTINGS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -96,7 +97,9 @@ def run(engine_channels: list[int], random_model: Path) -> Callable[..., None]:
     """Runs a body with two engines; the second may be a replica of several stages."""
 
     async def main(body: Body, partition: tuple[int, ...], cache_mib: int) -> None:
-        config = protocol.EngineConfig(model=str(random_model), kv_cache_mib=cache_mib, max_batched_tokens=128)
+        config = protocol.EngineConfig(
+            model=str(random_model), kv_cache_mib=cache_mib, max_batched_tokens=128, **SETTINGS
+        )
         async with (
             open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server,
             open_trial(server) as trial,

@@ -24,6 +24,7 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.engine_link import EngineStartError, open_fork_server
 
+from .devices import SETTINGS, require_devices
 from .pieces import transfer_between
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY = 6, 4, 2, 32, 128, 256, 512
@@ -104,7 +105,7 @@ def run(engine_channels: list[int], model: Path) -> Callable[[Body], None]:
 
     async def main(body: Body) -> None:
         config = protocol.EngineConfig(
-            model=str(model), dtype="float32", kv_cache_mib=32, max_batched_tokens=CHUNK, max_requests=32
+            model=str(model), kv_cache_mib=32, max_batched_tokens=CHUNK, max_requests=32, **SETTINGS
         )
         async with (
             open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server,
@@ -181,6 +182,8 @@ async def how_it_ended(engine: TrialEngine) -> str:
 def test_tokens_are_those_of_one_engine(
     run: Callable[[Body], None], known: list[list[int]], partition: tuple[int, ...], tp: tuple[int, ...]
 ) -> None:
+    require_devices(max(tp))
+
     async def body(trial: Trial, config: protocol.EngineConfig) -> None:
         one = await expected(trial, config, known)
         async with replica(trial, config, *partition, tp=tp) as stages:
@@ -191,6 +194,8 @@ def test_tokens_are_those_of_one_engine(
 
 
 def test_seeded_answers_do_not_depend_on_how_prompts_are_cut_nor_on_the_stages(run: Callable[[Body], None]) -> None:
+    require_devices(2)
+
     async def drawn(engine: TrialEngine) -> list[list[int]]:
         requests = [
             engine.submit(prompt, COUNT, temperature=0.7, seed=seed) for seed, prompt in enumerate(prompts()[:12])
@@ -222,6 +227,8 @@ def test_seeded_answers_do_not_depend_on_how_prompts_are_cut_nor_on_the_stages(r
 def test_kv_goes_from_each_worker_to_the_workers_that_need_it(
     run: Callable[[Body], None], known: list[list[int]], source: ShardLayout, target: ShardLayout
 ) -> None:
+    require_devices(max(*source.tp, *target.tp))
+
     async def body(trial: Trial, config: protocol.EngineConfig) -> None:
         one = await expected(trial, config, known)
         async with (
@@ -272,6 +279,8 @@ def test_a_lost_stage_ends_the_replica(run: Callable[[Body], None], lost: int) -
 def test_a_lost_worker_ends_the_replica_and_leaves_no_other_behind(
     run: Callable[[Body], None], lost: int, worker: int
 ) -> None:
+    require_devices(2)
+
     async def body(trial: Trial, config: protocol.EngineConfig) -> None:
         async with replica(trial, config, 3, 3, tp=(2, 2)) as stages:
             head = stages[0]

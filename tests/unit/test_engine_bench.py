@@ -7,6 +7,7 @@ import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
 from p2pserve.node.engine.bench import Pair, Report, main, table
+from p2pserve.node.engine.bench_transfers import AT_ONCE, BesideTransfer, HandOff, handed_tokens
 
 REPORT = Report(
     model="bundled",
@@ -16,10 +17,16 @@ REPORT = Report(
     second_token_added_ms=2.5,
     pipeline_step_added_ms=1.25,
     second_engine_s=0.9,
+    handoff_link_ratio_4000=0.85,
+    step_beside_transfer_ratio=1.04,
+    handoff_tokens=1921,
     throughput_tokens_s=[Pair(ours=9700.0, vllm=10000.0)],
     ttft_ms=[Pair(ours=46.5, vllm=40.0)],
     second_token_ms=[Pair(ours=51.5, vllm=49.0)],
     step_ms=[Pair(ours=4.25, vllm=3.0)],
+    handoff_bytes_s=[HandOff(kv=1.7e9, link=2.0e9)],
+    step_receiving_ms=[BesideTransfer(alone=10.0, beside=10.4)],
+    step_sending_ms=[BesideTransfer(alone=10.0, beside=10.2)],
     later_engines_s=[0.9, 0.8, 1.0],
     first_engine_s=1.5,
     preload_s=7.0,
@@ -30,15 +37,18 @@ REPORT = Report(
 
 def test_the_table_names_each_figure_beside_its_target() -> None:
     lines = table(REPORT).splitlines()
-    assert [line.split("  ")[0] for line in lines[2:7]] == [
+    assert [line.split("  ")[0] for line in lines[2:9]] == [
         "throughput of 32 streams",
         "added to the first token",
         "added to the second token",
         "added to a step by two stages",
         "another engine is ready after",
+        "of the link, by a hand-off",
+        "a step beside a transfer",
     ]
-    figures = ("0.970", "6.50 ms", "2.50 ms", "1.25 ms", "0.90 s")
-    for line, figure, target in zip(lines[2:7], figures, (">= 0.85", "<= 10 ms", "", "<= 3 ms", "<= 2 s"), strict=True):
+    figures = ("0.970", "6.50 ms", "2.50 ms", "1.25 ms", "0.90 s", "0.850", "1.040")
+    targets = (">= 0.85", "<= 10 ms", "", "<= 3 ms", "<= 2 s", ">= 0.8", "<= 1.05")
+    for line, figure, target in zip(lines[2:9], figures, targets, strict=True):
         assert figure in line
         assert target in line
     assert lines[-2] == "  prefill: not enough steps"
@@ -73,3 +83,23 @@ def test_a_model_that_is_not_there_is_one_line(
     assert captured.out == ""
     assert captured.err.startswith("bench: ")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "kv_tokens", "expected"),
+    [
+        (131072, 65536, 4001),
+        (2048, 32768, 1921),  # the bundled model: 15 blocks of 128 and one
+        (4002, 65536, 4001),
+        (4001, 65536, 31 * 128 + 1),
+        (8192, 10_000, 15 * 128 + 1),  # a small cache
+        (100, 65536, 1),
+        (8192, 0, 1),
+    ],
+)
+def test_a_hand_off_is_of_whole_blocks_and_one_that_all_have_room_for(
+    max_model_len: int, kv_tokens: int, expected: int
+) -> None:
+    assert handed_tokens(max_model_len, kv_tokens) == expected
+    assert expected < max_model_len
+    assert AT_ONCE * expected < max(kv_tokens, AT_ONCE + 1)

@@ -13,7 +13,8 @@ import trio.testing
 from safetensors.numpy import load_file
 
 from p2pserve.node.engine import selftest
-from p2pserve.node.engine.selftest import Verdict, installed, make_model, require_known_to_work
+from p2pserve.node.engine.random_model import make_model
+from p2pserve.node.engine.selftest import Verdict, installed, require_known_to_work
 from p2pserve.node.engine_link import EngineStartError, ForkServer
 from p2pserve.node.hardware import Gpu, Hardware
 

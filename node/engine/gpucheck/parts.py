@@ -1,0 +1,201 @@
+"""The programs of the check that exist for nothing else: `python -m p2pserve.node.engine.gpucheck.parts NAME`.
+
+Each writes one JSON object to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from ...engine_link import open_fork_server
+from .. import protocol
+from ..gpus import gpu_names, installed_version
+from ..random_model import TINY, make_model
+from ..trial import Trial, TrialEngine, open_trial
+from .synchronisations import SWITCH, read_log
+
+__all__ = ["PROGRAMS", "engine_versions", "exercise_engines", "patched", "watched_names"]
+
+PACKAGE: Final = str(Path(__file__).parents[3])
+DRIVER: Final = 580  # what CUDA 13.0 needs, which torch is built for
+PINNED: Final = {"vllm": "0.32.", "torch": "2.13.", "triton": "3.7."}
+PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS, CHUNK = 700, 450, 24, 256
+CODECS: Final = ("raw", "kv4")
+REPLACED_ON_CPUS: Final = (
+    "Event",
+    "cuda.Event",
+    "cuda.Stream",
+    "cuda.current_stream",
+    "cuda.set_stream",
+    "cuda.stream",
+    "accelerator.empty_cache",
+    "accelerator.get_memory_info",
+    "accelerator.synchronize",
+    "Tensor.pin_memory",
+    "Tensor.record_stream",
+)
+WAYS: Final[tuple[protocol.HowToLeave, ...]] = ("layerwise", "serialised")
+
+
+# ---- the box --------------------------------------------------------------------------------------------------------
+
+
+def engine_versions() -> dict[str, str]:
+    """Of what an engine is made of; "" for what is not installed."""
+    names = ("p2pserve", "vllm", "torch", "triton")
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in names}}
+
+
+def look_at_box() -> dict[str, Any]:
+    """What an engine needs of this box. Each complaint is one line with its fix."""
+    versions, driver = engine_versions(), _driver()
+    return {
+        "cards": gpu_names(),
+        "driver": driver,
+        "versions": versions,
+        "complaints": [*_missing_tools(), *_wrong_versions(versions, driver)],
+    }
+
+
+def _missing_tools() -> Iterator[str]:
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        yield f"no C compiler {compiler!r}, which Triton needs: apt-get install build-essential, or set CC"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        name = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        yield f"no Python.h in {headers}, which Triton needs: apt-get install {name}"
+
+
+def _wrong_versions(versions: Mapping[str, str], driver: str) -> Iterator[str]:
+    major = driver.partition(".")[0]
+    if not major.isdigit() or int(major) < DRIVER:
+        yield f"the NVIDIA driver is {driver or 'not there'}: choose a box with driver {DRIVER} or newer (CUDA >= 13)"
+    for name, pinned in PINNED.items():
+        if not versions[name].startswith(pinned):
+            yield f"{name} is {versions[name] or 'not installed'}, not {pinned}x: make setup DEVICE=cuda"
+
+
+def _driver() -> str:
+    """The version of the NVIDIA driver; "" without one."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ""
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+# ---- torch as it is -------------------------------------------------------------------------------------------------
+
+
+def watched_names() -> dict[str, object]:
+    """What vLLM's worker for CPUs replaces in torch when it is imported, as it is now."""
+    import torch
+
+    return {f"torch.{name}": attrgetter(name)(torch) for name in REPLACED_ON_CPUS}
+
+
+def patched(names: Mapping[str, object]) -> dict[str, str]:
+    """Those that are not torch's own, with the module that they are from. What is written in C names none."""
+    owners = {name: str(getattr(value, "__module__", None) or "torch") for name, value in names.items()}
+    return {name: owner for name, owner in owners.items() if owner.partition(".")[0] not in ("torch", "builtins")}
+
+
+def look_at_fork_server() -> dict[str, Any]:
+    """What is left of torch once this process has imported what a fork server imports."""
+    import torch
+
+    from ..forkserver import preload
+
+    version = preload()
+    return {
+        "vllm": version,
+        "patched": patched(watched_names()),
+        "cuda_initialised": bool(torch.cuda.is_initialized()),
+    }
+
+
+# ---- what a step waits for ------------------------------------------------------------------------------------------
+
+
+async def exercise_engines(folder: Path, log: Path) -> None:
+    """Two engines hand KV over in every way, beside requests of their own. Raises EngineError, TransferError."""
+    make_model(folder, msgspec.structs.replace(TINY, dtype="bfloat16", positions=1024))
+    config = protocol.EngineConfig(
+        model=str(folder), kv_cache_mib=64, max_batched_tokens=CHUNK, max_requests=8, log_file=str(log)
+    )
+    async with open_fork_server(log=log, threads=1) as server, open_trial(server) as trial:
+        await server.wait_ready()
+        prefill, decode = await trial.start(config), await trial.start(config)
+        for number, (codec, way) in enumerate((codec, way) for codec in CODECS for way in WAYS):
+            await _hand_over(trial, prefill, decode, random.Random(number), codec, way)
+
+
+async def _hand_over(
+    trial: Trial, prefill: TrialEngine, decode: TrialEngine, rng: random.Random, codec: str, way: protocol.HowToLeave
+) -> None:
+    """The first part of a prompt, while both answer something else."""
+    prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))
+    beside = [(engine, engine.submit(other, 4 * NEW_TOKENS)) for engine in (prefill, decode)]
+    send, receive = trial.hand_off(trial.join(decode), codec, decode.ready, pacing=way)
+    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
+    begun = prefill.submit(prompt[:HANDED_TOKENS], 1, send=send)
+    for engine, each in ((prefill, begun), (decode, request), *beside):
+        await engine.answer(each)
+    await prefill.report(send[0].ticket.transfer)
+
+
+def look_for_synchronisations() -> dict[str, Any]:
+    """What vLLM's check finds in two engines that hand KV over."""
+    os.environ[SWITCH] = "warn"
+    with tempfile.TemporaryDirectory(prefix="p2pserve-check-", ignore_cleanup_errors=True) as name:
+        folder, log = Path(name), Path(name) / "engine.log"
+        trio.run(exercise_engines, folder, log)
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            armed, found = read_log(lines, PACKAGE)
+    return {
+        "armed": armed,
+        "ours": [each._asdict() for each in found if each.own],
+        "vllm": sorted({each.where for each in found if not each.own}),
+    }
+
+
+PROGRAMS: Final[dict[str, Callable[[], dict[str, Any]]]] = {
+    "box": look_at_box,
+    "untouched": look_at_fork_server,
+    "synchronisations": look_for_synchronisations,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m p2pserve.node.engine.gpucheck.parts", description=__doc__)
+    parser.add_argument("part", choices=sorted(PROGRAMS))
+    found = PROGRAMS[parser.parse_args(arguments).part]()
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
