@@ -1,6 +1,8 @@
 # make setup | demo | test | lint | format | clean
 #
 #   PYTHON       the interpreter that makes .venv (python3)
+#   DEVICE       what engines compute on: cpu, cuda, or auto (what .venv is for, else cuda where there is a driver)
+#   DRIVER       later: do not look for the driver now, because what is set up is an image for other machines
 #   TORCH_INDEX  where to find torch's CPU build (PyTorch's own index, if
 #                pip's configuration knows of no CPU build); empty: only pip's configuration
 #   PYTEST_ARGS  what pytest is to run instead of everything, e.g. PYTEST_ARGS="tests/unit -x"
@@ -9,6 +11,8 @@
 # Paths are relative to this file's folder, so the checkout may have spaces in its path.
 
 PYTHON      ?= python3
+DEVICE      ?= auto
+DRIVER      ?= now
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
 JOBS        ?= auto
@@ -19,7 +23,9 @@ PIP   := $(PY) -m pip --disable-pip-version-check install -qq --no-deps --no-com
 
 # What .venv was made from. The folder counts too: a moved checkout needs its scripts written again.
 STAMP   := .venv/p2pserve-setup
-CONTENT  = { pwd; cat pyproject.toml requirements/lock.txt requirements/torch.txt; } | cksum
+MADE_FOR := .venv/p2pserve-device
+LOCKS    = requirements/lock.txt "requirements/lock-$$device.txt"
+CONTENT  = { pwd; echo "$$device"; cat pyproject.toml $(LOCKS) requirements/torch.txt; } 2>/dev/null | cksum
 
 # Unless TORCH_INDEX was given: a CPU build that pip finds without it is as good, and may be nearer.
 KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch==' requirements/torch.txt)+cpu" 2>/dev/null ||)
@@ -30,25 +36,36 @@ KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch=
 
 # trio-stubs comes with trio-typing, which libp2p imports; those stubs are years old and hide trio's own annotations.
 setup:
-	@if [ -f $(STAMP) ] && $(PY) -c '' 2>/dev/null && [ "$$($(CONTENT))" = "$$(cat $(STAMP))" ]; then exit 0; fi; \
+	@device='$(DEVICE)'; \
+	if [ "$$device" = auto ] && [ -f $(MADE_FOR) ]; then device=$$(cat $(MADE_FOR)); fi; \
+	if [ -f $(STAMP) ] && $(PY) -c '' 2>/dev/null && [ "$$($(CONTENT))" = "$$(cat $(STAMP))" ]; then exit 0; fi; \
 	set -e; \
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "setup: '$(PYTHON)' is not a Python 3.11 or newer; say which one is: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }; \
-	command -v "$${CC:-cc}" >/dev/null 2>&1 || { \
-		echo "setup: no C compiler '$${CC:-cc}'; install one (Debian, Ubuntu: apt-get install build-essential) or name it: make setup CC=gcc" >&2; exit 1; }; \
+	renew=$$([ -f $(STAMP) ] && [ "$$device" = "$$(cat $(MADE_FOR))" ] && echo --renew || true); \
+	device=$$($(PYTHON) -P node/prerequisites.py "$$device" $(if $(filter later,$(DRIVER)),--driver-later) $$renew); \
 	rm -f $(STAMP); \
-	if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	: 'Engines for different devices have files of the same names: none of one may be left beside the other.'; \
+	if ! $(PY) -m pip --version >/dev/null 2>&1 || [ "$$device" != "$$(cat $(MADE_FOR) 2>/dev/null || echo cpu)" ]; then \
 		echo "setup: making .venv"; \
 		$(PYTHON) -m venv --clear .venv || { \
 			echo "setup: '$(PYTHON) -m venv' failed (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }; \
 	fi; \
-	echo "setup: torch (about 200 MB)"; \
-	$(KNOWN_TORCH) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -r requirements/torch.txt; \
-	echo "setup: $$(grep -c '^[A-Za-z].*==' requirements/lock.txt) pinned packages (some minutes the first time)"; \
+	echo "$$device" > $(MADE_FOR); \
+	if [ "$$device" = cpu ]; then \
+		echo "setup: torch (about 200 MB)"; \
+		$(KNOWN_TORCH) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") -r requirements/torch.txt; \
+		about="some minutes the first time"; \
+	else \
+		: 'The archives would stay in the cache beside what is made of them; a rented disk is small.'; \
+		export PIP_NO_CACHE_DIR=1; \
+		about="4 GB to download, 10 GB of disk"; \
+	fi; \
+	echo "setup: $$(cat $(LOCKS) | grep -c '^[A-Za-z].*==') pinned packages ($$about)"; \
 	: 'Two distributions come as source only; the pinned setuptools builds them, not one fetched for the occasion.'; \
 	awk '/^[A-Za-z]/ { on = /^setuptools==/ } on' requirements/lock.txt > .venv/build-tools.txt; \
 	$(PIP) --require-hashes -r .venv/build-tools.txt; \
-	$(PIP) --require-hashes --use-pep517 --no-build-isolation -r requirements/lock.txt; \
+	$(PIP) --require-hashes --use-pep517 --no-build-isolation -r requirements/lock.txt -r "requirements/lock-$$device.txt"; \
 	rm -rf .venv/lib/python3*/site-packages/trio-stubs; \
 	echo "setup: p2pserve itself"; \
 	$(PIP) --no-build-isolation -e .; \
@@ -56,9 +73,14 @@ setup:
 	$(PY) -m compileall -qq -j 0 .venv/lib || true; \
 	$(PY) -c 'import torch' || { \
 		$(PY) -m pip uninstall --quiet --yes torch; \
-		echo "setup: torch does not start; name an index that has its CPU build: make setup TORCH_INDEX=..." >&2; exit 1; }; \
+		if [ "$$device" = cpu ]; then \
+			echo "setup: torch does not start; name an index that has its CPU build: make setup TORCH_INDEX=..." >&2; \
+		else \
+			echo "setup: torch does not start on this system (see above); it wants Linux on x86-64 with glibc 2.28" >&2; \
+		fi; \
+		exit 1; }; \
 	$(CONTENT) > $(STAMP); \
-	echo "setup: done; next: make demo, or .venv/bin/p2pserve --help"
+	echo "setup: done, for $$device; next: make demo, or .venv/bin/p2pserve --help"
 
 demo: setup
 	@.venv/bin/p2pserve demo

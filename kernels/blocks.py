@@ -1,8 +1,10 @@
-"""What `fp8` and `kivi4` do alike: headers, 16-bit values, and the errors about them."""
+"""What the codecs do alike: headers, 16-bit values, the errors about them, and constants on devices."""
 
 from __future__ import annotations
 
 import struct
+import threading
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -15,12 +17,15 @@ __all__ = [
     "LARGEST",
     "all_within",
     "clamped",
+    "constant",
     "has_triton",
+    "header",
+    "known",
+    "new_flag",
     "read_header",
     "require_finite",
     "sixteen_bit",
     "within",
-    "write_header",
 ]
 
 LARGEST = 2.0**120
@@ -35,9 +40,37 @@ def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
-def write_header(payload: memoryview, version: int, sixteen: torch.dtype) -> None:
+class _Constants:
+    """Small tensors that are made once for each device. The lock guards the table."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tensors: dict[tuple[object, torch.device], torch.Tensor] = {}
+
+    def get(self, key: object, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with self._lock:
+            found = self._tensors.get((key, device))
+            if found is None:
+                found = self._tensors[key, device] = make().to(device)
+            return found
+
+
+_CONSTANTS = _Constants()
+
+
+def constant(key: object, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `make` returns, on that device; made once for each key, and never freed.
+
+    The first call on a GPU waits until it is there, so that any stream may read it.
+    """
+    return _CONSTANTS.get(key, device, make)
+
+
+def header(version: int, sixteen: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The header of a payload, as bytes on that device."""
     number = WireDtype.FP16.wire if sixteen == torch.float16 else WireDtype.BF16.wire
-    _HEADER.pack_into(payload, 0, version, number, 0, 0, 0)
+    written = _HEADER.pack(version, number, 0, 0, 0)
+    return constant(written, device, lambda: torch.tensor(list(written), dtype=torch.uint8))
 
 
 def read_header(header: bytes, codec: str, version: int, sixteen: torch.dtype, layer: int) -> None:
@@ -63,6 +96,19 @@ def within(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
     torch compares fp16 with a number rounded to fp16: infinity, and with it infinity, would not exceed 2**120.
     """
     return x.abs() <= min(largest, torch.finfo(x.dtype).max)
+
+
+def known(unsound: torch.Tensor) -> bool | torch.Tensor:
+    """One number that is not 0 where something is unsound: a bool if it is in the host's memory, or else as it is.
+
+    To ask a GPU would be to wait for it.
+    """
+    return bool(unsound) if unsound.device.type == "cpu" else unsound
+
+
+def new_flag(device: torch.device) -> torch.Tensor:
+    """int32 `[1]`, 0 until a kernel writes 1 because something is unsound."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def has_triton(device: torch.device) -> bool:

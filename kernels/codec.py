@@ -88,38 +88,62 @@ bit per element of V and costs it 0.1 to 0.2 dB, at most 1.3 dB where few channe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
 
 import torch
 
 from . import fp8, kivi4, kv4
-from .errors import CodecError, PayloadError, TensorError
+from .blocks import require_finite, sixteen_bit
+from .errors import CodecError, NonFiniteError, PayloadError, TensorError
 from .format import (
     FORMAT_VERSION,
     Codec,
-    Fp8Layout,
-    Kivi4Layout,
     WireDtype,
     codec_from_wire,
     dtype_from_wire,
-    kv4_layout,
     payload_bytes,
 )
+from .verdict import SOUND, Verdict, on_device
 
 __all__ = [
     "FORMAT_VERSION",
     "Codec",
     "CodecError",
+    "Verdict",
     "WireDtype",
     "codec_from_wire",
     "decode",
+    "decode_into",
     "dtype_from_wire",
     "encode",
+    "encode_into",
     "torch_dtype",
+    "warm_up",
     "wire_dtype",
 ]
 
 _TORCH = {WireDtype.BF16: torch.bfloat16, WireDtype.FP16: torch.float16, WireDtype.FP32: torch.float32}
 _WIRE = {dtype: wire for wire, dtype in _TORCH.items()}
+
+
+_WARM_UP_TOKENS = (256, 260, 257)
+"""Triton compiles anew where sections begin at multiples of 16 bytes and where they do not."""
+_WARM_UP_VECTORS = 65536
+"""From so many on, a program of `kv4` takes several tiles of vectors."""
+
+
+class _SixteenBit(Protocol):
+    """A codec of 16-bit values: the modules `kv4`, `fp8` and `kivi4`."""
+
+    LARGEST: float
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int) -> bool | torch.Tensor: ...
+    def decode(self, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> bool | torch.Tensor: ...
+    def require_sound(self, data: torch.Tensor, like: torch.Tensor, start: int, layer: int) -> None: ...
+
+
+_SIXTEEN_BIT: Mapping[Codec, _SixteenBit] = {Codec.KV4: kv4, Codec.FP8: fp8, Codec.KIVI4: kivi4}
 
 
 def torch_dtype(dtype: WireDtype) -> torch.dtype:
@@ -134,24 +158,28 @@ def wire_dtype(dtype: torch.dtype) -> WireDtype:
 
 
 def encode(codec: Codec | str, k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memoryview:
-    """The payload of one block. `k` and `v` are read, never kept; the result owns its memory."""
+    """The payload of one block. `k` and `v` are read, never kept; the result owns its memory. Waits for their device.
+
+    Raises `NonFiniteError` for the first value that the codec cannot quantise.
+    """
     codec = _known(codec, layer)
-    wire = _check_tensors(k, v, layer)
-    match codec:
-        case Codec.KV4:
-            return kv4.encode(k, v, start=start, layer=layer)
-        case Codec.FP8:
-            return fp8.encode(k, v, start=start, layer=layer)
-        case Codec.KIVI4:
-            return kivi4.encode(k, v, start=start, layer=layer)
-    out = torch.empty(
-        payload_bytes(codec, wire, start=start, tokens=k.shape[0], heads=k.shape[1], head_dim=k.shape[2]),
-        dtype=torch.uint8,
-    )
-    halves = out.view(k.dtype).view(2, *k.shape)
-    halves[0].copy_(k)
-    halves[1].copy_(v)
-    return out.numpy().data
+    out = torch.empty(_payload_bytes(codec, k, v, start, layer), dtype=torch.uint8, device=k.device)
+    _encode_into(codec, k, v, out, start, layer).raise_if_unsound()
+    return out.cpu().numpy().data
+
+
+def encode_into(
+    codec: Codec | str, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, start: int, layer: int
+) -> Verdict:
+    """Write the payload of one block to `out`: contiguous bytes on the device of `k` and `v`, `payload_bytes` of them.
+
+    On a GPU this only puts work on the current stream, so the payload is there when the stream has got there. It is
+    void if the verdict then raises (`NonFiniteError` for the first value that cannot be quantised); until that is
+    asked, `k` and `v` must stay as they are.
+    """
+    codec = _known(codec, layer)
+    _check_bytes(codec, out, _payload_bytes(codec, k, v, start, layer), k, start, layer)
+    return _encode_into(codec, k, v, out, start, layer)
 
 
 def decode(
@@ -166,35 +194,92 @@ def decode(
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(k, v)` of shape `[tokens, heads, head_dim]` in memory of their own. `dtype` must be the one that
-    was encoded. A payload that is a tensor of bytes is decoded on its device.
+    was encoded. A payload that is a tensor of bytes is decoded on its device, and waited for.
+    """
+    data = payload if isinstance(payload, torch.Tensor) else _as_tensor(payload)
+    codec = _known(codec, layer)
+    # The length before anything is made for it: numbers of a lying frame may ask for any amount of memory.
+    expected = payload_bytes(codec, wire_dtype(dtype), start=start, tokens=tokens, heads=heads, head_dim=head_dim)
+    _check_length(codec, data, expected, (tokens, heads, head_dim, dtype), start, layer)
+    k, v = (torch.empty(tokens, heads, head_dim, dtype=dtype, device=data.device) for _ in range(2))
+    _decode_into(codec, data, k, v, start, layer).raise_if_unsound()
+    return k, v
+
+
+def decode_into(
+    codec: Codec | str, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int
+) -> Verdict:
+    """Fill `k` and `v`, contiguous and `[tokens, heads, head_dim]`, from a payload of contiguous bytes on their device.
+
+    A wrong length raises `PayloadError` at once. On a GPU this only puts work on the current stream; what is in `k`
+    and `v` then must not be used before the verdict was asked, which raises `PayloadError` where the payload is
+    corrupt. Until then the payload must stay as it is.
     """
     codec = _known(codec, layer)
-    wire = wire_dtype(dtype)
-    expected = payload_bytes(codec, wire, start=start, tokens=tokens, heads=heads, head_dim=head_dim)
-    data = _as_tensor(payload, copied=codec is Codec.RAW)
-    if data.numel() != expected:
-        raise PayloadError(
-            f"layer {layer}: {codec.value} of {tokens} x {heads} x {head_dim} {wire.value} values from "
-            f"position {start} has {expected} bytes, this one has {data.numel()}"
-        )
-    geometry = (start, tokens, heads, head_dim)
-    match codec:
-        case Codec.KV4:
-            return kv4.decode(data, kv4_layout(*geometry), dtype=dtype, layer=layer)
-        case Codec.FP8:
-            return fp8.decode(data, Fp8Layout(*geometry), dtype=dtype, layer=layer)
-        case Codec.KIVI4:
-            return kivi4.decode(data, Kivi4Layout(*geometry), dtype=dtype, layer=layer)
-    halves = data.view(dtype).view(2, tokens, heads, head_dim)
-    return halves[0], halves[1]
+    _check_bytes(codec, payload, _payload_bytes(codec, k, v, start, layer), k, start, layer)
+    for name, tensor in (("K", k), ("V", v)):
+        if not tensor.is_contiguous():
+            raise TensorError(f"layer {layer}: {name} to decode into is not contiguous")
+    return _decode_into(codec, payload, k, v, start, layer)
 
 
-def _as_tensor(payload: bytes | bytearray | memoryview | torch.Tensor, *, copied: bool) -> torch.Tensor:
-    """The bytes of a payload. Copied if asked for, if read-only, or if at an odd address."""
-    if isinstance(payload, torch.Tensor):
-        return payload.clone() if copied else payload
+def warm_up(codec: Codec | str, *, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what a GPU needs for blocks of any length of such heads, and make its constants: some seconds.
+
+    Without it the first transfers do that.
+    """
+    codec = _known(codec, 0)
+    for tokens in (*_WARM_UP_TOKENS, -(-_WARM_UP_VECTORS // heads)):
+        k, v = (torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device) for _ in range(2))
+        out = torch.empty(_payload_bytes(codec, k, v, 256, 0), dtype=torch.uint8, device=device)
+        _encode_into(codec, k, v, out, 256, 0).raise_if_unsound()
+        _decode_into(codec, out, k, v, 256, 0).raise_if_unsound()
+
+
+def _encode_into(codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int, layer: int) -> Verdict:
+    if codec is Codec.RAW:
+        halves = out.view(k.dtype).view(2, *k.shape)
+        halves[0].copy_(k, non_blocking=True)
+        halves[1].copy_(v, non_blocking=True)
+        return SOUND
+    coder, sixteen = _SIXTEEN_BIT[codec], sixteen_bit(k.dtype)
+    with on_device(k.device):
+        keys, values = k.to(sixteen), v.to(sixteen)
+        unsound = coder.encode(keys, values, out, start)
+
+        def explain() -> NoReturn:
+            require_finite(keys, "K", start, codec.value, layer, coder.LARGEST)
+            require_finite(values, "V", start, codec.value, layer, coder.LARGEST)
+            lost = "K or V had a value that was not finite or too large, and has been overwritten since"
+            raise NonFiniteError(f"layer {layer}: {lost}; the {codec.value} payload is void")
+
+        return Verdict.of(unsound, explain)
+
+
+def _decode_into(codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, layer: int) -> Verdict:
+    if codec is Codec.RAW:
+        for into, half in zip((k, v), data.chunk(2), strict=True):
+            into.view(torch.uint8).view(-1).copy_(half, non_blocking=True)  # as bytes, at whatever address they are
+        return SOUND
+    coder, sixteen = _SIXTEEN_BIT[codec], sixteen_bit(k.dtype)
+    with on_device(k.device):
+        keys, values = (x if x.dtype == sixteen else torch.empty_like(x, dtype=sixteen) for x in (k, v))
+        unsound = coder.decode(data, keys, values, start)
+        if k.dtype != sixteen:
+            k.copy_(keys)
+            v.copy_(values)
+
+        def explain() -> NoReturn:
+            coder.require_sound(data, keys, start, layer)
+            raise PayloadError(f"layer {layer}: the {codec.value} payload was corrupt, and has been overwritten since")
+
+        return Verdict.of(unsound, explain)
+
+
+def _as_tensor(payload: bytes | bytearray | memoryview) -> torch.Tensor:
+    """The bytes of a payload. Copied if read-only, or if at an odd address."""
     view = memoryview(payload).cast("B")
-    if not copied and not view.readonly and view.nbytes:
+    if not view.readonly and view.nbytes:
         data = torch.frombuffer(view, dtype=torch.uint8)
         if data.data_ptr() % 2 == 0:
             return data
@@ -211,14 +296,43 @@ def _known(codec: Codec | str, layer: int) -> Codec:
         raise CodecError(f"layer {layer}: codec {codec!r} is unknown; known are {names}") from None
 
 
-def _check_tensors(k: torch.Tensor, v: torch.Tensor, layer: int) -> WireDtype:
+def _payload_bytes(codec: Codec, k: torch.Tensor, v: torch.Tensor, start: int, layer: int) -> int:
+    """The length of the payload of two tensors, once they are found to be a block."""
     for name, tensor in (("K", k), ("V", v)):
         if tensor.dim() != 3:
             shape = list(tensor.shape)
             raise TensorError(f"layer {layer}: {name} is {shape}; expected [tokens, kv_heads, head_dim]")
         if math.prod(tensor.shape) == 0:
             raise TensorError(f"layer {layer}: {name} is empty, shape {tuple(tensor.shape)}")
-    if k.shape != v.shape or k.dtype != v.dtype:
-        shapes = f"K is {list(k.shape)} {k.dtype}, V is {list(v.shape)} {v.dtype}"
+    if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device:
+        shapes = f"K is {list(k.shape)} {k.dtype} on {k.device}, V is {list(v.shape)} {v.dtype} on {v.device}"
         raise TensorError(f"layer {layer}: {shapes}; they must agree")
-    return wire_dtype(k.dtype)
+    tokens, heads, head_dim = k.shape
+    return payload_bytes(codec, wire_dtype(k.dtype), start=start, tokens=tokens, heads=heads, head_dim=head_dim)
+
+
+def _check_bytes(codec: Codec, data: torch.Tensor, expected: int, k: torch.Tensor, start: int, layer: int) -> None:
+    """Refuse what cannot be the memory of a payload of a block like `k`."""
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.device != k.device:
+        found = f"{data.dtype} {list(data.shape)} on {data.device}"
+        raise TensorError(f"layer {layer}: the payload's tensor is {found}; expected contiguous bytes on {k.device}")
+    if data.storage_offset() % 16:
+        at = f"byte {data.storage_offset()} of its storage"
+        raise TensorError(f"layer {layer}: the payload's tensor begins at {at}; expected a multiple of 16")
+    _check_length(codec, data, expected, (*k.shape, k.dtype), start, layer)
+
+
+def _check_length(
+    codec: Codec,
+    data: torch.Tensor,
+    expected: int,
+    block: tuple[int, int, int, torch.dtype],
+    start: int,
+    layer: int,
+) -> None:
+    if data.numel() != expected:
+        tokens, heads, head_dim, dtype = block
+        raise PayloadError(
+            f"layer {layer}: {codec.value} of {tokens} x {heads} x {head_dim} {wire_dtype(dtype).value} values from "
+            f"position {start} has {expected} bytes, this one has {data.numel()}"
+        )

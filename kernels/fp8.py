@@ -37,68 +37,62 @@ from __future__ import annotations
 import torch
 
 from . import fp8_native
+from . import fp8_reference as reference
 from .accelerate import ready
-from .blocks import all_within, has_triton, read_header, require_finite, sixteen_bit, write_header
+from .blocks import LARGEST, all_within, has_triton, header, known, new_flag, read_header
 from .fp8_layout import FP8_HEADER_BYTES, FP8_VERSION, Fp8Layout
-from .fp8_reference import UNSOUND, Sections, dequantise, is_sound, quantise, require_sound
+from .fp8_reference import Sections
 
-__all__ = ["decode", "encode"]
+__all__ = ["LARGEST", "decode", "encode", "require_sound"]
 
 
-def encode(k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memoryview:
-    """The payload of one block. Raises `NonFiniteError` for the first value that is not finite."""
+def encode(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int) -> bool | torch.Tensor:
+    """Write the payload of 16-bit values to `out`. Whether some are not finite or too large, as `known` says."""
     layout = Fp8Layout(start, *k.shape)
-    sixteen = sixteen_bit(k.dtype)
-    k16, v16 = k.to(sixteen), v.to(sixteen)
-    out = torch.empty(layout.total_bytes, dtype=torch.uint8, device=k.device)
-    if not _quantise(k16, v16, out, layout):
-        require_finite(k16, "K", start, "fp8", layer)
-        require_finite(v16, "V", start, "fp8", layer)
-    payload = out.cpu().numpy().data
-    write_header(payload, FP8_VERSION, sixteen)
-    return payload
-
-
-def decode(
-    data: torch.Tensor, layout: Fp8Layout, *, dtype: torch.dtype, layer: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`data` is a whole payload as bytes, its length already checked against the layout."""
-    sixteen = sixteen_bit(dtype)
-    read_header(bytes(data[:FP8_HEADER_BYTES].tolist()), "fp8", FP8_VERSION, sixteen, layer)
-    k = torch.empty(layout.tokens, layout.heads, layout.head_dim, dtype=sixteen, device=data.device)
-    v = torch.empty_like(k)
-    native = k.device.type == "cpu" and ready(4 * k.numel())
-    if not (native and fp8_native.dequantise(data, layout, k, v)):
-        sections = Sections.of(data, layout, sixteen)
-        if not bool(is_sound(sections)):
-            require_sound(sections, layout, layer)
-        _decode_plainly(sections, layout, k, v)
-    return k.to(dtype), v.to(dtype)
-
-
-def _quantise(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Fp8Layout) -> bool:
-    """Write parameters and codes by the fastest way there is. False: there are values that are not finite."""
-    native = k.device.type == "cpu" and ready(4 * k.numel())
-    sound = fp8_native.quantise(k, v, out, layout) if native else None
-    if sound is not None:
-        return sound
+    out[:FP8_HEADER_BYTES].copy_(header(FP8_VERSION, k.dtype, k.device))
+    if k.device.type == "cpu" and ready(4 * k.numel()):
+        sound = fp8_native.quantise(k, v, out, layout)
+        if sound is not None:
+            return not sound
     into = Sections.of(out, layout, k.dtype)
     if has_triton(k.device):
         from . import triton_fp8
 
-        triton_fp8.quantise(k, v, into, layout)
-        return not bool((into.key_exponents == UNSOUND).any() | (into.value_exponents == UNSOUND).any())
+        flag = new_flag(k.device)
+        triton_fp8.quantise(k, v, into, layout, flag)
+        return flag
     if not bool(all_within(k) & all_within(v)):
-        return False
-    quantise(k, v, into, layout)
-    return True
+        return True
+    reference.quantise(k, v, into, layout)
+    return False
 
 
-def _decode_plainly(sections: Sections, layout: Fp8Layout, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Fill K and V from sound sections."""
+def decode(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> bool | torch.Tensor:
+    """Fill 16-bit `k` and `v`, both contiguous, from a whole payload. Whether it is corrupt, as `known` says."""
+    layout = Fp8Layout(start, *k.shape)
+    unsound = known((data[:FP8_HEADER_BYTES] != header(FP8_VERSION, k.dtype, k.device)).any())
+    return unsound | _dequantise(data, k, v, layout)
+
+
+def require_sound(data: torch.Tensor, like: torch.Tensor, start: int, layer: int) -> None:
+    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and dtype, if anything."""
+    read_header(bytes(data[:FP8_HEADER_BYTES].tolist()), "fp8", FP8_VERSION, like.dtype, layer)
+    layout = Fp8Layout(start, *like.shape)
+    reference.require_sound(Sections.of(data, layout, like.dtype), layout, layer)
+
+
+def _dequantise(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> bool | torch.Tensor:
+    """Fill K and V by the fastest way there is. Whether there are parameters that no encoder writes."""
+    if k.device.type == "cpu" and ready(4 * k.numel()):
+        sound = fp8_native.dequantise(data, layout, k, v)
+        if sound is not None:
+            return not sound
+    sections = Sections.of(data, layout, k.dtype)
     if has_triton(k.device):
         from . import triton_fp8
 
-        triton_fp8.dequantise(sections, k, v, layout)
-        return
-    dequantise(sections, k, v, layout)
+        flag = new_flag(k.device)
+        triton_fp8.dequantise(sections, k, v, layout, flag)
+        return flag
+    reference.dequantise(sections, k, v, layout)
+    return not bool(reference.is_sound(sections))

@@ -11,16 +11,13 @@ from .blocks import all_within, clamped, within
 from .errors import PayloadError
 from .fp8_layout import FP8_GROUP_TOKENS, FP8_RUN_TOKENS, Fp8Layout
 
-__all__ = ["UNSOUND", "Sections", "dequantise", "is_sound", "quantise", "require_sound"]
+__all__ = ["Sections", "dequantise", "is_sound", "quantise", "require_sound"]
 
 BIAS = 135
 """Exponent bytes are those of fp32 (127) for a largest code of 2**8."""
 
 EXPONENT_RANGE = (32, 250)
 """What an encoder writes; a reach of at most 2 * `LARGEST` stays below the upper end."""
-
-UNSOUND = 255
-"""What the GPU kernels put for the exponent of a group with a value that is not finite. Never in a payload."""
 
 _INFINITY = float("inf")
 

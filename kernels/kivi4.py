@@ -41,107 +41,101 @@ from __future__ import annotations
 import torch
 
 from . import kivi4_native
+from . import kivi4_reference as reference
 from .accelerate import ready
-from .blocks import all_within, has_triton, read_header, require_finite, sixteen_bit, write_header
+from .blocks import LARGEST, all_within, has_triton, header, known, new_flag, read_header
 from .kivi4_layout import KIVI4_HEADER_BYTES, KIVI4_VERSION, Kivi4Layout
-from .kivi4_reference import Sections, dequantise, is_sound, quantise, require_sound
+from .kivi4_reference import Sections
 
-__all__ = ["decode", "encode"]
+__all__ = ["LARGEST", "decode", "encode", "require_sound"]
 
 
-def encode(k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memoryview:
-    """The payload of one block. Raises `NonFiniteError` for the first value that is not finite."""
+def encode(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int) -> bool | torch.Tensor:
+    """Write the payload of 16-bit values to `out`. Whether some are not finite or too large, as `known` says."""
     layout = Kivi4Layout(start, *k.shape)
-    sixteen = sixteen_bit(k.dtype)
-    k16, v16 = k.to(sixteen), v.to(sixteen)
-    out = torch.empty(layout.total_bytes, dtype=torch.uint8, device=k.device)
-    sound = _keep_residual(k16, v16, out, layout)
+    out[:KIVI4_HEADER_BYTES].copy_(header(KIVI4_VERSION, k.dtype, k.device))
+    unsound = _keep_residual(k, v, out, layout)
     if layout.coded:
         coded = slice(layout.lead, layout.lead + layout.coded)
-        sound = _quantise(k16[coded], v16[coded], out, layout) and sound
-    if not sound:
-        require_finite(k16, "K", start, "kivi4", layer)
-        require_finite(v16, "V", start, "kivi4", layer)
-    payload = out.cpu().numpy().data
-    write_header(payload, KIVI4_VERSION, sixteen)
-    return payload
+        unsound = unsound | _quantise(k[coded], v[coded], out, layout)
+    return unsound
 
 
-def decode(
-    data: torch.Tensor, layout: Kivi4Layout, *, dtype: torch.dtype, layer: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`data` is a whole payload as bytes, its length already checked against the layout."""
-    sixteen = sixteen_bit(dtype)
-    read_header(bytes(data[:KIVI4_HEADER_BYTES].tolist()), "kivi4", KIVI4_VERSION, sixteen, layer)
-    k = torch.empty(layout.tokens, layout.heads, layout.head_dim, dtype=sixteen, device=data.device)
-    v = torch.empty_like(k)
-    if not _decode_natively(data, layout, k, v):
-        sections = Sections.of(data, layout, sixteen)
-        if not bool(is_sound(sections)):
-            require_sound(sections, layout, layer)
-        _decode_plainly(sections, layout, k, v)
-    return k.to(dtype), v.to(dtype)
+def decode(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> bool | torch.Tensor:
+    """Fill 16-bit `k` and `v`, both contiguous, from a whole payload. Whether it is corrupt, as `known` says."""
+    layout = Kivi4Layout(start, *k.shape)
+    unsound = known((data[:KIVI4_HEADER_BYTES] != header(KIVI4_VERSION, k.dtype, k.device)).any())
+    unsound = unsound | _return_residual(data, k, v, layout)
+    if layout.coded:
+        coded = slice(layout.lead, layout.lead + layout.coded)
+        unsound = unsound | _dequantise(data, k[coded], v[coded], layout)
+    return unsound
 
 
-def _keep_residual(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Kivi4Layout) -> bool:
-    """Write the tokens outside whole groups. False: there are values that are not finite."""
+def require_sound(data: torch.Tensor, like: torch.Tensor, start: int, layer: int) -> None:
+    """Raise `PayloadError` for what is wrong with the payload of a block of this shape and dtype, if anything."""
+    read_header(bytes(data[:KIVI4_HEADER_BYTES].tolist()), "kivi4", KIVI4_VERSION, like.dtype, layer)
+    layout = Kivi4Layout(start, *like.shape)
+    reference.require_sound(Sections.of(data, layout, like.dtype), layout, layer)
+
+
+def _keep_residual(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Kivi4Layout) -> bool | torch.Tensor:
+    """Write the tokens outside whole groups. Whether there are values not finite or too large."""
     if not layout.residual:
-        return True
+        return False
     into = Sections.of(out, layout, k.dtype)
     lead, behind = layout.lead, layout.lead + layout.coded
     for given, kept in ((k, into.key_residual), (v, into.value_residual)):
         kept[:lead].copy_(given[:lead])
         kept[lead:].copy_(given[behind:])
-    return bool(all_within(into.key_residual) & all_within(into.value_residual))
+    return _residual_unsound(into)
 
 
-def _quantise(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Kivi4Layout) -> bool:
-    """Write the tokens in whole groups by the fastest way there is. False: there are values that are not finite."""
-    native = k.device.type == "cpu" and ready(4 * k.numel())
-    sound = kivi4_native.quantise(k, v, out, layout) if native else None
-    if sound is not None:
-        return sound
-    into = Sections.of(out, layout, k.dtype)
-    if has_triton(k.device):
-        from . import triton_kivi4
-
-        triton_kivi4.quantise(k, v, into)
-        return not bool(torch.isnan(into.key_scales).any() | torch.isnan(into.value_scales).any())
-    quantise(k, v, into)
-    return bool(all_within(k) & all_within(v))
-
-
-def _decode_natively(data: torch.Tensor, layout: Kivi4Layout, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Fill K and V. False: there is no such library yet, or something is wrong with the payload."""
-    if k.device.type != "cpu" or not ready(4 * k.numel()):
-        return False
-    coded = slice(layout.lead, layout.lead + layout.coded)
-    if not kivi4_native.dequantise(data, layout, k[coded], v[coded]):
-        return False
+def _return_residual(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout) -> bool | torch.Tensor:
+    """Fill the tokens outside whole groups. Whether there are values that no encoder writes."""
     if not layout.residual:
-        return True
+        return False
     sections = Sections.of(data, layout, k.dtype)
-    _return_residual(sections, layout, k, v)
-    return bool(all_within(sections.key_residual) & all_within(sections.value_residual))
-
-
-def _decode_plainly(sections: Sections, layout: Kivi4Layout, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Fill K and V from sound sections."""
-    _return_residual(sections, layout, k, v)
-    coded = slice(layout.lead, layout.lead + layout.coded)
-    if not layout.coded:
-        return
-    if has_triton(k.device):
-        from . import triton_kivi4
-
-        triton_kivi4.dequantise(sections, k[coded], v[coded])
-        return
-    dequantise(sections, k[coded], v[coded])
-
-
-def _return_residual(sections: Sections, layout: Kivi4Layout, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Fill the tokens outside whole groups."""
     lead, behind = layout.lead, layout.lead + layout.coded
     for into, kept in ((k, sections.key_residual), (v, sections.value_residual)):
         into[:lead].copy_(kept[:lead])
         into[behind:].copy_(kept[lead:])
+    return _residual_unsound(sections)
+
+
+def _residual_unsound(sections: Sections) -> bool | torch.Tensor:
+    return known(~(all_within(sections.key_residual) & all_within(sections.value_residual)))
+
+
+def _quantise(k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: Kivi4Layout) -> bool | torch.Tensor:
+    """Write the tokens in whole groups by the fastest way there is. Whether there are values that are not finite."""
+    if k.device.type == "cpu" and ready(4 * k.numel()):
+        sound = kivi4_native.quantise(k, v, out, layout)
+        if sound is not None:
+            return not sound
+    into = Sections.of(out, layout, k.dtype)
+    if has_triton(k.device):
+        from . import triton_kivi4
+
+        flag = new_flag(k.device)
+        triton_kivi4.quantise(k, v, into, flag)
+        return flag
+    reference.quantise(k, v, into)
+    return not bool(all_within(k) & all_within(v))
+
+
+def _dequantise(data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout) -> bool | torch.Tensor:
+    """Fill the tokens in whole groups by the fastest way there is. Whether there are parameters no encoder writes."""
+    if k.device.type == "cpu" and ready(4 * k.numel()):
+        sound = kivi4_native.dequantise(data, layout, k, v)
+        if sound is not None:
+            return not sound
+    sections = Sections.of(data, layout, k.dtype)
+    if has_triton(k.device):
+        from . import triton_kivi4
+
+        flag = new_flag(k.device)
+        triton_kivi4.dequantise(sections, k, v, flag)
+        return flag
+    reference.dequantise(sections, k, v)
+    return not bool(reference.is_sound(sections))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["clamped", "finite", "from_e4m3", "nearby", "power", "rounded", "to_e4m3"]
+__all__ = ["clamped", "finite", "from_e4m3", "nearby", "power", "raise_flag", "rounded", "to_e4m3"]
 
 
 @triton.jit  # type: ignore[misc]
@@ -47,6 +47,13 @@ def nearby(x: tl.tensor) -> tl.tensor:
 def finite(x: tl.tensor) -> tl.tensor:
     """Whether |x| is at most 2**120; false for NaN."""
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) <= 0x7B800000
+
+
+@triton.jit  # type: ignore[misc]
+def raise_flag(flag: tl.tensor, unsound: tl.tensor) -> None:
+    """Write 1 to `flag` if any of `unsound` is true."""
+    nothing = unsound.to(tl.int32) * 0
+    tl.store(flag + nothing, nothing + 1, mask=unsound)
 
 
 @triton.jit  # type: ignore[misc]

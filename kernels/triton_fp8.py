@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .fp8_layout import Fp8Layout
 from .fp8_reference import Sections
-from .triton_bits import clamped, finite, from_e4m3, power, rounded, to_e4m3
+from .triton_bits import clamped, finite, from_e4m3, power, raise_flag, rounded, to_e4m3
 
 __all__ = ["dequantise", "quantise"]
 
@@ -21,51 +21,46 @@ One warp each: no reduction then needs shared memory or a barrier.
 ELEMENTS = 4096
 """Values of V per program."""
 
+_VARYING = ["tokens", "lead"]
+"""What differs from block to block. Triton would compile a kernel anew for multiples of 16 and others, and for 1."""
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout) -> None:
-    """As `fp8.quantise`, for any values: a group with one that is not finite gets the exponent `UNSOUND`."""
+
+def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout, flag: torch.Tensor) -> None:
+    """As `fp8_reference.quantise`, for any values: raises `flag` if one is not finite or too large."""
     row = layout.heads * layout.head_dim
     grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
-    zeros, exponents = into.key_zeros, into.key_exponents
-    k, v = k.contiguous(), v.contiguous()
-    _quantise_keys[grid](k, zeros, exponents, into.key_codes, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
+    keys = (into.key_zeros, into.key_exponents, into.key_codes, flag)
+    _quantise_keys[grid](k.contiguous(), keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
     rows = layout.tokens * layout.heads
     count = _rows_per_program(layout.head_dim)
-    _quantise_values[(triton.cdiv(rows, count),)](
-        v, into.value_exponents, into.value_codes, rows, layout.head_dim, count
-    )
+    values = (into.value_exponents, into.value_codes, flag)
+    _quantise_values[(triton.cdiv(rows, count),)](v.contiguous(), values, rows, layout.head_dim, count)
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> None:
-    """As `fp8.dequantise`; `k` and `v` must be contiguous."""
+def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:
+    """As `fp8_reference.dequantise`; `k` and `v` must be contiguous.
+
+    Raises `flag` if there is a parameter that no encoder writes.
+    """
     row = layout.heads * layout.head_dim
     grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
-    zeros, exponents = sections.key_zeros, sections.key_exponents
-    _dequantise_keys[grid](
-        k, zeros, exponents, sections.key_codes, layout.tokens, layout.lead, row, CHANNELS, num_warps=1
-    )
+    keys = (sections.key_zeros, sections.key_exponents, sections.key_codes, flag)
+    _dequantise_keys[grid](k, keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
     rows = layout.tokens * layout.heads
     count = _rows_per_program(layout.head_dim)
-    _dequantise_values[(triton.cdiv(rows, count),)](
-        v, sections.value_exponents, sections.value_codes, rows, layout.head_dim, count
-    )
+    values = (sections.value_exponents, sections.value_codes, flag)
+    _dequantise_values[(triton.cdiv(rows, count),)](v, values, rows, layout.head_dim, count)
 
 
 def _rows_per_program(head_dim: int) -> int:
     return max(1, ELEMENTS // int(triton.next_power_of_2(head_dim)))
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
 def _quantise_keys(
-    x: tl.tensor,
-    zeros: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    tokens: tl.tensor,
-    lead: tl.tensor,
-    width: tl.tensor,
-    block: tl.constexpr,
+    x: tl.tensor, into: tl.tensor, tokens: tl.tensor, lead: tl.tensor, width: tl.tensor, block: tl.constexpr
 ) -> None:
+    zeros, exponents, codes, flag = into
     group = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
@@ -90,7 +85,8 @@ def _quantise_keys(
     factor = power(135 - exponent)
     at = group.to(tl.int64) * width + channel
     tl.store(zeros + at, zero.to(sixteen), mask=inside)
-    tl.store(exponents + at, tl.where(sound == 1, exponent, 255).to(tl.uint8), mask=inside)
+    tl.store(exponents + at, exponent.to(tl.uint8), mask=inside)
+    raise_flag(flag, sound == 0)
     for run in range(4):  # a second read, which the caches answer
         token = group * 128 - lead + run * 32 + tl.arange(0, 32)
         here = ((token >= 0) & (token < tokens))[:, None] & inside[None, :]
@@ -100,15 +96,9 @@ def _quantise_keys(
         tl.store(codes + there, code.to(tl.uint8), mask=here)
 
 
-@triton.jit  # type: ignore[misc]
-def _quantise_values(
-    x: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    rows: tl.tensor,
-    width: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[misc]
+def _quantise_values(x: tl.tensor, into: tl.tensor, rows: tl.tensor, width: tl.constexpr, block: tl.constexpr) -> None:
+    exponents, codes, flag = into
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     channel = tl.arange(0, triton.next_power_of_2(width))
     here = (row < rows)[:, None] & (channel < width)[None, :]
@@ -118,26 +108,23 @@ def _quantise_values(
     exponent = _exponent(tl.max(tl.abs(values), 1))
     code = to_e4m3(values * power(135 - exponent)[:, None])
     tl.store(codes + at, code.to(tl.uint8), mask=here)
-    tl.store(exponents + row, tl.where(sound == 1, exponent, 255).to(tl.uint8), mask=row < rows)
+    tl.store(exponents + row, exponent.to(tl.uint8), mask=row < rows)
+    raise_flag(flag, sound == 0)
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
 def _dequantise_keys(
-    x: tl.tensor,
-    zeros: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    tokens: tl.tensor,
-    lead: tl.tensor,
-    width: tl.tensor,
-    block: tl.constexpr,
+    x: tl.tensor, stored: tl.tensor, tokens: tl.tensor, lead: tl.tensor, width: tl.tensor, block: tl.constexpr
 ) -> None:
+    zeros, exponents, codes, flag = stored
     group = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
     at = group.to(tl.int64) * width + channel
     zero = tl.load(zeros + at, mask=inside, other=0.0).to(tl.float32)
-    factor = power(tl.load(exponents + at, mask=inside, other=135).to(tl.int32) - 135)
+    exponent = tl.load(exponents + at, mask=inside, other=135).to(tl.int32)
+    raise_flag(flag, (finite(zero) == 0) | _out_of_range(exponent))
+    factor = power(exponent - 135)
     sixteen: tl.constexpr = x.dtype.element_ty
     for run in range(4):
         token = group * 128 - lead + run * 32 + tl.arange(0, 32)
@@ -148,20 +135,18 @@ def _dequantise_keys(
         tl.store(x + there, values.to(sixteen), mask=here)
 
 
-@triton.jit  # type: ignore[misc]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[misc]
 def _dequantise_values(
-    x: tl.tensor,
-    exponents: tl.tensor,
-    codes: tl.tensor,
-    rows: tl.tensor,
-    width: tl.constexpr,
-    block: tl.constexpr,
+    x: tl.tensor, stored: tl.tensor, rows: tl.tensor, width: tl.constexpr, block: tl.constexpr
 ) -> None:
+    exponents, codes, flag = stored
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     channel = tl.arange(0, triton.next_power_of_2(width))
     here = (row < rows)[:, None] & (channel < width)[None, :]
     at = row[:, None] * width + channel[None, :]
-    factor = power(tl.load(exponents + row, mask=row < rows, other=135).to(tl.int32) - 135)
+    exponent = tl.load(exponents + row, mask=row < rows, other=135).to(tl.int32)
+    raise_flag(flag, _out_of_range(exponent))
+    factor = power(exponent - 135)
     code = tl.load(codes + at, mask=here, other=0).to(tl.int32)
     sixteen: tl.constexpr = x.dtype.element_ty
     tl.store(x + at, clamped(from_e4m3(code) * factor[:, None], sixteen).to(sixteen), mask=here)
@@ -169,5 +154,11 @@ def _dequantise_values(
 
 @triton.jit  # type: ignore[misc]
 def _exponent(reach: tl.tensor) -> tl.tensor:
-    """Clamped so far that a reach beyond fp32 still gives a scale that is a number; `UNSOUND` replaces it."""
+    """Clamped so far that a reach beyond fp32 still gives a scale that is a number."""
     return tl.minimum(tl.maximum((reach.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23, 32), 250)
+
+
+@triton.jit  # type: ignore[misc]
+def _out_of_range(exponent: tl.tensor) -> tl.tensor:
+    """Whether no encoder writes this exponent: `fp8_reference.EXPONENT_RANGE`."""
+    return (exponent < 32) | (exponent > 250)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .kivi4_layout import KIVI4_GROUP
 from .kivi4_reference import Sections
-from .triton_bits import clamped, finite, nearby, rounded
+from .triton_bits import clamped, finite, nearby, raise_flag, rounded
 
 __all__ = ["dequantise", "quantise"]
 
@@ -24,20 +24,23 @@ _LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 """One warp: no reduction then needs shared memory or a barrier, and 16 wide loads per thread are under way at once."""
 
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections) -> None:
-    """As `kivi4.quantise`, for any values: the scale of a group with one that is not finite becomes NaN."""
+def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, flag: torch.Tensor) -> None:
+    """As `kivi4_reference.quantise`, for any values: raises `flag` if one is not finite or too large."""
     for x, zeros, packed, width in _parts(k, v, into):
         columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
         grid = (triton.cdiv(columns, COLUMNS),)
-        _quantise[grid](x.contiguous(), zeros, packed, columns, inner, width, COLUMNS, **_LAUNCH)
+        _quantise[grid](x.contiguous(), zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor) -> None:
-    """As `kivi4.dequantise`; `k` and `v` must be contiguous."""
+def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, flag: torch.Tensor) -> None:
+    """As `kivi4_reference.dequantise`; `k` and `v` must be contiguous.
+
+    Raises `flag` if there is a parameter that no encoder writes.
+    """
     for x, zeros, packed, width in _parts(k, v, sections):
         columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
         grid = (triton.cdiv(columns, COLUMNS),)
-        _dequantise[grid](x, zeros, packed, columns, inner, width, COLUMNS, **_LAUNCH)
+        _dequantise[grid](x, zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
 
 
 def _parts(
@@ -56,6 +59,7 @@ def _quantise(
     x: tl.tensor,
     zeros: tl.tensor,
     packed: tl.tensor,
+    flag: tl.tensor,
     columns: tl.tensor,
     inner: tl.tensor,
     width: tl.constexpr,
@@ -78,8 +82,7 @@ def _quantise(
     scale = tl.where(scale >= 7.888609052210118e-31, scale, 0.0)
     inverse = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
     codes = _codes(low, least, inverse) | (tl.where(there, _codes(high, least, inverse), 0) << 4)
-    sound = (tl.min(finite(low).to(tl.int32), 0) & tl.min(finite(high).to(tl.int32), 0)) == 1
-    scale = tl.where(sound, scale, float("nan"))
+    raise_flag(flag, (tl.min(finite(low).to(tl.int32), 0) & tl.min(finite(high).to(tl.int32), 0)) == 0)
     tl.store(zeros + column, least.to(sixteen), mask=valid)
     tl.store(zeros + columns + column, scale.to(sixteen), mask=valid)
     into = packed + (group * (half * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
@@ -91,6 +94,7 @@ def _dequantise(
     x: tl.tensor,
     zeros: tl.tensor,
     packed: tl.tensor,
+    flag: tl.tensor,
     columns: tl.tensor,
     inner: tl.tensor,
     width: tl.constexpr,
@@ -105,14 +109,23 @@ def _dequantise(
     there = (row < width - half)[:, None] & valid[None, :]
     source = packed + (group * (half * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
     codes = tl.load(source, mask=here, other=0).to(tl.int32)
-    zero = tl.load(zeros + column, mask=valid, other=0.0).to(tl.float32)[None, :]
-    scale = tl.load(zeros + columns + column, mask=valid, other=0.0).to(tl.float32)[None, :]
+    zero = tl.load(zeros + column, mask=valid, other=0.0).to(tl.float32)
+    scale = tl.load(zeros + columns + column, mask=valid, other=0.0).to(tl.float32)
+    raise_flag(flag, (finite(zero) == 0) | _no_scale(scale))
+    zero, scale = zero[None, :], scale[None, :]
     sixteen: tl.constexpr = x.dtype.element_ty
     low = clamped((codes & 15).to(tl.float32) * scale + zero, sixteen)
     high = clamped((codes >> 4).to(tl.float32) * scale + zero, sixteen)
     first = x + (group * (width * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
     tl.store(first, low.to(sixteen), mask=here)
     tl.store(first + half * inner, high.to(sixteen), mask=there)
+
+
+@triton.jit  # type: ignore[misc]
+def _no_scale(scale: tl.tensor) -> tl.tensor:
+    """Whether no encoder writes this scale: beyond `kivi4_reference.LARGEST_SCALE`, less than 0 or NaN."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return ((bits < 0) & (scale != 0.0)) | (bits > 0x7A800000)
 
 
 @triton.jit  # type: ignore[misc]

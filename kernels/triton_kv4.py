@@ -7,15 +7,14 @@ numbers on the tensor cores, exact in fp32; a program keeps the matrix while it 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
+from .blocks import constant
 from .format import Kv4Layout, value_groups
 from .kv4_reference import Sections, hadamard
-from .triton_bits import clamped, nearby, power, rounded
+from .triton_bits import clamped, nearby, power, raise_flag, rounded
 
 __all__ = ["dequantise", "quantise"]
 
@@ -24,41 +23,40 @@ VECTORS = 32
 _LAUNCH = {"enable_fp_fusion": False}
 """V also without pipelining: it would keep three copies of the matrix in shared memory."""
 
+_VARYING = ["coded", "lead", "code_first", "code_stop"]
+"""What differs from block to block. Triton would compile a kernel anew for multiples of 16 and others, and for 1."""
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout) -> torch.Tensor:
-    """Code `[coded, heads, head_dim]` 16-bit values. Returns, on their device, whether all were finite and in range.
 
-    Where they were not, the sections are void.
-    """
-    unsound = torch.zeros(1, dtype=torch.int32, device=k.device)
-    keys = (into.key_bases, into.key_units, into.key_zeros, into.key_steps, into.key_codes, unsound)
-    rows = _key_shape(layout)
-    grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
-    _quantise_keys[grid](k.contiguous(), keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
-    values = (into.value_units, into.value_grids, into.value_codes, unsound)
+def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout, flag: torch.Tensor) -> None:
+    """Code `[coded, heads, head_dim]` 16-bit values. Raises `flag` if one is not finite or too large."""
+    keys = (into.key_bases, into.key_units, into.key_zeros, into.key_steps, into.key_codes, flag)
+    row = layout.heads * layout.head_dim
+    grid = (layout.spans, triton.cdiv(row, CHANNELS))
+    _quantise_keys[grid](k.contiguous(), keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
+    values = (into.value_units, into.value_grids, into.value_codes, flag)
     matrix, vectors, programs, tiles = _value_plan(layout, k.device)
     shape = _value_shape(layout.head_dim)
     _quantise_values[programs](v.contiguous(), values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
-    return unsound[0] == 0
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout) -> None:
-    """Write the `[coded, heads, head_dim]` 16-bit values of sound sections; `k` and `v` must be contiguous."""
-    keys = (sections.key_bases, sections.key_units, sections.key_zeros, sections.key_steps, sections.key_codes)
-    rows = _key_shape(layout)
-    grid = (layout.spans, triton.cdiv(rows[2], CHANNELS))
-    _dequantise_keys[grid](k, keys, rows, CHANNELS, num_warps=1, **_LAUNCH)
+def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
+    """Write the `[coded, heads, head_dim]` 16-bit values; `k` and `v` must be contiguous.
+
+    Raises `flag` if there is a parameter that no encoder writes.
+    """
+    keys = (sections.key_bases, sections.key_units, sections.key_zeros, sections.key_steps, sections.key_codes, flag)
+    row = layout.heads * layout.head_dim
+    grid = (layout.spans, triton.cdiv(row, CHANNELS))
+    _dequantise_keys[grid](k, keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
     values = (sections.value_units, sections.value_grids, sections.value_codes)
     matrix, vectors, programs, tiles = _value_plan(layout, k.device)
     shape = _value_shape(layout.head_dim)
     _dequantise_values[programs](v, values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
 
 
-def _key_shape(layout: Kv4Layout) -> tuple[int, ...]:
-    """Coded tokens, lead, channels, and the first and last rows of zeros, steps and codes that are stored."""
-    rows = (layout.group_rows, layout.step_rows, layout.code_rows)
-    ends = (end for run in rows for end in (run.start, run.stop))
-    return (layout.coded, layout.lead, layout.heads * layout.head_dim, *ends)
+def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
+    """Coded tokens, lead, and the first and the last row of codes that are stored, the latter exclusive."""
+    return layout.coded, layout.lead, layout.code_rows.start, layout.code_rows.stop
 
 
 def _value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
@@ -80,22 +78,35 @@ def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[torch.Tensor, 
     return _matrix(layout.head_dim, device), vectors, (triton.cdiv(vectors, VECTORS * tiles),), tiles
 
 
-@cache
 def _matrix(head_dim: int, device: torch.device) -> torch.Tensor:
     """The Hadamard matrix in fp16, its rows padded as `_value_shape` says and its columns to a power of two."""
+    return constant(("hadamard", head_dim), device, lambda: _padded_hadamard(head_dim))
+
+
+def _padded_hadamard(head_dim: int) -> torch.Tensor:
     _, groups, half, padded_groups, padded_half, _ = (number.value for number in _value_shape(head_dim))
     width = head_dim // groups
     matrix = torch.zeros(padded_groups, 2, padded_half, max(16, int(triton.next_power_of_2(head_dim))))
     whole = hadamard(head_dim).view(groups, width, head_dim)
     matrix[:groups, 0, :half, :head_dim] = whole[:, :half]
     matrix[:groups, 1, : width - half, :head_dim] = whole[:, half:]
-    return matrix.flatten(0, 2).to(torch.float16).to(device)
+    return matrix.flatten(0, 2).to(torch.float16)
 
 
-@triton.jit  # type: ignore[misc]
-def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.constexpr) -> None:
-    bases, units, zeros, steps, codes, unsound = into
-    coded, lead, width, group_first, group_stop, step_first, step_stop, code_first, code_stop = shape
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
+def _quantise_keys(
+    x: tl.tensor,
+    into: tl.tensor,
+    coded: tl.tensor,
+    lead: tl.tensor,
+    code_first: tl.tensor,
+    code_stop: tl.tensor,
+    width: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    bases, units, zeros, steps, codes, flag = into
+    group_first, group_stop = lead // 32, (lead + coded + 31) // 32
+    step_first, step_stop = group_first // 2, (group_stop + 1) // 2
     span = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
@@ -109,7 +120,7 @@ def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.co
         high = tl.maximum(high, tl.maximum(tl.max(first, 0), tl.max(second, 0)))
         largest = tl.maximum(largest, tl.maximum(_largest(first), _largest(second)))
     low += 0.0  # never -0
-    tl.store(unsound + tl.zeros_like(largest), tl.full((block,), 1, tl.int32), mask=largest > 0x4E800000)
+    raise_flag(flag, largest > 0x4E800000)
     unit_code = _unit_code(high - low, -8)
     unit = _unit(unit_code)
     at = span.to(tl.int64) * width + channel
@@ -151,15 +162,26 @@ def _quantise_keys(x: tl.tensor, into: tl.tensor, shape: tl.tensor, block: tl.co
         tl.store(steps + (line - step_first).to(tl.int64) * width + channel, nibbles.to(tl.uint8), mask=kept)
 
 
-@triton.jit  # type: ignore[misc]
-def _dequantise_keys(x: tl.tensor, stored: tl.tensor, shape: tl.tensor, block: tl.constexpr) -> None:
-    bases, units, zeros, steps, codes = stored
-    coded, lead, width, group_first, group_stop, step_first, _, code_first, code_stop = shape
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
+def _dequantise_keys(
+    x: tl.tensor,
+    stored: tl.tensor,
+    coded: tl.tensor,
+    lead: tl.tensor,
+    code_first: tl.tensor,
+    code_stop: tl.tensor,
+    width: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    bases, units, zeros, steps, codes, flag = stored
+    group_first, group_stop = lead // 32, (lead + coded + 31) // 32
+    step_first = group_first // 2
     span = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < width
     at = span.to(tl.int64) * width + channel
     base = tl.load(bases + at, mask=inside, other=0.0).to(tl.float32)
+    raise_flag(flag, (base.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x4E800000)
     unit = _unit(tl.load(units + at, mask=inside, other=0).to(tl.int32))
     row = tl.arange(0, 16)
     sixteen: tl.constexpr = x.dtype.element_ty
@@ -187,7 +209,7 @@ def _dequantise_keys(x: tl.tensor, stored: tl.tensor, shape: tl.tensor, block: t
 def _quantise_values(
     x: tl.tensor, into: tl.tensor, matrix: tl.tensor, vectors: tl.tensor, shape: tl.constexpr, tiles: tl.constexpr
 ) -> None:
-    units, grids, codes, unsound = into
+    units, grids, codes, flag = into
     width: tl.constexpr = shape[0]
     groups: tl.constexpr = shape[1]
     half: tl.constexpr = shape[2]
@@ -208,7 +230,7 @@ def _quantise_values(
         reach = tl.zeros((block,), tl.int32)
         for start in tl.static_range(0, size, part):
             reach = tl.maximum(reach, _largest(_vectors(x, column, valid, start, width, part)))
-        tl.store(unsound + tl.zeros_like(reach), tl.full((block,), 1, tl.int32), mask=reach > 0x4E800000)
+        raise_flag(flag, reach > 0x4E800000)
         exponent = tl.minimum(tl.maximum(reach >> 23, 64), 157)
         y = tl.zeros((many * 2 * high, block), tl.float32)
         for start in tl.static_range(0, size, part):

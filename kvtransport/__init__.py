@@ -26,7 +26,7 @@ from .permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit, Refusal, RelayUse
 from .receive_link import Incoming, ReceiveLink
 from .relay import Relay
 from .report import TransferTimes
-from .send_link import Outgoing, SendBudget, SendLink
+from .send_link import Outgoing, SendLink
 from .sockets import read_link_hello
 from .tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 
@@ -56,7 +56,6 @@ __all__ = [
     "Relay",
     "RelayRefused",
     "RelayUse",
-    "SendBudget",
     "SendLink",
     "TicketError",
     "TransferAborted",

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from .budget import ByteBudget
 from .channel import LinkHello
 from .dialling import Path
 from .errors import TransferError
 from .lanes import LinkSettings
 from .links import LinkStatistics
 from .receive_link import ReceiveLink
-from .send_link import SendBudget, SendLink
+from .send_link import SendLink
 from .tickets import LinkTicket
 
 __all__ = ["Endpoint"]
@@ -34,7 +35,7 @@ class Endpoint:
 
     def __init__(self, *, settings: LinkSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = LinkSettings() if settings is None else settings
-        self.budget = SendBudget(self.settings.limit_bytes)
+        self.budget = ByteBudget(self.settings.limit_bytes)
         self._clock = clock
         self._lock = threading.Lock()
         self._links: dict[bytes, SendLink | ReceiveLink] = {}

@@ -185,6 +185,10 @@ class LinkRim(ABC):
     def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
         """An event of a transfer, under the lock. What calls others goes into `later`."""
 
+    def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
+        """A frame's memory is not needed any more, under the lock."""
+        later.append(release)
+
     @abstractmethod
     def _began(self, wire: Wire) -> None:
         """A connection has joined, under the lock."""
@@ -248,7 +252,7 @@ class LinkRim(ABC):
                     self._changed.notify_all()
                     self._timer.notify_all()
                 case Released(release):
-                    later.append(release)
+                    self._release(release, later)
                 case _:
                     self._handle(event, later)
         self._send_soon()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from .budget import ByteBudget
 from .channel import CHUNK_OVERHEAD_BYTES, Role
 from .dialling import Path
 from .errors import TransferAborted, TransferError, TransferTimeout
@@ -19,44 +20,9 @@ from .signals import Chunk, Progress, Signal
 from .sockets import hang_up
 from .tickets import LinkTicket, TransferTicket
 
-__all__ = ["Outgoing", "SendBudget", "SendLink"]
-
-_LOOK_AGAIN_S = 0.1
+__all__ = ["Outgoing", "SendLink"]
 
 OnEnd = Callable[["Outgoing", EndState], None]
-
-
-class SendBudget:
-    """Bytes of payload that may be held unconfirmed by all links of a process together."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._held = 0
-        self._room = threading.Condition()
-
-    def __repr__(self) -> str:
-        return f"<SendBudget {self._held} of {self.limit_bytes} bytes held>"
-
-    @property
-    def held(self) -> int:
-        return self._held
-
-    def take(self, size: int, timeout: float, wanted: Callable[[], bool]) -> bool:
-        """Whether there was room within `timeout` seconds and while `wanted()`. One frame is always let in."""
-        until = time.monotonic() + timeout
-        with self._room:
-            while self._held and self._held + size > self.limit_bytes:
-                left = until - time.monotonic()
-                if left <= 0 or not wanted():
-                    return False
-                self._room.wait(min(left, _LOOK_AGAIN_S))
-            self._held += size
-            return True
-
-    def give(self, size: int) -> None:
-        with self._room:
-            self._held -= size
-            self._room.notify_all()
 
 
 class Outgoing:
@@ -162,16 +128,19 @@ class SendLink(LinkRim):
         paths: Sequence[Path] = (),
         *,
         settings: LinkSettings | None = None,
-        budget: SendBudget | None = None,
+        budget: ByteBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         settings = LinkSettings() if settings is None else settings
         self._sender = SendMachine(settings, ticket.lease_s, clock())
-        self._budget = SendBudget(settings.limit_bytes) if budget is None else budget
+        self._budget = ByteBudget(settings.limit_bytes) if budget is None else budget
         self._budgeted = 0
         self._transfers: dict[bytes, Outgoing] = {}
         self._idle = 0
+        self._picked = 0  # chunks that were given to connections, all in all
+        self._sealing: dict[int, int] = {}  # connection -> number of the chunk whose memory it reads now
+        self._unsealed: list[tuple[int, Callable[[], None]]] = []  # releases that wait for chunks up to a number
         super().__init__(ticket, self._sender, paths, clock=clock, rng=rng)
 
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> Outgoing:
@@ -263,6 +232,21 @@ class SendLink(LinkRim):
             if outgoing is not None and last is not None:
                 later.append(outgoing._end(event.state, last, now))  # noqa: SLF001 (the other half of this class)
 
+    def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
+        """Not while a connection reads it: its owner will write something else there, which is not for this peer."""
+        if self._sealing:
+            self._unsealed.append((self._picked, release))
+        else:
+            later.append(release)
+
+    def _sealed(self, number: int) -> list[Callable[[], None]]:
+        """A connection has read its chunk, under the lock. Returns what nobody reads any more."""
+        del self._sealing[number]
+        oldest = min(self._sealing.values(), default=self._picked + 1)
+        free = [release for picked, release in self._unsealed if picked < oldest]
+        self._unsealed = [(picked, release) for picked, release in self._unsealed if picked >= oldest]
+        return free
+
     def _send_soon(self) -> None:
         freed = self._budgeted - self._sender.bytes_held
         if freed:
@@ -310,8 +294,17 @@ class SendLink(LinkRim):
                 self._idle -= 1
             if type(signal) is Chunk:
                 payload = self._sender.payload(wire.number)
+                self._picked += 1
+                self._sealing[wire.number] = self._picked
                 if self._idle and self._sender.has_work:
                     self._work.notify()  # each wakes the next as long as there is work
-        # Whoever releases this memory meanwhile does so because the receiver has these bytes, or wants none.
-        wire.sock.sendall(wire.channel.seal(signal, payload))
+        try:
+            sealed = wire.channel.seal(signal, payload)
+        finally:
+            if payload is not None:
+                with self._work:
+                    free = self._sealed(wire.number)
+                for release in free:
+                    release()
+        wire.sock.sendall(sealed)
         return True

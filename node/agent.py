@@ -40,10 +40,11 @@ from .data_port import DataPort, RelayDesk
 from .emulation import emulated_hardware, parse_cards
 from .gateway import Connections, Gateway
 from .home import NodeError, leave_node, locked
-from .hosting import EngineKnobs, Host, Offer, engine_config, look_at
+from .hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
 from .joining import Invitation, accept, new_network, tokens
 from .kv_ways import KvWays, WaySettings
 from .prober import Neighbour, Prober
+from .start_checks import require_engine, require_shared_memory
 from .view import NetworkView
 
 __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
@@ -102,9 +103,13 @@ async def run_node(
     found = hardware.probe()
     if settings.engine.emulate is not None:
         found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
+    elif settings.model is not None:
+        require_engine(found, os.environ)
     offer: Offer | None = None
     if settings.model is not None:
         offer = await trio.to_thread.run_sync(look_at, settings.model, found, settings.engine)
+        if settings.engine.emulate is None:
+            require_shared_memory(found, offer.share.tp)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
         await Node(settings, membership, found, offer, say).run(stop, task_status)
@@ -193,7 +198,9 @@ class Node:
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
-        config = engine_config(offer.model, self._hardware, self._settings.engine, log)
+        config = engine_config(offer, self._hardware, self._settings.engine, log)
+        if (shortened := describe_length(offer, self._settings.engine)) is not None:
+            self._say(shortened)
         host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,

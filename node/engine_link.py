@@ -20,6 +20,7 @@ import msgspec
 import trio
 
 from .engine import protocol
+from .hardware import cuda_environment
 
 # What an engine process must find in its environment before vLLM is imported.
 ENGINE_ENVIRONMENT = {
@@ -158,7 +159,7 @@ def fork_server_command(
     channels: list[socket.socket], *, log: Path | None, threads: int, emulated: bool = False
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of a fork server on the far ends of `channels`, which it must inherit."""
-    environment = {**os.environ, **ENGINE_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **ENGINE_ENVIRONMENT, **cuda_environment(), "OMP_NUM_THREADS": str(threads)}
     # Weight files are mapped and read once: nothing is gained from more allocator arenas than threads.
     environment.setdefault("MALLOC_ARENA_MAX", "4")
     if log is not None:

@@ -8,59 +8,41 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import trio
 
 from ..bootstrap import Address, PeerId, Role
 from ..bootstrap.network import Network
-from ..coordinator import Plan, Stage
-from ..coordinator.costs.gpus import Specs
+from ..coordinator import Phase, Plan, Replica, Stage
 from . import messages
 from .emulation import Cards, EmulatedModel, emulated_model, emulated_tp, parse_cards
 from .engine import protocol
 from .engine.emulated.engine import EmulationError, modelled
-from .fitting import default_tp, layers_that_fit, room_on
+from .fitting import requests_at_once, step_tokens_on
 from .hand_off import HandOffs
 from .hardware import Hardware
 from .home import NodeError
 from .kv_ways import KvWays
-from .models import Model, ModelInfo, Progress, TerminalProgress, open_model
+from .models import Model, Progress, TerminalProgress, open_model
 from .place import Place, place_in
-from .stages import Stages
+from .shares import EngineKnobs, Share, choose_limits, share_of
+from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .text import TextModel
 from .worker import Worker
 
-__all__ = ["EngineKnobs", "Host", "Offer", "Share", "engine_config", "look_at", "share_of"]
-
-
-GPU_STEP_TOKENS: Final = 2048
-CPU_STEP_TOKENS: Final = 512
-"""What a step computes at most, unless the owner says otherwise or the plan wants less."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineKnobs:
-    """Settings of a node's engine; see `engine.protocol.EngineConfig` for what they cost."""
-
-    dtype: str = "auto"
-    kv_cache_mib: int | None = None
-    max_batched_tokens: int | None = None  # None: by the device
-    max_model_len: int | None = None
-    threads: int = 0  # 0: all cores but one
-    tp: int | None = None  # None: all GPUs
-    memory_gib: float | None = None  # for weights and KV; None: what the box has
-    emulate: str | None = None  # GPUs that are only modelled, like 4xA40; None: the box's own
-    emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How many layers of the model a box takes at most, each shared by `tp` workers."""
-
-    layers: int
-    tp: int
+__all__ = [
+    "EngineKnobs",
+    "Host",
+    "Offer",
+    "Share",
+    "describe_length",
+    "engine_config",
+    "look_at",
+    "share_of",
+    "step_limit",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,45 +65,48 @@ def look_at(name: str, hardware: Hardware, knobs: EngineKnobs) -> Offer:
 
 def _look_at_emulated(name: str, hardware: Hardware, cards: Cards, knobs: EngineKnobs) -> Offer:
     model = emulated_model(name, cards)
-    share = Share(model.info.layers, emulated_tp(hardware, knobs.tp, model.info.kv_heads))
+    tp = emulated_tp(hardware, knobs.tp, model.info.kv_heads)
     try:
-        modelled(model.emulation, tp=share.tp, kv_cache_mib=knobs.kv_cache_mib)
+        capacity, _ = modelled(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
     except EmulationError as error:
         raise NodeError(f"emulate: {error}") from error
+    limits = choose_limits(knobs, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))
+    share = Share(model.info.layers, tp, limits, knobs.kv_cache_mib)
     return Offer(model, TextModel(model.folder), share)
 
 
-def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> Share:
-    """As many layers as there is room for: with fewer than all, the box is to be a stage. Raises NodeError."""
-    tp = knobs.tp or default_tp(hardware, model.kv_heads)
-    if model.kv_heads % tp and tp % model.kv_heads:
-        raise NodeError(f"tp: {tp} workers cannot share the {model.kv_heads} KV heads of {model.name} evenly")
-    if hardware.gpus and tp > len(hardware.gpus):
-        raise NodeError(f"tp: {tp} is more than the {len(hardware.gpus)} GPUs of this box")
-    room = room_on(hardware, tp=tp, memory_gib=knobs.memory_gib, dtype=knobs.dtype, kv_cache_mib=knobs.kv_cache_mib)
-    layers = layers_that_fit(model, room, tp=tp, max_model_len=knobs.max_model_len)
-    if layers == 0:
-        raise NodeError(
-            f"model {model.name}: not one of its {model.layers} layers fits the memory of this box; take a smaller "
-            "model, --max-model-len or --kv-cache-mib"
-        )
-    return Share(layers, tp)
+def describe_length(offer: Offer, knobs: EngineKnobs) -> str | None:
+    """For people, where nobody has said how long requests may be, and the model's own length does not fit."""
+    info, longest = offer.model.info, offer.share.limits.max_model_len
+    if longest is None or knobs.max_model_len is not None:
+        return None
+    return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
 
 
-def engine_config(
-    model: Model | EmulatedModel, hardware: Hardware, knobs: EngineKnobs, log: Path
-) -> protocol.EngineConfig:
+def engine_config(offer: Offer, hardware: Hardware, knobs: EngineKnobs, log: Path) -> protocol.EngineConfig:
     """The settings of this box's engine processes, whatever part of the model they get."""
-    return protocol.EngineConfig(
+    model, share = offer.model, offer.share
+    config = protocol.EngineConfig(
         model=str(model.folder),
         dtype=knobs.dtype,
-        max_model_len=knobs.max_model_len,
-        kv_cache_mib=knobs.kv_cache_mib,
-        max_batched_tokens=knobs.max_batched_tokens or (GPU_STEP_TOKENS if hardware.gpus else CPU_STEP_TOKENS),
+        # What fits is estimated here, and found out by the engine; what the owner wants fits or is refused.
+        shorten_to_fit=knobs.max_model_len is None
+        and (bool(hardware.gpus) or share.layers < model.info.layers or share.limits.max_model_len is not None),
+        kv_cache_mib=share.kv_cache_mib,
+        async_scheduling=knobs.async_scheduling,
         threads=knobs.threads or max(1, hardware.cores - 1),
         log_file=str(log),
         emulation=model.emulation if isinstance(model, EmulatedModel) else None,
     )
+    return with_limits(config, share.limits)
+
+
+def step_limit(replica: Replica | None, own: PeerId) -> int:
+    """How many tokens a step of the engine here computes at most, by the plan's word; 0: as many as it was started
+    with. Where nobody decodes, nobody is held up."""
+    if replica is None or replica.head != own or replica.phase is Phase.PREFILL:
+        return 0
+    return replica.step_tokens
 
 
 @final
@@ -193,7 +178,7 @@ class Host:
         """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""
         ours = plan is not None and plan.service == self._model.info.service
         replica = plan.replica_of(self._own) if plan is not None and ours else None
-        self.worker.limit_steps(replica.step_tokens if replica is not None and replica.head == self._own else 0)
+        self.worker.limit_steps(step_limit(replica, self._own))
         if self._supervisor is not None and not self._serves_alone:
             self._supervisor.assign(place_in(plan, self._own, self._model.info.service))
 

@@ -27,7 +27,7 @@ from ..kvtransport.figures import BoxFigures, LinkFigures
 from ..kvtransport.permits import Permit
 from ..kvtransport.probe import BurstRequest
 from ..kvtransport.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
-from .engine.protocol import Count, EngineStats, Figure, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
+from .engine.protocol import BatchLimits, Count, EngineStats, Figure, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
 from .hardware import Hardware
 from .models import ModelInfo
 
@@ -163,13 +163,14 @@ class Opened(Message, frozen=True, kw_only=True):
 class StageOpen(Message, frozen=True, kw_only=True):
     """Start the engine process of a stage. Answered when it can be dialled; nothing is loaded by then.
 
-    The stage finds out itself where the other ends of its `pipes` can be dialled.
+    The stage finds out itself where the other ends of its `pipes` can be dialled. `limits` are those of the head.
     """
 
     service: str
     stages: Stages
     stage: Annotated[int, msgspec.Meta(ge=1)]
     pipes: Annotated[tuple[PipeEnd, ...], msgspec.Meta(max_length=2 * MAX_STAGES)]
+    limits: BatchLimits
 
 
 class StageLoaded(Message, frozen=True, kw_only=True):

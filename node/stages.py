@@ -18,12 +18,12 @@ from ..bootstrap import Address, NetworkError, PeerId, PeerLost, RemoteError, Ro
 from ..kvtransport.dialling import Path
 from ..kvtransport.tickets import issue_link
 from . import messages
-from .engine.protocol import EngineConfig, PipeEnd
+from .engine.protocol import BatchLimits, EngineConfig, PipeEnd
 from .engine_link import EngineStartError
 from .hand_off import Ask, Notify
 from .place import Place
 
-__all__ = ["Call", "Stages", "with_stage"]
+__all__ = ["Call", "Stages", "limits_of", "with_limits", "with_stage"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +35,12 @@ NOT_YET = "not-yet"
 
 @final
 class Call:
-    """A head's wish for the process of a stage, until it is answered. `pipes` are the stage's ends."""
+    """A head's wish for the process of a stage, until it is answered. `pipes` are the stage's ends, `limits` those of
+    the whole replica."""
 
-    def __init__(self, pipes: tuple[PipeEnd, ...]) -> None:
+    def __init__(self, pipes: tuple[PipeEnd, ...], limits: BatchLimits) -> None:
         self.pipes = pipes
+        self.limits = limits
         self._done = trio.Event()
         self._refusal: tuple[str, str] | None = None
 
@@ -85,15 +87,17 @@ class Stages:
 
     # ---- on the head ------------------------------------------------------------------------------------------
 
-    async def open_others(self, place: Place, say: Callable[[str], None]) -> tuple[PipeEnd, ...]:
-        """Have all other stages start their processes; returns the head's ends of the pipes.
+    async def open_others(self, place: Place, limits: BatchLimits, say: Callable[[str], None]) -> tuple[PipeEnd, ...]:
+        """Have all other stages start their processes, with the head's limits; returns the head's ends of the pipes.
 
         Waits for stages that are not ready for it yet; `say` tells people for what. Raises EngineStartError.
         """
         ends = self._issue(len(place.stages))
         for stage in range(len(place.stages) - 1, 0, -1):
             peer = PeerId(place.stages[stage].peer)
-            body = messages.StageOpen(service=self._service, stages=place.stages, stage=stage, pipes=tuple(ends[stage]))
+            body = messages.StageOpen(
+                service=self._service, stages=place.stages, stage=stage, pipes=tuple(ends[stage]), limits=limits
+            )
             while (wait := await self._open(peer, stage, body)) is not None:
                 say(f"waits for stage {stage + 1}/{len(place.stages)}: {wait}")
                 await trio.sleep(RETRY_S)
@@ -154,7 +158,7 @@ class Stages:
         if not all(end.stage < len(body.stages) and end.stage != body.stage for end in body.pipes):
             raise RemoteError("invalid", "pipes: they lead to stages that do not exist")
         try:
-            call = Call(self._dialling(place, place.index, body.pipes))
+            call = Call(self._dialling(place, place.index, body.pipes), body.limits)
         except EngineStartError as error:
             raise RemoteError("no-address", str(error)) from error
         self._refuse("the head has asked anew")
@@ -189,6 +193,25 @@ class Stages:
                 dial = Path(address.host, address.port)
             found.append(msgspec.structs.replace(end, dial=dial))
         return tuple(found)
+
+
+def limits_of(config: EngineConfig) -> BatchLimits:
+    """What the other stages are to be started with, if this is the head's."""
+    return BatchLimits(
+        max_model_len=config.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_requests=config.max_requests,
+    )
+
+
+def with_limits(config: EngineConfig, limits: BatchLimits) -> EngineConfig:
+    """The settings of a stage that follows the head's limits."""
+    return msgspec.structs.replace(
+        config,
+        max_model_len=limits.max_model_len,
+        max_batched_tokens=limits.max_batched_tokens,
+        max_requests=limits.max_requests,
+    )
 
 
 def with_stage(config: EngineConfig, place: Place, pipes: tuple[PipeEnd, ...]) -> EngineConfig:

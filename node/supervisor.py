@@ -26,7 +26,7 @@ from .engine_link import EngineLink, EngineStartError, ForkServer, open_fork_ser
 from .messages import EngineAdvert
 from .models import ModelError
 from .place import Place
-from .stages import Call, Stages, with_stage
+from .stages import Call, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
 
 MAX_FAILURES = 5
@@ -135,6 +135,7 @@ class Supervisor:
         """
         alone = len(place.stages) == 1
         state = "loading" if not alone else "restarting" if self._starts else "starting"
+        config = self._config
         call: Call | None = None
         link: EngineLink | None = None
 
@@ -147,13 +148,14 @@ class Supervisor:
             if self._config.emulation is None:
                 await require_known_to_work(server)
             if place.is_head:
-                pipes = await self._stages.open_others(place, say) if not alone else ()
+                pipes = await self._stages.open_others(place, limits_of(config), say) if not alone else ()
             else:
                 self._stages.expect(place)
                 call = await self._stages.called()
                 self._fulfilling = True
                 pipes = call.pipes
-            config = with_stage(msgspec.structs.replace(self._config, model=str(folder)), place, pipes)
+                config = with_limits(config, call.limits)
+            config = with_stage(msgspec.structs.replace(config, model=str(folder)), place, pipes)
             link = self._link = await server.start_engine(config, self._worker.on_engine_message)
             self._worker.use(link, place, frozenset(end.ticket.link for end in pipes))
             return await self._serve(link, place, call)

@@ -24,7 +24,8 @@ examples:
   p2pserve status --bootstrap p2p_client_... --format json
   p2pserve leave                                    drain and stop the node of this box
 
-environment: P2PSERVE_HOME, P2PSERVE_BOOTSTRAP and P2PSERVE_TOKEN stand for the options of that name.
+environment: P2PSERVE_HOME, P2PSERVE_BOOTSTRAP and P2PSERVE_TOKEN stand for the options of that name;
+CUDA_VISIBLE_DEVICES names the GPUs to serve from, as nvidia-smi counts them, and hides all when it is empty.
 exit codes: 0 done; 1 it failed at run time (unreachable, refused, port in use, engine died);
 2 wrong input (option, address, token, prompt, model); 130 interrupted."""
 
@@ -392,6 +393,10 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         help="on Ctrl-C or SIGTERM let requests finish for so long; a second one leaves at once (default: 30)",
     )
     _add_links(parser)
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--dtype",
@@ -408,10 +413,24 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         type=_positive,
         metavar="N",
         help="tokens per step at most: more is faster prefill and slower decode beside it, so the plan may take fewer "
-        "(default: 2048, without a GPU 512)",
+        "(default: 2048 to 8192 by the GPU, 512 without one)",
     )
     engine.add_argument(
-        "--max-model-len", type=_positive, metavar="N", help="prompt and answer together (default: the model's)"
+        "--max-requests",
+        type=_positive,
+        metavar="N",
+        help="requests at once, at most (default: 64 to 256 by the GPUs' room for KV, 64 without a GPU)",
+    )
+    engine.add_argument(
+        "--max-model-len",
+        type=_positive,
+        metavar="N",
+        help="prompt and answer together (default: the model's, or as much as fits beside its weights)",
+    )
+    engine.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="schedule a step while the one before it computes, unless the model spans boxes (default: on a GPU)",
     )
     engine.add_argument(
         "--tp", type=_positive, metavar="N", help="GPUs that share each layer (default: all of the box; 1 without any)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -24,9 +25,11 @@ from rich.console import Console
 from ..coordinator import Phase
 from ..node.engine import protocol
 from ..node.engine_link import EngineLink, open_fork_server
+from ..node.hardware import probe
 from ..node.messages import Generate, Status
 from ..node.models import BUNDLED, Model, TerminalProgress, open_model
 from ..node.request import tokenize
+from ..node.start_checks import require_engine
 from ..node.text import PromptError, TextModel
 from .client import AsyncClient
 from .demo_box import KV_CACHE_MIB, Box, open_box
@@ -103,6 +106,7 @@ def run_demo(arguments: Namespace) -> int:
     )
     if not 1 <= settings.nodes <= MAX_NODES:
         raise UsageError(f"nodes: {settings.nodes} is not between 1 and {MAX_NODES}")
+    require_engine(probe(), os.environ)
     as_json = arguments.format == "json"
     console = open_console(stderr=as_json)
     model = open_model(settings.model)

@@ -42,7 +42,7 @@ from ..sims.workloads import AZURE, azure, draw, workload_of
 from ..sims.world import simulate
 from .errors import UsageError
 from .failures import explain
-from .live_network import LiveRun, LiveSettings, Say, run_live
+from .live_network import MAX_REQUESTS, LiveRun, LiveSettings, Say, run_live
 from .planning_parsers import SPECS
 from .status_view import open_console
 
@@ -52,7 +52,6 @@ Floats = NDArray[np.float64]
 
 TOLERANCE: Final = 0.1
 MAX_NODES: Final = 16
-MAX_REQUESTS: Final = 64  # of an engine, as nodes start it
 BLOCK_TOKENS: Final = 16  # of an emulated engine
 LOOPBACK_GBPS, LOOPBACK_RTT_S = 8.0, 0.0005
 """What links are taken for when no node has measured one."""

@@ -24,7 +24,7 @@ from .demo_box import Box, open_box
 from .demo_report import covers
 from .errors import DemoFailed
 
-__all__ = ["LiveRun", "LiveSettings", "run_live"]
+__all__ = ["MAX_REQUESTS", "LiveRun", "LiveSettings", "run_live"]
 
 POLL_S: Final = 0.3
 WATCH_S: Final = 1.0  # between two looks at the plan
@@ -34,6 +34,7 @@ WARM_UP: Final = 4  # requests for each pair of the plan, so that the links are 
 WARM_UP_TOKENS: Final = (64, 8)
 DEADLINE_S: Final = 600.0
 WORD: Final = " x"  # one token of the bundled tokenizer, however often it is repeated
+MAX_REQUESTS: Final = 64  # of an engine at once
 TOO_SLOW: Final = "too slow"  # as an emulated engine says it
 
 Say = Callable[[str], None]
@@ -110,7 +111,7 @@ async def _start(box: Box, client: AsyncClient, token: str, settings: LiveSettin
         "--codec",
         settings.codec,
     ]
-    options += ["--max-num-batched-tokens", str(settings.max_batched_tokens)]
+    options += ["--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
     peers: list[str] = []
 
     async def start(number: int) -> None:

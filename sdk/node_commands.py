@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -18,7 +19,9 @@ from ..coordinator import Phase
 from ..kvtransport.figures import BoxFigures
 from ..node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
 from ..node.engine.selftest import check_installation, selftest_log
+from ..node.hardware import probe
 from ..node.kv_ways import WaySettings
+from ..node.start_checks import require_engine
 from .commands import network_target
 
 __all__ = ["NODE_COMMANDS"]
@@ -46,6 +49,7 @@ def leave(arguments: Namespace) -> int:
 
 def selftest(arguments: Namespace) -> int:
     """`p2pserve selftest`."""
+    require_engine(probe(), os.environ)
     verdict = trio.run(check_installation)
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(verdict)))
@@ -90,7 +94,9 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             dtype=arguments.dtype,
             kv_cache_mib=arguments.kv_cache_mib,
             max_batched_tokens=arguments.max_batched_tokens,
+            max_requests=arguments.max_requests,
             max_model_len=arguments.max_model_len,
+            async_scheduling=arguments.async_scheduling,
             threads=arguments.threads,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,

@@ -9,7 +9,8 @@ Assumptions, so that a simulation can be held against them:
   one chunk as for one in every batch. Prompts that come during a round are read together in the next. An output of few
   tokens sees either rounds that read or others; a long one sees the average.
 - A replica that only reads computes short prompts together when many wait, and one after the other when few do. Long
-  ones are read in chunks, which follow each other through the stages of a pipeline.
+  ones are read in chunks, which follow each other through the stages of a pipeline. It never waits for memory: what it
+  keeps until it has been sent is taken to fit, since links are planned to keep up.
 - Memory for a prompt is taken when its reading begins, here or on another replica, which is as fast as this one. Memory
   for the output is taken as it grows; where there is none left, the latest request is read again later. When memory is
   full all the time, the share of requests that meet this is the share of memory that grew.

@@ -7,16 +7,25 @@ for `torch.cuda` (`docs/engines.md`). Everything else in this package is the sam
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, final
+from typing import Any, ClassVar, Final, Literal, Protocol, final
 
 import torch
 
+from ...kvtransport.frames import MAX_PAYLOAD_BYTES
+
 CPU_KV_CACHE_MIB = 256
-CPU_SHARE_OF_MEMORY, GPU_SHARE_OF_MEMORY = 0.01, 0.92  # vLLM wants a share; on a CPU the cache's size is given instead
-MEASURED_PRODUCT, MEASURED_COPY_BYTES = 1024, 64 << 20
+GPU_SHARE_OF_MEMORY = 0.92
+SIZED_SHARE_OF_MEMORY = 0.01  # vLLM wants one also where the size of the cache is given
+
+COPY_STREAMS: Final = 4
+"""Windows of KV that are read, coded or staged at once, of all transfers of a worker: some 20 MiB of a GPU's memory
+each. More would keep neither a link nor the PCIe bus busier."""
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -31,14 +40,31 @@ class Choices:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: int, tp: int) -> Choices:
+def choose(
+    kind: DeviceKind,
+    *,
+    dtype: str,
+    kv_cache_mib: int | None,
+    stages: int,
+    tp: int,
+    async_scheduling: bool | None = None,
+) -> Choices:
     """The set-up of an engine whose replica spans `stages` boxes, and whose `tp` workers here share the KV cache.
 
     Model runner: the CPU build has only the first version. On a GPU the second one is vLLM's default, but it hands
     sampled tokens from stage to stage through torch.distributed, which stages on different boxes do not share.
 
-    Graphs: layers are saved by hooks between them, and a fully captured graph would replay without those. Any engine
-    may be told to prefill without loading its weights again, so all are captured piece by piece.
+    CUDA graphs: a batch that only decodes is replayed as one graph, which costs the CPU one call. Batches with prompts
+    in them run piece by piece: KV leaves by hooks between the layers while the next ones are computed, and a graph has
+    no hooks. vLLM takes a prompt's last token for decoding if it is all that a step reads of it, so what no hook has
+    announced is announced when the step ends (`P2PConnector.wait_for_save`). Where an attention backend cannot be
+    captured as a whole, vLLM goes back to pieces.
+
+    Asynchronous scheduling: on where a GPU would wait for the scheduler, unless the owner decides. The first model
+    runner cannot do it with stages.
+
+    Memory: where the size of the KV cache is given, vLLM takes that and what it needs besides, whatever its share of
+    the memory is; but first it requires that share to be free. So several engines on one GPU must ask for little.
     """
     arguments: dict[str, Any] = {"dtype": dtype}
     environment: dict[str, str] = {}
@@ -51,12 +77,13 @@ def choose(kind: DeviceKind, *, dtype: str, kv_cache_mib: int | None, stages: in
         # else is being served; float32 costs little there and makes a replayed request exact.
         arguments["dtype"] = "float32" if dtype == "auto" else dtype
         arguments["enforce_eager"] = True  # compiling takes longer than it saves
-        arguments["gpu_memory_utilization"] = CPU_SHARE_OF_MEMORY
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB
     else:
-        arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+        arguments["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
         arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
+    arguments["async_scheduling"] = stages == 1 and (kind == "cuda" if async_scheduling is None else async_scheduling)
     if kv_cache_mib is not None:
+        arguments["gpu_memory_utilization"] = SIZED_SHARE_OF_MEMORY
         arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp
     return Choices(environment=environment, arguments=arguments)
 
@@ -76,11 +103,57 @@ class OnHost(Protocol):
         """The copies, complete. Any thread may call it, more than once."""
 
 
+class Mark(Protocol):
+    """A point in the model's work: what its thread had queued on the device when `Device.mark` was called."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether the device has done all of that."""
+
+    def wait(self) -> None:
+        """Until it is reached. Any thread may call it, and sleeps meanwhile."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """From one reached mark to another."""
+
+
+class CopyStream(Protocol):
+    """Work of one thread on the device, beside the model's: reading the KV cache and coding KV."""
+
+    def moment_of(self, mark: Mark) -> float:
+        """When a mark was reached, on this process's monotonic clock."""
+
+    def upload(self, payload: memoryview) -> memoryview | torch.Tensor:
+        """The bytes where the device can decode them, good until the stream is given back."""
+
+    def payload_for(self, into: torch.Tensor) -> torch.Tensor:
+        """Where a payload is to be written that `download` is to bring into this host memory."""
+
+    def download(self, payload: torch.Tensor, into: torch.Tensor) -> None:
+        """Bring a payload into host memory. It is there when the stream is drained."""
+
+    def drain(self) -> None:
+        """Wait until all that was queued here is done. Blocks this thread alone, which sleeps meanwhile."""
+
+
 class Device(Protocol):
-    """Where the paged KV cache and the activations live. One per engine process; its methods belong to the thread
-    that runs the model."""
+    """Where the paged KV cache and the activations live. One per engine process. Its methods belong to the thread that
+    runs the model, but for `copy_stream`, which any thread may call."""
 
     kind: DeviceKind
+
+    def mark(self) -> Mark:
+        """A point in the model's work, behind all that is queued by now."""
+
+    def copy_stream(self) -> AbstractContextManager[CopyStream]:
+        """Borrow one of `COPY_STREAMS`, current in this thread; waits until one is free. So no more is read, coded and
+        staged at once than so many windows, whatever the number of transfers."""
+
+    def adopt(self, *tensors: torch.Tensor) -> None:
+        """The model's thread is about to use what another thread has made on a drained stream."""
+
+    def allocate_host(self, size: int) -> torch.Tensor:
+        """Host memory `[size]` in bytes that the device copies from and to without a detour."""
 
     def to_host(self, *tensors: torch.Tensor) -> OnHost:
         """Copy out tensors that nobody will write to again. Work queued on the device before this call is seen, the
@@ -113,10 +186,70 @@ class _Here:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class HostMark:
+    """A moment (monotonic seconds): on a CPU all that was queued is done."""
+
+    at: float
+    reached: ClassVar[bool] = True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """From one moment to another."""
+        assert isinstance(earlier, HostMark)
+        return self.at - earlier.at
+
+
+@final
+class _HostStream:
+    """On a CPU a thread does its work itself, at once."""
+
+    def moment_of(self, mark: Mark) -> float:
+        assert isinstance(mark, HostMark)
+        return mark.at
+
+    def upload(self, payload: memoryview) -> memoryview | torch.Tensor:
+        return payload
+
+    def payload_for(self, into: torch.Tensor) -> torch.Tensor:
+        return into
+
+    def download(self, payload: torch.Tensor, into: torch.Tensor) -> None:
+        assert payload is into
+
+    def drain(self) -> None:
+        """Nothing is ever queued."""
+
+
+@final
 class CpuDevice:
     """Main memory: nothing is copied, nothing waits."""
 
     kind: DeviceKind = "cpu"
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._turns = threading.BoundedSemaphore(COPY_STREAMS)
+        self._stream = _HostStream()
+
+    def mark(self) -> Mark:
+        """This moment."""
+        return HostMark(self._clock())
+
+    @contextmanager
+    def copy_stream(self) -> Iterator[CopyStream]:
+        """One of so many turns."""
+        with self._turns:
+            yield self._stream
+
+    def adopt(self, *tensors: torch.Tensor) -> None:
+        """Memory belongs to whoever holds it."""
+
+    def allocate_host(self, size: int) -> torch.Tensor:
+        """Memory that takes no room until it is written to."""
+        return torch.empty(size, dtype=torch.uint8)
 
     def to_host(self, *tensors: torch.Tensor) -> OnHost:
         """The tensors themselves."""
@@ -151,36 +284,136 @@ class _Landing:
         return self.tensors
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class EventMark:
+    """An event in the model's stream."""
+
+    event: Any
+
+    @property
+    def reached(self) -> bool:
+        """Whether the stream has come this far."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Until the stream has."""
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """By the device's own clock."""
+        assert isinstance(earlier, EventMark)
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+@final
+class _CudaStream:
+    """A stream beside the model's, with a pinned buffer through which bytes are uploaded."""
+
+    def __init__(self, cuda: Any, stream: Any, staging: torch.Tensor) -> None:
+        self._cuda = cuda
+        self.stream = stream
+        self._staging = staging
+
+    def moment_of(self, mark: Mark) -> float:
+        assert isinstance(mark, EventMark)
+        now = self._cuda.Event(enable_timing=True, blocking=True)
+        now.record(self.stream)  # on a drained stream: reached at once
+        now.synchronize()
+        return time.monotonic() - EventMark(now).seconds_since(mark)
+
+    def upload(self, payload: memoryview) -> memoryview | torch.Tensor:
+        """The staging buffer is free: whoever had the stream before has drained it."""
+        staged = self._staging[: payload.nbytes]
+        staged.numpy().data[:] = payload.cast("B")
+        return staged.to(self.stream.device, non_blocking=True)
+
+    def payload_for(self, into: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(into, device=self.stream.device)
+
+    def download(self, payload: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(payload, non_blocking=True)
+
+    def drain(self) -> None:
+        done = self._cuda.Event(blocking=True)
+        done.record(self.stream)
+        done.synchronize()
+
+
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """An uninitialised pinned buffer. torch keeps freed ones, and gives none out again while a stream uses it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
+def pinned_bytes(size: int) -> torch.Tensor:
+    """Uninitialised pinned memory `[size]`. Allocating it takes some 0.3 s a GiB, and the driver's lock."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
 @final
 class CudaDevice:
-    """A GPU. Copies to main memory run on a stream of their own, so that the next layer computes meanwhile.
+    """A GPU. KV is read and coded on a few streams beside the model's, by threads that transfers have; activations
+    are copied to main memory on one of their own.
 
-        compute stream   layer i | gather KV |  layer i+1 | gather KV | ...
-                                 '--event--.              '--event--.
-        side stream                        copy to pinned           copy to pinned
-                                                        '--landed            '--landed
+        model's stream   layer i --mark--. layer i + 1 --mark--. ...
+        copy stream                       read KV | code | copy to pinned --drain
 
-    `cuda` is `torch.cuda` and `pinned` makes a pinned buffer like a tensor; tests put stand-ins in their place.
+    `cuda` is `torch.cuda`, `pinned` makes a pinned buffer like a tensor and `pinned_memory` one of so many bytes; tests
+    put stand-ins in their place.
     """
 
     kind: DeviceKind = "cuda"
 
-    def __init__(self, cuda: Any = torch.cuda, pinned: Callable[[torch.Tensor], torch.Tensor] = pinned_like) -> None:
+    def __init__(
+        self,
+        cuda: Any = torch.cuda,
+        pinned: Callable[[torch.Tensor], torch.Tensor] = pinned_like,
+        pinned_memory: Callable[[int], torch.Tensor] = pinned_bytes,
+    ) -> None:
         self._cuda = cuda
         self._pinned = pinned
+        self._pinned_memory = pinned_memory
         self._side = cuda.Stream()
+        self._free: queue.SimpleQueue[_CudaStream] = queue.SimpleQueue()
+        for _ in range(COPY_STREAMS):
+            self._free.put(_CudaStream(cuda, cuda.Stream(), pinned_memory(MAX_PAYLOAD_BYTES)))
+
+    def mark(self) -> Mark:
+        """An event in the model's stream, with a time. Who waits for one that is not `blocking` keeps a core busy."""
+        event = self._cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return EventMark(event)
+
+    @contextmanager
+    def copy_stream(self) -> Iterator[CopyStream]:
+        """A stream of this card, which need not be the thread's own. It is drained before somebody else has it, also
+        after an error: its staging buffer and what was read on it may be used again then."""
+        borrowed = self._free.get()
+        try:
+            with self._cuda.stream(borrowed.stream):
+                try:
+                    yield borrowed
+                finally:
+                    borrowed.drain()
+        finally:
+            self._free.put(borrowed)
+
+    def adopt(self, *tensors: torch.Tensor) -> None:
+        """Else torch could give their memory to the copy stream again before the model's stream has read them."""
+        stream = self._cuda.current_stream()
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def allocate_host(self, size: int) -> torch.Tensor:
+        """Pinned memory."""
+        return self._pinned_memory(size)
 
     def to_host(self, *tensors: torch.Tensor) -> OnHost:
         """Pinned copies, made on the side stream once the compute stream has come this far."""
         self._side.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._side):
             copies = tuple(self._pinned(tensor).copy_(tensor, non_blocking=True) for tensor in tensors)
-            landed = self._cuda.Event()
+            landed = self._cuda.Event(blocking=True)
             landed.record()
         for tensor in tensors:
             tensor.record_stream(self._side)  # else its memory could be reused before the copy has run
@@ -202,29 +435,86 @@ def device_of(kind: DeviceKind) -> Device:
     return CudaDevice() if kind == "cuda" else CpuDevice()
 
 
-def measure(device: Device, dtype: torch.dtype, budget_s: float = 0.05) -> tuple[float, float]:
-    """Return (TFLOP/s of a 1024^3 matrix product, GB/s of a 64 MiB copy, read and write counted), medians."""
-    a = torch.rand(MEASURED_PRODUCT, MEASURED_PRODUCT, device=device.kind).to(dtype)
-    source = torch.empty(MEASURED_COPY_BYTES, dtype=torch.uint8, device=device.kind)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedTest:
+    """What a device is timed with: products of two matrices of `product` rows and columns, and copies of so many bytes.
+    `queued` of each are begun before the device is waited for."""
+
+    product: int
+    copy_bytes: int
+    queued: int
+
+
+SPEED_TESTS: Final[Mapping[DeviceKind, tuple[SpeedTest, ...]]] = {
+    "cpu": (SpeedTest(product=1024, copy_bytes=64 << 20, queued=1),),
+    # Large enough to fill any GPU, and in a row, so that launching one hides behind another. In 16 bit the first takes
+    # 768 MiB beside weights and KV; where that is too much, less has to do.
+    "cuda": (
+        SpeedTest(product=8192, copy_bytes=256 << 20, queued=8),
+        SpeedTest(product=4096, copy_bytes=64 << 20, queued=32),
+        SpeedTest(product=2048, copy_bytes=64 << 20, queued=32),
+    ),
+}
+
+Work = Callable[[], object]
+
+
+def put_on_device(kind: DeviceKind, dtype: torch.dtype, test: SpeedTest) -> tuple[Work, Work]:
+    """The product and the copy, on the device. Raises torch.OutOfMemoryError."""
+    a = torch.rand(test.product, test.product, device=kind, dtype=dtype)
+    source = torch.empty(test.copy_bytes, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
+    return lambda: a @ a, lambda: target.copy_(source)
 
-    def seconds(work: Callable[[], object]) -> float:
+
+def measure(
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    tp: int = 1,
+    budget_s: float = 0.05,
+    clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[DeviceKind, torch.dtype, SpeedTest], tuple[Work, Work]] = put_on_device,
+) -> tuple[float, float]:
+    """Return (TFLOP/s of matrix products, GB/s of copies, read and write counted), medians of batches.
+
+    Those of `tp` GPUs, which are alike, are added up; workers on a CPU share its cores.
+    """
+    devices = tp if device.kind == "cuda" else 1
+
+    def rates(test: SpeedTest) -> tuple[float, float]:
+        product, copy = prepare(device.kind, dtype, test)
+        product_s = _seconds_each(product, test.queued, device, budget_s, clock)
+        copy_s = _seconds_each(copy, test.queued, device, budget_s, clock)
+        return devices * 2 * test.product**3 / product_s / 1e12, devices * 2 * test.copy_bytes / copy_s / 1e9
+
+    *larger, least = SPEED_TESTS[device.kind]
+    try:
+        for test in larger:
+            with suppress(torch.OutOfMemoryError):
+                return rates(test)
+        return rates(least)
+    finally:
+        if device.kind == "cuda":
+            torch.cuda.empty_cache()  # others may need what the tensors took
+
+
+def _seconds_each(work: Work, queued: int, device: Device, budget_s: float, clock: Callable[[], float]) -> float:
+    """Median time of one piece of work, of batches of `queued`, after a first one that warms the device up."""
+
+    def seconds(count: int) -> float:
         device.synchronize()
-        begin = time.perf_counter()
-        work()
+        begin = clock()
+        for _ in range(count):
+            work()
         device.synchronize()
-        return time.perf_counter() - begin
+        return (clock() - begin) / count
 
-    def median_seconds(work: Callable[[], object]) -> float:
-        first = seconds(work)
-        if first > 10 * budget_s:  # 16-bit products on a CPU that has none: not even being warm makes up for that
-            return first
-        samples: list[float] = []
-        until = time.perf_counter() + budget_s
-        while time.perf_counter() < until or len(samples) < 3:
-            samples.append(seconds(work))
-        return sorted(samples)[len(samples) // 2]
-
-    product_s = median_seconds(lambda: a @ a)
-    copy_s = median_seconds(lambda: target.copy_(source))
-    return 2 * MEASURED_PRODUCT**3 / product_s / 1e12, 2 * source.numel() / copy_s / 1e9
+    first = seconds(1)
+    if queued == 1 and first > 10 * budget_s:
+        return first  # 16-bit products on a CPU that has none: not even being warm makes up for that
+    samples: list[float] = []
+    until = clock() + budget_s
+    while clock() < until or len(samples) < 3:
+        samples.append(seconds(queued))
+    return sorted(samples)[len(samples) // 2]

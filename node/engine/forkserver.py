@@ -45,6 +45,16 @@ _IMPORTED_LATE = (
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.pool.flash_maxsim",
 )
+# The same on a GPU, without what imports FlashInfer (its attention backend, the compiler's passes): that initialises
+# CUDA (`capability`).
+_IMPORTED_LATE_ON_CUDA = (
+    "vllm.compilation.caching",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu.model_states.default",
+    "vllm.v1.worker.gpu_worker",
+)
 LAST_EXITS_S = 3.0
 EMULATED_ONLY = "--emulated"
 REAP_INTERVAL_S = 0.1  # how late an exit may be reported; the engine's own socket tells of it at once
@@ -59,23 +69,38 @@ def preload() -> str:
     import vllm.v1.engine.llm_engine
     from vllm.platforms import current_platform
 
-    for name in _IMPORTED_LATE:
+    late = _IMPORTED_LATE if current_platform.is_cpu() else (*_IMPORTED_LATE, *_IMPORTED_LATE_ON_CUDA)
+    for name in late:
         with contextlib.suppress(ImportError):  # each child would find that out for itself
             importlib.import_module(name)
     if current_platform.is_cpu():
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
 
-        _rebind_kernels(current_platform)
-    from . import seeded
+        from .pipeline import cpu_worker  # noqa: F401  (imported for the children)
 
-    seeded.install()
+        _rebind_kernels(current_platform)
+    _install_model_runners()
 
     from . import process  # noqa: F401  (imported for the children)
 
     gc.collect()
     gc.freeze()  # children then share these pages instead of copying them at their first collection
     return str(vllm.__version__)
+
+
+def _install_model_runners() -> None:
+    """For the workers of this process and of those that it forks."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from . import seeded_cpu
+
+        seeded_cpu.install()
+    else:
+        from . import seeded
+
+        seeded.install()
 
 
 def _rebind_kernels(platform: Any) -> None:
@@ -204,5 +229,7 @@ def main() -> None:
     ForkServer(channels, emulated_only=EMULATED_ONLY in sys.argv).run()
 
 
-if __name__ == "__main__":
+if __name__ == "__mp_main__":  # in a worker that vLLM spawns, since it must not fork (WSL): it inherits nothing
+    _install_model_runners()
+elif __name__ == "__main__":
     main()

@@ -7,8 +7,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
+from ...kvtransport.budget import ByteBudget
 from ...kvtransport.channel import parse_link_hello
 from ...kvtransport.dialling import Path
 from ...kvtransport.endpoint import Endpoint
@@ -16,22 +18,45 @@ from ...kvtransport.errors import ProtocolError, TransferError
 from ...kvtransport.lanes import LinkSettings
 from ...kvtransport.receive_link import ReceiveLink
 from ...kvtransport.send_link import SendLink
-from .incoming import Incoming
+from .device import Device, DeviceKind
+from .host_buffer import HostBuffer
+from .incoming import FindSlots, Incoming, StagingArea
 from .layout import Shard
-from .outgoing import PRESENT, Budget, Outgoing
+from .outgoing import PRESENT, KvSource, Outgoing, ReadKv
 from .pacing import Pacer
 from .protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
 from .reports import REPORT_INTERVAL_S, link_report, not_opened
 
 MAX_EARLY, EARLY_S = 256, 5.0  # links that are not open, of which new paths are kept, and for how long
-ENCODED_BYTES = 64 << 20  # encoded and not yet confirmed, of all links together
+GPU_STAGED_BYTES = 64 << 20
+WINDOW_SHARE = 4  # what one transfer may send ahead of its receiver is at most such a part of what all may
 
 Tell = Callable[[TransferReport | LinkReport], None]
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferMemory:
+    """Bounds of one worker, in bytes. `host_bytes`: payloads that wait for the link or its confirmation, and as many
+    again that have arrived and are not decoded. `staged_bytes`: what is decoded on the device and not yet written into
+    the cache."""
+
+    host_bytes: int
+    staged_bytes: int
+
+
+def transfer_memory(host_bytes: int, kind: DeviceKind) -> TransferMemory:
+    """Of a worker that has so much main memory for its transfers in each direction. What is decoded lies in a GPU's own
+    memory, of which the KV cache has left little."""
+    return TransferMemory(
+        host_bytes=host_bytes, staged_bytes=min(host_bytes, GPU_STAGED_BYTES) if kind == "cuda" else host_bytes
+    )
+
+
+@final
 class TransferHub:
-    """All transfers of a worker, found by transfer id, and the links they take.
+    """All transfers of a worker, found by transfer id, and the links they take. `read` copies KV out of its paged cache
+    on its `device`.
 
     `report` is called by threads of the hub, with the end of everything that is sent, once for each link of a transfer,
     and several times a second with how each link gets on that has a transfer. `on_news` is called by them when the
@@ -39,15 +64,23 @@ class TransferHub:
     """
 
     def __init__(
-        self, shard: Shard, limit_bytes: int, report: Tell, on_news: Callable[[], None] = lambda: None
+        self,
+        shard: Shard,
+        device: Device,
+        read: ReadKv,
+        memory: TransferMemory,
+        report: Tell,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.shard = shard
-        self._limit = limit_bytes
         self._report = report
         self._on_news = on_news
-        self._budget = Budget(limit_bytes)
+        # Made now: a GPU box pins it.
+        self._source = KvSource(device, read, HostBuffer(device.allocate_host(memory.host_bytes)))
+        self._staging = StagingArea(device, ByteBudget(memory.staged_bytes))
+        self._memory = memory
         self.pacer = Pacer(shard)
-        self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=min(limit_bytes, ENCODED_BYTES)))
+        self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=memory.host_bytes))
         self._lock = threading.Lock()
         self._outgoing: dict[bytes, dict[bytes, Outgoing]] = {}  # transfer -> link -> what goes over it
         self._incoming: dict[bytes, Incoming] = {}
@@ -88,6 +121,12 @@ class TransferHub:
         if incoming is not None:
             incoming.abort(reason)
 
+    def give_way(self, transfer: bytes) -> None:
+        """Give up what waits for a place at its receiver."""
+        for outgoing in self.outgoing(transfer):
+            if not outgoing.granted:
+                outgoing.abort("the receiver has no place for it, and other KV needs the memory that it lies in")
+
     # ---- for the engine -------------------------------------------------------------------------------------
 
     def send(self, outlet: Outlet, tokens: int) -> None:
@@ -100,7 +139,7 @@ class TransferHub:
             link = self._sending_link(outlet)
             pacing = self.pacer.transfer(ticket.codec, tokens, outlet)
             with self._lock:  # its thread may be done, and want to say so, before this one is
-                outgoing = Outgoing(outlet, link, self.shard, self._budget, pacing, self._sent)
+                outgoing = Outgoing(outlet, link, self.shard, self._source, pacing, self._sent)
                 self._outgoing.setdefault(ticket.transfer, {})[ticket.link] = outgoing
                 self._sending.set()
         except TransferError as error:
@@ -114,9 +153,20 @@ class TransferHub:
             if not isinstance(link, ReceiveLink) or link.ended is not None:
                 link = self._endpoint.receiving(inlet.link)
             links.append((inlet, link))
-        incoming = Incoming(links, tokens, self.shard, self._limit, self._on_news)
+        incoming = Incoming(links, tokens, self.shard, self._staging, self._on_news)
         with self._lock:
             self._incoming[incoming.transfer] = incoming
+
+    def start(self, incoming: Incoming, first: int, find_slots: FindSlots) -> None:
+        """The engine has blocks for a transfer's positions from `first` on: its senders may send. How far ahead of the
+        decoding depends on what others may: all together fill no more memory than there is for them. Again is no
+        matter."""
+        if incoming.window_bytes:
+            return
+        limit = self._memory.host_bytes
+        with self._lock:
+            room = limit - sum(each.window_bytes for each in self._incoming.values())
+        incoming.start(first, find_slots, min(limit // WINDOW_SHARE, room))
 
     def outgoing(self, transfer: bytes) -> tuple[Outgoing, ...]:
         """The sending ends that are open."""
@@ -138,7 +188,9 @@ class TransferHub:
     def close_incoming(self, transfer: bytes) -> None:
         """Forget a receiving end whose KV has been applied or is no longer wanted."""
         with self._lock:
-            self._incoming.pop(transfer, None)
+            incoming = self._incoming.pop(transfer, None)
+        if incoming is not None:
+            incoming.close()
 
     # ---- inside ---------------------------------------------------------------------------------------------
 

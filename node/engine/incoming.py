@@ -1,14 +1,16 @@
-"""The receiving end of a KV transfer: threads that decode beside the model.
+"""The receiving end of a KV transfer: threads that decode and stage beside the model.
 
 A worker receives its layers and heads from one worker of another engine or from several, each on a link of its own.
-One thread for each decodes frames into a common inbox, which the engine thread drains between two steps. The senders
-are granted credit once the engine has blocks; while the inbox is full they get no more.
+One thread for each decodes frames on the device, where a common inbox keeps them until the model's thread writes them
+into the paged cache between two steps. The senders are granted credit once the engine has blocks; while there is no
+room for what is decoded they get no more.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -17,31 +19,46 @@ import torch
 
 from ...kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
 from ...kvtransport.assembly import Assembly
+from ...kvtransport.budget import ByteBudget
 from ...kvtransport.errors import FiguresError, TransferError
 from ...kvtransport.frames import KVFrame
 from ...kvtransport.receive_link import Incoming as ReceivingEnd
 from ...kvtransport.receive_link import ReceiveLink
 from ...kvtransport.receiving import MIN_WINDOW_BYTES
 from ...kvtransport.reslice import localise
+from .device import Device
 from .layout import Shard
 from .protocol import Inlet
+
+FindSlots = Callable[[int, int], torch.Tensor]
+"""Where the positions `[first, last)` of a prompt lie in the paged cache `[tokens]`, on its device; by any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPiece:
     """K and V `[tokens, heads, head_dim]` of one layer for positions from `start` on, and for heads from `head` on,
-    counted from the first one that this worker holds."""
+    counted from the first one that this worker holds; and their `slots` `[tokens]`. All on the cache's device."""
 
     layer: int
     head: int
     start: int
     k: torch.Tensor
     v: torch.Tensor
+    slots: torch.Tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V together."""
         return self.k.nbytes + self.v.nbytes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StagingArea:
+    """Where a worker's transfers decode: the `device` of its cache, and a bound on what is decoded and not written."""
+
+    device: Device
+    budget: ByteBudget
 
 
 @final
@@ -53,7 +70,7 @@ class Incoming:
         inlets: Sequence[tuple[Inlet, ReceiveLink]],
         tokens: int,
         shard: Shard,
-        limit_bytes: int,
+        staging: StagingArea,
         on_news: Callable[[], None],
     ) -> None:
         """Expect the first `tokens` positions on these links. Raises TransferError if one of them is over.
@@ -63,16 +80,16 @@ class Incoming:
         self.transfer = inlets[0][0].ticket.transfer
         self.tokens = tokens
         self._shard = shard
-        self._limit = limit_bytes
+        self._staging = staging
         self._on_news = on_news
         self._expires_at = time.monotonic() + min(inlet.ticket.deadline_s for inlet, _ in inlets)
         self._room = threading.Condition()
         self._assembly = Assembly(shard.layers, len(shard.heads), tokens)
         self._first = 0
-        self._inbox: list[LayerPiece] = []
-        self._held = 0
+        self._inbox: deque[LayerPiece] = deque()
+        self._find_slots: FindSlots | None = None
         self._failure: str | None = None
-        self._started = False
+        self.window_bytes = 0  # encoded bytes that may be here; none before the engine has blocks
         self._coming = len(inlets)
         self._applied = False
         self._ends: list[tuple[Inlet, ReceivingEnd]] = []
@@ -83,25 +100,35 @@ class Incoming:
             self.abort(str(error))
             raise
 
-    def start(self, first: int) -> None:
-        """The engine has blocks, and needs the positions from `first` on: the senders may send. Again is no matter."""
+    def start(self, first: int, find_slots: FindSlots, window_bytes: int) -> None:
+        """The engine has blocks, and needs the positions from `first` on: the senders may send, `window_bytes` ahead of
+        what is decoded here, but a chunk each at least. Once."""
+        window = max(window_bytes // len(self._ends), MIN_WINDOW_BYTES)
         with self._room:
-            if self._started or self._failure is not None:
+            self.window_bytes = window * len(self._ends)
+            if self._failure is not None:
                 return
-            self._started, self._first = True, first
+            self._first, self._find_slots = first, find_slots
             self._assembly = Assembly(self._shard.layers, len(self._shard.heads), self.tokens - first, first=first)
-        window = max(self._limit // len(self._ends), MIN_WINDOW_BYTES)
         for inlet, end in self._ends:
             name = f"kv-decode-{self.transfer.hex()[:8]}"
             threading.Thread(target=self._run, args=(inlet, end), name=name, daemon=True).start()
             end.grant(window, first)
 
-    def take(self) -> list[LayerPiece]:
-        """Return what has been decoded since the last call (engine thread)."""
+    def take(self) -> LayerPiece | None:
+        """The next piece that is to be written (model's thread); None when there is none now."""
         with self._room:
-            pieces, self._inbox, self._held = self._inbox, [], 0
-            self._room.notify_all()
-        return pieces
+            if not self._inbox:
+                return None
+            piece = self._inbox.popleft()
+        self._staging.budget.give(piece.nbytes)
+        return piece
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether there is something to be written."""
+        with self._room:
+            return bool(self._inbox)
 
     def outcome(self, now: float) -> str | None:
         """None while KV may still come, "" when all of it has arrived, else why it will not."""
@@ -137,6 +164,11 @@ class Incoming:
             for _, end in self._ends:
                 end.abort(reason)
 
+    def close(self) -> None:
+        """Nobody will take what is still in the inbox."""
+        while self.take() is not None:
+            pass
+
     def _run(self, inlet: Inlet, end: ReceivingEnd) -> None:
         try:
             for frame in end:
@@ -169,29 +201,41 @@ class Incoming:
         late = max(0, self._first - frame.start)  # it was cut before its sender knew what is here already
         if late >= frame.tokens:
             return
-        k, v = decode(
-            codec_from_wire(frame.codec),
-            frame.payload,
-            tokens=frame.tokens,
-            heads=frame.heads,
-            head_dim=frame.head_dim,
-            dtype=torch_dtype(dtype_from_wire(frame.dtype)),
-            start=frame.start,
-            layer=frame.layer,
-        )
         here = replace(localise(frame, shard.heads), start=frame.start + late, tokens=frame.tokens - late)
-        piece = LayerPiece(frame.layer, here.head_first, here.start, k[late:], v[late:])
-        with self._room:
-            # One piece is always let in: a bound smaller than a piece must not stop everything.
-            if not self._room.wait_for(
-                lambda: self._failure is not None or not self._held or self._held + piece.nbytes <= self._limit,
-                self._remaining(),
-            ):
-                raise ValueError("the engine did not take the KV before the deadline")
-            if self._failure is not None:
-                raise ValueError(self._failure)
-            self._assembly.add(here)
-            self._inbox.append(piece)
-            self._held += piece.nbytes
-            if len(self._inbox) == 1:
-                self._on_news()
+        size = 2 * here.tokens * here.heads * here.head_dim * dtype_from_wire(here.dtype).itemsize
+        # Before it is decoded: there is no room for it elsewhere.
+        if not self._staging.budget.take(size, self._remaining(), lambda: self._failure is None):
+            raise ValueError(self._failure or "the engine did not take the KV before the deadline")
+        kept = False
+        try:
+            piece = self._stage(frame, here)
+            with self._room:
+                if self._failure is not None:
+                    raise ValueError(self._failure)
+                self._assembly.add(here)
+                self._inbox.append(piece)
+                kept = True
+                if len(self._inbox) == 1:
+                    self._on_news()
+        finally:
+            if not kept:
+                self._staging.budget.give(size)
+
+    def _stage(self, frame: KVFrame, here: KVFrame) -> LayerPiece:
+        """Decode a frame on the device of the cache; `here` is the part of it that is wanted."""
+        late = here.start - frame.start
+        assert self._find_slots is not None
+        with self._staging.device.copy_stream() as stream:
+            k, v = decode(
+                codec_from_wire(frame.codec),
+                stream.upload(memoryview(frame.payload)),
+                tokens=frame.tokens,
+                heads=frame.heads,
+                head_dim=frame.head_dim,
+                dtype=torch_dtype(dtype_from_wire(frame.dtype)),
+                start=frame.start,
+                layer=frame.layer,
+            )
+            slots = self._find_slots(here.start, here.start + here.tokens)
+            stream.drain()
+        return LayerPiece(frame.layer, here.head_first, here.start, k[late:], v[late:], slots)

@@ -197,16 +197,25 @@ class LayerCache:
         else:
             flat = blocks.reshape(high - low, -1)
             k, v = (flat.index_select(1, order).view(-1, self.heads, self.head_dim)[wanted] for order in self._order)
-        if self._fp8 is None:
-            return k.contiguous(), v.contiguous()
-        scale_k, scale_v = self._content.scales()
-        return self._scaled(k, scale_k), self._scaled(v, scale_v)
+        return self._unscaled(k, v)
+
+    def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of canonical K and V at `slots` `[tokens]`, which are on the cache's device: nothing waits."""
+        blocks, rows = slots // self._kernel_block, slots % self._kernel_block
+        if self._order is None:
+            k, v = self._content.split(self._cache[blocks, :, rows])
+        else:
+            flat = self._cache.reshape(self._cache.shape[0], -1)
+            orders = (order.view(self._kernel_block, -1)[rows] for order in self._order)
+            k, v = (flat[blocks[:, None], order].view(-1, self.heads, self.head_dim) for order in orders)
+        return self._unscaled(k, v)
 
     def slots(self, block_ids: list[int], first: int, last: int) -> torch.Tensor:
-        """Slot of each position in `[first, last)` `[tokens]`, int64."""
+        """Slot of each position in `[first, last)` `[tokens]`, int64, on the cache's device."""
         positions = torch.arange(first, last)
         table = torch.tensor(block_ids, dtype=torch.int64)
-        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        return slots.to(self._cache.device)
 
     def _kernel_block_ids(self, block_ids: list[int], low: int, high: int) -> torch.Tensor:
         """The kernel's blocks `[low, high)` of a request, by number in the cache."""
@@ -217,9 +226,13 @@ class LayerCache:
         each = (table[:, None] * parts + torch.arange(parts)).flatten()
         return each[low % parts : low % parts + high - low]
 
-    def _scaled(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        assert self._fp8 is not None
-        return (codes.contiguous().view(self._fp8).to(torch.float32) * scale).to(self.dtype)
+    def _unscaled(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was read, as the model computes with it."""
+        if self._fp8 is None:
+            return k.contiguous(), v.contiguous()
+        scaled = zip((k, v), self._content.scales(), strict=True)
+        k, v = (codes.contiguous().view(self._fp8).to(torch.float32) * scale for codes, scale in scaled)
+        return k.to(self.dtype), v.to(self.dtype)
 
     def _calibrate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Gather indices of K and V within a kernel block's raw memory; None when the logical view holds.

@@ -19,9 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from . import protocol
+from .capability import capabilities_from_nvml
 from .device import DeviceKind, choose, device_of, measure
 from .gloo import share_device
+from .idle import IdleSteps
 from .kv.connector import ConnectorSettings, P2PConnector, transfer_config
 from .kv.step_work import Opening, transfer_params
 from .kv.switchboard import Switchboard
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+HOST_SHARE = 64  # of the box's memory, for the KV that an engine sends, and as much for what it receives
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 IDLE_WAIT_S = 0.02  # between steps while only KV is awaited, if nothing is heard of it
 BLIND_WAIT_S = 0.001  # the same, where nothing can be heard
@@ -138,16 +143,18 @@ class EngineRunner:
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reported: protocol.EngineStats | None = None
-        self._meter = StepMeter(self._scheduler, time.monotonic)
+        on_step, stages = self._transfers.on_step, bool(config.partition)
+        self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
         # Workers of this box say when KV has come, those of other stages tell only their own agents.
-        self._idle_wait_s = BLIND_WAIT_S if config.partition else IDLE_WAIT_S
+        self._idle_wait_s = BLIND_WAIT_S if stages else IDLE_WAIT_S
+        self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
 
     def ready(self, load_s: float) -> protocol.Ready:
         """Describe the engine, with the speed of its device measured now."""
         import vllm
 
         model, device = self._engine.model_config, device_kind()
-        tflops, memory_gbps = measure(device_of(device), model.dtype)
+        tflops, memory_gbps = measure(device_of(device), model.dtype, tp=self._config.tp)
         cache = self._engine.vllm_config.cache_config
         return protocol.Ready(
             pid=os.getpid(),
@@ -164,6 +171,7 @@ class EngineRunner:
             load_s=load_s,
             tflops=tflops,
             memory_gbps=memory_gbps,
+            async_scheduling=bool(self._core.async_scheduling),
         )
 
     def close(self) -> None:
@@ -175,19 +183,19 @@ class EngineRunner:
     def loop(self, inbox: queue.SimpleQueue[protocol.ToEngine]) -> None:
         """Serve until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
         while True:
-            self._switchboard.news.clear()
             while not inbox.empty() or not self._busy():
                 message = inbox.get()
                 if isinstance(message, protocol.Stop):
                     return
                 self._handle(message)
-            begun = time.monotonic()
             outputs = self._engine.step()
-            self._transfers.stepped(time.monotonic() - begun)
             late = self._expire()
             self._publish(outputs, late)
-            if not outputs and not late and not self._scheduler.running:
-                self._switchboard.news.wait(self._idle_wait_s)
+            idle = not (outputs or late or self._scheduler.running)
+            self._idle_steps.on_step(idle=idle)
+            if idle and self._switchboard.news.wait(self._idle_wait_s if self._idle_steps.may_sleep else 0.0):
+                self._switchboard.news.clear()
+                self._idle_steps.on_news()
 
     def _busy(self) -> bool:
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.
@@ -210,8 +218,9 @@ class EngineRunner:
             case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._wait_no_longer(message.transfer)
-                # With the next step, so that it does not overtake what has been submitted; without one, directly.
-                if self._busy():
+                # With the next step, so that it does not overtake what has been submitted; without one, directly. A
+                # batch that is in flight when all requests have gone is the last one.
+                if self._scheduler.requests or self._scheduler.finished_req_ids:
                     self._transfers.pass_on(message)
                 else:
                     self._switchboard.carry_out(message)
@@ -357,9 +366,12 @@ def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
     from vllm.v1.executor import Executor
 
     try:
-        vllm_config = engine_args(config, switchboard).create_engine_config()
+        vllm_config = stage_config(config, switchboard)
+        if config.shorten_to_fit:
+            # As if no length had been given: vLLM then shortens this one to what it finds room for, in all stages.
+            vllm_config.model_config.original_max_model_len = -1
         # Set after vLLM has, which spawns on a CPU: worker processes then import for a quarter of a minute what this
-        # one has from the fork server. Where a GPU is in use already, vLLM spawns them all the same.
+        # one has from the fork server. On WSL, vLLM spawns them all the same.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except Exception as error:
@@ -372,8 +384,13 @@ def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
 
 
 def stage_config(config: protocol.EngineConfig, switchboard: str) -> VllmConfig:
-    """vLLM's configuration of the same engine, for a worker that the head calls."""
-    return engine_args(config, switchboard).create_engine_config()
+    """vLLM's configuration of this engine; for a worker that the head calls, of the same one."""
+    arguments = engine_args(config, switchboard)
+    with capabilities_from_nvml():
+        vllm_config = arguments.create_engine_config()
+    # Once more, since vLLM switches it off on CPUs, whatever it was told: there it gains nothing, but works.
+    vllm_config.scheduler_config.async_scheduling = arguments.async_scheduling
+    return vllm_config
 
 
 def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
@@ -382,8 +399,15 @@ def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_arguments(config)
-    settings = ConnectorSettings(switchboard=switchboard, buffer_bytes=(config.transfer_buffer_mib << 20) // config.tp)
+    buffer_mib = config.transfer_buffer_mib or transfer_buffer_mib(psutil.virtual_memory().total)
+    settings = ConnectorSettings(switchboard=switchboard, buffer_bytes=(buffer_mib << 20) // config.tp)
     return EngineArgs(**arguments, **_joined(config), kv_transfer_config=transfer_config(settings))
+
+
+def transfer_buffer_mib(memory_bytes: int) -> int:
+    """Host memory for KV on its way in each direction, of a box with so much in all. The least keeps a link of 10 Gb/s
+    and 50 ms busy; more than the most would not be sent any sooner."""
+    return max(64, min(memory_bytes // HOST_SHARE >> 20, 1024))
 
 
 def _joined(config: protocol.EngineConfig) -> dict[str, Any]:
@@ -412,6 +436,7 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         kv_cache_mib=config.kv_cache_mib,
         stages=max(1, len(config.partition)),
         tp=config.tp,
+        async_scheduling=config.async_scheduling,
     )
     os.environ.update(choices.environment)
     share_device()

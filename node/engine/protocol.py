@@ -67,6 +67,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `kv_cache_mib` and `max_batched_tokens` trade memory and step time for throughput: the first bounds how
     many tokens are held at once, the second how long one chunk of a prefill may delay the decodes beside it.
 
+    `async_scheduling`: a step is scheduled while the device computes the one before it, which then need not wait for
+    the scheduler. On one box only: an engine of several stages has other batches to compute meanwhile.
+
     `tp` workers share each layer of this box. A replica that spans boxes has one process for each of its stages:
     `partition` names the layers of all of them, `stage` which one this is, `pipes` its ways to the others.
     """
@@ -74,18 +77,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str  # a local folder in Hugging Face format
     dtype: str = "auto"  # auto: the model's own on a GPU, float32 on a CPU
     max_model_len: int | None = None  # None: the model's own
+    shorten_to_fit: bool = False  # a request may get less than that, if that is what fits into the KV cache
     kv_cache_mib: int | None = None  # None: what vLLM finds free on a GPU, 256 MiB on a CPU
     block_size: int | None = None  # positions in a block of the paged cache; None: vLLM's choice for the device
     max_batched_tokens: int = 512
     max_requests: int = 64
+    async_scheduling: bool | None = None  # None: on a GPU
     threads: int = 1
-    transfer_buffer_mib: int = 256  # decoded KV held for requests that the scheduler has not admitted yet
+    transfer_buffer_mib: int | None = None  # host memory for KV on its way, in each direction; None: by the box's
     log_file: str | None = None
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1
     partition: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()
     stage: Count = 0
     pipes: tuple[PipeEnd, ...] = ()
     emulation: Emulation | None = None  # None: a real engine, which loads `model`
+
+
+class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all stages of a replica must agree on: its head makes the batches, and each stage has tables for them.
+
+    `max_model_len` None: the model's own.
+    """
+
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None
+    max_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,6 +270,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     load_s: float
     tflops: float
     memory_gbps: float
+    async_scheduling: bool = False
 
 
 class StartFailed(Message, frozen=True, kw_only=True, tag="start-failed"):

@@ -80,10 +80,14 @@ def not_opened(outlet: Outlet, reason: str) -> TransferReport:
 def link_report(link: SendLink, senders: Iterable[Sending], blocked_s: Mapping[Sending, float]) -> LinkReport:
     """How a link gets on. `blocked_s`: for how long each transfer had waited for credit at the last report."""
     progress = {each: each.progress() for each in senders}
-    # Until its first credit a transfer sends nothing, over connections that are up.
+    # Until its first credit a transfer sends nothing, and no path is to blame; but without a connection that is up
+    # nobody knows what the receiver has to say.
     blocked = [
-        each.blocked_s - blocked_s.get(sender, 0.0) > REPORT_INTERVAL_S / 2
-        or (each.bytes_queued > 0 and each.first_sent_at is None and link.connections > 0)
+        link.connections > 0
+        and (
+            each.blocked_s - blocked_s.get(sender, 0.0) > REPORT_INTERVAL_S / 2
+            or (each.bytes_queued > 0 and each.first_sent_at is None)
+        )
         for sender, each in progress.items()
     ]
     return LinkReport(

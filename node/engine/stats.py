@@ -97,13 +97,22 @@ class Tally:
 class StepMeter:
     """Times the steps of a vLLM scheduler and counts what is in them.
 
-    A step lasts until its output has been taken in, from when the one before it had, or, after a pause or with several
-    batches in flight, from when it was scheduled. So what the loop does between two steps counts: requests wait for it.
+    A step lasts until its output has been taken in, from when the one before it had, or, after a pause, from when it
+    was scheduled. So what the loop does between two steps counts: requests wait for it.
+
+    With asynchronous scheduling a step is scheduled while the one before it computes, on the same device, which cannot
+    begin it sooner than it has ended the other. The batches of a pipeline are computed at the same time, each by
+    another stage (`concurrent`): each lasts from when it was scheduled.
     """
 
-    def __init__(self, scheduler: Any, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Any, clock: Callable[[], float], on_step: Callable[[StepSample], None], *, concurrent: bool
+    ) -> None:
+        """`on_step` is told of each step that has ended, unless it computed nothing."""
         self.tally = Tally()
         self._clock = clock
+        self._on_step = on_step
+        self._concurrent = concurrent
         self._in_flight: deque[float] = deque()  # when each began; steps end in the order in which they began
         self._ended: float | None = None
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
@@ -124,8 +133,12 @@ class StepMeter:
         result = self._update(scheduled, output)
         now = self._clock()
         began = self._in_flight.popleft()
+        if self._ended is not None and not self._concurrent:
+            began = max(began, self._ended)
         if scheduled.total_num_scheduled_tokens:
-            self.tally.add(sample_of(scheduled, now - began), len(scheduled.preempted_req_ids or ()))
+            step = sample_of(scheduled, now - began)
+            self.tally.add(step, len(scheduled.preempted_req_ids or ()))
+            self._on_step(step)
             self._ended = now
         else:
             self._ended = None  # only KV is awaited

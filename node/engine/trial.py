@@ -56,6 +56,7 @@ class TrialEngine:
         self.answers: dict[str, Answer] = {}
         self.reports: dict[bytes, protocol.TransferReport] = {}
         self.iterations: list[protocol.Iterations] = []
+        self.stats: protocol.EngineStats | None = None
         self._news = trio.Event()
 
     @property
@@ -70,6 +71,7 @@ class TrialEngine:
         now = time.monotonic()
         match message:
             case protocol.Step(outputs=outputs, iterations=iterations):
+                self.stats = message.stats
                 for news in outputs:
                     self.answers.setdefault(news.request, Answer()).add(news, now)
                 if iterations is not None:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from p2pserve.node.start_checks import installed_build
+
 from .figures import measured_again
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,6 +199,41 @@ def test_a_model_that_is_none(network: Running, tmp_path: Path) -> None:
     fails(2, *arguments, str(tmp_path), says="config.json")
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     fails(2, *arguments, str(tmp_path), says="not a causal language model")
+
+
+GPU_BOX = """
+from types import SimpleNamespace
+
+class NVMLError(Exception):
+    pass
+
+def refuse(handle):
+    raise NVMLError("not supported")
+
+nvmlInit = nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: 2
+nvmlDeviceGetHandleByIndex = lambda index: index
+nvmlDeviceGetName = lambda handle: "NVIDIA A40"
+nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(total=45 * 2**30)
+nvmlDeviceGetMigMode = refuse
+"""
+
+
+@pytest.mark.parametrize("command", [["selftest"], ["demo"], ["bootstrap", "--model", "bundled"]])
+def test_an_engine_for_processors_on_a_box_with_gpus(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = installed_build()
+    if build is None or build.device != "cpu":
+        pytest.skip("another engine is installed")
+    (tmp_path / "pynvml.py").write_text(GPU_BOX)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    home = ["--home", str(tmp_path / "home"), "--listen", "127.0.0.1:0"] if command[0] == "bootstrap" else []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fails(1, *command, *home, says=f"engine: this box has 2x NVIDIA A40 (45 GiB), and {build} serves from processors")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
+    fails(1, *command, *home, says="CUDA_VISIBLE_DEVICES: '7' in '0,7' is no GPU of this box")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
+import secrets
 import signal
+import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +22,14 @@ from p2pserve.coordinator import Phase
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kernels.format import Codec, WireDtype, payload_bytes
+from p2pserve.kvtransport.dialling import Path as KvPath
 from p2pserve.kvtransport.errors import TransferError
+from p2pserve.kvtransport.sockets import read_link_hello
+from p2pserve.kvtransport.tickets import issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.tokens import Answer
+from p2pserve.node.engine.emulated.transfers import Chunk, Transfers
 from p2pserve.node.engine.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.engine_link import EngineStartError, open_fork_server
 
@@ -114,6 +123,97 @@ def test_a_transfer_in_one_piece_and_one_that_is_called_off() -> None:
             await first.report(transfer)
 
     on_trial(work)
+
+
+def test_prompts_wait_for_the_room_of_kv_that_nobody_has_taken_yet() -> None:
+    """Nothing of it is given up; it is free when it was delivered, aborted, or late."""
+    room = 1024
+
+    async def work(trial: Trial) -> None:
+        narrow = msgspec.structs.replace(CONFIG, kv_cache_mib=room * SHAPE.kv_bytes_per_token >> 20)
+        first, second = await trial.start(narrow), await trial.start(CONFIG)
+        assert first.ready.kv_tokens == room
+        link, prompt = trial.join(second), prompt_of(400)
+        hand_offs = [trial.hand_off(link, "raw", second.ready) for _ in range(6)]
+        soon = msgspec.structs.replace(hand_offs[2][0][0].ticket, deadline_s=1.0)
+        hand_offs[2] = (msgspec.structs.replace(hand_offs[2][0][0], ticket=soon),), ()
+        requests = [first.submit(prompt, 1, send=send) for send, _ in hand_offs]
+        transfers = [send[0].ticket.transfer for send, _ in hand_offs]
+
+        async def decode(number: int) -> None:
+            receive = hand_offs[number][1]
+            answer = await second.answer(second.submit(prompt, 5, receive=receive, receive_tokens=400))
+            assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 400)
+            assert (await first.report(transfers[number])).delivered
+
+        def waiting() -> tuple[int, int, int]:
+            assert first.stats is not None
+            return first.stats.running, first.stats.waiting, first.stats.kv_free_tokens
+
+        for number in (0, 1):
+            await first.answer(requests[number])
+        await first._until(lambda: waiting() == (0, 4, room - 800))
+        assert not first.answers
+        await decode(1)  # whichever is delivered: the oldest that waits comes next
+        await first.answer(requests[2])
+        with pytest.raises(TransferError, match="deadline"):
+            await first.report(transfers[2])
+        await first.answer(requests[3])
+        await first._until(lambda: waiting() == (0, 2, room - 800))
+        assert not first.answers
+        assert first.link is not None
+        first.link.send(protocol.AbortTransfer(transfer=transfers[0], reason="the test wants it so"))
+        with pytest.raises(TransferError, match="the test wants it so"):
+            await first.report(transfers[0])
+        await first.answer(requests[4])
+        for number in (3, 4):
+            await decode(number)
+        await first.answer(requests[5])
+        await decode(5)
+        await first._until(lambda: waiting() == (0, 0, room))
+
+    on_trial(work)
+
+
+def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
+    """Six prompts at once, each larger than all that links may hold."""
+    limit, tokens, bytes_s = 2 << 20, 300, 30_000_000
+    reports: queue.SimpleQueue[protocol.TransferReport | protocol.LinkReport] = queue.SimpleQueue()
+    sender, receiver = (
+        Transfers(layers=SHAPE.layers, head_dim=SHAPE.head_dim, limit_bytes=limit, report=report)
+        for report in (reports.put, lambda _: None)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        path = KvPath("127.0.0.1", listener.getsockname()[1], pace_bytes_s=bytes_s)
+        link = issue_link(600.0, secrets.token_bytes)
+        whole = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=0, last_head=SHAPE.kv_heads)
+        ended, whole_prompts = threading.Semaphore(0), threading.Semaphore(0)
+        arrivals = []
+        for _ in range(6):
+            ticket = issue_transfer(link.link, "raw", PATIENCE_S, secrets.token_bytes)
+            inlet = protocol.Inlet(slice=whole, ticket=ticket, link=link)
+            arrivals.append(receiver.expect([inlet], tokens, whole_prompts.release))
+            outlet = protocol.Outlet(slice=whole, ticket=ticket, link=link, paths=(path,), gbps=1.0, rtt_s=0.001)
+            sender.send([outlet], ended.release)
+            now = time.monotonic()
+            sender.compute(ticket.transfer, Chunk(0, tokens, now, now, final=True))
+        connection, _ = listener.accept()
+        receiver.attach(read_link_hello(connection, PATIENCE_S).pack(), connection)
+        for each in reversed(arrivals):  # whoever has a place first goes first, whatever was computed first
+            each.start()
+        held = 0
+        while any(each.progress()[0] < 1.0 for each in arrivals):
+            held = max(held, sender._endpoint.budget.held)
+            time.sleep(0.001)
+        for count in (ended, whole_prompts):
+            assert all(count.acquire(timeout=PATIENCE_S) for _ in arrivals)
+    assert 0 < held <= limit
+    told = [reports.get_nowait() for _ in range(reports.qsize())]
+    found = [report for report in told if isinstance(report, protocol.TransferReport)]
+    assert [report.reason for report in found] == [""] * 6
+    assert sum(report.raw_bytes for report in found) == 6 * tokens * SHAPE.kv_bytes_per_token > 6 * limit
+    for end in (sender, receiver):
+        end._endpoint.close("the test is over")
 
 
 def test_workers_of_different_widths() -> None:

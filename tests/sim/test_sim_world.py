@@ -171,6 +171,45 @@ def test_kv_waits_for_room_on_the_other_side_and_keeps_its_own() -> None:
     assert outcome.outcomes.e2e_s[1] == pytest.approx(45.0 + 40.0 + 4.0)
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_prompts_wait_for_the_room_of_kv_that_a_slow_link_has_not_carried_yet(layerwise: bool) -> None:
+    rng = np.random.default_rng(5)
+    prompts = rng.integers(5, 60, 30).tolist()
+    trace = trace_of(*((0.5 * row, prompt, 2) for row, prompt in enumerate(prompts)))
+    models = {P: ReplicaModel(TIMES, 160), D: ReplicaModel(TIMES, 100_000)}
+    result = simulate(
+        cluster_of("pd"),
+        [run_of(SPLIT, trace)],
+        settings=SimSettings(layerwise=layerwise),
+        model_of=lambda _cluster, _service, replica: models[replica.phase],
+        record=True,
+    )
+    outcome = result.services[0]
+    assert outcome.outcomes.completed.all()
+    assert outcome.replays.sum() == 0
+    # From its first token, which comes with the end of the reading, until it has arrived, a prompt has its blocks.
+    read_at = (trace.arrival_s + outcome.outcomes.ttft_s).tolist()
+    moments: list[tuple[float, int]] = []
+    for transfer in result.transfers:
+        blocks = -(-prompts[transfer.row] // 16)
+        moments += [(read_at[transfer.row], blocks), (transfer.end_s, -blocks)]
+    held = np.cumsum([change for _, change in sorted(moments)])
+    assert len(result.transfers) == len(prompts)
+    assert 160 // 16 - 4 < held.max() <= 160 // 16
+
+
+def test_kv_for_a_replica_that_is_lost_gives_its_room_back() -> None:
+    plan = plan_of({"p": P, "d": D, "e": D}, {("p", "d"): 0.9, ("p", "e"): 0.1})
+    trace = trace_of((0.0, 40, 5), (3.0, 40, 5))
+    kept = go(plan, trace, settings=SERIAL, kv_tokens=48)
+    # the second is read when the first has left, at 41
+    assert kept.services[0].outcomes.ttft_s.tolist() == [1.0, pytest.approx(39.0)]
+    lost = go(plan, trace, settings=SERIAL, kv_tokens=48, changes=[BoxLost(10.0, "d")])
+    outcome = lost.services[0]
+    assert outcome.decode.tolist() == [2, 2]
+    assert outcome.outcomes.ttft_s.tolist() == [1.0, pytest.approx(8.0)]  # read from 10 on
+
+
 def test_what_no_replica_can_hold_is_refused_and_counted() -> None:
     result = go(SPLIT, trace_of((0.0, 20, 2), (1.0, 2000, 2)))
     assert result.services[0].refused == 1

@@ -23,7 +23,7 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine_link import EngineLink, EngineStartError
 from p2pserve.node.models import ModelError
 from p2pserve.node.place import Place
-from p2pserve.node.stages import Stages
+from p2pserve.node.stages import Stages, limits_of
 from p2pserve.node.supervisor import MAX_FAILURES, Supervisor, backoff_s
 from p2pserve.node.worker import Worker
 
@@ -40,6 +40,11 @@ async def elapse(seconds: float) -> None:
 
 def stages(*peers: str) -> tuple[Stage, ...]:
     return tuple(Stage(peer=peer, tp=1, first_layer=i, last_layer=i + 1) for i, peer in enumerate(peers))
+
+
+def opening(of: tuple[Stage, ...], stage: int, *pipes: protocol.PipeEnd) -> messages.StageOpen:
+    limits = limits_of(protocol.EngineConfig(model="/model"))
+    return messages.StageOpen(service=SERVICE, stages=of, stage=stage, pipes=pipes, limits=limits)
 
 
 def ready(config: protocol.EngineConfig) -> protocol.Ready:
@@ -167,7 +172,7 @@ class World:
         )
         adverts: list[messages.EngineAdvert] = []
         runs = Supervisor(
-            protocol.EngineConfig(model="/elsewhere"),
+            protocol.EngineConfig(model="/elsewhere", max_requests=64 + len(self.boxes)),  # each box by its own lights
             worker=cast(Worker, self._worker(own)),
             stages=found,
             fetch=fetch,
@@ -451,15 +456,26 @@ def test_plans_that_change_all_the_time_leave_no_process_behind() -> None:
     play("a", "b", "c", "d")(story)
 
 
+@pytest.mark.parametrize("replica", ["abc", "ca"])
+def test_all_stages_have_the_limits_of_their_head(replica: str) -> None:
+    async def story(world: World) -> None:
+        world.assign(*replica)
+        await world.until("ready", *replica)
+        found = [limits_of(world.box(name).running[0].config).max_requests for name in replica]
+        assert found == [64 + "abc".index(replica[0])] * len(replica)
+
+    play("a", "b", "c")(story)
+
+
 def test_nobody_but_the_head_starts_a_stage() -> None:
     async def story(world: World) -> None:
         world.assign("a", "b")
         await world.until("ready", "a", "b")
-        body = messages.StageOpen(service=SERVICE, stages=stages("a", "b"), stage=1, pipes=())
+        body = opening(stages("a", "b"), 1)
         for peer, wrong in (
             ("c", body),
-            ("a", messages.StageOpen(service=SERVICE, stages=stages("a", "c", "b"), stage=2, pipes=())),
-            ("a", messages.StageOpen(service=SERVICE, stages=stages("a", "b"), stage=9, pipes=())),
+            ("a", opening(stages("a", "c", "b"), 2)),
+            ("a", opening(stages("a", "b"), 9)),
         ):
             with pytest.raises(RemoteError) as caught:
                 await world.box("b").stages.on_open(PeerId(peer), Role.WORKER, wrong)
@@ -467,7 +483,7 @@ def test_nobody_but_the_head_starts_a_stage() -> None:
         ends = world.box("b").running[0].config.pipes
         for stage in (1, 2, 500):
             pipes = (protocol.PipeEnd(stage=stage, kind="control", ticket=ends[0].ticket),)
-            forged = messages.StageOpen(service=SERVICE, stages=stages("a", "b"), stage=1, pipes=pipes)
+            forged = opening(stages("a", "b"), 1, *pipes)
             with pytest.raises(RemoteError, match="do not exist"):
                 await world.box("b").stages.on_open(PeerId("a"), Role.WORKER, forged)
         world.box("b").stages.on_stage_loaded(PeerId("c"), Role.WORKER, messages.StageLoaded())

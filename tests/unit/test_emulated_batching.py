@@ -107,7 +107,10 @@ def test_the_youngest_loses_its_blocks_and_computes_everything_again() -> None:
     engine.add(Sequence("young", 8, wanted=9))
     assert run(engine) == ({"old": (0, 7), "young": (0, 8)}, ["old", "young"])
     batch = engine.next()
-    assert (shown(batch), batch.preempted) == ({"old": (7, 1)}, 1)  # its 8th position fits, young's 9th does not
+    assert (shown(batch), batch.preempted) == (
+        {"old": (7, 1)},
+        ("young",),
+    )  # its 8th position fits, young's 9th does not
     engine.complete(batch)
     assert (engine.running, engine.waiting) == (1, 1)
     assert list(run(engine)[0]) == ["old"]  # a third block; young, with 9 tokens by now, would need three as well
@@ -115,16 +118,88 @@ def test_the_youngest_loses_its_blocks_and_computes_everything_again() -> None:
     assert run(engine) == ({"young": (0, 9)}, ["young"])
 
 
-def test_requests_that_wait_with_kv_do_not_wait_for_each_other() -> None:
-    engine = batcher(blocks=4, block_size=4, max_tokens=20)
-    for name in "ab":
-        engine.add(Sequence(name, 12, wanted=1, external=8))
-    assert engine.next().admitted == ("a", "b")
-    engine.arrived("b", 8)
+def test_kv_gets_no_blocks_that_another_prompt_needs() -> None:
+    """Else two that wait with parts of their KV could wait for each other."""
+    engine = batcher(blocks=5, block_size=4, max_tokens=20)
+    engine.add(Sequence("a", 12, wanted=1, external=8))
+    engine.add(Sequence("b", 12, wanted=1, external=12))
+    assert engine.next().admitted == ("a",)  # three blocks are free, of which a will take one
     engine.arrived("a", 8)
-    assert run(engine) == ({"a": (8, 4)}, ["a"])  # b has lost what had come
-    assert run(engine) == ({"b": (0, 12)}, ["b"])
+    assert run(engine) == ({"a": (8, 4)}, ["a"])
+    assert engine.next().admitted == ("b",)
+
+
+def test_a_prompt_is_let_in_when_all_of_it_fits() -> None:
+    """Not its first chunk: it would be read, lose its blocks to whoever runs, and be read again."""
+    engine = batcher(blocks=6, block_size=4, max_tokens=5)
+    engine.add(Sequence("old", 5, wanted=3))
+    engine.add(Sequence("long", 20, wanted=1))
+    engine.add(Sequence("short", 1, wanted=1))
+    for first, tokens in ((0, 5), (5, 1), (6, 1)):
+        assert run(engine)[0] == {"old": (first, tokens)}  # the others wait in order
+    assert run(engine)[0] == {"long": (0, 5)}
+
+
+def test_blocks_stay_in_use_until_their_kv_has_been_sent() -> None:
+    """A request that is over runs and waits no longer; its blocks are neither free nor taken by others."""
+    engine = batcher(blocks=6, block_size=4, max_tokens=20)
+    first, second = Sequence("a", 12, wanted=1, sends=True), Sequence("b", 16, wanted=1, sends=True)
+    engine.add(first)
+    assert run(engine) == ({"a": (0, 12)}, ["a"])
+    assert (engine.running, engine.waiting, engine.unread_tokens, engine.free_tokens) == (0, 0, 0, 12)
+    engine.add(second)
+    engine.add(Sequence("c", 2, wanted=1))
+    for _ in range(3):
+        assert run(engine) == ({}, [])  # first come, first served: c waits behind b
+    assert (engine.running, engine.waiting, engine.unread_tokens) == (0, 2, 18)
+    engine.sent(first)
+    assert engine.free_tokens == 24
+    assert run(engine) == ({"b": (0, 16), "c": (0, 2)}, ["b", "c"])
+    assert engine.free_tokens == 8
+    engine.sent(first)  # again is no matter
+    engine.sent(second)
+    engine.check_integrity()
+    assert engine.free_tokens == 24
+
+
+def test_kv_that_was_sent_before_its_request_is_over_is_not_kept() -> None:
+    engine = batcher()
+    sequence = Sequence("a", 4, wanted=2, sends=True)
+    engine.add(sequence)
+    run(engine)
+    engine.sent(sequence)
+    assert engine.free_tokens == 396
+    run(engine)
+    assert engine.free_tokens == 400
+
+
+def test_kv_of_a_forgotten_request_stays_until_nobody_reads_it() -> None:
+    engine = batcher(blocks=4, max_tokens=8)
+    sequence, other = Sequence("a", 12, wanted=1, sends=True), Sequence("b", 12, wanted=1, sends=True)
+    engine.add(sequence)
+    engine.add(other)
+    run(engine)
+    for name in "ab":
+        engine.remove(name)
+    assert engine.free_tokens == 8  # b had none
+    engine.sent(other)
+    engine.sent(sequence)
+    engine.check_integrity()
     assert engine.free_tokens == 16
+
+
+def test_who_runs_gives_way_to_kv_that_is_being_sent() -> None:
+    """As in vLLM, where what is being sent is not preempted; it is not read again before there is room."""
+    engine = batcher(blocks=4, block_size=4, max_tokens=20)
+    sequence = Sequence("sent", 8, wanted=1, sends=True)
+    engine.add(sequence)
+    engine.add(Sequence("decodes", 7, wanted=4))
+    run(engine)
+    assert run(engine)[0] == {"decodes": (7, 1)}
+    assert engine.next().preempted == ("decodes",)
+    assert run(engine) == ({}, [])
+    engine.sent(sequence)
+    assert run(engine) == ({"decodes": (0, 9)}, ["decodes"])
 
 
 def test_a_request_can_be_forgotten_in_any_state() -> None:
@@ -166,7 +241,7 @@ def test_a_step_takes_what_its_work_takes() -> None:
     assert step_s(Times(), (decode, Piece(b, 10, 1))) == pytest.approx(2 + 0.4)
     assert step_s(Times(), (chunk,)) == pytest.approx(4 + chunk_pairs(8, 4) / 1000)
     assert step_s(Times(), (decode, chunk)) == pytest.approx(1000 + 4 + 0.042 + 1 + 0.3)
-    sample = Batch((decode, chunk), (), 0).sample(0.5)
+    sample = Batch((decode, chunk), (), ()).sample(0.5)
     assert (sample.seconds, sample.prefill_requests, sample.prefill_tokens) == (0.5, 1, 4)
     assert (sample.decode_requests, sample.decode_context) == (1, 30)
 
@@ -177,15 +252,18 @@ def test_a_step_takes_what_its_work_takes() -> None:
     st.integers(13, 30),
     st.integers(1, 24),
     st.integers(1, 5),
+    st.integers(0, 9),
 )
 def test_every_request_gets_all_its_tokens_whatever_the_memory(
-    asked: list[tuple[int, int, int]], blocks: int, max_tokens: int, max_requests: int
+    asked: list[tuple[int, int, int]], blocks: int, max_tokens: int, max_requests: int, sent_after: int
 ) -> None:
+    """Those that receive no KV send theirs, which takes `sent_after` steps after their end."""
     engine = batcher(blocks=blocks, block_size=4, max_tokens=max_tokens, max_requests=max_requests)
     left = {}
+    sending: dict[int, list[Sequence]] = {}
     for number, (prompt, wanted, external) in enumerate(asked):
         left[str(number)] = wanted
-        engine.add(Sequence(str(number), prompt, wanted, external=min(external, prompt)))
+        engine.add(Sequence(str(number), prompt, wanted, external=min(external, prompt), sends=not external))
     for step in count():
         assert step < 5000
         batch = engine.next()
@@ -193,10 +271,14 @@ def test_every_request_gets_all_its_tokens_whatever_the_memory(
         assert len(batch.pieces) <= max_requests
         for sequence in engine.complete(batch):
             left[sequence.request] -= 1
+            if sequence.done:
+                sending.setdefault(step + sent_after, []).append(sequence)
+        for sequence in sending.pop(step, ()):
+            engine.sent(sequence)
         for name in batch.admitted:
             engine.arrived(name, min(asked[int(name)][2], asked[int(name)][0]) if step % 2 else 0)
         engine.check_integrity()
-        if not engine.running and not engine.waiting:
+        if not engine.running and not engine.waiting and not sending:
             break
     assert set(left.values()) == {0}
     assert engine.free_tokens == blocks * 4

@@ -15,7 +15,7 @@ from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket
 from p2pserve.node.emulation import emulated_hardware, emulated_model, parse_cards
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, modelled
+from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, modelled
 from p2pserve.node.engine.emulated.tokens import Answer
 from p2pserve.node.engine.emulated.transfers import Chunk
 from p2pserve.node.hardware import Hardware
@@ -65,19 +65,23 @@ class FakeWays:
     """Notes what the engine wants of its transfers."""
 
     refuse: bool = False
-    sends: list[bytes] = field(default_factory=list)
+    sends: dict[bytes, Callable[[], None]] = field(default_factory=dict)
+    withdrawn: list[bytes] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     arrivals: list[FakeArrivals] = field(default_factory=list)
     forgotten: list[bytes] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     orders: list[protocol.Message] = field(default_factory=list)
 
-    def send(self, outlets: Sequence[protocol.Outlet]) -> None:
-        self.sends += [outlet.ticket.transfer for outlet in outlets]
+    def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
+        self.sends[outlets[0].ticket.transfer] = on_end
 
     def compute(self, transfer: bytes, chunk: Chunk) -> None:
         assert transfer in self.sends
         self.chunks.append(chunk)
+
+    def withdraw(self, transfer: bytes) -> None:
+        self.withdrawn.append(transfer)
 
     def expect(self, inlets: Sequence[protocol.Inlet], tokens: int, on_end: Callable[[], None]) -> FakeArrivals:
         if self.refuse:
@@ -102,7 +106,7 @@ class Bench:
         self.now = 100.0
         self.ways = FakeWays()
         self.said: list[protocol.Message] = []
-        self.woken: list[KvEnded] = []
+        self.woken: list[KvEnded | KvSent] = []
         config = msgspec.structs.replace(protocol.EngineConfig(model="small", emulation=EMULATION), **settings)
         self.engine = EmulatedEngine(config, self.ways, tell=self.said.append, wake=self.woken.append)
 
@@ -199,6 +203,97 @@ def test_a_cancelled_prompt_ends_its_transfer() -> None:
     bench.engine.take(protocol.Cancel(request="r"), bench.now)
     assert bench.ways.aborted == ["the request was cancelled"]
     assert bench.engine.idle
+
+
+def outlet(number: int) -> protocol.Outlet:
+    """To a transfer of its own."""
+    ticket = msgspec.structs.replace(TICKET, transfer=bytes([number]) * 16)
+    return msgspec.structs.replace(OUTLET, ticket=ticket)
+
+
+def small_room() -> Bench:
+    """Room for 768 positions."""
+    bench = Bench(kv_cache_mib=12)
+    assert bench.engine.ready(0.0).kv_tokens == 768
+    return bench
+
+
+def stats(bench: Bench) -> protocol.EngineStats:
+    """As last told."""
+    return [word for word in bench.said if isinstance(word, protocol.Step)][-1].stats
+
+
+def test_kv_stays_until_its_transfer_has_ended_and_later_prompts_wait_for_the_room() -> None:
+    bench = small_room()
+    for number in range(4):
+        bench.submit(f"r{number}", 400, 1, send=(outlet(1 + number),))
+    assert bench.step() is not None
+    assert bench.step() is None  # the second would need 400 of the 368 positions that are left
+    told = stats(bench)
+    assert (told.running, told.waiting, told.kv_free_tokens, told.unread_tokens) == (0, 3, 368, 1200)
+    assert told.kv_usage == pytest.approx(400 / 768)
+    for number in range(4):
+        assert bench.step() is None
+        bench.ways.sends[bytes([1 + number]) * 16]()  # delivered, or not
+        assert (bench.step() is None) is (number == 3)
+    assert [output.finish for output in bench.outputs()] == ["length"] * 4
+    assert bench.engine.idle
+    assert bench.ways.aborted == []
+
+
+def test_the_agent_hears_that_room_is_free_although_nothing_is_computed() -> None:
+    bench = small_room()
+    bench.submit("r", 400, 1, send=(OUTLET,))
+    bench.step()
+    assert bench.engine.idle
+    assert (stats(bench).running, stats(bench).kv_free_tokens) == (0, 368)
+    bench.ways.sends[TICKET.transfer]()
+    bench.step()
+    assert (stats(bench).kv_usage, stats(bench).kv_free_tokens) == (0.0, 768)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_prompt_that_is_given_up_keeps_its_room_until_its_transfer_has_ended(how: str) -> None:
+    bench = small_room()
+    bench.submit("r", 600, 1, send=(OUTLET,), deadline_s=0.001 if how == "late" else 60.0)
+    bench.step()
+    bench.now += 0.1
+    if how == "cancelled":
+        bench.engine.take(protocol.Cancel(request="r"), bench.now)
+    bench.step()
+    bench.step()
+    assert len(bench.ways.aborted) == 1
+    assert bench.engine.idle
+    assert stats(bench).kv_free_tokens == 768 - 512
+    bench.ways.sends[TICKET.transfer]()
+    bench.step()
+    assert stats(bench).kv_free_tokens == 768
+
+
+def test_a_prompt_that_has_been_read_is_sent_although_its_request_is_cancelled() -> None:
+    bench = small_room()
+    bench.submit("r", 400, 5, send=(OUTLET,))
+    bench.step()
+    bench.engine.take(protocol.Cancel(request="r"), bench.now)
+    bench.step()
+    assert bench.ways.aborted == []
+    assert stats(bench).kv_free_tokens == 368
+
+
+def test_what_is_preempted_is_not_sent_before_it_is_computed_again() -> None:
+    bench = small_room()
+    bench.submit("old", 380, 20)
+    bench.submit("young", 384, 9, send=(OUTLET,))
+    while not bench.ways.withdrawn:
+        assert bench.step() is not None
+    assert bench.ways.withdrawn == [TICKET.transfer]
+    read = list(bench.ways.chunks)
+    assert read[-1].final
+    while not bench.engine.idle:
+        assert bench.step() is not None
+    again = bench.ways.chunks[len(read) :]
+    assert [(chunk.first, chunk.last, chunk.final) for chunk in again] == [(0, 384, True)]
+    assert [output.finish for output in bench.outputs() if output.finish] == ["length"] * 2
 
 
 def test_kv_from_elsewhere_leaves_one_position_to_compute() -> None:

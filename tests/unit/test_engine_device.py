@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import CacheConfig
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker.utils import request_memory
 
-from p2pserve.node.engine.device import CpuDevice, CudaDevice, choose, device_of, measure
+from p2pserve.node.engine.device import CpuDevice, CudaDevice, DeviceKind, SpeedTest, Work, choose, device_of, measure
 
 
 class FakeStream:
@@ -141,6 +145,7 @@ def test_an_engine_on_a_cpu_has_a_cache_of_a_given_size_and_exact_numbers() -> N
         "enforce_eager": True,
         "gpu_memory_utilization": 0.01,
         "kv_cache_memory_bytes": 256 << 20,
+        "async_scheduling": False,
     }
     assert choose("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1, tp=1).arguments["dtype"] == "bfloat16"
 
@@ -150,18 +155,121 @@ def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
     assert choices.environment == {}
     assert choices.arguments == {
         "dtype": "auto",
-        "compilation_config": {"cudagraph_mode": "PIECEWISE"},
+        "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
         "gpu_memory_utilization": 0.92,
+        "async_scheduling": True,
     }
-    for tp in (1, 4):  # the box's cache is shared by its workers
-        each = choose("cuda", dtype="auto", kv_cache_mib=64, stages=1, tp=tp).arguments["kv_cache_memory_bytes"]
-        assert each == (64 << 20) // tp
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_cache_of_a_given_size_asks_for_next_to_nothing_of_the_gpu(tp: int) -> None:
+    """vLLM wants its share of the memory to be free when it starts, and then takes what the cache is given instead: so
+    that four engines start on one card, the share must be small, however large the cache."""
+    arguments = choose("cuda", dtype="auto", kv_cache_mib=64, stages=1, tp=tp).arguments
+    assert arguments["kv_cache_memory_bytes"] == (64 << 20) // tp  # the box's cache is shared by its workers
+    assert arguments["gpu_memory_utilization"] == 0.01
+    assert (
+        choose("cuda", dtype="auto", kv_cache_mib=1 << 16, stages=1, tp=tp).arguments["gpu_memory_utilization"] == 0.01
+    )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_stages_on_several_boxes_use_the_first_model_runner(kind: Any) -> None:
     environment = choose(kind, dtype="auto", kv_cache_mib=None, stages=2, tp=1).environment
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_owner_decides_on_asynchronous_scheduling_where_there_is_one_stage(kind: Any) -> None:
+    for stages, asked, expected in ((1, True, True), (1, False, False), (2, True, False), (2, None, False)):
+        choices = choose(kind, dtype="auto", kv_cache_mib=None, stages=stages, tp=1, async_scheduling=asked)
+        assert choices.arguments["async_scheduling"] is expected
+
+
+def test_four_engines_with_caches_of_their_own_pass_the_check_that_one_without_fails() -> None:
+    """The check that vLLM's worker makes before it loads anything, where three engines have left 2 of 24 GiB."""
+    left = MemorySnapshot(total_memory=24 << 30, free_memory=2 << 30, device="cpu", auto_measure=False)
+
+    def asks(kv_cache_mib: int | None) -> int:
+        arguments = choose("cuda", dtype="auto", kv_cache_mib=kv_cache_mib, stages=1, tp=1).arguments
+        share = arguments["gpu_memory_utilization"]
+        return request_memory(left, CacheConfig(gpu_memory_utilization=share))
+
+    assert asks(32) < 1 << 30
+    with pytest.raises(ValueError, match="Free memory on device"):
+        asks(None)
+
+
+class Clocked:
+    """A GPU that computes while nobody waits. Products and copies take what they take, and launching either takes a
+    while too; the second of two that are queued is launched while the first is under way."""
+
+    kind: DeviceKind = "cuda"
+
+    def __init__(
+        self, *, flop_s: float = 4e14, byte_s: float = 2e12, launch_s: float = 5e-6, room: int = 1 << 40
+    ) -> None:
+        self.flop_s, self.byte_s, self.launch_s, self.room = flop_s, byte_s, launch_s, room
+        self.now = self.done_at = 0.0
+        self.asked: list[SpeedTest] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.done_at)
+
+    def prepare(self, kind: DeviceKind, dtype: torch.dtype, test: SpeedTest) -> tuple[Work, Work]:
+        self.asked.append(test)
+        if 2 * test.product**2 * dtype.itemsize + 2 * test.copy_bytes > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def work(seconds: float) -> Work:
+            def launch() -> None:
+                self.now += self.launch_s
+                self.done_at = max(self.now, self.done_at) + seconds
+
+            return launch
+
+        return work(2 * test.product**3 / self.flop_s), work(2 * test.copy_bytes / self.byte_s)
+
+    def measure(self, tp: int = 1) -> tuple[float, float]:
+        return measure(self, torch.bfloat16, tp=tp, clock=self.clock, prepare=self.prepare)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("flop_s", "byte_s"), [(9e14, 3e12), (1.5e14, 7e11), (3e13, 3e11)])
+def test_what_a_gpu_is_measured_to_do_is_what_it_does(flop_s: float, byte_s: float) -> None:
+    for launch_s in (5e-6, 5e-5):  # a slow processor does not make the card look slow
+        card = Clocked(flop_s=flop_s, byte_s=byte_s, launch_s=launch_s)
+        assert card.measure() == pytest.approx((flop_s / 1e12, byte_s / 1e9), rel=0.04)
+        assert [test.product for test in card.asked] == [8192]
+
+
+def test_workers_of_an_engine_are_counted_on_gpus_and_share_a_cpu() -> None:
+    one, four = Clocked().measure(), Clocked().measure(tp=4)
+    assert four == pytest.approx((4 * one[0], 4 * one[1]))
+
+    def seconds_each(kind: DeviceKind, dtype: torch.dtype, test: SpeedTest) -> tuple[Work, Work]:
+        return lambda: None, lambda: None
+
+    found = set()
+    for tp in (1, 2):
+        ticks = itertools.count(0.0, 0.25)
+        found.add(measure(CpuDevice(), torch.float32, tp=tp, clock=lambda: next(ticks), prepare=seconds_each))  # noqa: B023
+    assert found == {(2 * 1024**3 / 0.25 / 1e12, 2 * (64 << 20) / 0.25 / 1e9)}
+
+
+def test_what_does_not_fit_beside_a_full_cache_is_measured_with_less() -> None:
+    assert [test.product for test in _asked_with(512 << 20)] == [8192, 4096]
+    assert [test.product for test in _asked_with(160 << 20)] == [8192, 4096, 2048]
+    with pytest.raises(torch.OutOfMemoryError):
+        _asked_with(100 << 20)
+
+
+def _asked_with(room: int) -> list[SpeedTest]:
+    card = Clocked(room=room)
+    assert card.measure() == pytest.approx((400, 2000), rel=0.1)
+    return card.asked
 
 
 def test_a_device_is_measured() -> None:

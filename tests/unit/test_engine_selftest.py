@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from p2pserve.node.engine import selftest
 from p2pserve.node.engine.selftest import Verdict, installed, make_model, require_known_to_work
 from p2pserve.node.engine_link import EngineStartError, ForkServer
+from p2pserve.node.hardware import Gpu, Hardware
 
 
 class FakeServer:
@@ -116,3 +117,20 @@ def test_the_model_is_always_the_same(tmp_path: Path) -> None:
     one, two = (cast("dict[str, Any]", load_file(folder / "model.safetensors")) for folder in folders)
     assert one.keys() == two.keys()
     assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(("gpus", "limit"), [((), "120 s"), ((Gpu(name="g", memory_gib=24.0, uuid="u"),), "600 s")])
+def test_gpus_compile_and_capture_and_are_given_the_time(
+    gpus: tuple[Gpu, ...], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(server: ForkServer) -> str:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    box = Hardware(cores=4, memory_gib=8.0, processor="x", gpus=gpus)
+    monkeypatch.setattr(selftest, "probe", lambda: box)
+    monkeypatch.setattr(selftest, "_complaint", never)
+    server = cast("ForkServer", FakeServer("0.33.0"))
+    verdict = trio.run(selftest.run_selftest, server, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert not verdict.passed
+    assert verdict.reason == f"it was not done after {limit}"

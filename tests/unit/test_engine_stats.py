@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator.profile import StepSample
+from p2pserve.node.engine.patience import Patience
 from p2pserve.node.engine.protocol import Iterations
 from p2pserve.node.engine.stats import INTERVAL_S, SAMPLES_KEPT, StepMeter, Tally, Thinned, sample_of
 
@@ -99,8 +102,8 @@ class FakeScheduler:
         return f"took in {model}"
 
 
-def meter_of(scheduler: FakeScheduler) -> StepMeter:
-    return StepMeter(scheduler, lambda: scheduler.now)
+def meter_of(scheduler: FakeScheduler, *, concurrent: bool = False) -> StepMeter:
+    return StepMeter(scheduler, lambda: scheduler.now, lambda step: None, concurrent=concurrent)
 
 
 def seconds_of(meter: StepMeter) -> list[float]:
@@ -121,9 +124,9 @@ def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
     assert seconds_of(meter) == [2.0]
 
 
-def test_with_batches_in_flight_each_lasts_from_its_own_beginning() -> None:
+def test_of_batches_at_different_stages_each_lasts_from_its_own_beginning() -> None:
     scheduler = FakeScheduler()
-    meter = meter_of(scheduler)
+    meter = meter_of(scheduler, concurrent=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.update_from_output(first, "it")
     third = scheduler.schedule()
@@ -132,10 +135,111 @@ def test_with_batches_in_flight_each_lasts_from_its_own_beginning() -> None:
     assert seconds_of(meter) == [3.0, 4.0, 3.0]
 
 
+HOST_S, CHUNK_S, DECODE_S = 0.002, 0.160, 0.010
+
+
+class FakeDevice:
+    """Computes one batch after the other, while its engine schedules the next one; scheduling takes `HOST_S`."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.patience = Patience()
+        self._next = scheduled({}, {})
+        self._free_at = 0.0
+        self._queue: deque[tuple[Any, float]] = deque()
+        self.meter = StepMeter(self, lambda: self.now, self._learn, concurrent=False)
+
+    def _learn(self, step: StepSample) -> None:
+        self.patience.on_prefill(step.prefill_tokens, step.seconds)
+
+    def schedule(self) -> Any:
+        self.now += HOST_S
+        return self._next
+
+    def update_from_output(self, batch: Any, output: Any) -> None:
+        """Nothing is done with the output."""
+
+    def launch(self, batch: Any, seconds: float) -> None:
+        """Have it computed as soon as the others have been."""
+        self._next = batch
+        self.schedule()
+        self._free_at = max(self._free_at, self.now) + seconds
+        self._queue.append((batch, self._free_at))
+
+    def take(self) -> None:
+        """Wait for the oldest batch."""
+        batch, ended = self._queue.popleft()
+        self.now = max(self.now, ended)
+        self.update_from_output(batch, "its output")
+
+    def run(self, batches: Sequence[tuple[Any, float]]) -> list[float]:
+        """Each is launched before the output of the one before is taken in. Returns how long each was measured."""
+        for batch, seconds in batches:
+            self.launch(batch, seconds)
+            if len(self._queue) == 2:
+                self.take()
+        while self._queue:
+            self.take()
+        return seconds_of(self.meter)
+
+
+def chunk(held: int) -> Any:
+    return scheduled({}, {"prompt": (held, 128)})
+
+
+def test_a_step_scheduled_while_another_computes_begins_when_that_has_ended() -> None:
+    """The sum is the time that has passed: nothing counts twice, and no launch is taken for a step."""
+    device, begun = FakeDevice(), 10.0
+    measured = device.run([(chunk(0), CHUNK_S), (chunk(128), CHUNK_S), (scheduled({}, {"a": (9, 1)}), DECODE_S)])
+    assert measured == pytest.approx([HOST_S + CHUNK_S, CHUNK_S, DECODE_S])
+    assert sum(measured) == pytest.approx(device.now - begun)
+
+
+def test_a_host_that_is_slower_than_its_device_is_measured_itself() -> None:
+    device = FakeDevice()
+    measured = device.run([(scheduled({}, {"a": (held, 1)}), HOST_S / 4) for held in range(4)])
+    assert measured == pytest.approx([2 * HOST_S, HOST_S, HOST_S, HOST_S / 4])  # nothing is launched beside the last
+    assert sum(measured) == pytest.approx(device.now - 10.0)
+
+
+def test_a_pause_belongs_to_no_step() -> None:
+    device = FakeDevice()
+    for _ in range(2):
+        assert device.run([(chunk(0), CHUNK_S)]) == pytest.approx([HOST_S + CHUNK_S])
+        device.meter.pause()
+        device.now += 100.0
+
+
+def test_waiting_for_kv_belongs_to_no_step() -> None:
+    """Steps that compute nothing follow each other until it is there; the last of them is in flight when a request can
+    go on, and one more when it has ended."""
+    device, nothing = FakeDevice(), (scheduled({}, {}), 0.0)
+    device.run([(chunk(0), CHUNK_S), nothing])
+    for _ in range(3):
+        device.launch(*nothing)
+        device.now += 5.0
+        device.launch(*nothing)
+        device.take()
+        device.take()
+    device.launch(*nothing)
+    device.now += 5.0
+    decode = (scheduled({}, {"a": (9, 1)}), DECODE_S)
+    assert device.run([decode, decode, nothing]) == pytest.approx([HOST_S + DECODE_S, DECODE_S])
+
+
+def test_patience_learns_how_long_prefills_take_and_not_how_long_their_launch() -> None:
+    device = FakeDevice()
+    device.run([(chunk(128 * number), CHUNK_S) for number in range(50)])
+    assert f"{1 / (CHUNK_S / 128):.0f} tokens/s" in repr(device.patience)
+
+
 def test_a_step_that_computes_nothing_is_none() -> None:
     scheduler = FakeScheduler()
     meter = meter_of(scheduler)
-    work, scheduler.next = scheduler.next, scheduled({}, {})
+    work = scheduler.next
+    scheduler.update_from_output(scheduler.schedule(), "it")
+    assert seconds_of(meter) == [2.0]
+    scheduler.next = scheduled({}, {})
     scheduler.update_from_output(scheduler.schedule(), "it")
     scheduler.now += 0.5
     assert seconds_of(meter) == []

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pserve.bootstrap import PeerId
+from p2pserve.coordinator import Phase, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.fitting import CPU_KV_CACHE_MIB, Room, default_tp, layers_that_fit, room_on
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.home import NodeError
-from p2pserve.node.hosting import EngineKnobs, Share, share_of
+from p2pserve.node.hosting import EngineKnobs, share_of, step_limit
 from p2pserve.node.models import ModelInfo, WeightSizes
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
@@ -104,12 +106,12 @@ def test_memory_is_that_of_the_gpus_in_use_or_of_the_box_and_at_most_what_is_all
         fields = {"tp": 1, "memory_gib": None, "dtype": "auto", "kv_cache_mib": None, **changes}
         return room_on(hardware, **fields).memory_bytes / GIB
 
-    assert available(box(80.0, 80.0)) == pytest.approx(80 * 0.92 - 1.5)
-    assert available(box(80.0, 80.0), tp=2) == pytest.approx(2 * (80 * 0.92 - 1.5))
+    assert available(box(80.0, 80.0), working_bytes=3 * GIB // 2) == pytest.approx(80 * 0.98 * 0.92 - 1.5)
+    assert available(box(80.0, 80.0), tp=2, working_bytes=GIB) == pytest.approx(2 * (80 * 0.98 * 0.92 - 1))
     assert available(box()) == pytest.approx(64 * 0.9)
     assert available(box(), memory_gib=3.0) == pytest.approx(3.0)
-    assert available(box(24.0), memory_gib=100.0) == pytest.approx(24 * 0.92 - 1.5)
-    assert available(box(1.0)) == 0.0
+    assert available(box(24.0), memory_gib=100.0) == pytest.approx(24 * 0.98 * 0.92)
+    assert available(box(1.0), working_bytes=GIB) == 0.0
     cpu = room_on(box(), tp=1, memory_gib=None, dtype="auto", kv_cache_mib=None)
     assert (cpu.float_bytes, cpu.kv_cache_bytes) == (4, CPU_KV_CACHE_MIB * MIB)
     gpu = room_on(box(24.0), tp=1, memory_gib=None, dtype="auto", kv_cache_mib=None)
@@ -129,13 +131,17 @@ TWENTY = model(*[1000] * 20)  # 20 GB, nearly
 
 
 def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> None:
-    assert share_of(TWENTY, box(24.0), EngineKnobs(max_model_len=16)) == Share(20, 1)
-    assert share_of(TWENTY, box(13.0, 13.0), EngineKnobs(max_model_len=16)) == Share(20, 2)
-    assert share_of(TWENTY, box(13.0), EngineKnobs(max_model_len=16)) == Share(10, 1)
-    assert share_of(TWENTY, box(8.0, 8.0), EngineKnobs(max_model_len=16)) == Share(12, 2)
-    assert share_of(TWENTY, box(8.0, 8.0), EngineKnobs(max_model_len=16, tp=1)) == Share(6, 1)
-    assert share_of(model(*[10] * 4), box(), EngineKnobs(memory_gib=0.31)) == Share(3, 1)
-    assert share_of(model(*[10] * 4), box(), EngineKnobs(tp=2)) == Share(4, 2)
+    def taken(sizes: ModelInfo, hardware: Hardware, **knobs: Any) -> tuple[int, int]:
+        share = share_of(sizes, hardware, EngineKnobs(**knobs))
+        return share.layers, share.tp
+
+    assert taken(TWENTY, box(24.0), max_model_len=16) == (20, 1)
+    assert taken(TWENTY, box(13.0, 13.0), max_model_len=16) == (20, 2)
+    assert taken(TWENTY, box(13.0), max_model_len=16) == (10, 1)
+    assert taken(TWENTY, box(8.0, 8.0), max_model_len=16) == (12, 2)
+    assert taken(TWENTY, box(8.0, 8.0), max_model_len=16, tp=1) == (6, 1)
+    assert taken(model(*[10] * 4), box(), memory_gib=0.31) == (3, 1)
+    assert taken(model(*[10] * 4), box(), tp=2) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +151,27 @@ def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> No
         (box(24.0), EngineKnobs(tp=2), "more than the 1 GPUs"),
         (box(2.0), EngineKnobs(), "not one of its 20 layers"),
         (box(), EngineKnobs(memory_gib=0.1), "not one of its 20 layers"),
+        (box(24.0), EngineKnobs(max_requests=300, max_batched_tokens=256), "max-requests: 300 are more than the 256"),
+        (box(), EngineKnobs(max_requests=513), "max-requests: 513 are more than the 512"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(hardware: Hardware, knobs: EngineKnobs, said: str) -> None:
     with pytest.raises(NodeError, match=said) as caught:
         share_of(TWENTY, hardware, knobs)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("phase", "own", "tokens"),
+    [
+        (Phase.MIXED, "a", 768),
+        (Phase.DECODE, "a", 768),
+        (Phase.PREFILL, "a", 0),  # nobody writes answers there
+        (Phase.MIXED, "b", 0),  # the head makes the batches
+    ],
+)
+def test_the_plan_limits_the_steps_of_a_head_whose_replica_writes_answers(phase: Phase, own: str, tokens: int) -> None:
+    stages = tuple(Stage(peer=peer, tp=1, first_layer=i, last_layer=i + 1) for i, peer in enumerate("ab"))
+    replica = Replica(id="a", phase=phase, stages=stages, step_tokens=768)
+    assert step_limit(replica, PeerId(own)) == tokens
+    assert step_limit(None, PeerId(own)) == 0

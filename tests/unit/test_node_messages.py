@@ -14,7 +14,7 @@ from p2pserve.kvtransport.permits import Permit
 from p2pserve.kvtransport.probe import BurstRequest
 from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket
 from p2pserve.node import messages
-from p2pserve.node.engine.protocol import Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
+from p2pserve.node.engine.protocol import BatchLimits, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
 from p2pserve.node.view import NetworkView
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -40,12 +40,19 @@ OUTLET = Outlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK, paths=(), gb
 TRANSFERRED = messages.TransferFigures(
     raw_bytes=1, wire_bytes=1, frames=1, span_s=0.1, visible_s=0.1, hidden_fraction=0.0
 )
+OPENING = messages.StageOpen(
+    service="tiny",
+    stages=STAGES,
+    stage=1,
+    pipes=(PipeEnd(stage=0, kind="control", ticket=LINK),),
+    limits=BatchLimits(max_model_len=None, max_batched_tokens=512, max_requests=64),
+)
 MESSAGES: list[messages.Message] = [
     TABLE,
     messages.LinkTable(),
     messages.LinkOpen(service="tiny"),
     messages.LinkOpen(service="tiny", source=RANK, target=Rank(tp=3)),
-    messages.StageOpen(service="tiny", stages=STAGES, stage=1, pipes=(PipeEnd(stage=0, kind="control", ticket=LINK),)),
+    OPENING,
     messages.StageLoaded(),
     messages.StageInlets(transfer=TRANSFER.transfer, codec="raw", deadline_s=1.0, pieces=(PIECE,)),
     messages.StageInletsOpened(inlets=(Inlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK),)),
@@ -124,7 +131,11 @@ HOSTILE: list[tuple[type[messages.Message], dict[str, Any]]] = [
     (messages.PrefillOpen, changed(MESSAGES[-1], parts=[])),
     (messages.StageAbort, {"transfer": b"short", "reason": "x"}),
     (messages.StageInlets, {"transfer": bytes(17), "codec": "raw", "deadline_s": 1.0, "pieces": []}),
-    (messages.StageOpen, {"service": "tiny", "stages": [], "stage": 0, "pipes": []}),
+    (messages.StageOpen, changed(OPENING, stage=0)),
+    *(
+        (messages.StageOpen, changed(OPENING, limits=changed(OPENING.limits, **bad)))
+        for bad in ({"max_requests": 0}, {"max_batched_tokens": 1 << 21}, {"max_model_len": 0})
+    ),
 ]
 
 

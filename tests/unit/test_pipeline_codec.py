@@ -230,7 +230,7 @@ def scheduled(requests: int) -> Call:
     )
     work = StepWork(
         orders=[opening, AbortTransfer(transfer=b"a" * 16, reason="late")],
-        sends=[SendWork(b"t" * 16, [1, 2, 3], 0, 300, True)],
+        sends=[SendWork("request-0", b"t" * 16, [1, 2, 3], 300, 300, final=True)],
         loads=[LoadWork("request-1", b"u" * 16, [7], 0, 5, all_or_nothing=False)],
         cancelled=[b"v" * 16],
     )

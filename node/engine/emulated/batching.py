@@ -1,12 +1,14 @@
 """Which request computes how many positions in each step: continuous batching with chunked prefill, as vLLM does it.
 
 Pure: no clock, no sockets. A request has `known` tokens, its prompt and what it has written; once the KV of all of them
-is there, the step writes one more. KV memory is counted in blocks. Each step is filled in this order:
+is there, the step writes one more. KV memory is counted in blocks; those of a request whose KV is being sent stay in
+use after its end, until its transfer has ended. Each step is filled in this order:
 
 1. running requests, oldest first. Where blocks run out the youngest loses all of its own and starts again later; the
    only one left takes those of requests that wait with KV from elsewhere;
-2. waiting requests, oldest first, as long as the token budget, the places and the blocks last, and none has just lost
-   its blocks. One whose KV comes from another engine gets its blocks, and waits aside until it has come.
+2. waiting requests, oldest first, as long as the token budget and the places last, all known tokens of the next one
+   fit, and none has just lost its blocks. One whose KV comes from another engine gets its blocks, if those that others
+   still need for their prompts are left, and waits aside until it has come.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Sequence:
     prompt: int
     wanted: int
     external: int = 0
+    sends: bool = False  # its KV is being sent to another engine: its blocks stay until `Batcher.sent`
     written: int = 0
     computed: int = 0  # positions whose KV is here
     blocks: int = 0
@@ -60,11 +63,12 @@ class Piece(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step, and what came about while it was made up: `admitted` requests now have room for KV from elsewhere."""
+    """One step, and what came about while it was made up: `admitted` requests now have room for KV from elsewhere,
+    `preempted` ones have lost theirs."""
 
     pieces: tuple[Piece, ...]
     admitted: tuple[str, ...]
-    preempted: int
+    preempted: tuple[str, ...]
 
     def sample(self, seconds: float) -> StepSample:
         """What it computes; one position of a request counts as decoding."""
@@ -109,9 +113,11 @@ class Batcher:
         self._running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
         self._aside: dict[str, Sequence] = {}  # they have blocks, and wait for KV
+        self._sending: set[Sequence] = set()  # they are over, and have blocks whose KV is being sent
 
     def __repr__(self) -> str:
-        return f"<Batcher {self.running} running, {self.waiting} waiting, {self._free}/{self.blocks} blocks free>"
+        counts = f"{self.running} running, {self.waiting} waiting, {len(self._sending)} sending"
+        return f"<Batcher {counts}, {self._free}/{self.blocks} blocks free>"
 
     @property
     def running(self) -> int:
@@ -143,7 +149,7 @@ class Batcher:
         self._waiting.append(sequence)
 
     def remove(self, request: str) -> None:
-        """Forget a request, whatever its state; one that is not known is no matter."""
+        """Forget a request, whatever its state; one that is not known is no matter. KV that is being sent stays."""
         held = [*self._running, *self._aside.values(), *self._waiting]
         found = next((each for each in held if each.request == request), None)
         if found is None:
@@ -152,7 +158,14 @@ class Batcher:
             self._running.remove(found)
         elif self._aside.pop(request, None) is None:
             self._waiting.remove(found)
-        self._release(found)
+        self._end(found)
+
+    def sent(self, sequence: Sequence) -> None:
+        """The transfer of its KV has ended, in whatever way: its blocks are free as soon as it is over."""
+        sequence.sends = False
+        if sequence in self._sending:
+            self._sending.remove(sequence)
+            self._release(sequence)
 
     def arrived(self, request: str, tokens: int) -> None:
         """The KV of the first `tokens` positions has come for a request, and no more will: none of it for one that has
@@ -172,22 +185,24 @@ class Batcher:
         """The next step. It has no pieces when nothing can be computed now."""
         budget = self._step_tokens
         pieces: list[Piece] = []
-        preempted = 0
+        preempted: list[str] = []
         at = 0
         while at < len(self._running) and budget:
             sequence = self._running[at]
             count = min(budget, sequence.known - sequence.computed)
             while not self._reserve(sequence, sequence.computed + count):
-                preempted += 1
                 alone = self._running[-1] is sequence
-                if not (alone and self._take_back(sequence)) and self._preempt() is sequence:
+                loser = self._take_back(sequence) if alone else None
+                loser = loser or self._preempt()
+                preempted.append(loser.request)
+                if loser is sequence:
                     break
             else:
                 pieces.append(Piece(sequence, sequence.computed, count))
                 budget -= count
                 at += 1
         admitted = self._admit(pieces, budget) if not preempted else ()
-        return Batch(tuple(pieces), admitted, preempted)
+        return Batch(tuple(pieces), admitted, tuple(preempted))
 
     def complete(self, batch: Batch) -> list[Sequence]:
         """The step has been computed; returns the requests that have written a token. Those that are done are gone."""
@@ -201,12 +216,12 @@ class Batcher:
                 wrote.append(sequence)
                 if sequence.done:
                     self._running.remove(sequence)
-                    self._release(sequence)
+                    self._end(sequence)
         return wrote
 
     def check_integrity(self) -> None:
         """Every block is free or held once, and whoever holds KV has the blocks for it."""
-        held = [*self._running, *self._aside.values(), *self._waiting]
+        held = [*self._running, *self._aside.values(), *self._waiting, *self._sending]
         if self._free + sum(sequence.blocks for sequence in held) != self.blocks:
             raise AssertionError(f"{self!r}, and {sum(sequence.blocks for sequence in held)} are held")
         for sequence in held:
@@ -220,7 +235,8 @@ class Batcher:
         while self._waiting and budget and len(self._running) < self._max_requests:
             sequence = self._waiting[0]
             count = min(budget, sequence.known - sequence.computed)
-            if not self._make_room(sequence, sequence.external or sequence.computed + count):
+            positions = sequence.external or sequence.computed + count
+            if not (self._fits(sequence) and self._reserve(sequence, positions)):
                 break
             if sequence.external:
                 self._aside[sequence.request] = self._waiting.popleft()
@@ -231,22 +247,21 @@ class Batcher:
             budget -= count
         return tuple(admitted)
 
-    def _make_room(self, sequence: Sequence, positions: int) -> bool:
-        """Have blocks for a waiting request, if need be those of others that wait. While somebody runs, their end is
-        waited for."""
-        while not self._reserve(sequence, positions):
-            if self._running or not self._take_back(sequence):
-                return False
-        return True
-
-    def _take_back(self, sequence: Sequence) -> bool:
-        """Have the last of the other waiting requests that has KV lose it. False: none has any."""
-        holder = next((each for each in reversed(self._waiting) if each.blocks and each is not sequence), None)
-        if holder is None:
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there are blocks for all that a waiting request knows; so says vLLM, although it takes them chunk by
+        chunk. What waits for KV computes nothing meanwhile and is not preempted: others must not miss its blocks."""
+        if self._missing(sequence) > self._free:
             return False
-        self._release(holder)
-        holder.computed = 0
-        return True
+        unread = (each for each in (*self._running, *self._aside.values()) if each.known - each.computed > 1)
+        return not sequence.external or self._blocks(sequence.external) <= self._free - sum(map(self._missing, unread))
+
+    def _take_back(self, sequence: Sequence) -> Sequence | None:
+        """Have the last of the other waiting requests that has KV lose it. None: none has any."""
+        holder = next((each for each in reversed(self._waiting) if each.blocks and each is not sequence), None)
+        if holder is not None:
+            self._release(holder)
+            holder.computed = 0
+        return holder
 
     def _preempt(self) -> Sequence:
         """Take the blocks of the youngest running request; it will compute everything again."""
@@ -258,13 +273,27 @@ class Batcher:
 
     def _reserve(self, sequence: Sequence, positions: int) -> bool:
         """Have blocks for so many positions; False, and nothing changed, when there are too few."""
-        more = -(-positions // self.block_size) - sequence.blocks
+        more = self._blocks(positions) - sequence.blocks
         if more > self._free:
             return False
         if more > 0:
             self._free -= more
             sequence.blocks += more
         return True
+
+    def _blocks(self, positions: int) -> int:
+        return -(-positions // self.block_size)
+
+    def _missing(self, sequence: Sequence) -> int:
+        """Blocks that it has not, of those for all it knows."""
+        return self._blocks(sequence.known) - sequence.blocks
+
+    def _end(self, sequence: Sequence) -> None:
+        """It is over; KV that is being sent stays, as with vLLM's delayed free."""
+        if sequence.sends and sequence.blocks:
+            self._sending.add(sequence)
+        else:
+            self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._free += sequence.blocks

@@ -19,7 +19,7 @@ from .batching import Sequence as Work
 from .tokens import Answer
 from .transfers import Chunk
 
-__all__ = ["EmulatedEngine", "EmulationError", "Expected", "KvEnded", "Ways", "modelled"]
+__all__ = ["EmulatedEngine", "EmulationError", "Expected", "KvEnded", "KvSent", "Ways", "modelled"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,13 @@ class KvEnded:
     """To the engine, by a thread of its transfers: no more KV will come for this request."""
 
     request: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvSent:
+    """To the engine, by a thread of its transfers: the KV of this prompt has been delivered, or will not be."""
+
+    work: Work
 
 
 class Expected(Protocol):
@@ -65,12 +72,16 @@ class Expected(Protocol):
 class Ways(Protocol):
     """The transfers of the engine; see `transfers.Transfers`."""
 
-    def send(self, outlets: Sequence[protocol.Outlet]) -> None:
-        """Open sending ends."""
+    def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
+        """Open sending ends; `on_end` is called once, when all of them have ended."""
         ...
 
     def compute(self, transfer: bytes, chunk: Chunk) -> None:
         """A step computes these positions of what is sent."""
+        ...
+
+    def withdraw(self, transfer: bytes) -> None:
+        """What has been computed of this prompt and not read is not there any more. It will be computed again."""
         ...
 
     def expect(self, inlets: Sequence[protocol.Inlet], tokens: int, on_end: Callable[[], None]) -> Expected:
@@ -95,7 +106,7 @@ class _Request:
     work: Work
     answer: Answer
     deadline: float
-    sends: bytes | None = None  # the transfer of its prompt's KV, until all of that has been computed
+    sends: bytes | None = None  # the transfer of its prompt's KV
     expected: Expected | None = None
     told_by: bytes | None = None  # the transfer whose sender is to tell the first token, while that is waited for
     here: int = 0  # positions of KV that have come by then
@@ -116,7 +127,7 @@ class EmulatedEngine:
         ways: Ways,
         *,
         tell: Callable[[protocol.Message], None],
-        wake: Callable[[KvEnded], None],
+        wake: Callable[[KvEnded | KvSent], None],
     ) -> None:
         assert config.emulation is not None
         self._emulation = emulation = config.emulation
@@ -174,7 +185,7 @@ class EmulatedEngine:
             memory_gbps=gpu.memory_gbps * self._tp,
         )
 
-    def take(self, message: protocol.ToEngine | KvEnded, now: float) -> None:
+    def take(self, message: protocol.ToEngine | KvEnded | KvSent, now: float) -> None:
         """A message, between two steps. `Stop` is for the loop."""
         match message:
             case protocol.Submit(request=request):
@@ -190,6 +201,8 @@ class EmulatedEngine:
                 self._drop(request, "the request was cancelled")
             case KvEnded(request=request):
                 self._on_kv(request)
+            case KvSent(work=work):
+                self._batcher.sent(work)
             case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._wait_no_longer(message.transfer)
@@ -210,6 +223,9 @@ class EmulatedEngine:
             if live.expected is not None:
                 live.expected.start()
                 self._patience.begin(request, 0, live.work.external, now)
+        for request in batch.preempted:
+            if (transfer := self._live[request].sends) is not None:
+                self._ways.withdraw(transfer)
         if not batch.pieces:
             self._ends = self._ended = None
             return None
@@ -238,13 +254,13 @@ class EmulatedEngine:
             if work.done:
                 del self._live[work.request]
         sample = batch.sample(max(0.0, now - began))
-        self._tally.add(sample, batch.preempted)
+        self._tally.add(sample, len(batch.preempted))
         self._patience.on_prefill(sample.prefill_tokens, sample.seconds)
         self._publish(outputs, now)
 
     def look(self, now: float) -> None:
         """Now and then: give up what is late, requests beyond their deadline and KV that would be computed sooner."""
-        if now < self._looked_at + LOOK_INTERVAL_S:
+        if now < self._looked_at + LOOK_INTERVAL_S and not self.idle:
             return
         self._looked_at = now
         late = [request for request, live in self._live.items() if now > live.deadline]
@@ -283,8 +299,9 @@ class EmulatedEngine:
         answer = Answer(submit.prompt, self._emulation.vocabulary, seed)
         live = _Request(Work(submit.request, prompt, wanted), answer, now + submit.deadline_s)
         if submit.send:
-            live.sends = submit.send[0].ticket.transfer
-            self._ways.send(submit.send)
+            sent = KvSent(live.work)
+            live.sends, live.work.sends = submit.send[0].ticket.transfer, True
+            self._ways.send(submit.send, lambda: self._wake(sent))
         if submit.receive:
             ended = KvEnded(submit.request)
             try:
@@ -302,11 +319,9 @@ class EmulatedEngine:
         """Positions of prompts that others wait for are being computed."""
         for work, first, count in batch.pieces:
             live = self._live[work.request]
-            if live.sends is not None:
-                final = first + count == work.prompt
-                self._ways.compute(live.sends, Chunk(first, first + count, began, ends, final))
-                if final:
-                    live.sends = None
+            if live.sends is not None and first < work.prompt:
+                last = min(first + count, work.prompt)  # after a preemption, tokens of the answer are computed again
+                self._ways.compute(live.sends, Chunk(first, last, began, ends, last == work.prompt))
 
     def _on_kv(self, request: str) -> None:
         live = self._live.get(request)
@@ -345,13 +360,13 @@ class EmulatedEngine:
                 return
 
     def _drop(self, request: str, reason: str) -> None:
-        """Forget a request, and end what is under way for it; what has been computed may still be sent."""
+        """Forget a request, and end what is under way for it; the KV of a whole prompt may still be sent."""
         live = self._live.pop(request, None)
         if live is None:
             return
         self._batcher.remove(request)
         self._patience.end(request)
-        if live.sends is not None:
+        if live.sends is not None and live.work.computed < live.work.prompt:
             self._ways.abort(live.sends, reason)
         if live.expected is not None:
             live.expected.abort(reason)

@@ -14,7 +14,7 @@ from typing import Final
 from .. import protocol
 from ..logfile import redirect_output
 from ..mailbox import Outbox, listen
-from .engine import EmulatedEngine, EmulationError, KvEnded
+from .engine import EmulatedEngine, EmulationError, KvEnded, KvSent
 from .transfers import Transfers
 
 __all__ = ["run_emulated_engine"]
@@ -24,7 +24,7 @@ AWAIT_S: Final = 0.05  # how often one looks at what is late while only KV is aw
 SWITCH_S: Final = 0.0005
 """For so long a thread that moves KV may keep a step waiting; ten times less than by default."""
 
-Letter = tuple[float, protocol.ToEngine | KvEnded]
+Letter = tuple[float, protocol.ToEngine | KvEnded | KvSent]
 """When it came, and what."""
 
 Inbox = queue.SimpleQueue[Letter]
@@ -42,7 +42,7 @@ def run_emulated_engine(config: protocol.EngineConfig, messages: socket.socket, 
     outbox = Outbox(messages)
     inbox: Inbox = queue.SimpleQueue()
 
-    def take(message: protocol.ToEngine | KvEnded) -> None:
+    def take(message: protocol.ToEngine | KvEnded | KvSent) -> None:
         inbox.put((time.monotonic(), message))
 
     listen(messages, take)
@@ -70,8 +70,8 @@ def _loop(engine: EmulatedEngine, inbox: Inbox) -> None:
     """Serve until `Stop`."""
     computing = True
     while True:
-        wait_s = 0.0 if computing else AWAIT_S
-        while (letter := _next(inbox, None if engine.idle else wait_s)) is not None:
+        wait_s = 0.0 if computing else None if engine.idle else AWAIT_S
+        while (letter := _next(inbox, wait_s)) is not None:
             came_at, message = letter
             if isinstance(message, protocol.Stop):
                 return

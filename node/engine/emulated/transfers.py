@@ -2,6 +2,10 @@
 
 Only their content is made up. A layer leaves when the step that computes it would have computed it; the codecs cost no
 time, as on a GPU that is busy with other things.
+
+KV stays with its engine until it can leave: nothing is queued for a receiver that has no place for it yet, and links
+hold so many bytes, which the next frame waits for. A transfer ends by delivery, abort, deadline or loss, and never for
+want of memory.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, final
 
 from ....kernels.format import KEY_SPAN_TOKENS, Codec, WireDtype, payload_bytes
 from ....kvtransport.assembly import Assembly
 from ....kvtransport.channel import parse_link_hello
 from ....kvtransport.endpoint import Endpoint
-from ....kvtransport.errors import FiguresError, ProtocolError, TransferError, TransferTimeout
+from ....kvtransport.errors import FiguresError, ProtocolError, TransferError
 from ....kvtransport.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ....kvtransport.lanes import EndState, LinkSettings
 from ....kvtransport.receive_link import Incoming as ReceivingEnd
@@ -35,7 +40,6 @@ from ..reports import REPORT_INTERVAL_S, Sent, link_report, not_opened, sent_rep
 __all__ = ["Arrivals", "Chunk", "Transfers"]
 
 DTYPE: Final = WireDtype.BF16
-CREDIT_WAIT_S: Final = 0.25  # for the receiver to say what it has already
 _CONTENT: Final = memoryview(bytes(MAX_PAYLOAD_BYTES))
 
 Report = Callable[[TransferReport | LinkReport], None]
@@ -53,25 +57,57 @@ class Chunk(NamedTuple):
 
 
 @final
+class Countdown:
+    """Calls `done`, by whichever thread is the last, when so many things have ended."""
+
+    def __init__(self, things: int, done: Callable[[], None]) -> None:
+        self._left = things
+        self._done = done
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Countdown {self._left}>"
+
+    def one(self) -> None:
+        """One of them has."""
+        with self._lock:
+            self._left -= 1
+            over = not self._left
+        if over:
+            self._done()
+
+
+@final
 class Sender:
     """What goes to one worker of another engine. Exactly one report is made, whatever happens."""
 
-    def __init__(self, outlet: Outlet, link: SendLink, shape: tuple[int, int], report: Report) -> None:
+    def __init__(
+        self, outlet: Outlet, link: SendLink, shape: tuple[int, int], report: Callable[[TransferReport], None]
+    ) -> None:
         """`shape`: layers of the model, channels of a head."""
         self.outlet = outlet
         self.link = link
         self._layers, self._head_dim = shape
         self._report = report
-        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[tuple[int, Chunk] | None] = queue.SimpleQueue()
+        self._withdrawn = 0  # so many times; chunks of an earlier time are not there any more
+        self._read = dict.fromkeys(outlet.slice.layers, 0)  # positions of each layer that have left the cache
         self._over = threading.Event()
         self._sent = Sent(0, 0, 0)
+        self._first_at = 0.0  # when the first frame could leave
+        self._waits_since: float | None = None  # for the receiver to have a place
+        self._waited_s = 0.0
         self._end = link.open(outlet.ticket, self._on_end)
         name = f"kv-send-{outlet.ticket.transfer.hex()[:8]}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def compute(self, chunk: Chunk) -> None:
         """These positions are being computed."""
-        self._chunks.put(chunk)
+        self._chunks.put((self._withdrawn, chunk))
+
+    def withdraw(self) -> None:
+        """What has been computed and not read is lost, and will be computed again."""
+        self._withdrawn += 1
 
     def abort(self, reason: str) -> None:
         """Give the transfer up; the receiver is told if it can be."""
@@ -79,8 +115,10 @@ class Sender:
         self._stop()
 
     def progress(self) -> SendProgress:
-        """How far it is."""
-        return self._end.progress()
+        """How far it is. Nothing is queued before the receiver has a place, so the link does not see that wait."""
+        progress, since = self._end.progress(), self._waits_since
+        waits_s = 0.0 if since is None else time.monotonic() - since
+        return replace(progress, blocked_s=progress.blocked_s + self._waited_s + waits_s)
 
     def _on_end(self, end: SendingEnd, state: EndState) -> None:
         if state.name == "failed":
@@ -92,15 +130,10 @@ class Sender:
 
     def _run(self) -> None:
         deadline_s = self.outlet.ticket.deadline_s
-        first_at = done_at = 0.0
+        done_at = 0.0
         reason = "a bug in the sending engine; its log has the details"  # unless one of the ends below is reached
         try:
-            with contextlib.suppress(TransferTimeout):
-                self._end.wait_for_credit(CREDIT_WAIT_S)
-            for frame, ready_at, done_at in self._frames():  # noqa: B007 (the last one counts)
-                if self._over.wait(max(0.0, ready_at - time.monotonic())):
-                    break
-                first_at = first_at or time.monotonic()
+            for frame, done_at in self._frames():  # noqa: B007 (the last one counts)
                 self._end.send(frame, timeout=deadline_s)
                 self._note(frame)
             state = self._end.wait(deadline_s)
@@ -111,7 +144,9 @@ class Sender:
             if reason:
                 self._end.abort(reason)  # no matter to one that has ended
             now = time.monotonic()
-            times = TransferTimes(first_frame_at=first_at or now, prefill_done_at=done_at or now, acknowledged_at=now)
+            times = TransferTimes(
+                first_frame_at=self._first_at or now, prefill_done_at=done_at or now, acknowledged_at=now
+            )
             ticket, progress = self.outlet.ticket, self.progress()
             self._report(sent_report(ticket, self._sent, times, progress, mode=self._mode, reason=reason))
 
@@ -120,21 +155,34 @@ class Sender:
         """In one piece only where that is asked for: a hand-over of a layer costs a modelled GPU nothing."""
         return "serialised" if self.outlet.pacing == "serialised" else "layerwise"
 
-    def _frames(self) -> Iterator[tuple[KVFrame, float, float]]:
-        """All frames, each with the moments when it may leave and when its chunk has been computed."""
-        serialised, begun = self._mode == "serialised", 0
-        while (chunk := self._chunks.get()) is not None:
+    def _frames(self) -> Iterator[tuple[KVFrame, float]]:
+        """All frames, each when it may leave, with the moment when its chunk has been computed."""
+        serialised = self._mode == "serialised"
+        while (item := self._chunks.get()) is not None:
+            turn, chunk = item
             step = (chunk.ends - chunk.began) / self._layers
-            if not serialised or chunk.final:
-                first = max(self._end.first, begun if serialised else chunk.first)
+            if turn == self._withdrawn and (not serialised or chunk.final):
                 for layer in self.outlet.slice.layers:
                     ready_at = chunk.ends if serialised else chunk.began + (layer + 1) * step
-                    for frame in self._layer(layer, first, chunk.last):
-                        yield frame, ready_at, chunk.ends
-            if chunk.final:
+                    if self._over.wait(max(0.0, ready_at - time.monotonic())):
+                        return
+                    self._wait_for_place()
+                    for frame in self._layer(layer, max(self._end.first, self._read[layer]), chunk.last):
+                        if turn != self._withdrawn:
+                            break
+                        self._read[layer] = frame.end
+                        yield frame, chunk.ends
+            if chunk.final and turn == self._withdrawn:
                 self._over.wait(max(0.0, chunk.ends - time.monotonic()))
                 self._end.finish(chunk.last)
                 return
+
+    def _wait_for_place(self) -> None:
+        """Until the receiver has one, and has said what it has already. Raises TransferError once it will not."""
+        began = self._waits_since = time.monotonic()
+        self._first_at = self._first_at or began
+        self._end.wait_for_credit(self.outlet.ticket.deadline_s)
+        self._waits_since, self._waited_s = None, self._waited_s + time.monotonic() - began
 
     def _layer(self, layer: int, first: int, last: int) -> Iterator[KVFrame]:
         part, codec = self.outlet.slice, Codec(self.outlet.ticket.codec)
@@ -249,6 +297,7 @@ class Arrivals:
 class Transfers:
     """All transfers of an emulated engine, and the links that they take; one process is all its workers.
 
+    `limit_bytes`: what all links together hold that is not delivered; a transfer that arrives holds no more either.
     `report` is called by threads: with the end of everything that is sent, once for each link of a transfer, and
     several times a second with how each link gets on that has one.
     """
@@ -297,26 +346,26 @@ class Transfers:
         if arrivals is not None:
             arrivals.abort(reason)
 
-    def send(self, outlets: Sequence[Outlet]) -> None:
-        """Open the sending ends of a prompt's KV. One that cannot be opened is reported as one that has failed."""
+    def send(self, outlets: Sequence[Outlet], on_end: Callable[[], None]) -> None:
+        """Open the sending ends of a prompt's KV; `on_end` is called once, by some thread, when all have ended. One
+        that cannot be opened is reported as one that has failed."""
+        ended = Countdown(len(outlets), on_end)
         for outlet in outlets:
-            key = outlet.ticket.transfer, outlet.ticket.link
             try:
-                link = self._endpoint.link(outlet.link.link)
-                if isinstance(link, SendLink) and link.ended is None:
-                    link.set_paths(outlet.paths)
-                else:
-                    link = self._endpoint.sending(outlet.link, outlet.paths)
-                with self._lock:  # its thread may be done, and want to say so, before this one is
-                    self._senders[key] = Sender(outlet, link, self._shape, self._sent)
-                    self._sending.set()
+                self._open(outlet, ended)
             except TransferError as error:
                 self._report(not_opened(outlet, str(error)))
+                ended.one()
 
     def compute(self, transfer: bytes, chunk: Chunk) -> None:
         """A step has begun that computes these positions of what is sent."""
         for sender in self._of(transfer):
             sender.compute(chunk)
+
+    def withdraw(self, transfer: bytes) -> None:
+        """What has been computed of this prompt and not read is not there any more. It will be computed again."""
+        for sender in self._of(transfer):
+            sender.withdraw()
 
     def expect(self, inlets: Sequence[Inlet], tokens: int, on_end: Callable[[], None]) -> Arrivals:
         """Open the receiving ends for the first `tokens` positions of a prompt. Raises TransferError."""
@@ -340,13 +389,24 @@ class Transfers:
         with self._lock:
             return [sender for (found, _), sender in self._senders.items() if found == transfer]
 
-    def _sent(self, report: TransferReport | LinkReport) -> None:
-        if isinstance(report, TransferReport):
+    def _open(self, outlet: Outlet, ended: Countdown) -> None:
+        link = self._endpoint.link(outlet.link.link)
+        if isinstance(link, SendLink) and link.ended is None:
+            link.set_paths(outlet.paths)
+        else:
+            link = self._endpoint.sending(outlet.link, outlet.paths)
+
+        def report(sent: TransferReport) -> None:
             with self._lock:
-                self._senders.pop((report.transfer, report.link), None)
+                self._senders.pop((sent.transfer, sent.link), None)
                 if not self._senders:
                     self._sending.clear()
-        self._report(report)
+            self._report(sent)
+            ended.one()
+
+        with self._lock:  # its thread may be done, and want to say so, before this one is
+            self._senders[outlet.ticket.transfer, outlet.ticket.link] = Sender(outlet, link, self._shape, report)
+            self._sending.set()
 
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""

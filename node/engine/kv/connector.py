@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ....kvtransport.reslice import Rank as ShardRank
 from ....kvtransport.reslice import ShardLayout
-from ..hub import TransferHub
+from ..hub import TransferHub, transfer_memory
 from ..layout import CacheForm, kv_heads
 from ..protocol import Rank
 from .scheduler_side import SchedulerSide
@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from ..device import Device
+    from ..layout import Shard
+    from ..outgoing import ReadKv
+
 _SETTINGS: Final = "p2pserve"
 _SERVED: Final = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 
@@ -59,8 +63,8 @@ class UnsupportedModelError(ValueError):
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every instance is told. `switchboard`: the name of this box's (see `switchboard`); `buffer_bytes`: KV that
-    one worker may hold for its transfers, in each direction."""
+    """What every instance is told. `switchboard`: the name of this box's (see `switchboard`); `buffer_bytes`: host
+    memory that one worker has for its transfers, in each direction."""
 
     switchboard: str
     buffer_bytes: int
@@ -108,15 +112,16 @@ class P2PConnector(KVConnectorBase_V1):
         assert self._scheduler_side is not None, "this instance is a worker's"
         return self._scheduler_side
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Layers are copied before they are sent, so blocks may be freed at any time."""
-        return False
+    def has_pending_push_work(self) -> bool:
+        """Steps go on until the last KV has been delivered, or given up."""
+        return self.scheduler_side.has_held_blocks
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A fully captured graph would replay without the layer hooks, and no KV would ever leave."""
-        return True
+        """No: `choose` has batches with prompts run piece by piece, with the hooks between layers, and a step that is
+        replayed as one graph still begins (`bind_connector_metadata`) and ends (`wait_for_save`). To say yes would
+        take whole graphs away from batches that only decode."""
+        return False
 
     def on_new_request(self, request: Request) -> None:
         """See `SchedulerSide`."""
@@ -136,6 +141,7 @@ class P2PConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What all workers together have said after a step. vLLM calls this before it looks at the loads itself."""
+        self.scheduler_side.sends_finished(connector_output.finished_sending or ())
         progress = connector_output.kv_connector_worker_meta
         assert progress is None or isinstance(progress, LoadProgress)
         connector_output.finished_recving = self.scheduler_side.update_progress(
@@ -146,9 +152,8 @@ class P2PConnector(KVConnectorBase_V1):
         )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `SchedulerSide`. Its blocks may be freed."""
-        self.scheduler_side.request_finished(request)
-        return False, None
+        """See `SchedulerSide`."""
+        return self.scheduler_side.request_finished(request), None
 
     # ---- worker's side ----------------------------------------------------------------------------------
 
@@ -163,8 +168,10 @@ class P2PConnector(KVConnectorBase_V1):
         self.worker_side.register(self._layers, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before each step, and before anything of the cache is overwritten: what the last one has left to do."""
-        self.worker_side.hand_over_rest()
+        """Before each step, and before anything of the cache is overwritten."""
+        assert isinstance(kv_connector_metadata, StepWork)
+        self.worker_side.withdraw(kv_connector_metadata)
+        self.worker_side.announce_rest()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
@@ -177,8 +184,8 @@ class P2PConnector(KVConnectorBase_V1):
             self.worker_side.save_layer(self._work(), layer_name)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over, and nothing to wait for: blocks that are still to be read stay as they are until
-        `handle_preemptions`."""
+        """The forward pass is over, and nothing to wait for: blocks that are still to be read are held, or stay as
+        they are until `handle_preemptions`."""
         if self.has_connector_metadata():
             self.worker_side.end(self._work())
 
@@ -191,9 +198,10 @@ class P2PConnector(KVConnectorBase_V1):
         """Loads are asynchronous: a forward pass never waits for the network."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that ended since the last step."""
-        finished, failed = self.worker_side.take_finished()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        """Loads that ended since the last step, and requests whose KV need not be held any longer."""
+        loaded, failed = self.worker_side.take_loaded()
+        sent = self.worker_side.take_sent(finished_req_ids)
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed loads that hold nothing useful."""
@@ -248,11 +256,10 @@ def _worker_side(vllm_config: VllmConfig, block_size: int) -> WorkerSide:
     rank = Rank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
     model = vllm_config.model_config
     one_stage = ShardLayout.uniform(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads(model))
-    return WorkerSide(
-        rank,
-        one_stage.heads_of(ShardRank(0, rank.tp)),
-        CacheForm(block_size=block_size, dtype=cast("torch.dtype", model.dtype)),
-        lambda shard: WorkerLine(
-            settings.switchboard, lambda tell, tell_news: TransferHub(shard, settings.buffer_bytes, tell, tell_news)
-        ),
-    )
+    form = CacheForm(block_size=block_size, dtype=cast("torch.dtype", model.dtype))
+
+    def connect(shard: Shard, device: Device, read: ReadKv) -> WorkerLine:
+        memory = transfer_memory(settings.buffer_bytes, device.kind)
+        return WorkerLine(settings.switchboard, lambda *tell: TransferHub(shard, device, read, memory, *tell))
+
+    return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), form, connect)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
+from ....coordinator.profile import StepSample
 from ..patience import Patience
 from ..protocol import AbortTransfer, CloseLink, SetPaths
 from .first_token import go_on_from
-from .step_work import PARAMS_KEY, LoadProgress, LoadWork, Opening, SendWork, StepWork
+from .step_work import PARAMS_KEY, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NULL_BLOCK = 0  # stands where a sliding window has left a block behind
+GIVE_WAY_S, GIVE_WAY_APART_S = 3.0, 1.0  # KV has waited so long for blocks; how often one prompt makes room for it
 LOOK_INTERVAL_S = 0.05  # how often the workers are asked how much has come
 
 
@@ -24,7 +26,8 @@ LOOK_INTERVAL_S = 0.05  # how often the workers are asked how much has come
 class _Send:
     transfer: bytes
     tokens: int
-    sent: int = 0
+    announced: int = 0  # positions that the workers may read
+    begun: bool = False  # they have been told of the request, and will say when they read it no more
 
 
 @dataclass(slots=True)
@@ -32,6 +35,7 @@ class _Receive:
     request: Request
     transfer: bytes
     tokens: int
+    since: float  # when the request came
     told_first: bool  # the first token is still to be told; without it, KV that is all there is not told to vLLM
     asked: bool = False  # blocks were allocated once; after a preemption there is nothing left to wait for
     blocks: set[int] = field(default_factory=set)
@@ -47,13 +51,15 @@ class SchedulerSide:
         self._clock = clock
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
+        self._held: dict[str, bytes] = {}  # requests that are over and hold their blocks, with their transfers
+        self._gave_way_at = 0.0
         self._next = StepWork()
         self._patience = Patience()
         self._looked_at = -LOOK_INTERVAL_S
-        self._prefill_tokens = 0
 
     def __repr__(self) -> str:
-        return f"<SchedulerSide sends={len(self._sends)} receives={len(self._receives)} {self._patience}>"
+        requests = f"sends={len(self._sends)} held={len(self._held)} receives={len(self._receives)}"
+        return f"<SchedulerSide {requests} {self._patience}>"
 
     # ---- for the engine's loop --------------------------------------------------------------------------
 
@@ -76,10 +82,9 @@ class SchedulerSide:
         here, receive.here = receive.here, False
         return receive.request.request_id if here else None
 
-    def stepped(self, seconds: float) -> None:
-        """The step that was built last has taken so long."""
-        self._patience.on_prefill(self._prefill_tokens, seconds)
-        self._prefill_tokens = 0
+    def on_step(self, step: StepSample) -> None:
+        """A step has ended."""
+        self._patience.on_prefill(step.prefill_tokens, step.seconds)
 
     # ---- for vLLM's scheduler ---------------------------------------------------------------------------
 
@@ -91,7 +96,9 @@ class SchedulerSide:
         if opening.send:
             self._sends[request.request_id] = _Send(opening.transfer, opening.tokens)
         else:
-            self._receives[request.request_id] = _Receive(request, opening.transfer, opening.tokens, opening.told_first)
+            self._receives[request.request_id] = _Receive(
+                request, opening.transfer, opening.tokens, self._clock(), opening.told_first
+            )
         self._next.orders.append(opening)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -126,18 +133,32 @@ class SchedulerSide:
         )
         self._patience.begin(request.request_id, first, receive.tokens, self._clock())
 
+    @property
+    def has_held_blocks(self) -> bool:
+        """Whether requests are over whose KV has not been delivered: steps must go on, so that their end is heard."""
+        return bool(self._held)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepWork:
         """Collect this step's work."""
         work, self._next = self._next, StepWork()
+        work.computing = scheduler_output.total_num_scheduled_tokens > 0
         self._look(work)
-        scheduled = scheduler_output.num_scheduled_tokens
-        self._prefill_tokens = sum(tokens for tokens in scheduled.values() if tokens > 1)
+        self._give_way(work)
         if self._sends:
+            self._withdraw_sends(work, scheduler_output.preempted_req_ids or ())
             self._add_sends(work, scheduler_output)
         return work
 
     def _receiving(self, transfer: bytes) -> _Receive | None:
         return next((receive for receive in self._receives.values() if receive.transfer == transfer), None)
+
+    def _withdraw_sends(self, work: StepWork, preempted: Iterable[str]) -> None:
+        """Requests that have lost their blocks will compute their prompts again, in others."""
+        for request in preempted:
+            send = self._sends.get(request)
+            if send is not None and send.begun:
+                send.announced = 0
+                work.withdrawn.append(send.transfer)
 
     def _add_sends(self, work: StepWork, scheduler_output: SchedulerOutput) -> None:
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -150,10 +171,11 @@ class SchedulerSide:
                 continue
             last = min(computed[request] + scheduled, send.tokens)
             table = state.get_block_ids(request)
-            if last <= send.sent or table is None:
+            if last <= send.announced or table is None:
                 continue
-            work.sends.append(SendWork(send.transfer, list(table[0]), send.sent, last, final=last == send.tokens))
-            send.sent = last
+            final = last == send.tokens
+            work.sends.append(SendWork(request, send.transfer, list(table[0]), scheduled, last, final=final))
+            send.announced, send.begun = last, True
 
     def _look(self, work: StepWork) -> None:
         """Now and then: ask how much has come, and give up what comes too late."""
@@ -164,6 +186,18 @@ class SchedulerSide:
         work.report_progress = True
         for request, reason in self._patience.give_up(now).items():
             work.orders.append(AbortTransfer(transfer=self._receives[request].transfer, reason=reason))
+
+    def _give_way(self, work: StepWork) -> None:
+        """Two engines whose prompts each wait for a place at the other would wait until their deadlines: the oldest of
+        those that hold blocks here makes room, a second apart."""
+        now = self._clock()
+        if not self._held or now < self._gave_way_at + GIVE_WAY_APART_S:
+            return
+        if any(not receive.asked and now > receive.since + GIVE_WAY_S for receive in self._receives.values()):
+            self._gave_way_at = now
+            request = next(iter(self._held))
+            self._held[request] = self._held.pop(request)  # another one next time: this may be under way
+            work.orders.append(GiveWay(transfer=self._held[request]))
 
     def update_progress(
         self, progress: LoadProgress | None, finished: set[str], failed: set[str], invalid: set[int]
@@ -186,12 +220,21 @@ class SchedulerSide:
                 told.add(request)
         return told
 
-    def request_finished(self, request: Request) -> None:
-        """The request is over, for whatever reason. Nothing needs its blocks any more."""
+    def sends_finished(self, requests: Iterable[str]) -> None:
+        """No worker reads the blocks of these requests any more."""
+        for request in requests:
+            self._held.pop(request, None)
+
+    def request_finished(self, request: Request) -> bool:
+        """The request is over, for whatever reason. Returns whether its blocks are held until `sends_finished`, as its
+        KV is still to be delivered; nothing else needs them."""
         send = self._sends.pop(request.request_id, None)
-        if send is not None and send.sent < send.tokens:
+        if send is not None and send.announced < send.tokens:
             self._next.cancelled.append(send.transfer)
+        if send is not None and send.begun:
+            self._held[request.request_id] = send.transfer
         receive = self._receives.pop(request.request_id, None)
         if receive is not None:
             self._next.cancelled.append(receive.transfer)
             self._patience.end(request.request_id)
+        return request.request_id in self._held

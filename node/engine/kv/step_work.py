@@ -29,7 +29,14 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     receive: tuple[Inlet, ...] = ()
 
 
-Order = Opening | AbortTransfer | SetPaths | CloseLink
+class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that waits for a place elsewhere is in the way of KV that waits for one here: give its transfer up, if
+    the receiver has no place for it yet."""
+
+    transfer: bytes
+
+
+Order = Opening | GiveWay | AbortTransfer | SetPaths | CloseLink
 
 
 def transfer_params(opening: Opening) -> dict[str, Any]:
@@ -39,11 +46,13 @@ def transfer_params(opening: Opening) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SendWork:
-    """Positions `[first, last)` that this step completes; `final` when what is to be sent ends with them."""
+    """With this step, which computes `computed` positions of it, a prompt is complete up to `last`, in these blocks;
+    `final` when that is all that is to be sent."""
 
+    request: str
     transfer: bytes
     block_ids: list[int]
-    first: int
+    computed: int
     last: int
     final: bool
 
@@ -64,16 +73,19 @@ class LoadWork:
 @dataclass
 class StepWork(KVConnectorMetadata):
     """What the scheduler's instance tells the workers' with a step. `orders` are carried out first, as they come;
-    `cancelled` names transfers that nobody wants any more, after the loads that this step begins; `present`, those of
-    which all is here already. `report_progress`: say how far all loads are (`LoadProgress`), so that the answers of all
-    workers are of the same step.
+    `withdrawn` names transfers whose prompt has lost its blocks, which this step may overwrite; `cancelled`, those that
+    nobody wants any more, after the loads that this step begins; `present`, those of which all is here already.
+    `computing`: a model runs in this step, and what is written beside it holds it up. `report_progress`: say how far
+    all loads are (`LoadProgress`), so that the answers of all workers are of the same step.
     """
 
     orders: list[Order] = field(default_factory=list)
     sends: list[SendWork] = field(default_factory=list)
     loads: list[LoadWork] = field(default_factory=list)
+    withdrawn: list[bytes] = field(default_factory=list)
     cancelled: list[bytes] = field(default_factory=list)
     present: list[bytes] = field(default_factory=list)
+    computing: bool = False
     report_progress: bool = False
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ....kvtransport.errors import TransferError
-from ..device import Device, device_of
+from ..device import CpuDevice, Device, DeviceKind, Mark, device_of
 from ..incoming import LayerPiece
 from ..layout import CacheForm, LayerCache, LayoutError, Shard
-from ..outgoing import LayerCopy, Outgoing
+from ..outgoing import Computed, Outgoing, ReadKv
+from ..pacing import Pacing
 from ..protocol import Rank
-from .step_work import Arrived, LoadProgress, LoadWork, Opening, SendWork, StepWork
+from .step_work import Arrived, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
 from .switchboard import WorkerLine
 
 if TYPE_CHECKING:
@@ -25,7 +29,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ConnectLine = Callable[[Shard], WorkerLine]
+WRITE_S, IDLE_WRITE_S = 0.001, 0.02
+"""For how long a step may write what has arrived: beside a model that computes, and otherwise. At least one piece of
+each load is written, so that all get on."""
+
+ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A step that has read `tokens` of prompts whose KV leaves like this."""
+
+    pacings: list[Pacing]
+    tokens: int
+    began: Mark
+    ended: Mark
+    held_up_s: float
 
 
 @final
@@ -33,19 +52,33 @@ class WorkerSide:
     """Called by vLLM's worker, on the one thread that runs the model. `heads` are the KV heads that it holds, as
     numbered in the model; `form` is that of their caches; `connect` makes the way to the agent once they are there."""
 
-    def __init__(self, rank: Rank, heads: range, form: CacheForm, connect: ConnectLine) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        heads: range,
+        form: CacheForm,
+        connect: ConnectLine,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        make_device: Callable[[DeviceKind], Device] = device_of,
+    ) -> None:
         self._rank = rank
         self._heads = heads
         self._form = form
         self._connect = connect
+        self._clock = clock
+        self._make_device = make_device
         self._line: WorkerLine | None = None
-        self._device: Device = device_of("cpu")
+        self._device: Device = CpuDevice()
         self._told: set[bytes] = set()
         self._caches: list[LayerCache] = []  # as they are computed
         self._positions: dict[str, int] = {}
-        self._step_began = 0.0
+        self._step_began: Mark | None = None
         self._held_up_s = 0.0
-        self._rest: list[tuple[SendWork, list[Outgoing], float]] = []
+        self._prefills: deque[_Prefill] = deque()  # whose times are not known yet
+        self._rest: list[tuple[SendWork, Mark]] = []  # prompts that leave in one piece, when their tokens have
+        self._sends: dict[str, bytes] = {}  # request -> transfer, while the request is not over
+        self._held: dict[str, bytes] = {}  # the same, of requests that are over and hold their blocks
         self._active: dict[str, LoadWork] = {}
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -53,7 +86,7 @@ class WorkerSide:
         self._progress: LoadProgress | None = None
 
     def __repr__(self) -> str:
-        return f"<WorkerSide {self._rank} loads={len(self._active)} {self._line}>"
+        return f"<WorkerSide {self._rank} held={len(self._held)} loads={len(self._active)} {self._line}>"
 
     @property
     def hub(self) -> TransferHub:
@@ -79,17 +112,30 @@ class WorkerSide:
                     f"layer {cache.name} has {cache.heads} KV heads of {cache.head_dim} {cache.dtype} values here; "
                     f"expected are {len(self._heads)} of {first.head_dim} {first.dtype} in every layer"
                 )
-        self._device = device_of("cuda" if next(iter(caches.values())).is_cuda else "cpu")
-        self._line = self._connect(Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype))
+        self._device = self._make_device("cuda" if next(iter(caches.values())).is_cuda else "cpu")
+        shard = Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype)
+        self._line = self._connect(shard, self._device, self._read)
+
+    def _read(self, layer: int, block_ids: list[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By any thread: a copy of a layer's K and V."""
+        return self._cache_of(layer).read(block_ids, first, last)
+
+    def _cache_of(self, layer: int) -> LayerCache:
+        return self._caches[layer - self._caches[0].index]
 
     def begin(self, work: StepWork) -> None:
         """A step begins: nothing of it has been computed yet."""
-        self._step_began, self._held_up_s = time.monotonic(), 0.0
+        self._step_began, self._held_up_s = self._device.mark() if work.sends else None, 0.0
+        for send in work.sends:
+            self._sends[send.request] = send.transfer
         for order in work.orders:
-            if isinstance(order, Opening):
-                self._open(order)
-            else:
-                self.hub.carry_out(order)
+            match order:
+                case Opening():
+                    self._open(order)
+                case GiveWay(transfer=transfer):
+                    self.hub.give_way(transfer)
+                case _:
+                    self.hub.carry_out(order)
 
     def _open(self, opening: Opening) -> None:
         for outlet in opening.send:
@@ -110,85 +156,100 @@ class WorkerSide:
 
     # ---- sending --------------------------------------------------------------------------------------------
 
-    def save_layer(self, work: StepWork, name: str) -> None:
-        """A layer has been computed: queue what is due of it and those before it, as each transfer's pacing says;
-        encoding and sending happen elsewhere."""
-        position = self._positions[name]
-        for send in work.sends:
-            due: dict[int, list[Outgoing]] = {}
-            for outgoing in self.hub.outgoing(send.transfer):
-                for each in outgoing.pacing.due(position, len(self._caches)):
-                    if outgoing.wants(self._caches[each].index):
-                        due.setdefault(each, []).append(outgoing)
-            if due:
-                self._hand_over(send, due, send.first)
+    def withdraw(self, work: StepWork) -> None:
+        """Prompts that have lost their blocks: when this returns, nobody reads those any more."""
+        for transfer in work.withdrawn:
+            self._rest = [(send, mark) for send, mark in self._rest if send.transfer != transfer]
+            for outgoing in self.hub.outgoing(transfer):
+                outgoing.withdraw()
 
-    def end(self, work: StepWork) -> None:
-        """All of the step has been computed. Say which prompts are complete, remember what is to leave in one piece,
-        and note how long the step took."""
+    def save_layer(self, work: StepWork, name: str) -> None:
+        """A layer has been computed: announce what is due of it and those before it, as each transfer's pacing says.
+        Reading, encoding and sending happen elsewhere."""
         if not work.sends:
             return
-        computed_at = time.monotonic()
-        open_ends = {send.transfer: self.hub.outgoing(send.transfer) for send in work.sends}
+        begun = self._clock()
+        position = self._positions[name]
+        mark: Mark | None = None
         for send in work.sends:
-            if not send.final:
-                continue
-            serialised: list[Outgoing] = []
-            for outgoing in open_ends[send.transfer]:
-                if outgoing.pacing.layerwise:
-                    outgoing.prefill_done(send.last, computed_at)
-                else:
-                    serialised.append(outgoing)
-            if serialised:
-                self._rest.append((send, serialised, computed_at))
-        pacings = [outgoing.pacing for ends in open_ends.values() for outgoing in ends]
-        tokens = sum(send.last - send.first for send in work.sends)
-        self.hub.pacer.computed(pacings, tokens, max(0.0, computed_at - self._step_began - self._held_up_s))
+            for outgoing in self.hub.outgoing(send.transfer):
+                due = outgoing.pacing.due(position, len(self._caches))
+                if due:
+                    mark = self._device.mark() if mark is None else mark
+                    outgoing.announce_layers(self._layers(due), Computed(send.block_ids, send.last, mark))
+        self._held_up_s += self._clock() - begun
 
-    def hand_over_rest(self) -> None:
-        """What leaves in one piece, once the tokens of its step have: nobody waits for it as the client does for them.
-        Until then its blocks are those of its request, or free and not written to."""
-        rest, self._rest = self._rest, []
-        for send, outgoings, computed_at in rest:
-            due = {
-                position: takers
-                for position, cache in enumerate(self._caches)
-                if (takers := [outgoing for outgoing in outgoings if outgoing.wants(cache.index)])
-            }
-            if due:
-                self._hand_over(send, due, 0)
-            for outgoing in outgoings:
-                outgoing.prefill_done(send.last, computed_at)
-
-    def _hand_over(self, send: SendWork, due: dict[int, list[Outgoing]], start: int) -> None:
-        """Queue copies of these layers' positions from `start` on, without those that no receiver wants."""
-        begun = time.monotonic()
-        takers = {outgoing for each in due.values() for outgoing in each}
-        first = max(start, min(outgoing.first for outgoing in takers))
-        if first >= send.last:
+    def end(self, work: StepWork) -> None:
+        """All of the step has been computed, or is queued on the device. Announce what no hook has (graphs that are
+        captured as a whole have none), say which prompts are complete, remember which leave in one piece, and how long
+        the step took."""
+        self._learn()
+        if not work.sends:
             return
-        for position, outgoings in due.items():
-            cache = self._caches[position]
-            values = self._device.to_host(*cache.read(send.block_ids, first, send.last))
-            for outgoing in outgoings:
-                outgoing.push(LayerCopy(cache.index, first, values))
-        held_up_s = time.monotonic() - begun
-        self._held_up_s += held_up_s
-        for codec in {outgoing.ticket.codec for outgoing in takers}:
-            self.hub.pacer.held_up(codec, send.last - first, len(due), held_up_s)
+        mark = self._device.mark()
+        pacings: list[Pacing] = []
+        for send in work.sends:
+            ends = self.hub.outgoing(send.transfer)
+            pacings += [outgoing.pacing for outgoing in ends]
+            layerwise = [outgoing for outgoing in ends if outgoing.pacing.layerwise]
+            self._announce_all(send, layerwise, mark)
+            if send.final and len(layerwise) < len(ends):
+                self._rest.append((send, mark))
+        assert self._step_began is not None
+        tokens = sum(send.computed for send in work.sends)
+        self._prefills.append(_Prefill(pacings, tokens, self._step_began, mark, self._held_up_s))
+
+    def announce_rest(self) -> None:
+        """What leaves in one piece, once the tokens of its step have: nobody waits for it as the client does for
+        them."""
+        rest, self._rest = self._rest, []
+        for send, mark in rest:
+            ends = self.hub.outgoing(send.transfer)
+            self._announce_all(send, [outgoing for outgoing in ends if not outgoing.pacing.layerwise], mark)
+
+    def _announce_all(self, send: SendWork, ends: list[Outgoing], mark: Mark) -> None:
+        computed = Computed(send.block_ids, send.last, mark)
+        for outgoing in ends:
+            outgoing.announce_layers(self._layers(range(len(self._caches))), computed)
+            if send.final:
+                outgoing.prefill_done(send.last, mark)
+
+    def _layers(self, positions: range) -> range:
+        first = self._caches[0].index
+        return range(first + positions.start, first + positions.stop)
+
+    def _learn(self) -> None:
+        """Tell the pacer of steps that the device is done with."""
+        while self._prefills and self._prefills[0].ended.reached:
+            step = self._prefills.popleft()
+            seconds = max(0.0, step.ended.seconds_since(step.began) - step.held_up_s)
+            self.hub.pacer.computed(step.pacings, step.tokens, seconds)
+
+    def take_sent(self, finished: set[str]) -> set[str]:
+        """Requests whose blocks need not be held any longer, each once. `finished`: those that are over since the last
+        step."""
+        for request in finished:
+            transfer = self._sends.pop(request, None)
+            if transfer is not None:
+                self._held[request] = transfer
+        sent = {request for request, transfer in self._held.items() if not self.hub.outgoing(transfer)}
+        for request in sent:
+            del self._held[request]
+        return sent
 
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, work: StepWork) -> None:
-        """Write what has arrived into the paged cache, while no model runs."""
+        """Write what has arrived into the paged cache, between two forward passes, for a short while."""
         for transfer in work.present:
             self.hub.decline(transfer)
         for transfer in work.cancelled:
             self.hub.abort(transfer, "no longer needed")
         for load in work.loads:
             self._active[load.request] = load
+        until = self._clock() + (WRITE_S if work.computing else IDLE_WRITE_S)
         for load in tuple(self._active.values()):
-            self._advance(load)
+            self._advance(load, until)
         for transfer in work.cancelled:
             self.hub.close_incoming(transfer)
         if work.report_progress:
@@ -200,35 +261,41 @@ class WorkerSide:
                 }
             )
 
-    def _advance(self, load: LoadWork) -> None:
+    def _advance(self, load: LoadWork, until: float) -> None:
         incoming = self.hub.incoming(load.transfer)
         if incoming is None:
             self._fail(load, load.first)
             return
-        incoming.start(load.first)
+        self.hub.start(incoming, load.first, partial(self._find_slots, load.block_ids))
         # The outcome first: pieces that arrive between the two calls then belong to the next step.
-        outcome = incoming.outcome(time.monotonic())
-        for piece in incoming.take():
-            self._write(load, piece)
-        if outcome is None:
-            return
-        if outcome:
+        outcome = incoming.outcome(self._clock())
+        while (piece := incoming.take()) is not None:
+            self._write(piece)
+            if self._clock() >= until:
+                break
+        if incoming.has_pieces:
+            self._tell_news()  # the rest in the next step, which is not to wait for anything
+        elif outcome:
             self._fail(load, load.first + incoming.progress()[1])
-        else:
+        elif outcome is not None:
             incoming.applied()
             self._finish(load)
 
-    def _write(self, load: LoadWork, piece: LayerPiece) -> None:
-        cache = self._caches[piece.layer - self._caches[0].index]
-        last = piece.start + piece.k.shape[0]
-        k, v = self._device.to_device(piece.k, piece.v)
-        if piece.k.shape[1] < cache.heads:
+    def _find_slots(self, block_ids: list[int], first: int, last: int) -> torch.Tensor:
+        """By any thread."""
+        return self._caches[0].slots(block_ids, first, last)
+
+    def _write(self, piece: LayerPiece) -> None:
+        cache = self._cache_of(piece.layer)
+        self._device.adopt(piece.k, piece.v, piece.slots)
+        k, v = piece.k, piece.v
+        if k.shape[1] < cache.heads:
             # Several senders share a layer's heads, but a cache can only be written with all of them.
-            part = slice(piece.head, piece.head + piece.k.shape[1])
-            k_all, v_all = cache.read(load.block_ids, piece.start, last)
+            part = slice(piece.head, piece.head + k.shape[1])
+            k_all, v_all = cache.read_slots(piece.slots)
             k_all[:, part], v_all[:, part] = k, v
             k, v = k_all, v_all
-        cache.write(cache.slots(load.block_ids, piece.start, last), k, v)
+        cache.write(piece.slots, k, v)
 
     def _fail(self, load: LoadWork, arrived: int) -> None:
         """Keep whole blocks of the positions up to `arrived`, report the others as invalid."""
@@ -243,12 +310,15 @@ class WorkerSide:
         del self._active[load.request]
         self._finished.add(load.request)
         self.hub.close_incoming(load.transfer)
+        self._tell_news()  # the scheduler hears of it after this step, and may then begin with the request
+
+    def _tell_news(self) -> None:
         assert self._line is not None
-        self._line.tell_news()  # the scheduler hears of it after this step, and may then begin with the request
+        self._line.tell_news()
 
     # ---- what vLLM asks for after a step --------------------------------------------------------------------
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def take_loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last step, each once, however they ended; and those of them of
         which nothing can be kept."""
         finished, failed = self._finished, self._failed

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ..kv.step_work import Arrived, LoadProgress, LoadWork, Opening, SendWork, StepWork
+from ..kv.step_work import Arrived, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
 from ..protocol import AbortTransfer, CloseLink, SetPaths
 from .codec import Codec
 
@@ -108,5 +108,5 @@ CODEC = Codec(
         *(kv.FullAttentionSpec, kv.SlidingWindowSpec, kv.ChunkedLocalAttentionSpec, kv.SinkFullAttentionSpec),
         *(kv.MLAAttentionSpec, kv.SparseCacheRole, kv.UniformTypeKVCacheSpecs, CompilationTimes),
     ),
-    structs=(Opening, AbortTransfer, SetPaths, CloseLink),
+    structs=(Opening, GiveWay, AbortTransfer, SetPaths, CloseLink),
 )

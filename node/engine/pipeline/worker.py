@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
-from vllm.v1.worker import cpu_worker, gpu_worker
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ..device import DeviceKind, device_of
 from ..layout import kv_heads
-from .exercise import Exercise, small_products
 from .group import HIDDEN, RESIDUAL, SocketGroup
 from .pipes import Seat
 from .shards import narrowed, widened
@@ -90,7 +88,7 @@ class StageWorker(gpu_worker.Worker):
 
     def merge_activations(self, behind: list[bool]) -> None:
         """`behind`: for each stage but the first, whether it is to be given hidden states and residual added up."""
-        group = _group()
+        group = stage_group()
         group.merges = not group.is_last_rank and behind[group.rank]
 
     @property
@@ -109,7 +107,8 @@ class StageWorker(gpu_worker.Worker):
         return cast("IntermediateTensors", made)
 
 
-def _group() -> SocketGroup:
+def stage_group() -> SocketGroup:
+    """The group of stages that this process has its seat in."""
     return cast("SocketGroup", parallel_state.get_pp_group())
 
 
@@ -119,35 +118,11 @@ def _seat() -> Seat:
     return StageWorker.seat
 
 
-class CPUStageWorker(StageWorker, CPUWorker):
-    """The same on a machine without a GPU."""
-
-    module: ClassVar[ModuleType] = cpu_worker
-
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load this stage's layers. What comes from the stage before goes straight into them: vLLM would wait for it
-        earlier, to copy it into buffers that graphs need, which a CPU has none of."""
-        super().load_model(load_dummy_weights=load_dummy_weights)
-        cast("Any", self.model_runner).sync_and_gather_intermediate_tensors = _as_they_come
-        self._exercise = Exercise(small_products(self._model))
-        _group().exercise = self.exercise
-
-    def exercise(self) -> None:
-        """Computes with a matrix of its own now and then."""
-        self._exercise.perhaps()
-
-
-def _as_they_come(tokens: int, activations: IntermediateTensors | None, copy: bool) -> IntermediateTensors:
-    """In place of vLLM's copy: the model waits for them with the first that it asks for."""
-    if activations is None:
-        raise RuntimeError("a stage on a CPU has no buffers to try its model with")  # as before it is compiled
-    return activations
-
-
 def worker_class() -> str:
-    """What vLLM is told to make its workers of."""
-    kind = CPUStageWorker if current_platform.is_cpu() else StageWorker
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """What vLLM is told to make its workers of. A CPU's is only named: importing it takes a GPU away (`cpu_worker`)."""
+    if current_platform.is_cpu():
+        return f"{__package__}.cpu_worker.CPUStageWorker"
+    return f"{StageWorker.__module__}.{StageWorker.__qualname__}"
 
 
 def make_worker(config: VllmConfig, meeting: str) -> Any:

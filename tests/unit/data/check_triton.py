@@ -1,4 +1,4 @@
-"""Compare the Triton kernels with the plain torch references, byte for byte: `python check_triton.py DEVICE`.
+"""Compare the codecs by Triton with the plain torch references, byte for byte: `python check_triton.py DEVICE`.
 
 On a CPU this runs in Triton's interpreter, which TRITON_INTERPRET=1 must have chosen before Triton is imported.
 """
@@ -6,19 +6,16 @@ On a CPU this runs in Triton's interpreter, which TRITON_INTERPRET=1 must have c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import Mock, patch
 
 import torch
 
-from p2pserve.kernels import (
-    fp8_reference,
-    kivi4_reference,
-    kv4_reference,
-    triton_fp8,
-    triton_kivi4,
-    triton_kv4,
-)
-from p2pserve.kernels.codec import decode, encode
+from p2pserve.kernels import fp8, fp8_reference, kivi4, kivi4_reference, kv4, kv4_reference, verdict
+from p2pserve.kernels.codec import decode_into, encode, encode_into
+from p2pserve.kernels.errors import CodecError
 from p2pserve.kernels.format import Fp8Layout, Kivi4Layout, Kv4Layout
 
 # tokens, heads, head_dim, start
@@ -31,6 +28,7 @@ GEOMETRIES = (
     (150, 1, 16, 250),
 )
 BAD = (float("nan"), -float("inf"), 2.0**121)
+CODECS = ("kv4", "fp8", "kivi4")
 
 
 def block(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,83 +47,88 @@ def check(device: str, dtype: torch.dtype, geometry: tuple[int, int, int, int]) 
     """One name for each codec that agrees; AssertionError for the first that does not."""
     tokens, heads, head_dim, start = geometry
     k, v = block(tokens, heads, head_dim, dtype)
-    for codec in ("kv4", "fp8", "kivi4"):
-        payload = bytearray(encode(codec, k, v, start=start, layer=0))
-        expected = torch.frombuffer(payload, dtype=torch.uint8)
-        plain = decode(codec, payload, tokens=tokens, heads=heads, head_dim=head_dim, dtype=dtype, start=start, layer=0)
-        run = {"kv4": run_kv4, "fp8": run_fp8, "kivi4": run_kivi4}[codec]
-        got, values = run(expected, k.to(device), v.to(device), start)
-        # The header and 16-bit tokens are not the kernels' work; they hand over what they were given.
-        assert torch.equal(got.cpu(), expected), f"{codec} {dtype} {geometry}: other bytes"
+    for codec in CODECS:
+        payload = torch.frombuffer(bytearray(encode(codec, k, v, start=start, layer=3)), dtype=torch.uint8)
+        plain = decoded(codec, payload, k, start)
+        with triton_on(device):
+            got = torch.zeros_like(payload, device=device)
+            encode_into(codec, k.to(device), v.to(device), got, start=start, layer=3).raise_if_unsound()
+            values = decoded(codec, got, k, start)
+        assert torch.equal(got.cpu(), payload), f"{codec} {dtype} {geometry}: other bytes"
         for name, one, other in zip("KV", plain, values, strict=True):
             assert torch.equal(one, other.cpu()), f"{codec} {dtype} {geometry}: other values of {name}"
+        if tokens == 64:  # which is enough
+            check_what_is_unsound(codec, device, (k, v), payload, start)
         yield codec
 
 
-Outcome = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
-
-
-def run_kv4(expected: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> Outcome:
-    layout = Kv4Layout(start, *k.shape)
-    first = layout.exempt
-    got = cleared(expected, sum(layout.section_bytes[:3]), k.device)
-    sections = kv4_reference.Sections.of(got, layout, k.dtype)
-    out = k.clone(), v.clone()
-    if layout.coded:
-        assert bool(triton_kv4.quantise(k[first:], v[first:], sections, layout))
-        triton_kv4.dequantise(sections, out[0][first:].zero_(), out[1][first:].zero_(), layout)
-        for bad in BAD:
-            for pair in spoilt(k, v, first, bad):
-                other = kv4_reference.Sections.of(torch.zeros_like(got), layout, k.dtype)
-                assert not bool(triton_kv4.quantise(pair[0][first:], pair[1][first:], other, layout))
-    return got, out
-
-
-def run_fp8(expected: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> Outcome:
-    layout = Fp8Layout(start, *k.shape)
-    got = cleared(expected, layout.section_bytes[0], k.device)
-    sections = fp8_reference.Sections.of(got, layout, k.dtype)
-    triton_fp8.quantise(k, v, sections, layout)
-    out = torch.zeros_like(k), torch.zeros_like(v)
-    triton_fp8.dequantise(sections, *out, layout)
+def check_what_is_unsound(
+    codec: str, device: str, pair: tuple[torch.Tensor, torch.Tensor], payload: torch.Tensor, start: int
+) -> None:
+    """Kernels and references say the same of values that cannot be coded and of payloads that no encoder writes."""
     for bad in BAD:
-        for pair in spoilt(k, v, 0, bad):
-            other = fp8_reference.Sections.of(torch.zeros_like(got), layout, k.dtype)
-            triton_fp8.quantise(*pair, other, layout)
-            assert fp8_reference.UNSOUND in torch.cat((other.key_exponents.flatten(), other.value_exponents.flatten()))
-    return got, out
+        for which in range(2):
+            k, v = (x.clone() for x in pair)
+            (k, v)[which][6, -1, -1] = bad  # 2**121 is infinite in fp16
+            with triton_on(device):
+                out = torch.zeros_like(payload, device=device)
+                found = encode_into(codec, k.to(device), v.to(device), out, start=start, layer=3)
+                text = message(found.raise_if_unsound)
+            assert text == message(partial(encode, codec, k, v, start=start, layer=3)), text
+    for corrupt in corrupted(codec, payload, pair[0], start):
+        with triton_on(device):
+            text = message(partial(decoded, codec, corrupt.to(device), pair[0], start))
+        assert text == message(partial(decoded, codec, corrupt, pair[0], start)), text
 
 
-def run_kivi4(expected: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> Outcome:
-    layout = Kivi4Layout(start, *k.shape)
-    coded = slice(layout.lead, layout.lead + layout.coded)
-    got = cleared(expected, sum(layout.section_bytes[:3]), k.device)
-    sections = kivi4_reference.Sections.of(got, layout, k.dtype)
-    out = k.clone(), v.clone()
-    if layout.coded:
-        triton_kivi4.quantise(k[coded], v[coded], sections)
-        triton_kivi4.dequantise(sections, out[0][coded].zero_(), out[1][coded].zero_())
-        for bad in BAD:
-            for pair in spoilt(k, v, layout.lead, bad):
-                other = kivi4_reference.Sections.of(torch.zeros_like(got), layout, k.dtype)
-                triton_kivi4.quantise(pair[0][coded], pair[1][coded], other)
-                assert bool(torch.isnan(torch.cat((other.key_scales.flatten(), other.value_scales.flatten()))).any())
-    return got, out
+def corrupted(codec: str, payload: torch.Tensor, like: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+    """Copies of a payload, each with one parameter or byte of the header that no encoder writes."""
+    nan = float("nan")
+    places: dict[str, list[tuple[str, float]]] = {
+        "kv4": [("header", 9), ("exempt_values", nan), ("key_bases", nan)],
+        "fp8": [("header", 9), ("key_zeros", nan), ("key_exponents", 251), ("value_exponents", 31)],
+        "kivi4": [("header", 9), ("key_scales", -1.0), ("value_scales", nan), ("value_zeros", nan)],
+    }
+    for name, value in places[codec]:
+        corrupt = payload.clone()
+        if codec == "kv4":
+            part = getattr(kv4_reference.Sections.of(corrupt, Kv4Layout(start, *like.shape), like.dtype), name)
+        elif codec == "fp8":
+            part = getattr(fp8_reference.Sections.of(corrupt, Fp8Layout(start, *like.shape), like.dtype), name)
+        else:
+            part = getattr(kivi4_reference.Sections.of(corrupt, Kivi4Layout(start, *like.shape), like.dtype), name)
+        part.view(-1)[-1] = value
+        yield corrupt
 
 
-def cleared(expected: torch.Tensor, kept: int, device: torch.device) -> torch.Tensor:
-    """A payload of which only the first bytes are there yet."""
-    payload = torch.zeros_like(expected)
-    payload[:kept] = expected[:kept]
-    return payload.to(device)
+def decoded(codec: str, payload: torch.Tensor, like: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (torch.zeros(like.shape, dtype=like.dtype, device=payload.device) for _ in range(2))
+    decode_into(codec, payload, k, v, start=start, layer=3).raise_if_unsound()
+    return k, v
 
 
-def spoilt(k: torch.Tensor, v: torch.Tensor, first: int, bad: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pair with one bad value in K, then with one in V; of blocks of 64 tokens, which is enough."""
-    for which in range(2 if len(k) == 64 else 0):
-        pair = k.clone(), v.clone()
-        pair[which][first + 2, -1, -1] = bad  # 2**121 is infinite in fp16
-        yield pair
+def message(action: Callable[[], object]) -> str:
+    """What an action raises. AssertionError if it does not."""
+    try:
+        action()
+    except CodecError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was taken for sound")
+
+
+@contextmanager
+def triton_on(device: str) -> Iterator[None]:
+    """On a CPU, as if it were a GPU: the codecs use Triton, whose work is done at once."""
+    if device != "cpu":
+        yield
+        return
+    with (
+        patch.object(kv4, "has_triton", lambda _: True),
+        patch.object(fp8, "has_triton", lambda _: True),
+        patch.object(kivi4, "has_triton", lambda _: True),
+        patch.object(verdict, "record_moment", Mock()),
+    ):
+        yield
 
 
 def main() -> None:
