@@ -93,9 +93,9 @@ def _by_latent(config: dict[str, Any], architectures: list[str]) -> str | None:
 
 def _by_layers(config: dict[str, Any], architectures: list[str]) -> str | None:
     uneven = next((key for key in _UNEVEN if config.get(key) is not None), None)
-    values = config.get("v_head_dim")
-    if uneven is None and config.get("kv_lora_rank") is None and values not in (None, config.get("head_dim")):
-        uneven = "v_head_dim"
+    key_size, value_size = config.get("head_dim"), config.get("v_head_dim")
+    if config.get("kv_lora_rank") is None and key_size and value_size and key_size != value_size:
+        uneven = uneven or "v_head_dim"
     if uneven is not None:
         return f"its layers keep keys and values of different shapes ({uneven}); take another"
     if config.get("num_kv_shared_layers"):

@@ -144,6 +144,10 @@ def check_odd_ranges(cache: LayerCache, expected: Callable[[torch.Tensor], torch
         assert torch.equal(got_v, expected(v[first:last])), (first, last)
         assert got_k.is_contiguous()
         assert got_k.dtype == got_v.dtype == cache.dtype
+        by_slots = cache.read_slots(cache.slots(TABLE, first, last))
+        assert torch.equal(by_slots[0], got_k)
+        assert torch.equal(by_slots[1], got_v)
+        assert by_slots[0].is_contiguous()
 
 
 # ---- plain attention --------------------------------------------------------------------------------------
@@ -339,6 +343,7 @@ def test_fp8_in_vllms_cpu_backend(dtype: torch.dtype, kv_cache_dtype: str, scale
     step = 2.0**-2 if kv_cache_dtype == "fp8_e5m2" else 2.0**-3
     for first, last in RANGES:
         got_k, got_v = cache.read(TABLE, first, last)
+        assert torch.equal(torch.stack(cache.read_slots(cache.slots(TABLE, first, last))), torch.stack((got_k, got_v)))
         assert ((got_k - k[first:last]).abs() <= 1.01 * step * k[first:last].abs().clamp_min(2.0**-6 * scale)).all()
         assert ((got_v - v[first:last]).abs() <= 1.01 * step * v[first:last].abs().clamp_min(2.0**-6)).all()
     other.write(other.slots(TABLE, 0, len(k)), *cache.read(TABLE, 0, len(k)))
