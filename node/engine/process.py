@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-HOST_SHARE = 64  # of the box's memory, for the KV that an engine sends, and as much for what it receives
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 IDLE_WAIT_S = 0.02  # between steps while only KV is awaited, if nothing is heard of it
 BLIND_WAIT_S = 0.001  # the same, where nothing can be heard
@@ -401,15 +400,9 @@ def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_arguments(config)
-    buffer_mib = config.transfer_buffer_mib or transfer_buffer_mib(psutil.virtual_memory().total)
-    settings = ConnectorSettings(switchboard=switchboard, buffer_bytes=(buffer_mib << 20) // config.tp)
+    buffer_bytes = protocol.transfer_buffer_bytes(config, psutil.virtual_memory().total)
+    settings = ConnectorSettings(switchboard=switchboard, buffer_bytes=buffer_bytes // config.tp)
     return EngineArgs(**arguments, **_joined(config), kv_transfer_config=transfer_config(settings))
-
-
-def transfer_buffer_mib(memory_bytes: int) -> int:
-    """Host memory for KV on its way in each direction, of a box with so much in all. The least keeps a link of 10 Gb/s
-    and 50 ms busy; more than the most would not be sent any sooner."""
-    return max(64, min(memory_bytes // HOST_SHARE >> 20, 1024))
 
 
 def _joined(config: protocol.EngineConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ...kvtransport.dialling import Path
 from ...kvtransport.tickets import LinkTicket, TransferTicket
 
 MAX_MESSAGE: Final = 64 << 20
+HOST_SHARE: Final = 64  # of a box's memory, for the KV that an engine sends, and as much for what it receives
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 HowToLeave = Literal["auto", "layerwise", "serialised"]
 Figure = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
@@ -102,6 +103,14 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None
     max_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+
+
+def transfer_buffer_bytes(config: EngineConfig, memory_bytes: int) -> int:
+    """Host memory for KV on its way, in each direction, of a box that has so much in all. The least keeps a link of
+    10 Gb/s and 50 ms busy; more than the most would not be sent any sooner."""
+    if config.transfer_buffer_mib is not None:
+        return config.transfer_buffer_mib << 20
+    return max(64 << 20, min(memory_bytes // HOST_SHARE, 1 << 30))
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

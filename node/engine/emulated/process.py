@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from .. import protocol
 from ..logfile import redirect_output
 from ..mailbox import Outbox, listen
@@ -50,7 +52,7 @@ def run_emulated_engine(config: protocol.EngineConfig, messages: socket.socket, 
     transfers = Transfers(
         layers=model.layers,
         head_dim=model.head_dim,
-        limit_bytes=config.transfer_buffer_mib << 20,
+        limit_bytes=protocol.transfer_buffer_bytes(config, psutil.virtual_memory().total),
         report=outbox.send,
     )
     threading.Thread(target=_accept, args=(sockets, transfers), name="kv-acceptor", daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,10 @@ _log = logging.getLogger(__name__)
 WRITE_S, IDLE_WRITE_S = 0.001, 0.02
 """For how long a step may write what has arrived: beside a model that computes, and otherwise. At least one piece of
 each load is written, so that all get on."""
+
+SWITCH_S = 0.0005
+"""For so long a thread that moves KV may keep the one that launches a GPU's work waiting for the interpreter; ten times
+less than by default. On a CPU, where work is not launched but done, it would only cost."""
 
 ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
 
@@ -113,6 +118,8 @@ class WorkerSide:
                     f"expected are {len(self._heads)} of {first.head_dim} {first.dtype} in every layer"
                 )
         self._device = self._make_device("cuda" if next(iter(caches.values())).is_cuda else "cpu")
+        if self._device.kind == "cuda":
+            sys.setswitchinterval(SWITCH_S)
         shard = Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype)
         self._line = self._connect(shard, self._device, self._read)
 
