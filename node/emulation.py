@@ -18,7 +18,7 @@ from ..coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ..coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
 from ..coordinator.planning.cluster_file import card_link_gbps
 from .engine.protocol import Emulation
-from .fitting import default_tp
+from .fitting import can_share, default_tp
 from .hardware import Gpu, Hardware
 from .home import NodeError
 from .models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_json
@@ -100,13 +100,14 @@ def emulated_model(name: str, cards: Cards) -> EmulatedModel:
     return EmulatedModel(_info(shape, service, longest), tokenizer, emulation)
 
 
-def emulated_tp(hardware: Hardware, wanted: int | None, kv_heads: int) -> int:
+def emulated_tp(hardware: Hardware, wanted: int | None, model: ModelInfo) -> int:
     """GPUs that share each layer: all that can. Raises NodeError."""
-    tp = wanted or default_tp(hardware, kv_heads)
+    tp = wanted or default_tp(hardware, model)
     if tp > len(hardware.gpus):
         raise NodeError(f"tp: {tp} is more than the {len(hardware.gpus)} emulated GPUs of this box")
-    if kv_heads % tp and tp % kv_heads:
-        raise NodeError(f"tp: {tp} GPUs cannot share {kv_heads} KV heads evenly")
+    if not can_share(model, tp):
+        heads = f"{model.shape.heads} heads and {model.kv_heads} KV heads"
+        raise NodeError(f"tp: {tp} GPUs cannot share the {heads} of {model.name} evenly")
     return tp
 
 

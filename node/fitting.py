@@ -21,6 +21,7 @@ from .models import ModelInfo
 
 __all__ = [
     "Room",
+    "can_share",
     "default_tp",
     "gpu_working_bytes",
     "kv_room",
@@ -140,9 +141,15 @@ def requests_at_once(kv_tokens: int) -> int:
     return min(MANY_REQUESTS, max(FEW_REQUESTS, 1 << (enough.bit_length() - 1)))
 
 
-def default_tp(hardware: Hardware, kv_heads: int) -> int:
-    """All GPUs of a box that can share a layer evenly; 1 without any."""
-    return next(tp for tp in range(max(1, len(hardware.gpus)), 0, -1) if kv_heads % tp == 0 or tp % kv_heads == 0)
+def can_share(model: ModelInfo, tp: int) -> bool:
+    """Whether so many workers can share a layer evenly. Each has whole heads; where there are more workers than KV
+    heads, several hold the same one."""
+    return model.shape.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+
+
+def default_tp(hardware: Hardware, model: ModelInfo) -> int:
+    """All GPUs of a box that can share a layer; 1 without any."""
+    return next(tp for tp in range(max(1, len(hardware.gpus)), 0, -1) if can_share(model, tp))
 
 
 def layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:

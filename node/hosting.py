@@ -65,7 +65,7 @@ def look_at(name: str, hardware: Hardware, knobs: EngineKnobs) -> Offer:
 
 def _look_at_emulated(name: str, hardware: Hardware, cards: Cards, knobs: EngineKnobs) -> Offer:
     model = emulated_model(name, cards)
-    tp = emulated_tp(hardware, knobs.tp, model.info.kv_heads)
+    tp = emulated_tp(hardware, knobs.tp, model.info)
     try:
         capacity, _ = modelled(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
     except EmulationError as error:

@@ -12,6 +12,7 @@ from .fitting import (
     MANY_REQUESTS,
     STAGE_MODEL_LEN,
     Room,
+    can_share,
     default_tp,
     gpu_working_bytes,
     kv_room,
@@ -90,9 +91,10 @@ def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> Share:
 
 def _choose_tp(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> int:
     """How many workers share each layer. Raises NodeError."""
-    tp = knobs.tp or default_tp(hardware, model.kv_heads)
-    if model.kv_heads % tp and tp % model.kv_heads:
-        raise NodeError(f"tp: {tp} workers cannot share the {model.kv_heads} KV heads of {model.name} evenly")
+    tp = knobs.tp or default_tp(hardware, model)
+    if not can_share(model, tp):
+        heads = f"{model.shape.heads} heads and {model.kv_heads} KV heads"
+        raise NodeError(f"tp: {tp} workers cannot share the {heads} of {model.name} evenly")
     if hardware.gpus and tp > len(hardware.gpus):
         raise NodeError(f"tp: {tp} is more than the {len(hardware.gpus)} GPUs of this box")
     return tp

@@ -10,6 +10,8 @@ from typing import NoReturn
 
 from .. import __version__
 from ..kernels.format import Codec
+from .engine_parsers import add_engine_options
+from .option_values import count, figure, positive, seconds
 from .planning_parsers import add_live_option, add_plan_options, add_sim_options
 
 __all__ = ["main"]
@@ -176,7 +178,7 @@ def _add_join(commands: Commands[_Parser]) -> None:
         default="bundled",
         help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
     )
-    parser.add_argument("--engine-channel", type=_count, help=argparse.SUPPRESS)
+    parser.add_argument("--engine-channel", type=count, help=argparse.SUPPRESS)
 
 
 def _add_leave(commands: Commands[_Parser]) -> None:
@@ -184,7 +186,7 @@ def _add_leave(commands: Commands[_Parser]) -> None:
     parser.add_argument("node", nargs="?", choices=("node", "bootstrap"), default="node", help="which (default: node)")
     _add_home(parser, "the node's own folder is inside it")
     parser.add_argument(
-        "--timeout-s", type=_seconds, default=60.0, metavar="S", help="give up after this long (default: 60)"
+        "--timeout-s", type=seconds, default=60.0, metavar="S", help="give up after this long (default: 60)"
     )
 
 
@@ -213,7 +215,7 @@ def _add_generate(commands: Commands[_Parser]) -> None:
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--deadline-s", type=float, default=300.0, metavar="S", help="for the whole answer (default: 300)")
     add("--service", metavar="NAME", help="which of several models of the network")
-    add("--timeout-s", type=_seconds, default=10.0, metavar="S", help="to reach the network (default: 10)")
+    add("--timeout-s", type=seconds, default=10.0, metavar="S", help="to reach the network (default: 10)")
 
 
 def _add_status(commands: Commands[_Parser]) -> None:
@@ -240,7 +242,7 @@ def _add_path(commands: Commands[_Parser]) -> None:
     parser.add_argument("source", help="a node: its id, or the end of it as `p2pserve status` shows it")
     parser.add_argument("target", help="the other node")
     parser.add_argument(
-        "--megabytes", type=_figure, default=80.0, metavar="MB", help="how much to move (default: 80, a long prompt)"
+        "--megabytes", type=figure, default=80.0, metavar="MB", help="how much to move (default: 80, a long prompt)"
     )
     _add_prices(parser)
     _add_network(parser, "p2p_client_...")
@@ -295,16 +297,16 @@ def _add_sim(commands: Commands[_Parser]) -> None:
 
 def _add_patience(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--timeout-s", type=_seconds, default=10.0, metavar="S", help="to reach the network (default: 10)"
+        "--timeout-s", type=seconds, default=10.0, metavar="S", help="to reach the network (default: 10)"
     )
 
 
 def _add_prices(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--usd-per-s", type=_figure, metavar="USD", help="what a second of waiting saved may cost (default: anything)"
+        "--usd-per-s", type=figure, metavar="USD", help="what a second of waiting saved may cost (default: anything)"
     )
     parser.add_argument(
-        "--max-usd-per-gb", type=_figure, metavar="USD", help="never take a path that costs more (default: no limit)"
+        "--max-usd-per-gb", type=figure, metavar="USD", help="never take a path that costs more (default: no limit)"
     )
 
 
@@ -312,19 +314,19 @@ def _add_links(parser: argparse.ArgumentParser) -> None:
     links = parser.add_argument_group("links")
     links.add_argument("--site", default="", metavar="NAME", help="boxes of one site measure the others for each other")
     links.add_argument(
-        "--usd-per-hour", type=_figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
+        "--usd-per-hour", type=figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
     )
-    links.add_argument("--up-gbps", type=_figure, metavar="G", help="what the box can send (default: as measured)")
-    links.add_argument("--down-gbps", type=_figure, metavar="G", help="what it can receive (default: as measured)")
+    links.add_argument("--up-gbps", type=figure, metavar="G", help="what the box can send (default: as measured)")
+    links.add_argument("--down-gbps", type=figure, metavar="G", help="what it can receive (default: as measured)")
     links.add_argument(
-        "--usd-per-gb-up", type=_figure, default=0.0, metavar="USD", help="billed for what it sends (default: 0)"
+        "--usd-per-gb-up", type=figure, default=0.0, metavar="USD", help="billed for what it sends (default: 0)"
     )
     links.add_argument(
-        "--usd-per-gb-down", type=_figure, default=0.0, metavar="USD", help="billed for what it receives (default: 0)"
+        "--usd-per-gb-down", type=figure, default=0.0, metavar="USD", help="billed for what it receives (default: 0)"
     )
     links.add_argument(
         "--relay-gbps",
-        type=_figure,
+        type=figure,
         metavar="G",
         help="forward at most so much between other nodes, who encrypt it; 0: nothing (default: no limit)",
     )
@@ -342,10 +344,10 @@ def _add_demo(commands: Commands[_Parser]) -> None:
     parser.add_argument("--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)")
     parser.add_argument("--prompt", metavar="TEXT", help="instead of Python code from the standard library")
     _add_codec(parser)
-    parser.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="for each answer (default: 64)")
+    parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="for each answer (default: 64)")
     parser.add_argument("--model", default="bundled", help="a folder, a Hugging Face id, or `bundled` (default)")
     parser.add_argument(
-        "--timeout-s", type=_seconds, default=120.0, metavar="S", help="give up after this long (default: 120)"
+        "--timeout-s", type=seconds, default=120.0, metavar="S", help="give up after this long (default: 120)"
     )
 
 
@@ -388,7 +390,7 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         metavar="HOST:PORT",
         help=f"the one TCP port of this node; port 0 picks a free one (default: 0.0.0.0:{port})",
     )
-    where.add_argument("--port", type=_count, metavar="PORT", help="short for --listen 0.0.0.0:PORT")
+    where.add_argument("--port", type=count, metavar="PORT", help="short for --listen 0.0.0.0:PORT")
     parser.add_argument(
         "--announce",
         metavar="HOST:PORT",
@@ -397,115 +399,14 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
     _add_codec(parser)
     parser.add_argument(
         "--drain-s",
-        type=_seconds,
+        type=seconds,
         default=30.0,
         metavar="S",
         help="on Ctrl-C or SIGTERM let requests finish for so long; a second one leaves at once (default: 30)",
     )
     _add_links(parser)
-    _add_engine(parser)
+    add_engine_options(parser)
 
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="auto (default): the model's own on a GPU, float32 without one",
-    )
-    engine.add_argument(
-        "--kv-cache-mib", type=_positive, metavar="MIB", help="KV cache (default: 256 on a CPU, what is free on a GPU)"
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        dest="max_batched_tokens",
-        type=_positive,
-        metavar="N",
-        help="tokens per step at most: more is faster prefill and slower decode beside it, so the plan may take fewer "
-        "(default: 2048 to 8192 by the GPU, 512 without one)",
-    )
-    engine.add_argument(
-        "--max-requests",
-        type=_positive,
-        metavar="N",
-        help="requests at once, at most (default: 64 to 256 by the GPUs' room for KV, 64 without a GPU)",
-    )
-    engine.add_argument(
-        "--max-model-len",
-        type=_positive,
-        metavar="N",
-        help="prompt and answer together (default: the model's, or as much as fits beside its weights)",
-    )
-    engine.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="schedule a step while the one before it computes, unless the model spans boxes (default: on a GPU)",
-    )
-    engine.add_argument(
-        "--tp", type=_positive, metavar="N", help="GPUs that share each layer (default: all of the box; 1 without any)"
-    )
-    engine.add_argument(
-        "--memory-gib",
-        type=_figure,
-        metavar="GIB",
-        help="for weights and KV, at most (default: what the box has); a box without room for the whole model waits "
-        "for others to hold it together with",
-    )
-    engine.add_argument(
-        "--phase",
-        choices=("prefill", "decode", "mixed"),
-        help="the only thing that this box is to do (default: what the planner finds best, which may change)",
-    )
-    engine.add_argument(
-        "--emulate",
-        metavar="GPUS",
-        help="serve with GPUs that are only modelled, like 4xA40: real network, modelled time, made-up answers; "
-        "--model may then be one whose dimensions are known, like llama-30b",
-    )
-    engine.add_argument(
-        "--emulate-specs",
-        choices=("dense", "thunderserve-table1", "measured"),
-        default="dense",
-        help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or measured ones",
-    )
-    engine.add_argument(
-        "--threads", type=_count, default=0, metavar="N", help="of a CPU engine (default: all cores but one)"
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _figure(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to a million")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value
-
-
-# argparse names the function in its message when it raises ValueError.
-_positive.__name__ = _count.__name__ = "whole number"
-_seconds.__name__ = "number of seconds"
-_figure.__name__ = "number"
 
 if __name__ == "__main__":
     sys.exit(main())

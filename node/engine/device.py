@@ -10,8 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Protocol, final
 
@@ -120,6 +120,10 @@ class Mark(Protocol):
 class CopyStream(Protocol):
     """Work of one thread on the device, beside the model's: reading the KV cache and coding KV."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where what is made on it lies."""
+
     def moment_of(self, mark: Mark) -> float:
         """When a mark was reached, on this process's monotonic clock."""
 
@@ -205,6 +209,8 @@ class HostMark:
 @final
 class _HostStream:
     """On a CPU a thread does its work itself, at once."""
+
+    device = torch.device("cpu")
 
     def moment_of(self, mark: Mark) -> float:
         assert isinstance(mark, HostMark)
@@ -315,6 +321,11 @@ class _CudaStream:
         self.stream = stream
         self._staging = staging
 
+    @property
+    def device(self) -> torch.device:
+        """The stream's card."""
+        return torch.device(self.stream.device)
+
     def moment_of(self, mark: Mark) -> float:
         assert isinstance(mark, EventMark)
         now = self._cuda.Event(enable_timing=True, blocking=True)
@@ -326,10 +337,10 @@ class _CudaStream:
         """The staging buffer is free: whoever had the stream before has drained it."""
         staged = self._staging[: payload.nbytes]
         staged.numpy().data[:] = payload.cast("B")
-        return staged.to(self.stream.device, non_blocking=True)
+        return staged.to(self.device, non_blocking=True)
 
     def payload_for(self, into: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(into, device=self.stream.device)
+        return torch.empty_like(into, device=self.device)
 
     def download(self, payload: torch.Tensor, into: torch.Tensor) -> None:
         into.copy_(payload, non_blocking=True)
@@ -374,9 +385,9 @@ class CudaDevice:
         self._pinned = pinned
         self._pinned_memory = pinned_memory
         self._side = cuda.Stream()
+        self._making = threading.Lock()
+        self._made = False
         self._free: queue.SimpleQueue[_CudaStream] = queue.SimpleQueue()
-        for _ in range(COPY_STREAMS):
-            self._free.put(_CudaStream(cuda, cuda.Stream(), pinned_memory(MAX_PAYLOAD_BYTES)))
 
     def mark(self) -> Mark:
         """An event in the model's stream, with a time. Who waits for one that is not `blocking` keeps a core busy."""
@@ -387,7 +398,14 @@ class CudaDevice:
     @contextmanager
     def copy_stream(self) -> Iterator[CopyStream]:
         """A stream of this card, which need not be the thread's own. It is drained before somebody else has it, also
-        after an error: its staging buffer and what was read on it may be used again then."""
+        after an error: its staging buffer and what was read on it may be used again then.
+
+        All are made when the first is borrowed, which the model's thread does before it serves (`warm_up_codecs`).
+        """
+        with self._making:
+            for _ in range(0 if self._made else COPY_STREAMS):
+                self._free.put(_CudaStream(self._cuda, self._cuda.Stream(), self._pinned_memory(MAX_PAYLOAD_BYTES)))
+            self._made = True
         borrowed = self._free.get()
         try:
             with self._cuda.stream(borrowed.stream):
@@ -433,88 +451,3 @@ class CudaDevice:
 def device_of(kind: DeviceKind) -> Device:
     """The device that this process computes on."""
     return CudaDevice() if kind == "cuda" else CpuDevice()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedTest:
-    """What a device is timed with: products of two matrices of `product` rows and columns, and copies of so many bytes.
-    `queued` of each are begun before the device is waited for."""
-
-    product: int
-    copy_bytes: int
-    queued: int
-
-
-SPEED_TESTS: Final[Mapping[DeviceKind, tuple[SpeedTest, ...]]] = {
-    "cpu": (SpeedTest(product=1024, copy_bytes=64 << 20, queued=1),),
-    # Large enough to fill any GPU, and in a row, so that launching one hides behind another. In 16 bit the first takes
-    # 768 MiB beside weights and KV; where that is too much, less has to do.
-    "cuda": (
-        SpeedTest(product=8192, copy_bytes=256 << 20, queued=8),
-        SpeedTest(product=4096, copy_bytes=64 << 20, queued=32),
-        SpeedTest(product=2048, copy_bytes=64 << 20, queued=32),
-    ),
-}
-
-Work = Callable[[], object]
-
-
-def put_on_device(kind: DeviceKind, dtype: torch.dtype, test: SpeedTest) -> tuple[Work, Work]:
-    """The product and the copy, on the device. Raises torch.OutOfMemoryError."""
-    a = torch.rand(test.product, test.product, device=kind, dtype=dtype)
-    source = torch.empty(test.copy_bytes, dtype=torch.uint8, device=kind)
-    target = torch.empty_like(source)
-    return lambda: a @ a, lambda: target.copy_(source)
-
-
-def measure(
-    device: Device,
-    dtype: torch.dtype,
-    *,
-    tp: int = 1,
-    budget_s: float = 0.05,
-    clock: Callable[[], float] = time.perf_counter,
-    prepare: Callable[[DeviceKind, torch.dtype, SpeedTest], tuple[Work, Work]] = put_on_device,
-) -> tuple[float, float]:
-    """Return (TFLOP/s of matrix products, GB/s of copies, read and write counted), medians of batches.
-
-    Those of `tp` GPUs, which are alike, are added up; workers on a CPU share its cores.
-    """
-    devices = tp if device.kind == "cuda" else 1
-
-    def rates(test: SpeedTest) -> tuple[float, float]:
-        product, copy = prepare(device.kind, dtype, test)
-        product_s = _seconds_each(product, test.queued, device, budget_s, clock)
-        copy_s = _seconds_each(copy, test.queued, device, budget_s, clock)
-        return devices * 2 * test.product**3 / product_s / 1e12, devices * 2 * test.copy_bytes / copy_s / 1e9
-
-    *larger, least = SPEED_TESTS[device.kind]
-    try:
-        for test in larger:
-            with suppress(torch.OutOfMemoryError):
-                return rates(test)
-        return rates(least)
-    finally:
-        if device.kind == "cuda":
-            torch.cuda.empty_cache()  # others may need what the tensors took
-
-
-def _seconds_each(work: Work, queued: int, device: Device, budget_s: float, clock: Callable[[], float]) -> float:
-    """Median time of one piece of work, of batches of `queued`, after a first one that warms the device up."""
-
-    def seconds(count: int) -> float:
-        device.synchronize()
-        begin = clock()
-        for _ in range(count):
-            work()
-        device.synchronize()
-        return (clock() - begin) / count
-
-    first = seconds(1)
-    if queued == 1 and first > 10 * budget_s:
-        return first  # 16-bit products on a CPU that has none: not even being warm makes up for that
-    samples: list[float] = []
-    until = clock() + budget_s
-    while clock() < until or len(samples) < 3:
-        samples.append(seconds(queued))
-    return sorted(samples)[len(samples) // 2]

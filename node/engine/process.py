@@ -23,7 +23,7 @@ import psutil
 
 from . import protocol
 from .capability import capabilities_from_nvml
-from .device import DeviceKind, choose, device_of, measure
+from .device import DeviceKind, choose, device_of
 from .gloo import share_device
 from .gpucheck.synchronisations import record_if_asked
 from .idle import IdleSteps
@@ -37,9 +37,11 @@ from .pipeline.crew import Mate, fork_mates
 from .pipeline.pipes import Arrivals, PipelineError
 from .pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_mate, run_stage, take_seat
 from .scratch import own_temporary_folder
+from .speed import measure, measure_worker
 from .stats import StepMeter
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -155,7 +157,7 @@ class EngineRunner:
         import vllm
 
         model, device = self._engine.model_config, device_kind()
-        tflops, memory_gbps = measure(device_of(device), model.dtype, tp=self._config.tp)
+        tflops, memory_gbps = self._measure(device, model.dtype)
         cache = self._engine.vllm_config.cache_config
         return protocol.Ready(
             pid=os.getpid(),
@@ -174,6 +176,13 @@ class EngineRunner:
             memory_gbps=memory_gbps,
             async_scheduling=bool(self._core.async_scheduling),
         )
+
+    def _measure(self, device: DeviceKind, dtype: torch.dtype) -> tuple[float, float]:
+        """Where workers are other processes, this one is to leave their GPUs alone."""
+        if device == "cuda" and self._config.tp > 1 and not self._config.partition:
+            each = self._core.model_executor.collective_rpc(measure_worker, args=(device, dtype))
+            return sum(tflops for tflops, _ in each), sum(gbps for _, gbps in each)
+        return measure(device_of(device), dtype, tp=self._config.tp)
 
     def close(self) -> None:
         """See worker processes and other stages off, so that none outlives this one."""

@@ -13,7 +13,8 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from p2pserve.node.engine.device import CpuDevice, CudaDevice, DeviceKind, SpeedTest, Work, choose, device_of, measure
+from p2pserve.node.engine.device import CpuDevice, CudaDevice, DeviceKind, choose, device_of
+from p2pserve.node.engine.speed import SpeedTest, Work, measure
 
 
 class FakeStream:

@@ -19,7 +19,13 @@ GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 
 
 def model(
-    *layers: int, embeddings: int = 0, head: int = 0, tied: bool = False, kv_heads: int = 4, longest: int = 1024
+    *layers: int,
+    embeddings: int = 0,
+    head: int = 0,
+    tied: bool = False,
+    heads: int = 0,
+    kv_heads: int = 4,
+    longest: int = 1024,
 ) -> ModelInfo:
     """A model with layers of so many MiB in 16 bit, whose KV takes 2 KiB a token and layer per KV head of 4."""
     sizes = WeightSizes(
@@ -35,7 +41,7 @@ def model(
             name="m",
             layers=len(layers),
             hidden=1,
-            heads=kv_heads,
+            heads=heads or kv_heads,
             kv_heads=kv_heads,
             head_dim=128,
             intermediate=1,
@@ -121,10 +127,14 @@ def test_memory_is_that_of_the_gpus_in_use_or_of_the_box_and_at_most_what_is_all
 
 
 @pytest.mark.parametrize(
-    ("gpus", "kv_heads", "expected"), [(0, 8, 1), (1, 8, 1), (2, 8, 2), (3, 8, 2), (8, 8, 8), (8, 2, 8), (6, 4, 4)]
+    ("gpus", "heads", "kv_heads", "expected"),
+    [
+        *((0, 32, 8, 1), (1, 32, 8, 1), (2, 32, 8, 2), (3, 32, 8, 2), (8, 32, 8, 8), (8, 16, 2, 8), (6, 32, 4, 4)),
+        *((3, 128, 1, 2), (3, 12, 1, 3), (8, 28, 4, 4)),  # latent attention has one KV head, which all may hold
+    ],
 )
-def test_as_many_gpus_share_a_layer_as_can_do_so_evenly(gpus: int, kv_heads: int, expected: int) -> None:
-    assert default_tp(box(*[24.0] * gpus), kv_heads) == expected
+def test_as_many_gpus_share_a_layer_as_can_do_so_evenly(gpus: int, heads: int, kv_heads: int, expected: int) -> None:
+    assert default_tp(box(*[24.0] * gpus), model(1, heads=heads, kv_heads=kv_heads)) == expected
 
 
 TWENTY = model(*[1000] * 20)  # 20 GB, nearly
@@ -147,7 +157,7 @@ def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> No
 @pytest.mark.parametrize(
     ("hardware", "knobs", "said"),
     [
-        (box(24.0, 24.0, 24.0), EngineKnobs(tp=3), "cannot share the 4 KV heads"),
+        (box(24.0, 24.0, 24.0), EngineKnobs(tp=3), "cannot share the 4 heads and 4 KV heads"),
         (box(24.0), EngineKnobs(tp=2), "more than the 1 GPUs"),
         (box(2.0), EngineKnobs(), "not one of its 20 layers"),
         (box(), EngineKnobs(memory_gib=0.1), "not one of its 20 layers"),

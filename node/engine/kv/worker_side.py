@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm.model_executor.models.utils import extract_layer_index
 
+from ....kernels.codec import Codec, warm_up
 from ....kvtransport.errors import TransferError
 from ..device import CpuDevice, Device, DeviceKind, Mark, device_of
 from ..incoming import LayerPiece
@@ -39,6 +40,13 @@ SWITCH_S = 0.0005
 less than by default. On a CPU, where work is not launched but done, it would only cost."""
 
 ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
+
+
+def warm_up_codecs(device: Device, shard: Shard) -> None:
+    """Compile what hand-overs between boxes run on a GPU, and make its copy streams: some seconds, which would else be
+    the first request's. Before vLLM captures graphs, which no other thread may disturb."""
+    with device.copy_stream() as stream:
+        warm_up(Codec.KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +126,10 @@ class WorkerSide:
                     f"expected are {len(self._heads)} of {first.head_dim} {first.dtype} in every layer"
                 )
         self._device = self._make_device("cuda" if next(iter(caches.values())).is_cuda else "cpu")
+        shard = Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype)
         if self._device.kind == "cuda":
             sys.setswitchinterval(SWITCH_S)
-        shard = Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype)
+            warm_up_codecs(self._device, shard)
         self._line = self._connect(shard, self._device, self._read)
 
     def _read(self, layer: int, block_ids: list[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:

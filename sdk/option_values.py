@@ -1,0 +1,45 @@
+"""Values of options, as `argparse` reads them. Each raises ArgumentTypeError or ValueError for what it is not."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["count", "figure", "positive", "seconds"]
+
+
+def positive(text: str) -> int:
+    """At least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def count(text: str) -> int:
+    """At least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def figure(text: str) -> float:
+    """From 0 to a million."""
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to a million")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Above 0."""
+    value = float(text)
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+# argparse names the function in its message when it raises ValueError.
+positive.__name__ = count.__name__ = "whole number"
+seconds.__name__ = "number of seconds"
+figure.__name__ = "number"
