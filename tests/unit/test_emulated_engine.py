@@ -504,7 +504,7 @@ def test_a_box_offers_what_its_cards_hold() -> None:
     assert look_at("llama-30b", box, knobs).share.tp == 4
     for changes, words in (
         ({"emulate": "1xA40"}, "no room for KV"),
-        ({"tp": 3}, "cannot share 52 KV heads"),
+        ({"tp": 3}, "cannot share the 52 heads and 52 KV heads"),
         ({"tp": 5}, "more than the 4"),
     ):
         changed = replace(knobs, **changes)
