@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from p2pserve.kvtransport.layerwise import Mode, SendMode
 from p2pserve.kvtransport.tickets import TransferTicket, issue_link
-from p2pserve.node.engine.device import CpuDevice, HostMark, Mark
+from p2pserve.node.engine.device import CpuDevice, Mark
 from p2pserve.node.engine.incoming import LayerPiece
 from p2pserve.node.engine.kv.scheduler_side import GIVE_WAY_APART_S, GIVE_WAY_S, SchedulerSide
 from p2pserve.node.engine.kv.step_work import GiveWay, LoadWork, Opening, SendWork, StepWork, transfer_params
@@ -99,12 +99,12 @@ def test_a_prompts_blocks_are_held_from_its_end_until_no_worker_reads_them(sched
     assert work.sends == [SendWork("r", b"t" * 16, [7, 8, 9], 32, 32, final=False)]
     work = scheduler.build_connector_meta(step({"r": (32, 8)}))
     assert work.sends == [SendWork("r", b"t" * 16, [7, 8, 9], 8, 40, final=True)]
-    assert not scheduler.has_held_blocks
+    held = [scheduler.has_held_blocks]
     assert scheduler.request_finished(request) is True
-    assert scheduler.has_held_blocks
+    held.append(scheduler.has_held_blocks)
     assert scheduler.build_connector_meta(step({})).cancelled == []
     scheduler.sends_finished({"r", "another"})
-    assert not scheduler.has_held_blocks
+    assert [*held, scheduler.has_held_blocks] == [False, True, False]
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -358,10 +358,18 @@ def test_a_transfer_that_ended_before_its_request_frees_it_when_that_ends(worker
     assert worker.side.take_sent({"r"}) == {"r"}
 
 
-class LateMark(HostMark):
+@dataclass
+class LateMark:
     """A mark of a device that is behind."""
 
-    reached = False  # type: ignore[misc]
+    at: float
+    reached: bool = False
+
+    def wait(self) -> None:
+        raise AssertionError("the model's thread waits")
+
+    def seconds_since(self, earlier: LateMark) -> float:
+        return self.at - earlier.at
 
 
 def test_a_step_is_learned_from_when_the_device_is_done_with_it(
@@ -369,12 +377,14 @@ def test_a_step_is_learned_from_when_the_device_is_done_with_it(
 ) -> None:
     """What the model's thread takes is a launch."""
     worker.hub.senders[b"t" * 16] = [Sender(pacing(SendMode.LAYERWISE))]
-    marks = [HostMark(5.0), *[LateMark(each) for each in (5.5, 5.6, 5.7, 5.8, 7.0)]]
-    monkeypatch.setattr(CpuDevice, "mark", lambda device: marks.pop(0))
+    marks = [LateMark(each) for each in (5.0, 5.5, 5.6, 5.7, 5.8, 7.0)]
+    made = iter(marks)
+    monkeypatch.setattr(CpuDevice, "mark", lambda device: next(made))
     forward(worker, send_work(16))
     forward(worker, StepWork())
     assert worker.hub.learned == []
-    monkeypatch.setattr(LateMark, "reached", True)
+    for mark in marks:
+        mark.reached = True
     forward(worker, StepWork())
     assert worker.hub.learned == [(16, 2.0)]
 
@@ -413,11 +423,11 @@ def test_a_step_writes_for_a_short_while_and_the_rest_is_for_the_next(
     bound = (WRITE_S if computing else IDLE_WRITE_S) / 0.0004
     assert bound <= written <= bound + 1
     assert worker.hub.news == 1  # the engine is not to sleep on it
-    assert not receiver.was_applied
+    applied = [receiver.was_applied]
     assert worker.side.take_loaded() == (set(), set())
     while receiver.pieces:
         forward(worker, StepWork(computing=computing))
-    assert receiver.was_applied
+    assert [*applied, receiver.was_applied] == [False, True]
     assert worker.side.take_loaded() == ({"r"}, set())
 
 
@@ -461,7 +471,7 @@ class NothingWaits(TorchDispatchMode):
     between main memory and the device. Tensors on `meta` stand for those on a GPU. Notes which operations ran."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ran: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
