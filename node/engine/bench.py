@@ -118,7 +118,7 @@ class PlainEngine:
         from .scratch import own_temporary_folder
 
         torch.set_num_threads(config.threads)
-        arguments = {**engine_arguments(config), **_same_graphs(config)}
+        arguments = _with_same_graphs(config, engine_arguments(config))
         with own_temporary_folder():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._requests = 0
@@ -148,13 +148,14 @@ class PlainEngine:
         return list(times.values())
 
 
-def _same_graphs(config: protocol.EngineConfig) -> dict[str, Any]:
-    """The CUDA graphs that vLLM gives an engine of ours, whose connector has a say in it."""
+def _with_same_graphs(config: protocol.EngineConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the CUDA graphs that vLLM leaves to an engine of ours, whose connector has a say in it."""
     from .process import device_kind, stage_config
 
     if device_kind() == "cpu":
-        return {}
-    return {"compilation_config": {"cudagraph_mode": stage_config(config, "").compilation_config.cudagraph_mode.name}}
+        return arguments
+    mode = stage_config(config, "").compilation_config.cudagraph_mode.name
+    return {**arguments, "compilation_config": {**arguments.get("compilation_config", {}), "cudagraph_mode": mode}}
 
 
 @final

@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, final
 
@@ -264,4 +264,5 @@ async def _accept(listener: trio.socket.SocketType, trial: Trial) -> None:
             hello = await trio.to_thread.run_sync(read_link_hello, connection, HELLO_S)
             engine = trial.serving(hello.link)
             if engine is not None and engine.link is not None:
-                engine.link.attach(hello.pack(), connection)
+                with suppress(EngineLost):  # who dials an engine that is gone is hung up on
+                    engine.link.attach(hello.pack(), connection)

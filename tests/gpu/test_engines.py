@@ -11,33 +11,21 @@ import trio
 from ..integration.test_engine import (
     engines,
     prompt_of,
-    test_a_broken_transfer_is_computed_again,
-    test_a_cache_reads_back_what_was_written_into_it,
-    test_a_connection_that_is_cut_is_dialled_again,
     test_a_link_stays_warm_for_the_next_transfer,
-    test_an_engine_whose_worker_is_killed_ends,
     test_any_part_of_a_prompt_may_be_handed_over_and_what_is_there_already_is_not_sent,
     test_cancelling_gives_all_memory_back,
     test_engines_change_roles_while_they_serve,
     test_kv_handed_over_gives_the_same_tokens,
-    test_kv_that_does_not_come_is_computed,
     test_requests_that_lose_their_blocks_are_computed_again,
-    test_workers_that_share_heads_exchange_their_parts,
 )
 
 __all__ = [
-    "test_a_broken_transfer_is_computed_again",
-    "test_a_cache_reads_back_what_was_written_into_it",
-    "test_a_connection_that_is_cut_is_dialled_again",
     "test_a_link_stays_warm_for_the_next_transfer",
-    "test_an_engine_whose_worker_is_killed_ends",
     "test_any_part_of_a_prompt_may_be_handed_over_and_what_is_there_already_is_not_sent",
     "test_cancelling_gives_all_memory_back",
     "test_engines_change_roles_while_they_serve",
     "test_kv_handed_over_gives_the_same_tokens",
-    "test_kv_that_does_not_come_is_computed",
     "test_requests_that_lose_their_blocks_are_computed_again",
-    "test_workers_that_share_heads_exchange_their_parts",
 ]
 
 pytestmark = [pytest.mark.usefixtures("scheduling"), pytest.mark.timeout(300)]

@@ -84,12 +84,13 @@ def test_what_vllm_finds_is_told_with_the_lines_of_ours_that_led_to_it(monkeypat
     lines: list[str] = []
     record_if_asked(lines.append)
 
+    watch: Any = gpu_sync_debug.with_gpu_sync_check
+
     def execute_model() -> None:
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
 
     with warnings.catch_warnings():
-        checked: Any = gpu_sync_debug.with_gpu_sync_check
-        checked(execute_model)()
+        watch(execute_model)()
     armed, (found,) = read_log(lines, str(Path(__file__).parent))
     assert armed
     assert [line.split()[1] for line in found.own] == ["execute_model"]  # not the test, which is above

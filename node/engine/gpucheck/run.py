@@ -80,7 +80,7 @@ def _run_part(part: Part, limit_s: float, folder: Path) -> PartResult:
     if command is None:
         return not_run(part, NO_TESTS)
     own_file = part.name == "tests"
-    with log.open("wb") as log_file, (log if own_file else output).open("ab") as standard_output:
+    with log.open("ab") as log_file, (log if own_file else output).open("ab") as standard_output:
         began = time.monotonic()
         status = run_process(command, limit_s, standard_output.fileno(), log_file.fileno())
         seconds = time.monotonic() - began

@@ -192,17 +192,13 @@ def _name(case: ElementTree.Element) -> str:
 
 def _judge_kernels(output: str) -> _Judged:
     rows = [row for row in json.loads(output)["rows"] if row["device"] == "cuda"]
-    figures = tuple(
-        _beside(
-            f"{row['codec']} {row['op']} {row['tokens']}",
-            round(row["gbps_16bit"] / row["memcpy_gbps"], 3),
-            ">=",
-            CODEC_SHARE,
-        )
-        for row in rows
-        if row["codec"] != "raw"
-    )
+    figures = tuple(_codec_figure(row) for row in rows if row["codec"] != "raw")
     return rows, "" if figures else "no codec was measured on a GPU", figures
+
+
+def _codec_figure(row: dict[str, Any]) -> TargetFigure:
+    ratio = round(row["gbps_16bit"] / row["memcpy_gbps"], 3)
+    return _beside(f"{row['codec']} {row['op']} {row['tokens']}", ratio, ">=", CODEC_SHARE)
 
 
 def _judge_engines(output: str) -> _Judged:
