@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["Box", "Device", "Place", "choose_device", "lacks", "lacks_room", "look"]
+__all__ = ["Box", "Device", "Place", "choose_device", "complaints", "lacks", "lacks_room", "look"]
 
 Device = Literal["cpu", "cuda"]
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -62,10 +62,11 @@ def choose_device(asked: str, box: Box) -> Device:
 
 def lacks(box: Box, device: Device, *, driver_later: bool = False) -> str | None:
     """What keeps an engine from working on `device`, with what to do about it, in one line; None for nothing."""
-    return next(_complaints(box, device, driver_later), None)
+    return next(complaints(box, device, driver_later=driver_later), None)
 
 
-def _complaints(box: Box, device: Device, driver_later: bool) -> Iterator[str]:
+def complaints(box: Box, device: Device, *, driver_later: bool = False) -> Iterator[str]:
+    """All that `lacks` would say, one after the other."""
     if not box.has_compiler:
         yield (
             f"no C compiler '{box.compiler}'; install one (Debian, Ubuntu: apt-get install build-essential) or name it "

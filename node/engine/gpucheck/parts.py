@@ -10,9 +10,7 @@ import json
 import os
 import platform
 import random
-import shutil
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -23,6 +21,7 @@ import msgspec
 import trio
 
 from ...engine_link import open_fork_server
+from ...prerequisites import complaints, look
 from .. import protocol
 from ..gpus import gpu_names, installed_version
 from ..random_model import TINY, make_model
@@ -32,7 +31,6 @@ from .synchronisations import SWITCH, read_log
 __all__ = ["PROGRAMS", "engine_versions", "exercise_engines", "patched", "watched_names"]
 
 PACKAGE: Final = str(Path(__file__).parents[3])
-DRIVER: Final = 580  # what CUDA 13.0 needs, which torch is built for
 PINNED: Final = {"vllm": "0.32.", "torch": "2.13.", "triton": "3.7."}
 PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS, CHUNK = 700, 450, 24, 256
 CODECS: Final = ("raw", "kv4")
@@ -63,47 +61,19 @@ def engine_versions() -> dict[str, str]:
 
 def look_at_box() -> dict[str, Any]:
     """What an engine needs of this box. Each complaint is one line with its fix."""
-    versions, driver = engine_versions(), _driver()
+    versions, box = engine_versions(), look()
     return {
         "cards": gpu_names(),
-        "driver": driver,
+        "driver": box.driver or "",
         "versions": versions,
-        "complaints": [*_missing_tools(), *_wrong_versions(versions, driver)],
+        "complaints": [*complaints(box, "cuda"), *_wrong_versions(versions)],
     }
 
 
-def _missing_tools() -> Iterator[str]:
-    compiler = os.environ.get("CC", "cc")
-    if shutil.which(compiler) is None:
-        yield f"no C compiler {compiler!r}, which Triton needs: apt-get install build-essential, or set CC"
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
-        name = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-        yield f"no Python.h in {headers}, which Triton needs: apt-get install {name}"
-
-
-def _wrong_versions(versions: Mapping[str, str], driver: str) -> Iterator[str]:
-    major = driver.partition(".")[0]
-    if not major.isdigit() or int(major) < DRIVER:
-        yield f"the NVIDIA driver is {driver or 'not there'}: choose a box with driver {DRIVER} or newer (CUDA >= 13)"
+def _wrong_versions(versions: Mapping[str, str]) -> Iterator[str]:
     for name, pinned in PINNED.items():
         if not versions[name].startswith(pinned):
             yield f"{name} is {versions[name] or 'not installed'}, not {pinned}x: make setup DEVICE=cuda"
-
-
-def _driver() -> str:
-    """The version of the NVIDIA driver; "" without one."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ""
-    try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-    finally:
-        pynvml.nvmlShutdown()
-    return version.decode() if isinstance(version, bytes) else str(version)
 
 
 # ---- torch as it is -------------------------------------------------------------------------------------------------
