@@ -119,14 +119,17 @@ class Outgoing:
 
     # ---- for the model's thread -----------------------------------------------------------------------------
 
-    def announce_layers(self, layers: range, computed: Computed) -> None:
+    def announce_layers(self, layers: range, computed: Computed) -> int:
         """These layers have been computed so far; those that are not of this end, or announced already, are no matter.
-        The device may still be at it."""
+        The device may still be at it. Returns how many were news."""
+        fresh = 0
         for layer in layers:
             first = self._announced.get(layer, computed.last)
             if first < computed.last:
                 self._announced[layer] = computed.last
                 self._queue.put(_Window(layer, first, computed, self._generation))
+                fresh += 1
+        return fresh
 
     def prefill_done(self, tokens: int, mark: Mark) -> None:
         """All layers of all `tokens` positions have been announced; they are computed when the mark is reached."""

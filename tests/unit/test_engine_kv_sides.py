@@ -184,11 +184,12 @@ class Sender:
     said: list[tuple[str, Any]] = field(default_factory=list)
     announced: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(LAYERS), 0))
 
-    def announce_layers(self, layers: range, computed: Computed) -> None:
+    def announce_layers(self, layers: range, computed: Computed) -> int:
         fresh = [layer for layer in layers if self.announced[layer] < computed.last]
         self.announced.update(dict.fromkeys(fresh, computed.last))
         if fresh:
             self.said.append(("layers", (fresh, computed.last)))
+        return len(fresh)
 
     def prefill_done(self, tokens: int, mark: Mark) -> None:
         self.said.append(("done", tokens))
@@ -229,6 +230,7 @@ class Hub:
         self.senders: dict[bytes, list[Sender]] = {}
         self.receivers: dict[bytes, Receiver] = {}
         self.learned: list[tuple[int, float]] = []
+        self.held: list[tuple[str, int, int]] = []
         self.pacer = self
         self.news = 0
         self.started: list[bytes] = []
@@ -242,6 +244,9 @@ class Hub:
 
     def computed(self, pacings: list[Pacing], tokens: int, seconds: float) -> None:
         self.learned.append((tokens, seconds))
+
+    def held_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
+        self.held.append((codec, tokens, layers))
 
     def outgoing(self, transfer: bytes) -> list[Sender]:
         return self.senders.get(transfer, [])
@@ -313,6 +318,7 @@ def test_layers_are_announced_as_they_are_computed_and_a_prompt_when_it_is_compl
     del sender.said[:]
     forward(worker, send_work(32, final=True))
     assert sender.said == [("layers", ([0, 1], 32)), ("layers", ([2, 3], 32)), ("done", 32)]
+    assert worker.hub.held == [("raw", 16, 2)] * 4  # how long that keeps the model decides how the next ones leave
 
 
 def test_what_no_hook_has_announced_is_announced_at_the_end_of_the_step(worker: Worker) -> None:

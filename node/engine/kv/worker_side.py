@@ -182,9 +182,6 @@ class WorkerSide:
     def save_layer(self, work: StepWork, name: str) -> None:
         """A layer has been computed: announce what is due of it and those before it, as each transfer's pacing says.
         Reading, encoding and sending happen elsewhere."""
-        if not work.sends:
-            return
-        begun = self._clock()
         position = self._positions[name]
         mark: Mark | None = None
         for send in work.sends:
@@ -192,8 +189,7 @@ class WorkerSide:
                 due = outgoing.pacing.due(position, len(self._caches))
                 if due:
                     mark = self._device.mark() if mark is None else mark
-                    outgoing.announce_layers(self._layers(due), Computed(send.block_ids, send.last, mark))
-        self._held_up_s += self._clock() - begun
+                    self._announce(outgoing, due, send, mark)
 
     def end(self, work: StepWork) -> None:
         """All of the step has been computed, or is queued on the device. Announce what no hook has (graphs that are
@@ -224,11 +220,19 @@ class WorkerSide:
             self._announce_all(send, [outgoing for outgoing in ends if not outgoing.pacing.layerwise], mark)
 
     def _announce_all(self, send: SendWork, ends: list[Outgoing], mark: Mark) -> None:
-        computed = Computed(send.block_ids, send.last, mark)
         for outgoing in ends:
-            outgoing.announce_layers(self._layers(range(len(self._caches))), computed)
+            self._announce(outgoing, range(len(self._caches)), send, mark)
             if send.final:
                 outgoing.prefill_done(send.last, mark)
+
+    def _announce(self, outgoing: Outgoing, positions: range, send: SendWork, mark: Mark) -> None:
+        """Let a transfer read the layers at these positions, and note for how long that keeps the model."""
+        begun = self._clock()
+        fresh = outgoing.announce_layers(self._layers(positions), Computed(send.block_ids, send.last, mark))
+        held_up_s = self._clock() - begun
+        self._held_up_s += held_up_s
+        if fresh:
+            self.hub.pacer.held_up(outgoing.pacing.codec, send.computed, fresh, held_up_s)
 
     def _layers(self, positions: range) -> range:
         first = self._caches[0].index
