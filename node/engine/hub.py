@@ -225,6 +225,8 @@ class TransferHub:
             if not self._outgoing:
                 self._sending.clear()
         self._report(report)
+        if not links:
+            self._on_news()  # the blocks need not be held any longer
 
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""

@@ -219,8 +219,8 @@ class Outgoing:
             if isinstance(item, _Window):
                 yield from self._frames_of(item, wanted)
             elif item.generation == self._generation:  # else some of it is still to be announced again
+                item.mark.wait()
                 with self._source.device.copy_stream() as stream:
-                    item.mark.wait()
                     self._prefill_done_at = stream.moment_of(item.mark)
                 self._sending.finish(item.tokens)
                 return

@@ -148,8 +148,6 @@ class EngineRunner:
         self._reported: protocol.EngineStats | None = None
         on_step, stages = self._transfers.on_step, bool(config.partition)
         self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
-        # Workers of this box say when KV has come, those of other stages tell only their own agents.
-        self._idle_wait_s = BLIND_WAIT_S if stages else IDLE_WAIT_S
         self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
 
     def ready(self, load_s: float) -> protocol.Ready:
@@ -203,9 +201,14 @@ class EngineRunner:
             self._publish(outputs, late)
             idle = not (outputs or late or self._scheduler.running)
             self._idle_steps.on_step(idle=idle)
-            if idle and self._switchboard.news.wait(self._idle_wait_s if self._idle_steps.may_sleep else 0.0):
+            if idle and self._switchboard.news.wait(self._idle_wait_s() if self._idle_steps.may_sleep else 0.0):
                 self._switchboard.news.clear()
                 self._idle_steps.on_news()
+
+    def _idle_wait_s(self) -> float:
+        """Workers of this box say when KV has come, those of other stages tell only their own agents. For KV that
+        leaves nobody hurries."""
+        return BLIND_WAIT_S if self._config.partition and self._transfers.awaits_kv else IDLE_WAIT_S
 
     def _busy(self) -> bool:
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.

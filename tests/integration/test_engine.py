@@ -648,6 +648,34 @@ def test_a_transfer_goes_on_over_other_paths(engine_channels: list[int], random_
     trio.run(main)
 
 
+def test_a_prompt_waits_for_blocks_in_which_kv_is_held(engine_channels: list[int], random_model: Path) -> None:
+    """Its receiver has no place for the first one's KV: nothing is given up, and nothing is read in its blocks' place
+    until it is called off. The cache has room for one prompt at a time."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            prefill, decode_ = await start(kv_cache_mib=3), await start()
+            first, second = prompt_of(300), prompt_of(320)
+            expected = [(await decode_.generate(prompt)).tokens for prompt in (first, second)]
+            with listening() as (way, _), listening() as (other, listener):
+                held = await prefill.finished(prefill.submit(first, send=way))
+                assert held.tokens == expected[0][:1]  # nobody waits for the KV to leave
+                waiting = prefill.submit(second, send=other)
+                receiving = decode_.submit(second, receive=other)
+                decode_.attach(*await accepted(listener))
+                await prefill.until(lambda: prefill.stats is not None and prefill.stats.waiting == 1)
+                await trio.sleep(0.5)
+                assert waiting not in prefill.results
+                assert way.key not in prefill.reports
+                prefill.send(protocol.AbortTransfer(transfer=way.ticket.transfer, reason="nobody wants it"))
+                assert (await prefill.report(way)).reason == "nobody wants it"
+                result = await delivered(prefill, decode_, other, receiving)
+                assert result.tokens == expected[1]
+                await prefill.until(lambda: prefill.stats is not None and prefill.stats.kv_usage == 0.0)
+
+    trio.run(main)
+
+
 def test_kv_that_does_not_come_is_computed(engine_channels: list[int], random_model: Path) -> None:
     """The ticket's deadline passes; meanwhile another request is served."""
 

@@ -134,6 +134,11 @@ class SchedulerSide:
         self._patience.begin(request.request_id, first, receive.tokens, self._clock())
 
     @property
+    def awaits_kv(self) -> bool:
+        """Whether requests are to be given KV by other engines."""
+        return bool(self._receives)
+
+    @property
     def has_held_blocks(self) -> bool:
         """Whether requests are over whose KV has not been delivered: steps must go on, so that their end is heard."""
         return bool(self._held)
