@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ..kernels.format import Codec
+from .option_values import count
 
 __all__ = ["SPECS", "add_live_option", "add_plan_options", "add_sim_options"]
 
@@ -53,7 +54,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="stop after so long with the best plan so far (default: by size)",
     )
-    add("--seed", type=_seed, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
+    add("--seed", type=count, default=0, metavar="N", help="the same seed gives the same plan (default: 0)")
 
 
 def add_live_option(parser: argparse.ArgumentParser) -> None:
@@ -108,13 +109,6 @@ def _machines(text: str) -> tuple[int, int]:
     return int(prompt), int(token)
 
 
-def _seed(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
 def _above_zero(text: str) -> float:
     value = float(text)
     if not 0.0 < value < 1e9:
@@ -123,4 +117,3 @@ def _above_zero(text: str) -> float:
 
 
 _above_zero.__name__ = "number"
-_seed.__name__ = "whole number"
