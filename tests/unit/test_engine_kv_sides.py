@@ -18,10 +18,11 @@ from p2pserve.kvtransport.layerwise import Mode, SendMode
 from p2pserve.kvtransport.tickets import TransferTicket, issue_link
 from p2pserve.node.engine.device import CpuDevice, Mark
 from p2pserve.node.engine.incoming import LayerPiece
+from p2pserve.node.engine.kv import worker_side
 from p2pserve.node.engine.kv.scheduler_side import GIVE_WAY_APART_S, GIVE_WAY_S, SchedulerSide
 from p2pserve.node.engine.kv.step_work import GiveWay, LoadWork, Opening, SendWork, StepWork, transfer_params
 from p2pserve.node.engine.kv.worker_side import IDLE_WRITE_S, WRITE_S, WorkerSide
-from p2pserve.node.engine.layout import CacheForm
+from p2pserve.node.engine.layout import CacheForm, Shard
 from p2pserve.node.engine.outgoing import Computed
 from p2pserve.node.engine.pacing import Pacing
 from p2pserve.node.engine.protocol import Inlet, Outlet, Rank, Slice
@@ -467,6 +468,20 @@ def test_heads_from_several_senders_meet_in_the_cache(worker: Worker) -> None:
     k, v = worker.side._read(2, [3, 4], 0, 20)
     assert torch.equal(k, torch.tensor([1.0, 2.0])[None, :, None].expand(20, HEADS, HEAD_DIM))
     assert torch.equal(v, -k)
+
+
+def test_an_engine_starts_although_a_codec_cannot_be_compiled_for_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = pytest.importorskip("triton.errors")
+
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise errors.TritonError("out of resource: shared memory")
+
+    monkeypatch.setattr(worker_side, "warm_up", fail)
+    shard = Shard(layers=range(1), heads=range(1), head_dim=288, dtype=torch.bfloat16)
+    worker_side.warm_up_codecs(CpuDevice(), shard)
+    assert "kv4 does not work on this GPU for heads of 288: out of resource" in caplog.text
 
 
 # ---- nothing waits ------------------------------------------------------------------------------------------

@@ -45,8 +45,13 @@ ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
 def warm_up_codecs(device: Device, shard: Shard) -> None:
     """Compile what hand-overs between boxes run on a GPU, and make its copy streams: some seconds, which would else be
     the first request's. Before vLLM captures graphs, which no other thread may disturb."""
-    with device.copy_stream() as stream:
-        warm_up(Codec.KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
+    from triton.errors import TritonError  # heavy, and of no use without a GPU
+
+    try:
+        with device.copy_stream() as stream:
+            warm_up(Codec.KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
+    except TritonError as error:  # a transfer in kv4 will say the same, and its prompt be computed where it goes
+        _log.warning("kv4 does not work on this GPU for heads of %d: %s", shard.head_dim, error)
 
 
 @dataclass(frozen=True, slots=True)
