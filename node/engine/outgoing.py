@@ -288,10 +288,8 @@ class Outgoing:
 
     def _take(self, size: int) -> Extent | None:
         """Room for a payload, as soon as the link has confirmed others; None when the transfer has ended."""
-        with self._holding:
-            mine = self._held
         timeout = self.ticket.deadline_s
-        extent = self._source.buffer.take(size, mine, timeout, lambda: self._sending.state.name == "open")
+        extent = self._source.buffer.take(size, lambda: self._held, timeout, lambda: self._sending.state.name == "open")
         if extent is not None:
             with self._holding:
                 self._held += extent.reserved
