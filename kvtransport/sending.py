@@ -209,7 +209,7 @@ class SendMachine(LinkMachine[Cargo]):
         outgoing.queued += source.total
         outgoing.first_push_at = now if outgoing.first_push_at is None else outgoing.first_push_at
         self.bytes_held += source.total
-        self._enter(outgoing)
+        self._enter_or_wait(outgoing, now)
         return True
 
     def finish(self, transfer: bytes, tokens: int) -> None:
@@ -366,7 +366,7 @@ class SendMachine(LinkMachine[Cargo]):
             if outgoing.blocked_since is not None:
                 outgoing.blocked_s += now - outgoing.blocked_since
                 outgoing.blocked_since = None
-            self._enter(outgoing)
+            self._enter_or_wait(outgoing, now)
             self._say_end(outgoing)
 
     def _grant(self, outgoing: _Outgoing, limit: int, first: int) -> None:
@@ -490,6 +490,13 @@ class SendMachine(LinkMachine[Cargo]):
         if not transfer.in_ring and transfer.next_size(self.settings.chunk_bytes):
             transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes  # to send on its first turn
             self._ring.append(transfer)
+
+    def _enter_or_wait(self, transfer: _Outgoing, now: float) -> None:
+        """What has no credit left is not asked, so it is here that its waiting begins. The wait for the first credit is
+        not counted: its receiver has not been heard of."""
+        self._enter(transfer)
+        if transfer.uncut and transfer.credit and not transfer.in_ring and transfer.blocked_since is None:
+            transfer.blocked_since = now
 
     def _say_end(self, transfer: _Outgoing) -> None:
         """End goes once everything has been cut, and not before the receiver has been heard of: it has to know the
