@@ -135,8 +135,8 @@ class Outgoing:
     def withdraw(self) -> None:
         """The prompt loses its blocks: when this returns they are not read any more. What has been read is sent; the
         rest will be announced again, from other blocks."""
+        self._generation += 1  # first: the window that is being read is waited for, and none that comes after it
         with self._reading:
-            self._generation += 1
             self._announced.update(self._read)
 
     def abort(self, reason: str) -> None:
