@@ -87,7 +87,7 @@ def test_what_vllm_finds_is_told_with_the_lines_of_ours_that_led_to_it(monkeypat
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
 
     with warnings.catch_warnings():
-        gpu_sync_debug.with_gpu_sync_check(execute_model)()
+        gpu_sync_debug.with_gpu_sync_check(execute_model)()  # type: ignore[no-untyped-call]
     armed, (found,) = read_log(lines, str(Path(__file__).parent))
     assert armed
     assert [line.split()[1] for line in found.own] == ["execute_model"]  # not the test, which is above

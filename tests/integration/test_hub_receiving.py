@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from p2pserve.kvtransport.receiving import MIN_WINDOW_BYTES
 from p2pserve.kvtransport.send_link import Outgoing as SendingEnd
 from p2pserve.kvtransport.send_link import SendLink
 from p2pserve.kvtransport.tickets import TransferTicket
-from p2pserve.node.engine.hub import TransferHub
+from p2pserve.node.engine.device import DeviceKind
+from p2pserve.node.engine.hub import GPU_STAGED_BYTES, TransferHub, transfer_memory
 from p2pserve.node.engine.incoming import LayerPiece
 from p2pserve.node.engine.protocol import CloseLink
 
@@ -127,7 +129,6 @@ def test_nothing_comes_before_the_engine_has_blocks() -> None:
         assert not incoming.has_pieces
         hub.start(incoming, 0, slots_of)
         wait_for(incoming, pieces=2)
-        assert incoming.has_pieces
         hub.abort(TICKET.transfer, "enough")
 
 
@@ -282,6 +283,14 @@ def test_a_device_without_memory_left_fails_the_transfer_at_once() -> None:
 
 
 # ---- bounds -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_decoded_takes_little_of_a_gpu_whatever_the_box_has() -> None:
+    much = 1 << 30
+    assert transfer_memory(much, "cpu").staged_bytes == much
+    assert transfer_memory(much, "cuda").staged_bytes == GPU_STAGED_BYTES
+    assert transfer_memory(1 << 20, "cuda").staged_bytes == 1 << 20
+    assert {transfer_memory(much, kind).host_bytes for kind in get_args(DeviceKind)} == {much}
 
 
 def test_what_all_transfers_may_send_ahead_stays_within_the_host_memory() -> None:

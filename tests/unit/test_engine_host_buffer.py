@@ -148,7 +148,7 @@ def test_who_gives_back_while_it_waits_counts_as_holding_less(monkeypatch: pytes
 def test_waiting_ends_without_a_piece(why: str) -> None:
     buffer = buffer_of(1)
     taken(buffer, 1)
-    looks = []
+    looks: list[None] = []
 
     def wanted() -> bool:
         looks.append(None)
