@@ -268,7 +268,12 @@ def test_a_link_that_cannot_keep_up_holds_its_transfer_back_and_gives_nothing_up
         hubs.cache.on_read = measure
         hubs.announce(outgoing)
         hubs.prefill_done(outgoing)
-        hubs.reports.until(lambda: any(report.blocked and report.waiting_bytes for report in hubs.reports.links))
+        hubs.reports.until(
+            lambda: any(
+                report.blocked and report.waiting_bytes and any(path.bytes_acknowledged for path in report.paths)
+                for report in hubs.reports.links
+            )
+        )
         assert hubs.reports.ends == []
         assert 0 < hubs.cache.bytes_read < LAYERS * tokens * ROW_BYTES
         assert hubs.receive(outgoing, incoming).delivered
