@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .errors import ProtocolError, TransferError
 from .frames import KVFrame
@@ -156,7 +156,7 @@ class _Early:
 
     credit: int = 0
     first: int = 0
-    refused: str | None = field(default=None)
+    refused: str | None = None
 
 
 class SendMachine(LinkMachine[Cargo]):
@@ -209,7 +209,7 @@ class SendMachine(LinkMachine[Cargo]):
         outgoing.queued += source.total
         outgoing.first_push_at = now if outgoing.first_push_at is None else outgoing.first_push_at
         self.bytes_held += source.total
-        self._enter(outgoing)
+        self._enter(outgoing, now)
         return True
 
     def finish(self, transfer: bytes, tokens: int) -> None:
@@ -230,10 +230,6 @@ class SendMachine(LinkMachine[Cargo]):
         outgoing = self._transfers.get(transfer)
         if outgoing is not None and outgoing.state.name != "open":
             del self._transfers[transfer]
-
-    def state(self, transfer: bytes) -> EndState | None:
-        outgoing = self._transfers.get(transfer)
-        return None if outgoing is None else outgoing.state
 
     def progress(self, transfer: bytes, now: float) -> SendProgress | None:
         """A view of one transfer."""
@@ -315,8 +311,7 @@ class SendMachine(LinkMachine[Cargo]):
             if not size:
                 self._ring.popleft()
                 transfer.in_ring = False
-                if transfer.uncut and transfer.blocked_since is None:
-                    transfer.blocked_since = now
+                self._enter(transfer, now)
             elif transfer.deficit < size:
                 transfer.deficit += step
                 self._ring.rotate(-1)
@@ -366,7 +361,7 @@ class SendMachine(LinkMachine[Cargo]):
             if outgoing.blocked_since is not None:
                 outgoing.blocked_s += now - outgoing.blocked_since
                 outgoing.blocked_since = None
-            self._enter(outgoing)
+            self._enter(outgoing, now)
             self._say_end(outgoing)
 
     def _grant(self, outgoing: _Outgoing, limit: int, first: int) -> None:
@@ -486,10 +481,13 @@ class SendMachine(LinkMachine[Cargo]):
             self._events.append(Released(source.release))
             source.release = None
 
-    def _enter(self, transfer: _Outgoing) -> None:
+    def _enter(self, transfer: _Outgoing, now: float | None = None) -> None:
+        """With `now` it is noted since when it waits for more credit; the first says that the receiver is there."""
         if not transfer.in_ring and transfer.next_size(self.settings.chunk_bytes):
             transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes  # to send on its first turn
             self._ring.append(transfer)
+        elif now is not None and transfer.uncut and transfer.credit and not transfer.in_ring:
+            transfer.blocked_since = now if transfer.blocked_since is None else transfer.blocked_since
 
     def _say_end(self, transfer: _Outgoing) -> None:
         """End goes once everything has been cut, and not before the receiver has been heard of: it has to know the

@@ -52,16 +52,16 @@ class HostBuffer:
         with self._room:
             return self.size - sum(length for _, length in self._free)
 
-    def take(self, size: int, mine: int, timeout: float, wanted: Callable[[], bool]) -> Extent | None:
+    def take(self, size: int, mine: Callable[[], int], timeout: float, wanted: Callable[[], bool]) -> Extent | None:
         """A piece of `size` bytes, once there is one, or None after `timeout` seconds or when it is not `wanted` any
-        more. `mine`: bytes that the one who asks holds already. Who holds much leaves room for who holds little: a
-        receiver that has stopped taking must not hold up those of others."""
+        more. `mine`: bytes that the one who asks holds now, which may become less while it waits. Who holds much leaves
+        room for who holds little: a receiver that has stopped taking must not hold up those of others."""
         reserved = -(-size // ALIGNMENT) * ALIGNMENT
         if reserved > self.size:
             raise ValueError(f"{size} bytes do not fit a transfer buffer of {self.size}; make it larger")
         until = time.monotonic() + timeout
         with self._room:
-            while (extent := self._fit(reserved, size, mine)) is None:
+            while (extent := self._fit(reserved, size, mine())) is None:
                 left = until - time.monotonic()
                 if left <= 0 or not wanted():
                     return None

@@ -184,7 +184,7 @@ class Incoming:
                 end.acknowledge()
             else:
                 end.abort(failure or "the engine did not take the KV before the deadline")
-        except (TransferError, FiguresError, OSError, ValueError) as error:
+        except (TransferError, FiguresError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
             self.abort(str(error) or type(error).__name__)
 
     def _remaining(self) -> float:

@@ -138,8 +138,8 @@ class Outgoing:
     def withdraw(self) -> None:
         """The prompt loses its blocks: when this returns they are not read any more. What has been read is sent; the
         rest will be announced again, from other blocks."""
+        self._generation += 1  # first: the window that is being read is waited for, and none that comes after it
         with self._reading:
-            self._generation += 1
             self._announced.update(self._read)
 
     def abort(self, reason: str) -> None:
@@ -291,10 +291,8 @@ class Outgoing:
 
     def _take(self, size: int) -> Extent | None:
         """Room for a payload, as soon as the link has confirmed others; None when the transfer has ended."""
-        with self._holding:
-            mine = self._held
         timeout = self.ticket.deadline_s
-        extent = self._source.buffer.take(size, mine, timeout, lambda: self._sending.state.name == "open")
+        extent = self._source.buffer.take(size, lambda: self._held, timeout, lambda: self._sending.state.name == "open")
         if extent is not None:
             with self._holding:
                 self._held += extent.reserved

@@ -41,6 +41,7 @@ from p2pserve.kvtransport import (
     read_link_hello,
 )
 from p2pserve.kvtransport.channel import Channel, LinkHello, Role
+from p2pserve.kvtransport.signals import Signal
 
 WINDOW = 16 << 20
 SETTINGS = LinkSettings(chunk_bytes=64 * 1024, ping_s=0.2, hedge_s=0.4, limit_bytes=32 << 20)
@@ -433,6 +434,61 @@ def test_a_sender_that_cannot_keep_up_gives_the_transfer_up(pair: Pair) -> None:
         outgoing.send(frame(4, bytes(8_000_000)))
     assert "cannot keep up" in incoming.wait(PATIENCE_S).reason
     assert pair.sender.budget.held == 0
+
+
+class PausingChannel:
+    """A connection's channel that waits before it reads a payload."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.sealing, self.go_on = threading.Event(), threading.Event()
+        self.read: list[bytes] = []
+
+    def seal(self, signal: Signal, payload: memoryview | None = None) -> memoryview:
+        if payload is not None:
+            self.sealing.set()
+            assert self.go_on.wait(PATIENCE_S)
+            self.read.append(bytes(payload))
+        return self._channel.seal(signal, payload)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._channel, name)
+
+
+def test_memory_is_not_given_back_while_a_connection_reads_it(pair: Pair) -> None:
+    """What its owner writes there next is not for this peer. Chunks that connections took up later do not matter."""
+    pair.sender.settings = replace(SETTINGS, hedge_s=60.0)  # nothing is sent twice
+    links = pair.links(streams=2)
+    channels = [PausingChannel(wire.channel) for wire in links[0]._wires.values()]
+    for wire, channel in zip(links[0]._wires.values(), channels, strict=True):
+        wire.channel = channel  # type: ignore[assignment]
+    released = [threading.Event(), threading.Event()]
+    memory = [bytearray(b"%d" % number * 50_000) for number in range(2)]
+
+    def reuse(number: int) -> None:
+        memory[number][:] = bytes(50_000)
+        released[number].set()
+
+    reading: list[PausingChannel] = []
+
+    def taken_up() -> bool:
+        reading.extend(each for each in channels if each.sealing.is_set() and each not in reading)
+        return len(reading) == number + 1
+
+    for number in range(2):
+        outgoing, incoming = pair.begin(links)
+        incoming.grant(WINDOW)
+        outgoing.send(frame(0, memoryview(memory[number])), release=partial(reuse, number))
+        until(taken_up)
+        outgoing.abort("the client went away")
+        assert outgoing.wait(PATIENCE_S).name == "failed"
+        assert not released[number].is_set()
+    reading[0].go_on.set()
+    assert released[0].wait(PATIENCE_S)
+    assert not released[1].is_set()
+    reading[1].go_on.set()
+    assert released[1].wait(PATIENCE_S)
+    assert [each.read for each in reading] == [[b"0" * 50_000], [b"1" * 50_000]]
 
 
 def test_waiting_for_room_is_bounded(pair: Pair) -> None:

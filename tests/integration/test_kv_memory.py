@@ -56,7 +56,7 @@ def peak_mib() -> float:
 
 
 def now_mib() -> float:
-    return psutil.Process().memory_info().rss / (1 << 20)
+    return float(psutil.Process().memory_info().rss) / (1 << 20)
 
 
 def send(port: int) -> dict[str, object]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +15,24 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from p2pserve.node.engine.device import CpuDevice, CudaDevice, DeviceKind, choose, device_of
+from p2pserve.kvtransport.frames import MAX_PAYLOAD_BYTES
+from p2pserve.node.engine.device import (
+    COPY_STREAMS,
+    CpuDevice,
+    CudaDevice,
+    Device,
+    DeviceKind,
+    choose,
+    device_of,
+)
 from p2pserve.node.engine.speed import SpeedTest, Work, measure
+
+PATIENCE_S = 30.0
 
 
 class FakeStream:
+    device = torch.device("meta")  # tensors that are made there have no values, and need no GPU
+
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 
@@ -26,17 +41,31 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
+    """As torch has them: who waits for one that is not `blocking` spins, and only some have times."""
 
-    def record(self) -> None:
-        self.cuda.asked.append(f"event on {self.cuda.stream_now.name}")
+    def __init__(self, cuda: FakeCuda, enable_timing: bool, blocking: bool) -> None:
+        self.cuda, self.timed, self.blocking = cuda, enable_timing, blocking
+        self.reached = False
+        self.at_ms = 0.0
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.at_ms = self.cuda.now_ms
+        self.cuda.asked.append(f"event on {(stream or self.cuda.current_stream()).name}")
 
     def query(self) -> bool:
-        return "wait for event" in self.cuda.asked
+        return self.reached
 
     def synchronize(self) -> None:
-        self.cuda.asked.append("wait for event")
+        self.cuda.asked.append("sleep until event" if self.blocking else "spin until event")
+        if self.cuda.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.reached = True
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        """In milliseconds."""
+        assert self.timed
+        assert later.timed
+        return later.at_ms - self.at_ms
 
 
 class FakeTensor:
@@ -52,43 +81,58 @@ class FakeTensor:
 
 
 class FakePinned:
+    """Pinned memory: of a tensor, or a piece of what streams stage in."""
+
     nbytes = 8
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, memory: torch.Tensor | None = None) -> None:
         self.cuda = cuda
+        self.memory = torch.empty(0, dtype=torch.uint8) if memory is None else memory
+
+    def __getitem__(self, part: slice) -> FakePinned:
+        return FakePinned(self.cuda, self.memory[part])
+
+    def numpy(self) -> Any:
+        return self.memory.numpy()
 
     def copy_(self, tensor: Any, non_blocking: bool = False) -> FakePinned:
-        how = f"on {self.cuda.stream_now.name}" if non_blocking else "at once"
+        how = f"on {self.cuda.current_stream().name}" if non_blocking else "at once"
         self.cuda.asked.append(f"pinned <- {tensor.name} {how}")
         return self
 
-    def to(self, device: torch.device, non_blocking: bool) -> str:
-        assert non_blocking
-        self.cuda.asked.append(f"{device} <- pinned on {self.cuda.stream_now.name}")
-        return "on the GPU"
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        how = f"on {self.cuda.current_stream().name}" if non_blocking else "at once"
+        self.cuda.asked.append(f"{device} <- pinned {how}")
+        return bytes(self.memory.tolist()) if len(self.memory) else "on the GPU"
 
 
 class FakeCuda:
-    """What `CudaDevice` asks of `torch.cuda`."""
+    """What `CudaDevice` asks of `torch.cuda`. The model's stream is that of every thread which has chosen no other."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.stream_now = FakeStream(self, "compute")
+        self.now_ms = 0.0
+        self.broken = False
+        self._compute = FakeStream(self, "compute")
+        self._chosen = threading.local()
+        self._names = itertools.chain(["side"], (f"copy {number}" for number in itertools.count()))
 
     def Stream(self) -> FakeStream:  # noqa: N802 (torch's name)
-        return FakeStream(self, "side")
+        return FakeStream(self, next(self._names))
 
-    def Event(self) -> FakeEvent:  # noqa: N802 (the same)
-        return FakeEvent(self)
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:  # noqa: N802 (the same)
+        return FakeEvent(self, enable_timing, blocking)
 
     def current_stream(self) -> FakeStream:
-        return self.stream_now
+        return getattr(self._chosen, "stream", self._compute)
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.stream_now = self.stream_now, stream
-        yield
-        self.stream_now = before
+        before, self._chosen.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._chosen.stream = before
 
     def synchronize(self) -> None:
         self.asked.append("wait for all")
@@ -100,7 +144,10 @@ def cuda() -> FakeCuda:
 
 
 def device_on(cuda: FakeCuda) -> CudaDevice:
-    return CudaDevice(cuda, pinned=lambda _: FakePinned(cuda))  # type: ignore[arg-type,return-value]
+    def pinned_memory(size: int) -> FakePinned:
+        return FakePinned(cuda, torch.empty(size, dtype=torch.uint8))
+
+    return CudaDevice(cuda, lambda _: FakePinned(cuda), pinned_memory)  # type: ignore[arg-type,return-value]
 
 
 def test_copies_out_run_beside_the_next_layer_and_after_this_one(cuda: FakeCuda) -> None:
@@ -117,7 +164,7 @@ def test_copies_out_run_beside_the_next_layer_and_after_this_one(cuda: FakeCuda)
     before = copies.ready
     assert len(copies.wait()) == 2
     assert (before, copies.ready) == (False, True)
-    assert cuda.asked[6:] == ["wait for event"]
+    assert cuda.asked[6:] == ["sleep until event"]
 
 
 def test_copies_in_are_in_order_with_the_work_that_reads_them(cuda: FakeCuda) -> None:
@@ -125,6 +172,146 @@ def test_copies_in_are_in_order_with_the_work_that_reads_them(cuda: FakeCuda) ->
     assert device.to_device(FakeTensor(cuda, "k")) == ("on the GPU",)  # type: ignore[arg-type,comparison-overlap]
     device.synchronize()
     assert cuda.asked == ["pinned <- k at once", "cuda <- pinned on compute", "wait for all"]
+
+
+def test_a_mark_is_an_event_in_the_model_s_stream_that_threads_sleep_for(cuda: FakeCuda) -> None:
+    device = device_on(cuda)
+    began = device.mark()
+    cuda.now_ms = 250.0
+    ended = device.mark()
+    assert cuda.asked == ["event on compute"] * 2
+    assert (began.reached, ended.reached) == (False, False)
+    ended.wait()
+    assert ended.reached
+    assert cuda.asked[2:] == ["sleep until event"]
+    assert ended.seconds_since(began) == 0.25
+
+
+def test_a_payload_goes_up_and_down_on_a_copy_stream_and_the_model_s_waits_for_nothing(cuda: FakeCuda) -> None:
+    device = device_on(cuda)
+    with device.copy_stream() as stream:
+        assert cuda.current_stream().name == "copy 0"  # kernels of the codecs are launched there
+        assert stream.upload(memoryview(b"payload")) == b"payload"
+        into = FakePinned(cuda)
+        assert stream.payload_for(torch.empty(5, dtype=torch.uint8)).device == FakeStream.device
+        stream.download(FakeTensor(cuda, "payload"), into)  # type: ignore[arg-type]
+        assert cuda.asked == ["meta <- pinned on copy 0", "pinned <- payload on copy 0"]
+        stream.drain()
+    assert cuda.current_stream().name == "compute"
+    assert cuda.asked[2:] == ["event on copy 0", "sleep until event"] * 2
+
+
+def test_what_is_uploaded_next_takes_the_place_of_what_was(cuda: FakeCuda) -> None:
+    device = device_on(cuda)
+    for _ in range(COPY_STREAMS + 1):  # the first is used again
+        with device.copy_stream() as stream:
+            stream.upload(memoryview(bytes(range(9))))
+    with device.copy_stream() as stream:
+        assert stream.upload(memoryview(b"four")) == b"four"
+
+
+def test_the_moment_of_a_mark_is_told_on_this_process_s_clock(cuda: FakeCuda) -> None:
+    device = device_on(cuda)
+    mark = device.mark()
+    cuda.now_ms = 2500.0
+    with device.copy_stream() as stream:
+        before = time.monotonic()
+        moment = stream.moment_of(mark)
+        assert before <= moment + 2.5 <= time.monotonic()
+    assert cuda.asked[1:3] == ["event on copy 0", "sleep until event"]  # one of its own, with a time
+
+
+def test_what_another_thread_has_made_is_kept_until_the_model_has_read_it(cuda: FakeCuda) -> None:
+    device_on(cuda).adopt(FakeTensor(cuda, "k"), FakeTensor(cuda, "v"))  # type: ignore[arg-type]
+    assert cuda.asked == ["k in use on compute", "v in use on compute"]
+
+
+def test_pinned_memory_is_made_once(cuda: FakeCuda) -> None:
+    """It takes the driver's lock: where streams stage is made for the first of them. A process that moves no KV has
+    none."""
+    sizes: list[int] = []
+
+    def pinned_memory(size: int) -> Any:
+        sizes.append(size)
+        return FakePinned(cuda, torch.empty(size, dtype=torch.uint8))
+
+    device = CudaDevice(cuda, pinned_memory=pinned_memory)
+    assert sizes == []
+    for _ in range(COPY_STREAMS + 1):
+        with device.copy_stream() as stream:
+            stream.upload(memoryview(b"payload"))
+    assert sizes == [MAX_PAYLOAD_BYTES] * COPY_STREAMS
+    device.allocate_host(12345)
+    assert sizes[COPY_STREAMS:] == [12345]
+
+
+def _has_turn(device: Device) -> bool:
+    """Without waiting for it."""
+    assert isinstance(device, CpuDevice)
+    return device._turns.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_so_many_copy_streams_are_lent_at_once_and_the_next_waits(cuda: FakeCuda, kind: DeviceKind) -> None:
+    device: Device = CpuDevice() if kind == "cpu" else device_on(cuda)
+    begun, lent, done = threading.Event(), threading.Event(), threading.Event()
+
+    def borrow() -> None:
+        begun.set()
+        with device.copy_stream():
+            lent.set()
+            done.wait(PATIENCE_S)
+
+    with ExitStack() as others:
+        with ExitStack() as last:
+            for number in range(COPY_STREAMS):
+                stream = (others if number else last).enter_context(device.copy_stream())
+                assert kind == "cpu" or stream.stream.name == f"copy {number}"  # type: ignore[attr-defined]
+            assert device._free.empty() if isinstance(device, CudaDevice) else not _has_turn(device)
+            waiting = threading.Thread(target=borrow, daemon=True)
+            waiting.start()
+            assert begun.wait(PATIENCE_S)
+            assert not lent.is_set()
+        assert lent.wait(PATIENCE_S)  # although the others are still out
+        done.set()
+        waiting.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_copy_stream_comes_back_drained_also_after_an_error(cuda: FakeCuda, broken: bool) -> None:
+    """Also where the device itself has failed: who waits for a stream must hear of that too, not wait for ever."""
+    device = device_on(cuda)
+    cuda.broken = broken
+    for number in range(COPY_STREAMS):
+        with (
+            pytest.raises((ValueError, RuntimeError), match="CUDA error" if broken else "a bad value"),
+            device.copy_stream(),
+        ):
+            raise ValueError("a bad value")
+        assert cuda.asked[2 * number :] == [f"event on copy {number}", "sleep until event"]
+        assert cuda.current_stream().name == "compute"
+    cuda.broken = False
+    with ExitStack() as borrowed:
+        for _ in range(COPY_STREAMS):
+            borrowed.enter_context(device.copy_stream())
+
+
+def test_on_a_cpu_threads_work_in_place_and_marks_are_moments() -> None:
+    ticks = itertools.count(1.0, 0.5)
+    device = CpuDevice(clock=lambda: next(ticks))
+    began, ended = device.mark(), device.mark()
+    assert began.reached
+    began.wait()
+    assert ended.seconds_since(began) == 0.5
+    payload, memory = memoryview(b"payload"), device.allocate_host(7)
+    assert (memory.dtype, memory.numel()) == (torch.uint8, 7)
+    with device.copy_stream() as stream:
+        assert stream.moment_of(ended) == 1.5
+        assert stream.upload(payload) is payload
+        assert stream.payload_for(memory) is memory
+        stream.download(memory, memory)
+        stream.drain()
+    device.adopt(memory)
 
 
 def test_a_cpu_copies_nothing() -> None:

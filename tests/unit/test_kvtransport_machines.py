@@ -68,6 +68,37 @@ def test_a_transfer_without_frames_is_delivered() -> None:
     assert states(link, key) == ("delivered", "delivered")
 
 
+@pytest.mark.parametrize("when", ["before the credit was used up", "after that"])
+def test_waiting_for_more_credit_is_counted_whenever_the_frame_came(when: str) -> None:
+    link = SimulatedLink(settings=SMALL)
+    link.consume = False
+    link.connect()
+    key = b"a" * 16
+    link.receiver.expect(key, 60, 0)
+    link.receiver.grant(key, MIN_WINDOW_BYTES)
+    link.sender.open(key, 60, 0)
+    sizes = [MIN_WINDOW_BYTES - FRAME_CHARGE, 10_000]
+    first, second = (frame(layer, random.Random(layer).randbytes(size)) for layer, size in enumerate(sizes))
+    link.sender.push(key, first, link.now)
+    if when == "after that":
+        link.run(1.0)
+    link.sender.push(key, second, link.now)
+    link.run(1.0)
+    begun = link.sender.progress(key, link.now)
+    assert begun is not None
+    assert begun.bytes_acknowledged == sizes[0]
+    link.run(1.0)
+    later = link.sender.progress(key, link.now)
+    assert later is not None
+    assert later.blocked_s - begun.blocked_s == pytest.approx(1.0, abs=0.01)
+    link.receiver.grant(key, 4 * MIN_WINDOW_BYTES)
+    link.run(1.0)
+    done = link.sender.progress(key, link.now)
+    assert done is not None
+    assert done.bytes_acknowledged == sum(sizes)
+    assert done.blocked_s == pytest.approx(later.blocked_s, abs=0.1)
+
+
 def test_nothing_is_sent_without_credit() -> None:
     link = SimulatedLink(settings=SMALL)
     link.connect()
