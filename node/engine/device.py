@@ -153,6 +153,10 @@ class Device(Protocol):
         """Borrow one of `COPY_STREAMS`, current in this thread; waits until one is free. So no more is read, coded and
         staged at once than so many windows, whatever the number of transfers."""
 
+    def thread_clock(self) -> float:
+        """Seconds, between two calls of one thread, that its work on a copy stream has taken, whatever else wants the
+        device."""
+
     def adopt(self, *tensors: torch.Tensor) -> None:
         """The model's thread is about to use what another thread has made on a drained stream."""
 
@@ -249,6 +253,10 @@ class CpuDevice:
         """One of so many turns."""
         with self._turns:
             yield self._stream
+
+    def thread_clock(self) -> float:
+        """Of the thread's own computing: while it waits for a core, somebody else computes."""
+        return time.thread_time()
 
     def adopt(self, *tensors: torch.Tensor) -> None:
         """Memory belongs to whoever holds it."""
@@ -415,6 +423,10 @@ class CudaDevice:
                     borrowed.drain()
         finally:
             self._free.put(borrowed)
+
+    def thread_clock(self) -> float:
+        """The thread sleeps while its stream works."""
+        return time.monotonic()
 
     def adopt(self, *tensors: torch.Tensor) -> None:
         """Else torch could give their memory to the copy stream again before the model's stream has read them."""

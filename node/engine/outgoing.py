@@ -266,8 +266,9 @@ class Outgoing:
         mine = slice(self._slice.first_head - self._shard.heads.start, self._slice.last_head - self._shard.heads.start)
         computed = window.computed
         computed.mark.wait()  # before others are kept from a stream
-        begun = time.monotonic()
-        with self._source.device.copy_stream() as stream, self._reading:
+        device = self._source.device
+        with device.copy_stream() as stream, self._reading:
+            begun = device.thread_clock()
             if window.generation != self._generation:
                 return False
             k, v = self._source.read(window.layer, computed.block_ids, start, end)
@@ -278,7 +279,8 @@ class Outgoing:
             stream.drain()
             verdict.raise_if_unsound()
             self._read[window.layer] = end
-        self.pacing.encoded(into.memory.numel(), time.monotonic() - begun)
+            seconds = device.thread_clock() - begun
+        self.pacing.encoded(into.memory.numel(), seconds)
         return True
 
     def _tokens_per_frame(self) -> int:
