@@ -26,6 +26,7 @@ from .protocol import Outlet
 _TYPICAL_TOKENS = 512
 _PREFILLS_KEPT, PREFILLS_ENOUGH = 8, 3
 """Of each kind: medians of so many, once there are so many."""
+CHANGED = 1.3  # a median of the last few prefills this much above or below that of those before: another time
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,20 @@ class SlowDown:
     def on_prefill(self, mode: SendMode, tokens: int, seconds: float) -> None:
         """One of so many tokens, with KV to hand over in this mode, took so long."""
         self._prefills[mode].append((tokens, seconds))
+
+    def notice_change(self, mode: SendMode, usual_s: Callable[[int], float]) -> None:
+        """Forget what is of another time, if prefills of this mode lately take much longer or shorter than before: those
+        of the other one, which were not tried since, would be compared with what else the machine does."""
+        parts = [seconds / usual_s(tokens) for tokens, seconds in self._prefills[mode]]
+        before, lately = parts[:-PREFILLS_ENOUGH], parts[-PREFILLS_ENOUGH:]
+        if len(before) < PREFILLS_ENOUGH:
+            return
+        change = statistics.median(lately) / statistics.median(before)
+        if not 1 / CHANGED < change < CHANGED:
+            kept = list(self._prefills[mode])[-PREFILLS_ENOUGH:]
+            for prefills in self._prefills.values():
+                prefills.clear()
+            self._prefills[mode].extend(kept)
 
     @property
     def unknown(self) -> SendMode | None:
@@ -116,7 +131,9 @@ class Pacer:
             for codec in {pacing.codec for pacing in pacings}:
                 self._estimator(codec).on_prefill(tokens, seconds)
                 slow_down = self._slow_downs.setdefault(codec, SlowDown())
-                slow_down.on_prefill(SendMode.LAYERWISE if layerwise else SendMode.SERIALISED, tokens, seconds)
+                mode = SendMode.LAYERWISE if layerwise else SendMode.SERIALISED
+                slow_down.on_prefill(mode, tokens, seconds)
+                slow_down.notice_change(mode, self._estimator(codec).prefill_s)
 
     def held_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
         """A hand-over of `tokens` positions of so many layers has kept the engine for so long."""

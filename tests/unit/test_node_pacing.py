@@ -11,7 +11,7 @@ from p2pserve.kvtransport.dialling import Path
 from p2pserve.kvtransport.layerwise import Mode, SendMode
 from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine.layout import Shard
-from p2pserve.node.engine.pacing import Pacer, Pacing
+from p2pserve.node.engine.pacing import PREFILLS_ENOUGH, Pacer, Pacing
 from p2pserve.node.engine.protocol import Outlet, Slice
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -125,6 +125,28 @@ def test_both_ways_are_taken_in_turn_until_the_prefills_of_each_are_known() -> N
         pacer.held_up("kv4", 500, LAYERS, 0.001)
         pacer.encoded("kv4", 1 << 20, 0.0005)
     assert "".join(taken) == "lslslsll"
+
+
+def test_when_the_machine_changes_both_ways_are_measured_again() -> None:
+    """Else the way that is not taken would be judged by a time when the machine was quieter, and stay taken."""
+    pacer, outlet = pacer_of(), outlet_of(gbps=100.0)
+    measured(pacer, slowed_down=2.0)
+    taken: list[SendMode] = []
+
+    def prefill(machine: float) -> None:
+        mode = pacer.transfer("kv4", 400, outlet).mode.mode
+        taken.append(mode)
+        beside = 2.0 if mode is SendMode.LAYERWISE else 1.0
+        pacer.computed([pacing_of(pacer, mode)], 400, 0.2 * beside * machine)
+
+    for _ in range(10):
+        prefill(1.0)
+    assert taken == [SendMode.SERIALISED] * 10
+    for _ in range(20):
+        prefill(3.0)
+    again = taken[10:]
+    assert again.count(SendMode.LAYERWISE) == PREFILLS_ENOUGH
+    assert again[-8:] == [SendMode.SERIALISED] * 8
 
 
 def test_a_step_is_slowed_down_by_any_transfer_whose_layers_leave_beside_it() -> None:
