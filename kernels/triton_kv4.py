@@ -66,15 +66,16 @@ def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
 def _value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
     """How vectors of V are cut into chunks, each of whole groups, that are rotated and coded at once.
 
-    A chunk is the whole vector up to 128 channels; of wider heads a run of channels that are rotated together, or 128
-    of it; a single group where groups lie across the runs (head_dim is no multiple of 32, the runs are of 16 at most).
+    A chunk is the whole vector up to 128 channels, padded; of wider ones a run of channels that are rotated together,
+    or 128 of it; a single group where groups lie across the runs (no multiple of 32, so that runs are of 16 at most).
 
     head_dim; channels of a group; groups of a chunk; these and half a group padded to powers of two, as shapes must
     be; side of the matrix, for all runs that a chunk touches; a run's channels as a power of two; vectors of a tile.
     """
     groups, together = value_groups(head_dim), head_dim & -head_dim
     width = head_dim // groups
-    if head_dim <= _MOST_AT_ONCE:
+    half = max(8, int(triton.next_power_of_2((width + 1) // 2)))
+    if 2 * half * int(triton.next_power_of_2(groups)) <= _MOST_AT_ONCE:
         taken, side = groups, head_dim
     elif together % width == 0:
         side = min(together, _MOST_AT_ONCE)
@@ -82,10 +83,10 @@ def _value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
     else:
         taken = 1
         side = together * max(-(-(at + width) // together) - at // together for at in range(0, head_dim, width))
-    padded = (int(triton.next_power_of_2(taken)), max(8, int(triton.next_power_of_2((width + 1) // 2))))
+    padded = int(triton.next_power_of_2(taken))
     side = max(16, int(triton.next_power_of_2(side)))
-    vectors = min(32, 8192 // (2 * padded[0] * padded[1]))
-    numbers = (head_dim, width, taken, *padded, side, together.bit_length() - 1, vectors)
+    vectors = min(32, 8192 // (2 * padded * half))
+    numbers = (head_dim, width, taken, padded, half, side, together.bit_length() - 1, vectors)
     return tuple(tl.constexpr(number) for number in numbers)
 
 
