@@ -127,8 +127,11 @@ _TORCH = {WireDtype.BF16: torch.bfloat16, WireDtype.FP16: torch.float16, WireDty
 _WIRE = {dtype: wire for wire, dtype in _TORCH.items()}
 
 
-_WARM_UP_TOKENS = (256, 260, 257)
-"""Triton compiles anew where sections begin at multiples of 16 bytes and where they do not."""
+_WARM_UP_TOKENS = (256, 257, 258, 260, 264)
+"""Triton compiles anew where sections begin at multiples of 16 bytes and where they do not.
+
+Which do depends on how often 2 divides the tokens: for 264 the codes of V of 288 channels do, its grids do not.
+"""
 _WARM_UP_VECTORS = 65536
 """From so many on, a program of `kv4` takes several tiles of vectors."""
 

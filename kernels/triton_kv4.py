@@ -2,10 +2,13 @@
 
 K: one program per span of 256 tokens and 64 channels. It reads the span twice, once for its base and unit and
 once to code it, the second time from the caches. V: the Hadamard rotation is a product of fp16 matrices of whole
-numbers on the tensor cores, exact in fp32; a program keeps the matrix while it works through its vectors.
+numbers on the tensor cores, exact in fp32. Wide heads go through it in chunks, all with the same small matrix, and
+twice to be coded: for the unit of the whole vector, and for the codes of each chunk.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -19,7 +22,9 @@ from .triton_bits import clamped, nearby, power, raise_flag, rounded
 __all__ = ["dequantise", "quantise"]
 
 CHANNELS = 64
-VECTORS = 32
+_MOST_AT_ONCE = 128
+"""Channels of V: 256 would spill registers."""
+
 _LAUNCH = {"enable_fp_fusion": False}
 """V also without pipelining: it would keep three copies of the matrix in shared memory."""
 
@@ -34,9 +39,8 @@ def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout
     grid = (layout.spans, triton.cdiv(row, CHANNELS))
     _quantise_keys[grid](k.contiguous(), keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
     values = (into.value_units, into.value_grids, into.value_codes, flag)
-    matrix, vectors, programs, tiles = _value_plan(layout, k.device)
-    shape = _value_shape(layout.head_dim)
-    _quantise_values[programs](v.contiguous(), values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
+    programs, plan = _value_plan(layout, k.device)
+    _quantise_values[programs](v.contiguous(), values, *plan, num_stages=1, **_LAUNCH)
 
 
 def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
@@ -49,9 +53,8 @@ def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4
     grid = (layout.spans, triton.cdiv(row, CHANNELS))
     _dequantise_keys[grid](k, keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
     values = (sections.value_units, sections.value_grids, sections.value_codes)
-    matrix, vectors, programs, tiles = _value_plan(layout, k.device)
-    shape = _value_shape(layout.head_dim)
-    _dequantise_values[programs](v, values, matrix, vectors, shape, tiles, num_stages=1, **_LAUNCH)
+    programs, plan = _value_plan(layout, k.device)
+    _dequantise_values[programs](v, values, *plan, num_stages=1, **_LAUNCH)
 
 
 def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
@@ -59,38 +62,48 @@ def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
     return layout.coded, layout.lead, layout.code_rows.start, layout.code_rows.stop
 
 
+@cache
 def _value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
-    """head_dim, groups, half a group, both padded to powers of two, channels rotated together as a power of two.
+    """How vectors of V are cut into chunks, each of whole groups, that are rotated and coded at once.
 
-    Rotated channels are rows (group, half, channel of the half), each padded, so that tensor shapes are powers of two.
+    A chunk is the whole vector up to 128 channels, padded; of wider ones a run of channels that are rotated together,
+    or 128 of it; a single group where groups lie across the runs (no multiple of 32, so that runs are of 16 at most).
+
+    head_dim; channels of a group; groups of a chunk; these and half a group padded to powers of two, as shapes must
+    be; side of the matrix, for all runs that a chunk touches; a run's channels as a power of two; vectors of a tile.
     """
-    groups = value_groups(head_dim)
-    half = (head_dim // groups + 1) // 2
-    padded = (int(triton.next_power_of_2(groups)), max(8, int(triton.next_power_of_2(half))))
-    together = (head_dim & -head_dim).bit_length() - 1
-    return tuple(tl.constexpr(number) for number in (head_dim, groups, half, *padded, together))
-
-
-def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[torch.Tensor, int, tuple[int], int]:
-    """Rotation matrix, vectors, grid, and tiles of vectors per program: more than one once that fills a GPU."""
-    vectors = layout.coded * layout.heads
-    tiles = 8 if vectors >= 65536 else 1
-    return _matrix(layout.head_dim, device), vectors, (triton.cdiv(vectors, VECTORS * tiles),), tiles
-
-
-def _matrix(head_dim: int, device: torch.device) -> torch.Tensor:
-    """The Hadamard matrix in fp16, its rows padded as `_value_shape` says and its columns to a power of two."""
-    return constant(("hadamard", head_dim), device, lambda: _padded_hadamard(head_dim))
-
-
-def _padded_hadamard(head_dim: int) -> torch.Tensor:
-    _, groups, half, padded_groups, padded_half, _ = (number.value for number in _value_shape(head_dim))
+    groups, together = value_groups(head_dim), head_dim & -head_dim
     width = head_dim // groups
-    matrix = torch.zeros(padded_groups, 2, padded_half, max(16, int(triton.next_power_of_2(head_dim))))
-    whole = hadamard(head_dim).view(groups, width, head_dim)
-    matrix[:groups, 0, :half, :head_dim] = whole[:, :half]
-    matrix[:groups, 1, : width - half, :head_dim] = whole[:, half:]
-    return matrix.flatten(0, 2).to(torch.float16)
+    half = max(8, int(triton.next_power_of_2((width + 1) // 2)))
+    if 2 * half * int(triton.next_power_of_2(groups)) <= _MOST_AT_ONCE:
+        taken, side = groups, head_dim
+    elif together % width == 0:
+        side = min(together, _MOST_AT_ONCE)
+        taken = side // width
+    else:
+        taken = 1
+        side = together * max(-(-(at + width) // together) - at // together for at in range(0, head_dim, width))
+    padded = int(triton.next_power_of_2(taken))
+    side = max(16, int(triton.next_power_of_2(side)))
+    vectors = min(32, 8192 // (2 * padded * half))
+    numbers = (head_dim, width, taken, padded, half, side, together.bit_length() - 1, vectors)
+    return tuple(tl.constexpr(number) for number in numbers)
+
+
+def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tuple[object, ...]]:
+    """Grid, and what the kernels take from the matrix on. A program takes several tiles once they fill a GPU."""
+    head_dim, vectors = layout.head_dim, layout.coded * layout.heads
+    tiles = 8 if vectors >= 65536 else 1
+    shape = _value_shape(head_dim)
+    matrix = constant(("hadamard", head_dim), device, lambda: _small_hadamard(head_dim))
+    return (triton.cdiv(vectors, shape[-1].value * tiles),), (matrix, vectors, shape, tiles)
+
+
+def _small_hadamard(head_dim: int) -> torch.Tensor:
+    """fp16 `[side, side]`: Hadamard matrices of runs along the diagonal, or the corner of one, which is one as well."""
+    side, together = _value_shape(head_dim)[5].value, head_dim & -head_dim
+    runs = side // together | 1  # an odd number of them, so that no more channels are rotated together
+    return hadamard(runs * together)[:side, :side].to(torch.float16).contiguous()
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
@@ -211,65 +224,132 @@ def _quantise_values(
 ) -> None:
     units, grids, codes, flag = into
     width: tl.constexpr = shape[0]
-    groups: tl.constexpr = shape[1]
-    half: tl.constexpr = shape[2]
-    many: tl.constexpr = shape[3]
-    high: tl.constexpr = shape[4]
-    block: tl.constexpr = 32
-    size: tl.constexpr = 16 if width < 16 else triton.next_power_of_2(width)
-    part: tl.constexpr = min(size, 128)
-    group = tl.arange(0, many)
-    side = tl.arange(0, 2)[None, :, None, None]
-    lane = tl.arange(0, high)
-    real = (group < groups)[:, None, None, None] & (lane < half)[None, None, :, None]
-    real = real & (side * half + lane[None, None, :, None] < width // groups)
-    line = tl.arange(0, many * 2 * high)
+    chunks: tl.constexpr = width // (shape[1] * shape[2])
+    block: tl.constexpr = shape[7]
+    part: tl.constexpr = 128 if width > 128 else shape[5]
     for tile in range(tiles):
         column = (tl.program_id(0).to(tl.int64) * tiles + tile) * block + tl.arange(0, block)
         valid = column < vectors
         reach = tl.zeros((block,), tl.int32)
-        for start in tl.static_range(0, size, part):
+        for start in range(0, width, part):
             reach = tl.maximum(reach, _largest(_vectors(x, column, valid, start, width, part)))
         raise_flag(flag, reach > 0x4E800000)
         exponent = tl.minimum(tl.maximum(reach >> 23, 64), 157)
-        y = tl.zeros((many * 2 * high, block), tl.float32)
-        for start in tl.static_range(0, size, part):
-            column_of = start + tl.arange(0, part)
-            signs = tl.load(matrix + line[:, None] * size + column_of[None, :])
-            whole = nearby(_vectors(x, column, valid, start, width, part) * power(134 - exponent)[None, :])
-            y = tl.dot(signs, whole.to(tl.float16), y)
-        y = rounded(y, tl.bfloat16)
-        shift = exponent - 134 - shape[5]
-        unit_code = _unit_code(tl.max(tl.abs(y), 0), shift - 7)
+        first = _rotated(x, matrix, column, valid, exponent, 0, shape)
+        most = tl.max(tl.abs(first), 0)
+        for chunk in range(1, chunks):
+            y = _rotated(x, matrix, column, valid, exponent, chunk, shape)
+            most = tl.maximum(most, tl.max(tl.abs(y), 0))
+        shift = exponent - 134 - shape[6]
+        unit_code = _unit_code(most, shift - 7)
         unit = (_unit(unit_code) * power(-shift))[None, :]
-        y = tl.reshape(y, (many, 2, high, block))
-        lowest = tl.min(tl.min(tl.where(real, y, float("inf")), 2), 1)
-        highest = tl.max(tl.max(tl.where(real, y, float("-inf")), 2), 1)
-        there = (group < groups)[:, None]
-        lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
-        step, middle = _step_and_middle(lowest, highest, 0.0, unit, 9.0)
-        place = _place(middle, step, 0, True)
-        start = _value_zero(place, step)
-        factor = tl.math.div_rn(1.0, step * unit) * 128.0
-        y = nearby((y - (start * unit)[:, None, None, :]) * factor[:, None, None, :])
-        shift = tl.zeros_like(place)
-        smallest = tl.sum(tl.sum(tl.where(real, _squares(y, shift[:, None, None, :]), 0.0), 2), 1)
-        for candidate in range(1, 4):
-            other = _place(middle, step, candidate, True)
-            moved = nearby((_value_zero(other, step) - start) * tl.math.div_rn(128.0, step))
-            squares = tl.sum(tl.sum(tl.where(real, _squares(y, moved[:, None, None, :]), 0.0), 2), 1)
-            place = tl.where(squares < smallest, other, place)
-            shift = tl.where(squares < smallest, moved, shift)
-            smallest = tl.minimum(squares, smallest)
-        code = tl.where(real, _code(y, shift[:, None, None, :]), 0)
-        packed = tl.sum(code << (4 * side), 1)
-        at = column[None, :]
         tl.store(units + column, unit_code.to(tl.uint8), mask=valid)
-        grid = step - 9.0 + (place + 16.0) * 8.0
-        tl.store(grids + group[:, None] * vectors + at, grid.to(tl.uint8), mask=there & valid[None, :])
-        to = (group[:, None] * half + lane[None, :])[:, :, None] * vectors + column[None, None, :]
-        mask = (there & (lane < half)[None, :])[:, :, None] & valid[None, None, :]
-        tl.store(codes + to, packed.to(tl.uint8), mask=mask)
+        for chunk in range(chunks):  # several are rotated anew: they would not fit into registers
+            y = first if chunks == 1 else _rotated(x, matrix, column, valid, exponent, chunk, shape)
+            _code_values(y, (grids, codes), vectors, column, valid, unit, chunk, shape)
+
+
+@triton.jit  # type: ignore[misc]
+def _rotated(
+    x: tl.tensor,
+    matrix: tl.tensor,
+    column: tl.tensor,
+    valid: tl.tensor,
+    exponent: tl.tensor,
+    chunk: tl.tensor,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """A chunk of some vectors, rotated: lines (group, half, channel of the half), each padded, by vectors.
+
+    What pads is 0 or repeats a channel of the chunk, so that it adds nothing to the largest |y|.
+    """
+    width: tl.constexpr = shape[0]
+    group: tl.constexpr = shape[1]
+    taken: tl.constexpr = shape[2]
+    high: tl.constexpr = shape[4]
+    side: tl.constexpr = shape[5]
+    together: tl.constexpr = 2 ** shape[6]
+    lines: tl.constexpr = shape[3] * 2 * high
+    part: tl.constexpr = min(side, 128, 16384 // lines)
+    line = tl.arange(0, lines)
+    if group != 2 * high:
+        line = line // (2 * high) * group + line // high % 2 * ((group + 1) // 2) + line % high
+        line = tl.minimum(line, group * taken - 1)
+    first = chunk * (group * taken)
+    line += first % min(together, side)
+    begin = first // together * together
+    y = tl.zeros((lines, shape[7]), tl.float32)
+    for start in range(0, side, part):
+        signs = tl.load(matrix + line[:, None] * side + (start + tl.arange(0, part))[None, :])
+        factor = power(134 - exponent)[None, :]
+        whole = nearby(_vectors(x, column, valid, begin + start, width, part) * factor)
+        for other in range(1, together // side):
+            values = _vectors(x, column, valid, begin + other * side, width, part)
+            whole += nearby(values * factor) * _sign(chunk, other)
+        y = tl.dot(signs, whole.to(tl.float16), y)
+    return rounded(y, tl.bfloat16)
+
+
+@triton.jit  # type: ignore[misc]
+def _sign(line: tl.tensor, column: tl.tensor) -> tl.tensor:
+    """1 or -1: what Sylvester's matrix has in this line and this column, the latter below 8.
+
+    The matrix of a longer run is that of 128 in all places, times these signs. So its parts are added with them, which
+    gives whole numbers of at most 2048, exact in fp16, and the sum is rotated.
+    """
+    return 1.0 - 2.0 * ((0x96 >> (line & column)) & 1)
+
+
+@triton.jit  # type: ignore[misc]
+def _code_values(
+    y: tl.tensor,
+    into: tl.tensor,
+    vectors: tl.tensor,
+    column: tl.tensor,
+    valid: tl.tensor,
+    unit: tl.tensor,
+    chunk: tl.tensor,
+    shape: tl.constexpr,
+) -> None:
+    """Write grids and codes of what `_rotated` gave."""
+    grids, codes = into
+    width: tl.constexpr = shape[1]
+    taken: tl.constexpr = shape[2]
+    many: tl.constexpr = shape[3]
+    high: tl.constexpr = shape[4]
+    half: tl.constexpr = (width + 1) // 2
+    group = tl.arange(0, many)
+    side = tl.arange(0, 2)[None, :, None, None]
+    lane = tl.arange(0, high)
+    real = (group < taken)[:, None, None, None] & (lane < half)[None, None, :, None]
+    real = real & (side * half + lane[None, None, :, None] < width)
+    y = tl.reshape(y, (many, 2, high, shape[7]))
+    lowest = tl.min(tl.min(tl.where(real, y, float("inf")), 2), 1)
+    highest = tl.max(tl.max(tl.where(real, y, float("-inf")), 2), 1)
+    there = (group < taken)[:, None]
+    lowest, highest = tl.where(there, lowest, 0.0), tl.where(there, highest, 0.0)
+    step, middle = _step_and_middle(lowest, highest, 0.0, unit, 9.0)
+    place = _place(middle, step, 0, True)
+    start = _value_zero(place, step)
+    factor = tl.math.div_rn(1.0, step * unit) * 128.0
+    y = nearby((y - (start * unit)[:, None, None, :]) * factor[:, None, None, :])
+    shift = tl.zeros_like(place)
+    smallest = tl.sum(tl.sum(tl.where(real, _squares(y, shift[:, None, None, :]), 0.0), 2), 1)
+    for candidate in range(1, 4):
+        other = _place(middle, step, candidate, True)
+        moved = nearby((_value_zero(other, step) - start) * tl.math.div_rn(128.0, step))
+        squares = tl.sum(tl.sum(tl.where(real, _squares(y, moved[:, None, None, :]), 0.0), 2), 1)
+        place = tl.where(squares < smallest, other, place)
+        shift = tl.where(squares < smallest, moved, shift)
+        smallest = tl.minimum(squares, smallest)
+    code = tl.where(real, _code(y, shift[:, None, None, :]), 0)
+    packed = tl.sum(code << (4 * side), 1)
+    group += chunk * taken
+    grid = step - 9.0 + (place + 16.0) * 8.0
+    tl.store(grids + group[:, None] * vectors + column[None, :], grid.to(tl.uint8), mask=there & valid[None, :])
+    to = (group[:, None] * half + lane[None, :])[:, :, None] * vectors + column[None, None, :]
+    mask = (there & (lane < half)[None, :])[:, :, None] & valid[None, None, :]
+    tl.store(codes + to, packed.to(tl.uint8), mask=mask)
 
 
 @triton.jit  # type: ignore[misc]
@@ -278,33 +358,49 @@ def _dequantise_values(
 ) -> None:
     units, grids, codes = stored
     width: tl.constexpr = shape[0]
-    groups: tl.constexpr = shape[1]
-    half: tl.constexpr = shape[2]
-    high: tl.constexpr = shape[4]
-    block: tl.constexpr = 32
-    size: tl.constexpr = 16 if width < 16 else triton.next_power_of_2(width)
-    part: tl.constexpr = min(size, 128)
-    line = tl.arange(0, shape[3] * 2 * high)
-    group, side, lane = line // (2 * high), (line // high) % 2, line % high
-    real = (group < groups) & (lane < half) & (side * half + lane < width // groups)
+    side: tl.constexpr = shape[5]
+    together: tl.constexpr = 2 ** shape[6]
+    block: tl.constexpr = shape[7]
+    part: tl.constexpr = min(side, 128)
+    line = tl.arange(0, part)
     sixteen: tl.constexpr = x.dtype.element_ty
     for tile in range(tiles):
         column = (tl.program_id(0).to(tl.int64) * tiles + tile) * block + tl.arange(0, block)
         valid = column < vectors
-        here, at = real[:, None] & valid[None, :], column[None, :]
-        packed = tl.load(codes + (group * half + lane)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
-        grid = tl.load(grids + group[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
-        step = (grid & 7) + 9
-        zero = (((grid >> 3) - 16) * (17 - step) - step * 15) >> 1
-        whole = zero + step * ((packed >> (4 * side)[:, None]) & 15)
-        whole = tl.where(here, whole, 0).to(tl.float32).to(tl.float16)
         unit = _unit(tl.load(units + column, mask=valid, other=0).to(tl.int32))[None, :]
-        for start in tl.static_range(0, size, part):
-            channel = start + tl.arange(0, part)
-            signs = tl.load(matrix + line[None, :] * size + channel[:, None])
-            y = clamped(rounded(tl.dot(signs, whole), tl.bfloat16) * unit, sixteen)
+        for chunk in range((width + part - 1) // part):
+            channel = chunk * part + line
+            begin = chunk * part // together * together
+            whole = _whole((grids, codes), vectors, column, valid, begin + line, shape)
+            for other in range(1, together // part):
+                values = _whole((grids, codes), vectors, column, valid, begin + other * part + line, shape)
+                whole += values * _sign(chunk, other)
+            signs = tl.load(matrix + line[None, :] * side + line[:, None])
+            y = clamped(rounded(tl.dot(signs, whole.to(tl.float16)), tl.bfloat16) * unit, sixteen)
             mask = (channel < width)[:, None] & valid[None, :]
-            tl.store(x + at * width + channel[:, None], y.to(sixteen), mask=mask)
+            tl.store(x + column[None, :] * width + channel[:, None], y.to(sixteen), mask=mask)
+
+
+@triton.jit  # type: ignore[misc]
+def _whole(
+    stored: tl.tensor,
+    vectors: tl.tensor,
+    column: tl.tensor,
+    valid: tl.tensor,
+    channel: tl.tensor,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """The whole numbers that the codes of some rotated channels stand for, 0 beyond the last one."""
+    grids, codes = stored
+    half: tl.constexpr = (shape[1] + 1) // 2
+    group, inside = channel // shape[1], channel % shape[1]
+    here, at = (channel < shape[0])[:, None] & valid[None, :], column[None, :]
+    packed = tl.load(codes + (group * half + inside % half)[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
+    grid = tl.load(grids + group[:, None] * vectors + at, mask=here, other=0).to(tl.int32)
+    step = (grid & 7) + 9
+    zero = (((grid >> 3) - 16) * (17 - step) - step * 15) >> 1
+    whole = zero + step * ((packed >> (4 * (inside // half))[:, None]) & 15)
+    return tl.where(here, whole, 0).to(tl.float32)
 
 
 @triton.jit  # type: ignore[misc]
@@ -331,7 +427,7 @@ def _vectors(
     x: tl.tensor,
     column: tl.tensor,
     valid: tl.tensor,
-    start: tl.constexpr,
+    start: tl.tensor,
     width: tl.constexpr,
     part: tl.constexpr,
 ) -> tl.tensor:

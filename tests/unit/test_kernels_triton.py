@@ -27,18 +27,17 @@ def test_the_kernels_make_the_bytes_of_the_references() -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "P2PSERVE_KERNELS": "eager", "OMP_NUM_THREADS": "1"}
     script = [sys.executable, "-W", "ignore", str(DATA / "check_triton.py"), "cpu"]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["kv4 fp8 kivi4"] * 12
+    assert done.stdout.splitlines() == ["kv4 fp8 kivi4"] * 14
 
 
 def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """Kernel, types of its arguments, and its constants, for heads of 128."""
+    """Kernel, types of its arguments, and its constants, for heads of 128, and `kv4`'s for V of 288 too."""
     from p2pserve.kernels import triton_fp8, triton_kivi4, triton_kv4
 
     columns = {"x": "*bf16", "zeros": "*bf16", "packed": "*u8", "flag": "*i32", "columns": "i32"}
     rows = dict.fromkeys(("coded", "lead", "code_first", "code_stop", "width"), "i32")
-    shape = triton_kv4._value_shape(128)
     found: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
     for name, into in (("_quantise", "into"), ("_dequantise", "stored")):
         found[f"kivi4{name} K"] = getattr(triton_kivi4, name), {**columns, "inner": "i32"}, {"width": 32, "block": 64}
@@ -51,7 +50,9 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
         found[f"kv4{name} K"] = getattr(triton_kv4, f"{name}_keys"), part, {"block": 64}
         flag = ["*i32"] if into == "into" else []
         part = {"x": "*bf16", into: (*["*u8"] * 3, *flag), "matrix": "*fp16", "vectors": "i32"}
-        found[f"kv4{name} V"] = getattr(triton_kv4, f"{name}_values"), part, {"shape": shape, "tiles": 8}
+        for head_dim in (128, 288):
+            constants = {"shape": triton_kv4._value_shape(head_dim), "tiles": 8}
+            found[f"kv4{name} V {head_dim}"] = getattr(triton_kv4, f"{name}_values"), part, constants
     return found
 
 
@@ -92,6 +93,33 @@ def test_the_kernels_compile_for_gpus(architecture: int, tmp_path: Path, monkeyp
         assert stack_bytes(compiled.asm["cubin"], tmp_path) <= MOST_STACK_BYTES, f"{name}: registers are spilled"
 
 
+def test_vectors_of_all_widths_are_cut_into_chunks_that_a_gpu_can_hold() -> None:
+    from p2pserve.kernels.triton_kv4 import _value_shape
+
+    for head_dim in range(1, 1025):
+        _, width, taken, groups, half, side, together, vectors = (part.value for part in _value_shape(head_dim))
+        chunk, run = width * taken, 2**together
+        assert head_dim % chunk == 0
+        assert taken <= groups
+        assert width <= 2 * half
+        assert 2 * groups * half * vectors <= 8192, f"{head_dim}: more than 64 numbers a thread"
+        for first in range(0, head_dim, chunk):
+            runs = -(-(first + chunk) // run) - first // run
+            assert runs * run <= side or (run % side == 0 and chunk == side), f"{head_dim}: runs outside the matrix"
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 144, 288, 512, 1024])
+def test_the_small_matrix_and_the_signs_make_the_whole_one(head_dim: int) -> None:
+    from p2pserve.kernels.kv4_reference import hadamard
+    from p2pserve.kernels.triton_kv4 import _sign, _small_hadamard
+
+    small = _small_hadamard(head_dim).to(torch.float32)
+    run = head_dim & -head_dim
+    parts = max(1, run // len(small))
+    signs = torch.tensor([[_sign.fn(line, column) for column in range(parts)] for line in range(parts)])
+    assert torch.equal(torch.kron(signs, small)[:run, :run], hadamard(run))
+
+
 def stack_bytes(cubin: bytes, folder: Path) -> int:
     """Local memory of a thread, as the tool that comes with Triton tells it."""
     from triton.backends import nvidia
@@ -125,9 +153,9 @@ class Variants:
 
 
 @pytest.mark.parametrize("codec", ["kv4", "fp8", "kivi4"])
-@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 128), (2, 128), (8, 128), (1, 288)])
 def test_after_the_warm_up_no_window_needs_another_kernel(
-    codec: str, heads: int, monkeypatch: pytest.MonkeyPatch
+    codec: str, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton takes seconds to compile for what it has not seen: integers that are multiples of 16, others, and 1."""
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -143,7 +171,7 @@ def test_after_the_warm_up_no_window_needs_another_kernel(
         monkeypatch.setattr(chooser, "ready", lambda _: False)
     monkeypatch.setattr(verdict, "record_moment", Mock())
     dtype = torch.bfloat16
-    warm_up(codec, heads=heads, head_dim=128, dtype=dtype, device=torch.device("cpu"))
+    warm_up(codec, heads=heads, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"))
     compiled = set(found)
     assert len(compiled) >= 4
     for start, tokens in (
@@ -157,8 +185,10 @@ def test_after_the_warm_up_no_window_needs_another_kernel(
         (769, 98),
         (5, 90),
     ):
-        k, v = (torch.zeros(tokens, heads, 128, dtype=dtype) for _ in range(2))
-        size = payload_bytes(Codec(codec), wire_dtype(dtype), start=start, tokens=tokens, heads=heads, head_dim=128)
+        k, v = (torch.zeros(tokens, heads, head_dim, dtype=dtype) for _ in range(2))
+        size = payload_bytes(
+            Codec(codec), wire_dtype(dtype), start=start, tokens=tokens, heads=heads, head_dim=head_dim
+        )
         payload = torch.zeros(size, dtype=torch.uint8)
         encode_into(codec, k, v, payload, start=start, layer=0)
         decode_into(codec, payload, k, v, start=start, layer=0)
