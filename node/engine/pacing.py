@@ -69,8 +69,8 @@ class SlowDown:
         self._prefills[mode].append((tokens, seconds))
 
     def notice_change(self, mode: SendMode, usual_s: Callable[[int], float]) -> None:
-        """Forget what is of another time, if prefills of this mode lately take much longer or shorter than before. Those
-        of the other one, which was not tried since, would be compared with what else the machine does."""
+        """Forget what is of another time, if prefills of this mode lately take much longer or shorter than before.
+        Those of the other one, which was not tried since, would be compared with what else the machine does."""
         parts = [seconds / usual_s(tokens) for tokens, seconds in self._prefills[mode]]
         before, lately = parts[:-PREFILLS_ENOUGH], parts[-PREFILLS_ENOUGH:]
         if len(before) < PREFILLS_ENOUGH:
