@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["Box", "Device", "Place", "choose_device", "complaints", "lacks", "lacks_room", "look"]
+__all__ = ["Device", "DiskRoom", "Prerequisites", "choose_device", "complaints", "lacks", "lacks_room", "look"]
 
 Device = Literal["cpu", "cuda"]
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -33,7 +33,7 @@ CHOOSE: Final = f"choose a box with CUDA {CUDA[0]}.{CUDA[1]} or newer (vast.ai: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class Prerequisites:
     """What was found. `driver` is the version of NVIDIA's kernel module; `cuda` the newest CUDA that programs can use
     here, None where they can use none. `header` is where this Python wants its `Python.h`."""
 
@@ -45,7 +45,7 @@ class Box:
     has_header: bool
 
 
-class Place(NamedTuple):
+class DiskRoom(NamedTuple):
     """A folder, and the device and free room of its file system."""
 
     folder: str
@@ -53,19 +53,19 @@ class Place(NamedTuple):
     free_gb: float
 
 
-def choose_device(asked: str, box: Box) -> Device:
+def choose_device(asked: str, box: Prerequisites) -> Device:
     """The device to install for; `auto` is CUDA where programs can use it."""
     if asked == "auto":
         return "cpu" if box.cuda is None else "cuda"
     return "cuda" if asked == "cuda" else "cpu"
 
 
-def lacks(box: Box, device: Device, *, driver_later: bool = False) -> str | None:
+def lacks(box: Prerequisites, device: Device, *, driver_later: bool = False) -> str | None:
     """What keeps an engine from working on `device`, with what to do about it, in one line; None for nothing."""
     return next(complaints(box, device, driver_later=driver_later), None)
 
 
-def complaints(box: Box, device: Device, *, driver_later: bool = False) -> Iterator[str]:
+def complaints(box: Prerequisites, device: Device, *, driver_later: bool = False) -> Iterator[str]:
     """All that `lacks` would say, one after the other."""
     if not box.has_compiler:
         yield (
@@ -96,7 +96,7 @@ def complaints(box: Box, device: Device, *, driver_later: bool = False) -> Itera
         )
 
 
-def lacks_room(target: Place, scratch: Place) -> str | None:
+def lacks_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
     """Whether the CUDA packages fit, as `lacks` says it, into the folder where they are installed and the one where
     their archives lie meanwhile."""
     needed = [(target, INSTALLED_GB), (scratch, DOWNLOADED_GB)]
@@ -115,12 +115,12 @@ def look(
     root: Path = Path("/"),
     environ: Mapping[str, str] = os.environ,
     open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL,
-) -> Box:
+) -> Prerequisites:
     """Look at the box whose files are under `root`. Loads the driver's library, starts nothing on a GPU."""
     compiler = environ.get("CC") or "cc"
     # The folder that Triton takes: in Debian's own scheme, for packages installed locally, it can be another.
     header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
-    return Box(
+    return Prerequisites(
         driver=driver_version(_text(root / "proc/driver/nvidia/version")),
         cuda=_cuda(open_library),
         compiler=compiler,
@@ -153,8 +153,8 @@ def _cuda(open_library: Callable[[str], ctypes.CDLL]) -> tuple[int, int] | None:
     return (version.value // 1000, version.value % 1000 // 10) if status == 0 and version.value else None
 
 
-def _place(folder: str) -> Place:
-    return Place(folder, Path(folder).stat().st_dev, shutil.disk_usage(folder).free / 1e9)
+def _place(folder: str) -> DiskRoom:
+    return DiskRoom(folder, Path(folder).stat().st_dev, shutil.disk_usage(folder).free / 1e9)
 
 
 def main(arguments: list[str]) -> int:

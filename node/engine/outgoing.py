@@ -59,7 +59,7 @@ class KvSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class Prefilled:
     """Up to `last`, a prompt's positions are in these blocks once the device has reached `mark`."""
 
     block_ids: list[int]
@@ -70,7 +70,7 @@ class Computed:
 class _Window(NamedTuple):
     layer: int
     first: int
-    computed: Computed
+    computed: Prefilled
     generation: int
 
 
@@ -119,7 +119,7 @@ class Outgoing:
 
     # ---- for the model's thread -----------------------------------------------------------------------------
 
-    def announce_layers(self, layers: range, computed: Computed) -> int:
+    def announce_layers(self, layers: range, computed: Prefilled) -> int:
         """These layers have been computed so far; those that are not of this end, or announced already, are no matter.
         The device may still be at it. Returns how many were news."""
         fresh = 0

@@ -22,7 +22,7 @@ from p2pserve.node.engine.device import CpuDevice
 from p2pserve.node.engine.hub import TransferHub, TransferMemory
 from p2pserve.node.engine.incoming import Incoming, LayerPiece
 from p2pserve.node.engine.layout import Shard
-from p2pserve.node.engine.outgoing import Computed, Outgoing
+from p2pserve.node.engine.outgoing import Outgoing, Prefilled
 from p2pserve.node.engine.protocol import Inlet, LinkReport, Outlet, Slice, TransferReport
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
@@ -332,7 +332,7 @@ class TwoHubs:
     ) -> None:
         """The model has computed these layers up to `last`."""
         block_ids = blocks_for(self.tokens, first_block)
-        computed = Computed(block_ids, self.tokens if last is None else last, self.sender._source.device.mark())
+        computed = Prefilled(block_ids, self.tokens if last is None else last, self.sender._source.device.mark())
         outgoing.announce_layers(layers, computed)
 
     def prefill_done(self, outgoing: Outgoing) -> None:

@@ -15,7 +15,7 @@ from p2pserve.kvtransport.tickets import TransferTicket, issue_link
 from p2pserve.node.engine import outgoing as sending
 from p2pserve.node.engine.host_buffer import SHARE
 from p2pserve.node.engine.hub import TransferMemory
-from p2pserve.node.engine.outgoing import Computed, Outgoing
+from p2pserve.node.engine.outgoing import Outgoing, Prefilled
 from p2pserve.node.engine.protocol import CloseLink, SetPaths
 
 from .hubs import (
@@ -538,7 +538,7 @@ def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> No
             ends += sender.outgoing(ticket.transfer)
         for number, end in enumerate(ends):
             mark = senders[number]._source.device.mark()
-            end.announce_layers(SHARD.layers, Computed(blocks_for(TOKENS), TOKENS, mark))
+            end.announce_layers(SHARD.layers, Prefilled(blocks_for(TOKENS), TOKENS, mark))
             end.prefill_done(TOKENS, mark)
             wait_for(incoming, pieces=(number + 1) * LAYERS)
             assert incoming.progress() == ((0.5, 0) if number == 0 else (1.0, TOKENS))
@@ -563,7 +563,7 @@ def test_one_of_a_worker_s_heads_is_sent_without_the_others() -> None:
         sender.send(outlet_of(listener.path, part=heads_of(1, HEADS)), TOKENS)
         (outgoing,) = sender.outgoing(TICKET.transfer)
         mark = sender._source.device.mark()
-        outgoing.announce_layers(SHARD.layers, Computed(blocks_for(TOKENS), TOKENS, mark))
+        outgoing.announce_layers(SHARD.layers, Prefilled(blocks_for(TOKENS), TOKENS, mark))
         outgoing.prefill_done(TOKENS, mark)
         pieces = receive_rest(incoming)
         assert [(each.head, each.k.shape) for each in pieces] == [(0, (TOKENS, 1, SHARD.head_dim))] * LAYERS

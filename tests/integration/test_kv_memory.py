@@ -25,7 +25,7 @@ from p2pserve.kvtransport.tickets import issue_link, issue_transfer
 from p2pserve.node.engine.device import CpuDevice
 from p2pserve.node.engine.hub import TransferHub, TransferMemory
 from p2pserve.node.engine.layout import Shard
-from p2pserve.node.engine.outgoing import Computed
+from p2pserve.node.engine.outgoing import Prefilled
 from p2pserve.node.engine.protocol import Inlet, LinkReport, Outlet, Slice, TransferReport
 
 pytestmark = pytest.mark.timeout(300)
@@ -78,7 +78,7 @@ def send(port: int) -> dict[str, object]:
     hub.send(outlet, TOKENS)
     (outgoing,) = hub.outgoing(TICKET.transfer)
     for last in range(512, TOKENS + 1, 512):
-        outgoing.announce_layers(range(LAYERS), Computed([0], last, device.mark()))
+        outgoing.announce_layers(range(LAYERS), Prefilled([0], last, device.mark()))
     outgoing.prefill_done(TOKENS, device.mark())
     held = 0
     while not over.wait(0.005):

@@ -23,7 +23,7 @@ from p2pserve.node.engine.kv.scheduler_side import GIVE_WAY_APART_S, GIVE_WAY_S,
 from p2pserve.node.engine.kv.step_work import GiveWay, LoadWork, Opening, SendWork, StepWork, transfer_params
 from p2pserve.node.engine.kv.worker_side import IDLE_WRITE_S, WRITE_S, WorkerSide
 from p2pserve.node.engine.layout import CacheForm, Shard
-from p2pserve.node.engine.outgoing import Computed
+from p2pserve.node.engine.outgoing import Prefilled
 from p2pserve.node.engine.pacing import Pacing
 from p2pserve.node.engine.protocol import Inlet, Outlet, Rank, Slice
 
@@ -185,7 +185,7 @@ class Sender:
     said: list[tuple[str, Any]] = field(default_factory=list)
     announced: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(LAYERS), 0))
 
-    def announce_layers(self, layers: range, computed: Computed) -> int:
+    def announce_layers(self, layers: range, computed: Prefilled) -> int:
         fresh = [layer for layer in layers if self.announced[layer] < computed.last]
         self.announced.update(dict.fromkeys(fresh, computed.last))
         if fresh:

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from p2pserve.node.prerequisites import Box, Place, choose_device, driver_version, lacks, lacks_room, look, main
+from p2pserve.node.prerequisites import (
+    DiskRoom,
+    Prerequisites,
+    choose_device,
+    driver_version,
+    lacks,
+    lacks_room,
+    look,
+    main,
+)
 
 HEADER = Path("/usr/include/python3.12/Python.h")
 OPEN_MODULE = (
@@ -26,8 +35,10 @@ def box(
     cuda: tuple[int, int] | None = (13, 0),
     has_compiler: bool = True,
     has_header: bool = True,
-) -> Box:
-    return Box(driver=driver, cuda=cuda, compiler="cc", has_compiler=has_compiler, header=HEADER, has_header=has_header)
+) -> Prerequisites:
+    return Prerequisites(
+        driver=driver, cuda=cuda, compiler="cc", has_compiler=has_compiler, header=HEADER, has_header=has_header
+    )
 
 
 NO_GPU = box(driver=None, cuda=None)
@@ -44,7 +55,7 @@ NO_GPU = box(driver=None, cuda=None)
         ("cpu", box(), "cpu"),
     ],
 )
-def test_the_device_to_install_for(asked: str, found: Box, device: str) -> None:
+def test_the_device_to_install_for(asked: str, found: Prerequisites, device: str) -> None:
     assert choose_device(asked, found) == device
 
 
@@ -62,7 +73,7 @@ def test_the_device_to_install_for(asked: str, found: Box, device: str) -> None:
         (box(driver=None, cuda=(12, 8)), ["the NVIDIA driver runs CUDA 12.8"]),
     ],
 )
-def test_what_is_missing_for_cuda_is_one_line_with_what_to_do(found: Box, words: list[str]) -> None:
+def test_what_is_missing_for_cuda_is_one_line_with_what_to_do(found: Prerequisites, words: list[str]) -> None:
     complaint = lacks(found, "cuda")
     assert complaint is not None
     assert "\n" not in complaint
@@ -70,7 +81,7 @@ def test_what_is_missing_for_cuda_is_one_line_with_what_to_do(found: Box, words:
 
 
 @pytest.mark.parametrize("found", [box(), box(cuda=(13, 2)), box(driver=None), box(driver="535.183.01")])
-def test_a_box_that_has_all(found: Box) -> None:
+def test_a_box_that_has_all(found: Prerequisites) -> None:
     """The driver's own version does not count: with NVIDIA's compatibility libraries an old one runs new CUDA."""
     assert lacks(found, "cuda") is None
 
@@ -88,14 +99,18 @@ def test_an_image_is_made_without_a_driver() -> None:
 @pytest.mark.parametrize(
     ("target", "scratch", "full"),
     [
-        (Place("/here", 1, 10.0), Place("/tmp", 2, 5.0), None),
-        (Place("/here", 1, 15.0), Place("/tmp", 1, 15.0), None),
-        (Place("/here", 1, 9.9), Place("/tmp", 2, 99.0), "/here has 9.9 GB free"),
-        (Place("/here", 1, 99.0), Place("/tmp", 2, 4.0), "/tmp has 4.0 GB free"),
-        (Place("/here", 1, 14.9), Place("/tmp", 1, 14.9), "/here has 14.9 GB free, and installing for CUDA takes 15"),
+        (DiskRoom("/here", 1, 10.0), DiskRoom("/tmp", 2, 5.0), None),
+        (DiskRoom("/here", 1, 15.0), DiskRoom("/tmp", 1, 15.0), None),
+        (DiskRoom("/here", 1, 9.9), DiskRoom("/tmp", 2, 99.0), "/here has 9.9 GB free"),
+        (DiskRoom("/here", 1, 99.0), DiskRoom("/tmp", 2, 4.0), "/tmp has 4.0 GB free"),
+        (
+            DiskRoom("/here", 1, 14.9),
+            DiskRoom("/tmp", 1, 14.9),
+            "/here has 14.9 GB free, and installing for CUDA takes 15",
+        ),
     ],
 )
-def test_room_on_the_disk(target: Place, scratch: Place, full: str | None) -> None:
+def test_room_on_the_disk(target: DiskRoom, scratch: DiskRoom, full: str | None) -> None:
     complaint = lacks_room(target, scratch)
     assert complaint is None if full is None else complaint is not None and complaint.startswith(full)
 

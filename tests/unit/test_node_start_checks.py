@@ -8,7 +8,7 @@ import pytest
 from p2pserve.node import prerequisites, start_checks
 from p2pserve.node.hardware import Gpu, Hardware
 from p2pserve.node.home import NodeError
-from p2pserve.node.prerequisites import Box
+from p2pserve.node.prerequisites import Prerequisites
 from p2pserve.node.start_checks import (
     Build,
     contradiction,
@@ -27,8 +27,8 @@ def hardware(gpus: int) -> Hardware:
     return Hardware(cores=8, memory_gib=31.0, processor="x", gpus=cards)
 
 
-def looked_at(cuda: tuple[int, int]) -> Box:
-    return Box(
+def looked_at(cuda: tuple[int, int]) -> Prerequisites:
+    return Prerequisites(
         driver="570.86.15", cuda=cuda, compiler="cc", has_compiler=True, header=Path("/x/Python.h"), has_header=True
     )
 

@@ -18,7 +18,7 @@ from ....kvtransport.errors import TransferError
 from ..device import CpuDevice, Device, DeviceKind, Mark, device_of
 from ..incoming import LayerPiece
 from ..layout import CacheForm, LayerCache, LayoutError, Shard
-from ..outgoing import Computed, Outgoing, ReadKv
+from ..outgoing import Outgoing, Prefilled, ReadKv
 from ..pacing import Pacing
 from ..protocol import Rank
 from .step_work import Arrived, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
@@ -233,7 +233,7 @@ class WorkerSide:
     def _announce(self, outgoing: Outgoing, positions: range, send: SendWork, mark: Mark) -> None:
         """Let a transfer read the layers at these positions, and note for how long that keeps the model."""
         begun = self._clock()
-        fresh = outgoing.announce_layers(self._layers(positions), Computed(send.block_ids, send.last, mark))
+        fresh = outgoing.announce_layers(self._layers(positions), Prefilled(send.block_ids, send.last, mark))
         held_up_s = self._clock() - begun
         self._held_up_s += held_up_s
         if fresh:
