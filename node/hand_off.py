@@ -20,15 +20,13 @@ from ..kvtransport.tickets import TransferTicket, issue_transfer
 from . import messages
 from .engine import protocol
 from .kv_links import Ends, IncomingLinks
-from .kv_ways import KvWays
+from .kv_ways import MAX_TRANSFER_S, KvWays
 from .models import ModelInfo
 from .place import Place, PlaceError, check_sends, pieces_between
 
 __all__ = ["Ask", "Ended", "HandOffs", "Notify"]
 
 ASK_TIMEOUT_S = 8.0  # less than a gateway waits
-# A decode engine waits this long for KV at most; then it computes the prompt itself.
-MAX_TRANSFER_S = 120.0
 
 Ask = Callable[..., Awaitable[messages.Message]]
 Notify = Callable[[PeerId, str, messages.Message], None]

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
+import msgspec
 import trio
 
 from ..bootstrap import Address, NetworkError, PeerId, Unreachable
@@ -33,9 +34,12 @@ from .engine import protocol
 from .kv_links import Ends, OutgoingLinks
 from .models import ModelInfo
 
-__all__ = ["KvWays", "WaySettings"]
+__all__ = ["MAX_TRANSFER_S", "KvWays", "WaySettings"]
 
 _log = logging.getLogger(__name__)
+
+MAX_TRANSFER_S = 120.0
+"""For so long KV is waited for, and a prompt's blocks are held for it; then the prompt is computed where it goes."""
 
 ASK_TIMEOUT_S = 5.0
 UNMEASURED_RTT_S = 0.05
@@ -250,7 +254,8 @@ class KvWays:
         return protocol.Outlet(
             rank=piece.source,
             slice=piece.slice,
-            ticket=ticket,
+            # What the receiver may ask for is bounded here too: our engine holds the prompt's blocks for so long.
+            ticket=msgspec.structs.replace(ticket, deadline_s=min(ticket.deadline_s, MAX_TRANSFER_S)),
             link=link,
             paths=paths,
             gbps=choice.taken.gbps,

@@ -24,7 +24,15 @@ from p2pserve.kvtransport.permits import Permit
 from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.kv_ways import FRESH_S, LIMITED_BYTES, PERMIT_MARGIN_S, REFUSED_S, KvWays, WaySettings
+from p2pserve.node.kv_ways import (
+    FRESH_S,
+    LIMITED_BYTES,
+    MAX_TRANSFER_S,
+    PERMIT_MARGIN_S,
+    REFUSED_S,
+    KvWays,
+    WaySettings,
+)
 from p2pserve.node.models import ModelInfo, WeightSizes
 
 S, T, R, R2 = PeerId("source"), PeerId("target"), PeerId("relay-1"), PeerId("relay-2")
@@ -145,8 +153,8 @@ class World:
         )
         return messages.RelayOpened(permit=permit)
 
-    def ticket(self, peer: PeerId = T, codec: str = "kv4") -> TransferTicket:
-        return issue_transfer(self.links[peer].link, codec, 30.0, self.rng.randbytes)
+    def ticket(self, peer: PeerId = T, codec: str = "kv4", deadline_s: float = 30.0) -> TransferTicket:
+        return issue_transfer(self.links[peer].link, codec, deadline_s, self.rng.randbytes)
 
     async def outlet(self, peer: PeerId = T, tokens: int = LONG, codec: str = "kv4") -> protocol.Outlet:
         return await self.ways.outlet(part_of(peer, self.ticket(peer, codec)), "tiny", tokens)
@@ -219,6 +227,20 @@ def labels(outlet: protocol.Outlet) -> set[str]:
 
 
 # ---- what is chosen -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"), [(30.0, 30.0), (MAX_TRANSFER_S + 1, MAX_TRANSFER_S), (3600.0, MAX_TRANSFER_S)]
+)
+def test_a_receiver_cannot_have_blocks_held_for_as_long_as_it_likes(asked: float, given: float) -> None:
+    async def main() -> None:
+        async with open_world() as world:
+            ticket = world.ticket(deadline_s=asked)
+            outlet = await world.ways.outlet(part_of(T, ticket), "tiny", LONG)
+            assert outlet.ticket.deadline_s == given
+            assert outlet.ticket.transfer == ticket.transfer
+
+    play(main)
 
 
 def test_a_link_that_nothing_is_known_of_is_dialled_directly() -> None:

@@ -20,8 +20,8 @@ from p2pserve.kvtransport.tickets import LinkTicket, TransferTicket, issue_link,
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine_link import EngineLink, EngineLost
-from p2pserve.node.hand_off import MAX_TRANSFER_S, HandOffs
-from p2pserve.node.kv_ways import KvWays
+from p2pserve.node.hand_off import HandOffs
+from p2pserve.node.kv_ways import MAX_TRANSFER_S, KvWays
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.place import Place
 from p2pserve.node.worker import Worker
