@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from . import accelerate, fp8_native, kivi4_native, kv4_native
-from .codec import Codec, Verdict, decode, decode_into, encode, encode_into
+from .codec import Codec, Soundness, decode, decode_into, encode, encode_into
 
 __all__ = ["GPU_TARGET", "Row", "main", "measure", "measure_on_gpu"]
 
@@ -103,7 +103,7 @@ def measure_on_gpu(codec: Codec, device: torch.device, tokens: int, repeats: int
     copy = _copying(k, v)
     into = torch.empty_like(k), torch.empty_like(v)
     payload = torch.frombuffer(encode(codec, k, v, start=START, layer=0), dtype=torch.uint8).to(device)
-    found: list[Verdict] = []
+    found: list[Soundness] = []
     busy = torch.zeros(2, HOLD_BYTES, dtype=torch.uint8, device=device)
 
     def hold() -> None:

@@ -104,13 +104,13 @@ from .format import (
     dtype_from_wire,
     payload_bytes,
 )
-from .verdict import SOUND, Verdict, on_device
+from .soundness import SOUND, Soundness, on_device
 
 __all__ = [
     "FORMAT_VERSION",
     "Codec",
     "CodecError",
-    "Verdict",
+    "Soundness",
     "WireDtype",
     "codec_from_wire",
     "decode",
@@ -173,12 +173,12 @@ def encode(codec: Codec | str, k: torch.Tensor, v: torch.Tensor, *, start: int, 
 
 def encode_into(
     codec: Codec | str, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, start: int, layer: int
-) -> Verdict:
+) -> Soundness:
     """Write the payload of one block to `out`: contiguous bytes on the device of `k` and `v`, `payload_bytes` of them.
 
     On a GPU this only puts work on the current stream, so the payload is there when the stream has got there. It is
-    void if the verdict then raises (`NonFiniteError` for the first value that cannot be quantised); until that is
-    asked, `k` and `v` must stay as they are.
+    void if its soundness, when asked, raises (`NonFiniteError` for the first value that cannot be quantised); until
+    then `k` and `v` must stay as they are.
     """
     codec = _known(codec, layer)
     _check_bytes(codec, out, _payload_bytes(codec, k, v, start, layer), k, start, layer)
@@ -211,11 +211,11 @@ def decode(
 
 def decode_into(
     codec: Codec | str, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int
-) -> Verdict:
+) -> Soundness:
     """Fill `k` and `v`, contiguous and `[tokens, heads, head_dim]`, from a payload of contiguous bytes on their device.
 
     A wrong length raises `PayloadError` at once. On a GPU this only puts work on the current stream; what is in `k`
-    and `v` then must not be used before the verdict was asked, which raises `PayloadError` where the payload is
+    and `v` then must not be used before the soundness was asked, which raises `PayloadError` where the payload is
     corrupt. Until then the payload must stay as it is.
     """
     codec = _known(codec, layer)
@@ -239,7 +239,9 @@ def warm_up(codec: Codec | str, *, heads: int, head_dim: int, dtype: torch.dtype
         _decode_into(codec, out, k, v, 256, 0).raise_if_unsound()
 
 
-def _encode_into(codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int, layer: int) -> Verdict:
+def _encode_into(
+    codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, start: int, layer: int
+) -> Soundness:
     if codec is Codec.RAW:
         halves = out.view(k.dtype).view(2, *k.shape)
         halves[0].copy_(k, non_blocking=True)
@@ -256,10 +258,12 @@ def _encode_into(codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
             lost = "K or V had a value that was not finite or too large, and has been overwritten since"
             raise NonFiniteError(f"layer {layer}: {lost}; the {codec.value} payload is void")
 
-        return Verdict.of(unsound, explain)
+        return Soundness.of(unsound, explain)
 
 
-def _decode_into(codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, layer: int) -> Verdict:
+def _decode_into(
+    codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, layer: int
+) -> Soundness:
     if codec is Codec.RAW:
         for into, half in zip((k, v), data.chunk(2), strict=True):
             into.view(torch.uint8).view(-1).copy_(half, non_blocking=True)  # as bytes, at whatever address they are
@@ -276,7 +280,7 @@ def _decode_into(codec: Codec, data: torch.Tensor, k: torch.Tensor, v: torch.Ten
             coder.require_sound(data, keys, start, layer)
             raise PayloadError(f"layer {layer}: the {codec.value} payload was corrupt, and has been overwritten since")
 
-        return Verdict.of(unsound, explain)
+        return Soundness.of(unsound, explain)
 
 
 def _as_tensor(payload: bytes | bytearray | memoryview) -> torch.Tensor:

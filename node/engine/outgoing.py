@@ -274,10 +274,10 @@ class Outgoing:
             k, v = self._source.read(window.layer, computed.block_ids, start, end)
             k, v = k[:, mine].contiguous(), v[:, mine].contiguous()
             payload = stream.payload_for(into.memory)
-            verdict = encode_into(self.ticket.codec, k, v, payload, start=start, layer=window.layer)
+            soundness = encode_into(self.ticket.codec, k, v, payload, start=start, layer=window.layer)
             stream.download(payload, into.memory)
             stream.drain()
-            verdict.raise_if_unsound()
+            soundness.raise_if_unsound()
             self._read[window.layer] = end
             seconds = device.thread_clock() - begun
         self.pacing.encoded(into.memory.numel(), seconds)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2pserve.kernels.codec import Verdict, decode, decode_into, encode, encode_into
+from p2pserve.kernels.codec import Soundness, decode, decode_into, encode, encode_into
 from p2pserve.kernels.errors import NonFiniteError
 
 pytest.importorskip("triton")
@@ -72,7 +72,7 @@ class Transfer:
         size = len(self._expected)
         self._sent, self._come = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[Soundness] = []
 
     def code(self) -> None:
         self._verdicts.append(encode_into(self._codec, *self._source, self._sent, start=self._start, layer=0))

@@ -16,9 +16,9 @@ from p2pserve.node.engine.gpucheck.synchronisations import SWITCH, Frame, _recor
 from p2pserve.node.engine.gpucheck.verdicts import (
     NOT_RUN,
     PARTS,
+    CheckPart,
     CheckReport,
     Outcome,
-    Part,
     PartResult,
     judge,
     not_run,
@@ -187,7 +187,7 @@ def test_without_a_gpu_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> No
 def test_with_one_every_part_is_run_also_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
 
-    def start(part: Part, limit_s: float, folder: object) -> PartResult:
+    def start(part: CheckPart, limit_s: float, folder: object) -> PartResult:
         begun.append(part.name)
         assert 0.0 < limit_s <= sum(each.share_s for each in PARTS)
         return judged(part.name, FINE[part.name] if part.name != "untouched" else "")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from p2pserve.kernels import blocks, codec, fp8, kivi4, kv4, verdict
+from p2pserve.kernels import blocks, codec, fp8, kivi4, kv4, soundness
 from p2pserve.kernels.codec import decode_into, encode, encode_into, wire_dtype
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError, TensorError
 from p2pserve.kernels.format import Codec, payload_bytes
@@ -181,7 +181,7 @@ class Moments:
 @pytest.fixture
 def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
     found = Moments()
-    monkeypatch.setattr(verdict, "record_moment", found.record)
+    monkeypatch.setattr(soundness, "record_moment", found.record)
     return found
 
 
@@ -224,7 +224,7 @@ class TestOnAGpu:
 
     def test_who_asks_waits_for_the_stream_and_reads_the_host(self) -> None:
         marked = Moments()
-        verdict.Verdict(torch.zeros(1), marked, verdict.SOUND._explain).raise_if_unsound()
+        soundness.Soundness(torch.zeros(1), marked, soundness.SOUND._explain).raise_if_unsound()
         assert marked.waited == 1
 
     @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_after_the_warm_up_no_window_needs_another_kernel(
     """Triton takes seconds to compile for what it has not seen: integers that are multiples of 16, others, and 1."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("Triton interprets in this process")
-    from p2pserve.kernels import fp8, kivi4, kv4, triton_fp8, triton_kivi4, triton_kv4, verdict
+    from p2pserve.kernels import fp8, kivi4, kv4, soundness, triton_fp8, triton_kivi4, triton_kv4
 
     found: set[Any] = set()
     for module in (triton_kv4, triton_fp8, triton_kivi4):
@@ -169,7 +169,7 @@ def test_after_the_warm_up_no_window_needs_another_kernel(
     for chooser in (kv4, fp8, kivi4):
         monkeypatch.setattr(chooser, "has_triton", lambda _: True)
         monkeypatch.setattr(chooser, "ready", lambda _: False)
-    monkeypatch.setattr(verdict, "record_moment", Mock())
+    monkeypatch.setattr(soundness, "record_moment", Mock())
     dtype = torch.bfloat16
     warm_up(codec, heads=heads, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"))
     compiled = set(found)

@@ -18,7 +18,7 @@ import msgspec
 from ...hardware import probe
 from ..gpus import gpu_names
 from .parts import engine_versions
-from .verdicts import PARTS, CheckReport, Outcome, Part, PartResult, judge, not_run, report_of, time_limit
+from .verdicts import PARTS, CheckPart, CheckReport, Outcome, PartResult, judge, not_run, report_of, time_limit
 
 __all__ = ["NO_GPU", "run_check", "write_report"]
 
@@ -59,7 +59,7 @@ def write_report(report: CheckReport, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
-def command_of(part: Part, output: Path) -> list[str] | None:
+def command_of(part: CheckPart, output: Path) -> list[str] | None:
     """What to start for a part; None if it is not here. Only pytest writes to `output` itself."""
     python = [sys.executable, "-m"]
     match part.name:
@@ -74,7 +74,7 @@ def command_of(part: Part, output: Path) -> list[str] | None:
             return [*python, "p2pserve.node.engine.gpucheck.parts", name]
 
 
-def _run_part(part: Part, limit_s: float, folder: Path) -> PartResult:
+def _run_part(part: CheckPart, limit_s: float, folder: Path) -> PartResult:
     output, log = folder / f"{part.name}.out", folder / f"{part.name}.log"
     command = command_of(part, output)
     if command is None:

@@ -13,9 +13,9 @@ import msgspec
 __all__ = [
     "NOT_RUN",
     "PARTS",
+    "CheckPart",
     "CheckReport",
     "Outcome",
-    "Part",
     "PartResult",
     "TargetFigure",
     "judge",
@@ -39,7 +39,7 @@ ENGINE_TARGETS: Final[tuple[tuple[str, Literal[">=", "<="], float], ...]] = (
 SHOWN: Final = 5  # failed tests, or places that synchronise, that a reason names
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class CheckPart(msgspec.Struct, frozen=True, kw_only=True):
     """One part of the check. `share_s`: its part of the half an hour, in seconds."""
 
     name: str
@@ -48,12 +48,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PARTS: Final = (
-    Part(name="box", what="driver, headers, compiler and versions", share_s=30),
-    Part(name="untouched", what="torch is not patched, and CUDA not touched, by the fork server", share_s=90),
-    Part(name="tests", what="tests/gpu: tokens, hand-offs, losses", share_s=840),
-    Part(name="kernels", what="codecs beside a copy on the device", share_s=120),
-    Part(name="engines", what="engines beside plain vLLM", share_s=540),
-    Part(name="synchronisations", what="where a step waits for the device", share_s=180),
+    CheckPart(name="box", what="driver, headers, compiler and versions", share_s=30),
+    CheckPart(name="untouched", what="torch is not patched, and CUDA not touched, by the fork server", share_s=90),
+    CheckPart(name="tests", what="tests/gpu: tokens, hand-offs, losses", share_s=840),
+    CheckPart(name="kernels", what="codecs beside a copy on the device", share_s=120),
+    CheckPart(name="engines", what="engines beside plain vLLM", share_s=540),
+    CheckPart(name="synchronisations", what="where a step waits for the device", share_s=180),
 )
 """What is cheap and explains the failure of what follows comes first. 30 minutes in all."""
 
@@ -106,12 +106,12 @@ def time_limit(position: int, spent_s: float) -> float:
     return max(0.0, sum(part.share_s for part in PARTS[: position + 1]) - spent_s)
 
 
-def not_run(part: Part, reason: str = NOT_RUN) -> PartResult:
+def not_run(part: CheckPart, reason: str = NOT_RUN) -> PartResult:
     """A part that was left out."""
     return PartResult(part=part.name, what=part.what, status="skipped", reason=reason)
 
 
-def judge(part: Part, outcome: Outcome) -> PartResult:
+def judge(part: CheckPart, outcome: Outcome) -> PartResult:
     """What a part's process has shown."""
     figures: tuple[TargetFigure, ...] = ()
     found: Any = None

@@ -13,7 +13,7 @@ from unittest.mock import Mock, patch
 
 import torch
 
-from p2pserve.kernels import fp8, fp8_reference, kivi4, kivi4_reference, kv4, kv4_reference, verdict
+from p2pserve.kernels import fp8, fp8_reference, kivi4, kivi4_reference, kv4, kv4_reference, soundness
 from p2pserve.kernels.codec import decode_into, encode, encode_into
 from p2pserve.kernels.errors import CodecError
 from p2pserve.kernels.format import Fp8Layout, Kivi4Layout, Kv4Layout
@@ -128,7 +128,7 @@ def triton_on(device: str) -> Iterator[None]:
         patch.object(kv4, "has_triton", lambda _: True),
         patch.object(fp8, "has_triton", lambda _: True),
         patch.object(kivi4, "has_triton", lambda _: True),
-        patch.object(verdict, "record_moment", Mock()),
+        patch.object(soundness, "record_moment", Mock()),
     ):
         yield
 

@@ -9,7 +9,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-__all__ = ["SOUND", "Moment", "Verdict", "on_device", "record_moment"]
+__all__ = ["SOUND", "Moment", "Soundness", "on_device", "record_moment"]
 
 
 class Moment(Protocol):
@@ -20,7 +20,7 @@ class Moment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Soundness:
     """Whether the values or the payload of a block are sound. Until that is asked, nothing waits for the device.
 
     What the codec read must stay as it is until then, or else the error cannot say where the unsound value was.
@@ -32,7 +32,7 @@ class Verdict:
     _explain: Callable[[], NoReturn]
 
     @classmethod
-    def of(cls, unsound: bool | torch.Tensor, explain: Callable[[], NoReturn]) -> Verdict:
+    def of(cls, unsound: bool | torch.Tensor, explain: Callable[[], NoReturn]) -> Soundness:
         """`unsound` as a codec gives it: a tensor is one number on the codec's device. `explain` raises the error."""
         if isinstance(unsound, bool):
             return cls(unsound, None, explain)
@@ -52,7 +52,7 @@ def _explain_nothing() -> NoReturn:
     raise AssertionError("a block of which nothing is checked was found to be unsound")
 
 
-SOUND = Verdict(False, None, _explain_nothing)
+SOUND = Soundness(False, None, _explain_nothing)
 """Of what needs no check."""
 
 
