@@ -29,7 +29,7 @@ from .reports import REPORT_INTERVAL_S, link_report, not_opened
 
 MAX_EARLY, EARLY_S = 256, 5.0  # links that are not open, of which new paths are kept, and for how long
 GPU_STAGED_BYTES = 64 << 20
-WINDOW_SHARE = 4  # what one transfer may send ahead of its receiver is at most such a part of what all may
+GRANT_SHARE = 4  # what one transfer may send ahead of its receiver is at most such a part of what all may
 
 Tell = Callable[[TransferReport | LinkReport], None]
 
@@ -166,7 +166,7 @@ class TransferHub:
         limit = self._memory.host_bytes
         with self._lock:
             room = limit - sum(each.window_bytes for each in self._incoming.values())
-        incoming.start(first, find_slots, min(limit // WINDOW_SHARE, room))
+        incoming.start(first, find_slots, min(limit // GRANT_SHARE, room))
 
     def outgoing(self, transfer: bytes) -> tuple[Outgoing, ...]:
         """The sending ends that are open."""
