@@ -1,4 +1,4 @@
-"""The connector's instance beside a model, or a part of one: transfers read its paged cache, and it writes KV into it."""
+"""The connector's instance beside a model, or a part of one: has transfers read its paged cache, and writes into it."""
 
 from __future__ import annotations
 
