@@ -43,7 +43,7 @@ setup:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "setup: '$(PYTHON)' is not a Python 3.11 or newer; say which one is: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }; \
 	renew=$$([ -f $(STAMP) ] && [ "$$device" = "$$(cat $(MADE_FOR))" ] && echo --renew || true); \
-	device=$$($(PYTHON) -P node/prerequisites.py "$$device" $(if $(filter later,$(DRIVER)),--driver-later) $$renew); \
+	device=$$($(PYTHON) -P node/box/prerequisites.py "$$device" $(if $(filter later,$(DRIVER)),--driver-later) $$renew); \
 	rm -f $(STAMP); \
 	: 'Engines for different devices have files of the same names: none of one may be left beside the other.'; \
 	if ! $(PY) -m pip --version >/dev/null 2>&1 || [ "$$device" != "$$(cat $(MADE_FOR) 2>/dev/null || echo cpu)" ]; then \

@@ -21,15 +21,15 @@ from .errors import (
     TokenError,
     Unreachable,
 )
-from .identity import Identity, NetworkKey
-from .keys import PeerId, parse_peer_id, verify
-from .tokens import Bootstrap, JoinToken, Role, admit, parse_bootstrap
+from .trust.identity import Identity, NetworkKey
+from .trust.keys import PeerId, parse_peer_id, verify
+from .trust.tokens import Bootstrap, JoinToken, Role, admit, parse_bootstrap
 
 if TYPE_CHECKING:
-    from .libp2p_host import Libp2pTransport
-    from .membership import Member, MemberState
-    from .memory import MemoryNetwork
+    from .members.membership import Member, MemberState
     from .network import Network, NetworkStatistics
+    from .streams.libp2p_host import Libp2pTransport
+    from .streams.memory import MemoryNetwork
 
 __all__ = [
     "DECODE_ERRORS",
@@ -67,12 +67,12 @@ __all__ = [
 ]
 
 _LAZY = {  # name -> module; `import trio` takes 0.1 s and `import libp2p` 0.4 s and 83 MB
-    "Member": "membership",
-    "MemberState": "membership",
-    "MemoryNetwork": "memory",
+    "Member": "members.membership",
+    "MemberState": "members.membership",
+    "MemoryNetwork": "streams.memory",
     "Network": "network",
     "NetworkStatistics": "network",
-    "Libp2pTransport": "libp2p_host",
+    "Libp2pTransport": "streams.libp2p_host",
 }
 
 

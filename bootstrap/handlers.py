@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .control import encode_body
 from .errors import DECODE_ERRORS, ProtocolError, RemoteError
-from .keys import PeerId
-from .tokens import Role
+from .streams.control import encode_body
+from .trust.keys import PeerId
+from .trust.tokens import Role
 
 __all__ = ["Handlers"]
 

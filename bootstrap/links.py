@@ -11,8 +11,12 @@ from typing import Final
 import trio
 
 from .addresses import Address
-from .admission import Admission
-from .control import (
+from .errors import NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
+from .handlers import Handlers
+from .members.entries import Entry, MemberRecord
+from .members.membership import Membership
+from .members.mesh import YOUNG_S, replaces
+from .streams.control import (
     MAX_OFFENCES,
     PROTOCOL_VERSION,
     ControlStream,
@@ -23,14 +27,10 @@ from .control import (
     decode_greeting,
     encode_greeting,
 )
-from .entries import Entry, MemberRecord
-from .errors import NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
-from .handlers import Handlers
-from .keys import PeerId
-from .membership import Membership
-from .mesh import YOUNG_S, replaces
-from .tokens import Role
-from .transport import Connection, Transport, run_handler
+from .streams.transport import Connection, Transport, run_handler
+from .trust.admission import Admission
+from .trust.keys import PeerId
+from .trust.tokens import Role
 
 __all__ = ["Links", "Session"]
 

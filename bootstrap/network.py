@@ -22,10 +22,6 @@ import msgspec
 import trio
 
 from .addresses import Address
-from .admission import Admission
-from .control import encode_body, encode_notice
-from .election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
-from .entries import MEMBER_KIND, Entry, MemberRecord
 from .errors import (
     DECODE_ERRORS,
     NetworkError,
@@ -36,15 +32,19 @@ from .errors import (
     TokenError,
     Unreachable,
 )
-from .gossip import Gossip
 from .handlers import AsyncHandler, Handlers, NoticeHandler
-from .identity import Identity
-from .keys import PeerId
 from .links import Links
-from .membership import Member, Membership, MemberState, Timeouts
-from .mesh import Dial, DialBook
-from .tokens import Bootstrap, Credential, JoinToken, Role, admit
-from .transport import Transport
+from .members.election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
+from .members.entries import MEMBER_KIND, Entry, MemberRecord
+from .members.gossip import Gossip
+from .members.membership import Member, Membership, MemberState, Timeouts
+from .members.mesh import Dial, DialBook
+from .streams.control import encode_body, encode_notice
+from .streams.transport import Transport
+from .trust.admission import Admission
+from .trust.identity import Identity
+from .trust.keys import PeerId
+from .trust.tokens import Bootstrap, Credential, JoinToken, Role, admit
 
 __all__ = ["Network", "NetworkStatistics"]
 

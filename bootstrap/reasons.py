@@ -7,7 +7,7 @@ import trio
 
 from .addresses import Address
 from .errors import PeerLost, Unreachable
-from .keys import PeerId
+from .trust.keys import PeerId
 
 __all__ = ["MappedErrors", "close_quietly", "explain", "resolve"]
 

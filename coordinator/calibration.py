@@ -19,7 +19,7 @@ from .capacity import BoxView
 from .costs.gpus import GpuSpec, Specs
 from .costs.replica import StageHardware, replica_times
 from .costs.step_times import StepTimes
-from .planning.workload import Workload
+from .planning.model.workload import Workload
 from .profile import PhaseFit
 
 __all__ = ["calibrated"]

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .planning.length_classes import classes_of
-from .planning.workload import Workload
+from .planning.model.length_classes import classes_of
+from .planning.model.workload import Workload
 from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
 
 __all__ = ["UNKNOWN_RATE", "Demand", "DemandMeter", "azure_lengths", "expected_workload", "nobody_asks"]

@@ -21,14 +21,14 @@ from .capacity import BoxView, LinkView
 from .demand import Demand
 from .network_problem import NetworkProblem, network_problem
 from .plan import Pairing, Phase, Plan, PlanError, Replica
-from .planning.errors import UnservedError
-from .planning.flow import Flow, Network, flow_of
-from .planning.judge import Judge, never
-from .planning.light import Adjustment, reschedule
-from .planning.orchestration import Solver
-from .planning.problem import Solution
-from .planning.search import cuts
-from .planning.space import Space
+from .planning.lower.flow import Flow, Network, flow_of
+from .planning.lower.orchestration import Solver
+from .planning.model.errors import UnservedError
+from .planning.model.problem import Solution
+from .planning.upper.judge import Judge, never
+from .planning.upper.light import Adjustment, reschedule
+from .planning.upper.search import cuts
+from .planning.upper.space import Space
 
 __all__ = ["best_phases", "plan_network", "routed_as"]
 

@@ -27,15 +27,15 @@ from .costs.step_times import StepTimes
 from .demand import Demand, expected_workload, nobody_asks
 from .pipelines import Group, group_boxes
 from .plan import Phase, Plan, PlanError, Stage
-from .planning.cluster import Box, Cluster
-from .planning.evaluator import LowerLevel
-from .planning.members import Memory
-from .planning.parallel import MEMORY_SHARE
-from .planning.problem import Group as PhasedGroup
-from .planning.problem import Problem, Slice, Solution
-from .planning.slo import SloScale, slo_by
-from .planning.space import solution_of
-from .planning.workload import KV_BITS, Service, Slo
+from .planning.lower.evaluator import LowerLevel
+from .planning.lower.members import Memory
+from .planning.lower.parallel import MEMORY_SHARE
+from .planning.model.cluster import Box, Cluster
+from .planning.model.problem import Group as PhasedGroup
+from .planning.model.problem import Problem, Slice, Solution
+from .planning.model.slo import SloScale, slo_by
+from .planning.model.workload import KV_BITS, Service, Slo
+from .planning.upper.space import solution_of
 
 __all__ = ["SLO_SCALE", "NetworkProblem", "network_problem"]
 

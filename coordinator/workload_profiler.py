@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from .planning.workload import Workload
+from .planning.model.workload import Workload
 
 __all__ = ["Shift", "Watched", "WorkloadProfiler", "WorkloadStatistics"]
 

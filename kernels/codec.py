@@ -96,14 +96,7 @@ import torch
 from . import fp8, kivi4, kv4
 from .blocks import require_finite, sixteen_bit
 from .errors import CodecError, NonFiniteError, PayloadError, TensorError
-from .format import (
-    FORMAT_VERSION,
-    Codec,
-    WireDtype,
-    codec_from_wire,
-    dtype_from_wire,
-    payload_bytes,
-)
+from .format import FORMAT_VERSION, Codec, WireDtype, codec_from_wire, dtype_from_wire, payload_bytes
 from .soundness import SOUND, Soundness, on_device
 
 __all__ = [

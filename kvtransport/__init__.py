@@ -6,10 +6,6 @@ Payloads are opaque bytes; `kernels.codec` makes and reads them.
 
 from __future__ import annotations
 
-from .assembly import Assembly
-from .channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
-from .dialling import Path
-from .endpoint import Endpoint
 from .errors import (
     ConnectionClosed,
     ProtocolError,
@@ -19,16 +15,20 @@ from .errors import (
     TransferError,
     TransferTimeout,
 )
-from .frames import MAX_PAYLOAD_BYTES, KVFrame
-from .lanes import EndState, LinkSettings, PathStatistics
-from .links import LinkStatistics
-from .permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit, Refusal, RelayUse
-from .receive_link import Incoming, ReceiveLink
-from .relay import Relay
-from .report import TransferTimes
-from .send_link import Outgoing, SendLink
-from .sockets import read_link_hello
-from .tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
+from .link.dialling import Path
+from .link.endpoint import Endpoint
+from .link.lanes import EndState, LinkSettings, PathStatistics
+from .link.links import LinkStatistics
+from .link.permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit, Refusal, RelayUse
+from .link.receive_link import Incoming, ReceiveLink
+from .link.relay import Relay
+from .link.send_link import Outgoing, SendLink
+from .routing.report import TransferTimes
+from .wire.assembly import Assembly
+from .wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
+from .wire.frames import MAX_PAYLOAD_BYTES, KVFrame
+from .wire.sockets import read_link_hello
+from .wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 
 __all__ = [
     "LINK_HELLO_BYTES",

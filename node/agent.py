@@ -20,31 +20,26 @@ from typing import final
 import msgspec
 import trio
 
-from ..bootstrap import (
-    Address,
-    Identity,
-    PeerId,
-    Role,
-    announced_address,
-)
+from ..bootstrap import Address, Identity, PeerId, Role, announced_address
 from ..bootstrap.addresses import default_route_address
-from ..bootstrap.membership import Member, MemberState
+from ..bootstrap.members.membership import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Phase, PlanError
-from ..kvtransport.dialling import Path as KvPath
-from ..kvtransport.probe import Activity
-from ..kvtransport.relay import Relay
-from . import hardware, messages
+from ..kvtransport.link.dialling import Path as KvPath
+from ..kvtransport.link.relay import Relay
+from ..kvtransport.probing.probe import Activity
+from . import messages
+from .box import hardware
+from .box.emulation import emulated_hardware, parse_cards
+from .box.home import NodeError, leave_node, locked
+from .box.start_checks import require_engine, require_shared_memory
 from .coordination import QUIET_S, Coordinator
-from .data_port import DataPort, RelayDesk
-from .emulation import emulated_hardware, parse_cards
-from .gateway import Connections, Gateway
-from .home import NodeError, leave_node, locked
-from .hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
 from .joining import Invitation, accept, new_network, tokens
-from .kv_ways import KvWays, WaySettings
-from .prober import Neighbour, Prober
-from .start_checks import require_engine, require_shared_memory
+from .links.data_port import DataPort, RelayDesk
+from .links.kv_ways import KvWays, WaySettings
+from .links.prober import Neighbour, Prober
+from .replica.hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
+from .requests.gateway import Connections, Gateway
 from .view import NetworkView
 
 __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
@@ -147,7 +142,7 @@ class Node:
 
     async def run(self, stop: trio.Event, task_status: trio.TaskStatus[Started]) -> None:
         """Join, serve, drain, leave."""
-        from ..bootstrap.libp2p_host import Libp2pTransport  # 0.4 s and 80 MB that only a running node pays
+        from ..bootstrap.streams.libp2p_host import Libp2pTransport  # 0.4 s and 80 MB that only a running node pays
 
         settings = self._settings
         identity = Identity.load_or_create(settings.home)

@@ -22,13 +22,13 @@ from typing import Annotated, Final
 import msgspec
 
 from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
-from ..kvtransport.burst_ticket import BurstTicket
-from ..kvtransport.figures import BoxFigures, LinkFigures
-from ..kvtransport.permits import Permit
-from ..kvtransport.probe import BurstRequest
-from ..kvtransport.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
+from ..kvtransport.link.permits import Permit
+from ..kvtransport.probing.burst_ticket import BurstTicket
+from ..kvtransport.probing.figures import BoxFigures, LinkFigures
+from ..kvtransport.probing.probe import BurstRequest
+from ..kvtransport.wire.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
+from .box.hardware import Hardware
 from .engine.protocol import BatchLimits, Count, EngineStats, Figure, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
-from .hardware import Hardware
 from .models import ModelInfo
 
 ADVERT: Final = "advert"

@@ -12,9 +12,9 @@ from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
-from ..coordinator.planning.cluster_file import PCIE_GBPS, card_link_gbps
+from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
+from .box.hardware import Hardware
 from .engine.protocol import EngineStats
-from .hardware import Hardware
 from .messages import Advert, EngineAdvert, LinkTable, Status
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s

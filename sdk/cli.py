@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from .. import __version__
 from ..kernels.format import Codec
-from .engine_parsers import add_engine_options
-from .option_values import count, figure, positive, seconds
-from .planning_parsers import add_live_option, add_plan_options, add_sim_options
+from .commands.engine_parsers import add_engine_options
+from .commands.option_values import count, figure, positive, seconds
+from .commands.planning_parsers import add_live_option, add_plan_options, add_sim_options
 
 __all__ = ["main"]
 
@@ -83,27 +83,27 @@ def _explain(error: BaseException) -> int | None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "demo":
-        from .demo import run_demo  # a second's worth of imports
+        from .demo.demo import run_demo  # a second's worth of imports
 
         return run_demo(arguments)
     if arguments.command == "plan" and arguments.live:
-        from .live_plan import run_live_plan  # scipy
+        from .live.plan import run_live_plan  # scipy
 
         return run_live_plan(arguments)
     if arguments.command == "plan":
-        from .plan_command import run_plan  # scipy, and nothing of the network
+        from .commands.plan import run_plan  # scipy, and nothing of the network
 
         return run_plan(arguments)
     if arguments.command == "sim":
-        from .sim_command import run_sim  # numpy
+        from .commands.sim import run_sim  # numpy
 
         return run_sim(arguments)
-    from .commands import COMMANDS, set_up_logging  # the network's client
+    from .commands.network import COMMANDS, set_up_logging  # the network's client
 
     set_up_logging(arguments)
     if arguments.command in COMMANDS:
         return COMMANDS[arguments.command](arguments)
-    from .node_commands import NODE_COMMANDS  # all of a node
+    from .commands.node import NODE_COMMANDS  # all of a node
 
     return NODE_COMMANDS[arguments.command](arguments)
 

@@ -6,16 +6,16 @@ from ..bootstrap.errors import AddressError, NetworkError, TokenError
 from ..coordinator import CapacityError, PlanError
 from ..coordinator.costs.gpus import GpuError
 from ..coordinator.costs.model_shape import ModelShapeError
-from ..coordinator.planning.cluster import ClusterError
-from ..coordinator.planning.errors import NoPlan, UnservedError
-from ..coordinator.planning.workload import WorkloadError
+from ..coordinator.planning.model.cluster import ClusterError
+from ..coordinator.planning.model.errors import NoPlan, UnservedError
+from ..coordinator.planning.model.workload import WorkloadError
 from ..kvtransport.errors import FiguresError
-from ..node.engine_link import EngineError
-from ..node.home import NodeError
+from ..node.box.home import NodeError
 from ..node.models import ModelError
-from ..node.text import PromptError
+from ..node.replica.engine_link import EngineError
+from ..node.requests.text import PromptError
 from ..sims.records import TraceError
-from ..sims.report import ReportError
+from ..sims.results.report import ReportError
 from ..sims.scenario import WorldError
 from ..sims.splitwise.setups import SetupError
 from .errors import ClientError, DemoFailed, InvalidAddress, InvalidRequest, UsageError, first_of

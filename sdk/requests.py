@@ -11,8 +11,8 @@ import msgspec
 
 from ..bootstrap import PeerId
 from ..node.messages import Advert, Chunk, Generate, RequestFigures
-from ..node.request import check
-from ..node.text import PromptError
+from ..node.requests.request import check
+from ..node.requests.text import PromptError
 from .errors import InvalidRequest
 
 __all__ = ["Candidate", "Diverged", "GenerateOptions", "Generation", "Piece", "Replay", "build_request", "gateways"]

@@ -23,7 +23,7 @@ from ..bootstrap import (
     TokenError,
     parse_address,
 )
-from ..bootstrap.membership import MemberState
+from ..bootstrap.members.membership import MemberState
 from ..bootstrap.network import Network
 from ..node.messages import ADVERT, Chunk, Generate, Generating, Status, StatusQuery, StopRequest
 from ..node.view import NetworkView
@@ -67,7 +67,7 @@ def check_target(bootstrap: str, token: str | None) -> None:
 async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> AsyncIterator[Session]:
     """Join as a client for the length of the body. Raises ConnectionFailed or InvalidAddress."""
     # Neither is needed before there is a network to join: 0.5 s and 90 MB.
-    from ..bootstrap.libp2p_host import Libp2pTransport
+    from ..bootstrap.streams.libp2p_host import Libp2pTransport
     from ..node.joining import join_token
 
     identity = Identity.generate()

@@ -20,8 +20,8 @@ import numpy as np
 from ..coordinator.costs.gpus import gpu_table
 from ..coordinator.costs.model_shape import model_shape
 from ..coordinator.plan import Pairing, Phase, Plan, Replica, Stage
-from ..coordinator.planning.cluster import Box, Cluster
-from ..coordinator.planning.workload import Service, Slo
+from ..coordinator.planning.model.cluster import Box, Cluster
+from ..coordinator.planning.model.workload import Service, Slo
 from .scenario import ServiceRun
 from .workloads import azure, draw, workload_of
 from .world import simulate

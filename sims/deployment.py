@@ -8,18 +8,18 @@ from typing import Final, NamedTuple, final
 
 import numpy as np
 
-from ..coordinator.dispatch import Dispatcher, dispatcher
 from ..coordinator.plan import Plan, Replica
-from ..coordinator.planning.cluster import Cluster
-from ..coordinator.planning.workload import Service
+from ..coordinator.planning.model.cluster import Cluster
+from ..coordinator.planning.model.workload import Service
 from ..coordinator.router import Route
-from .engine import Engine
-from .engine_values import EngineError
+from .engine.engine import Engine
+from .engine.sequence import Sequence
+from .engine.values import EngineError
 from .events import Scheduled
 from .handover import Handover, Ways, ways_between
-from .outcomes import ReplicaOutcome, ServiceLog
+from .policies.dispatch import Dispatcher, dispatcher
+from .results.outcomes import ReplicaOutcome, ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
-from .sequence import Sequence
 
 __all__ = ["NEVER", "Assignment", "Deployment", "Host", "Request", "Split", "check_plans"]
 

@@ -11,7 +11,7 @@ from math import inf, isnan, nan
 from typing import NamedTuple, final
 
 from ..coordinator.plan import Replica
-from ..coordinator.planning.cluster import Cluster
+from ..coordinator.planning.model.cluster import Cluster
 from .network import Flow, Network
 from .scenario import WorldError
 

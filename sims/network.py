@@ -19,8 +19,8 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..coordinator.planning.cluster import Cluster
-from ..kvtransport.figures import WINDOW_BYTES
+from ..coordinator.planning.model.cluster import Cluster
+from ..kvtransport.probing.figures import WINDOW_BYTES
 
 __all__ = ["Flow", "Network", "NetworkError", "link_capacities"]
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, replica_times
 from ..coordinator.costs.rounds import CHUNKS, chunk_tokens
 from ..coordinator.costs.step_times import StepTimes
-from ..coordinator.dispatch import Dispatch
 from ..coordinator.plan import Phase, Plan, Replica
-from ..coordinator.planning.cluster import Cluster
-from ..coordinator.planning.workload import Service
-from .engine_values import EngineSettings
+from ..coordinator.planning.model.cluster import Cluster
+from ..coordinator.planning.model.workload import Service
+from .engine.values import EngineSettings
+from .policies.dispatch import Dispatch
 from .records import Trace
 
 __all__ = [

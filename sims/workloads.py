@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..coordinator.planning.workload import Workload
+from ..coordinator.planning.model.workload import Workload
 from .records import Trace, TraceError
 
 __all__ = [

@@ -17,16 +17,17 @@ from math import inf
 from typing import Final, final
 
 from ..coordinator.plan import Replica
-from ..coordinator.planning.cluster import Cluster
-from ..coordinator.planning.workload import Service
+from ..coordinator.planning.model.cluster import Cluster
+from ..coordinator.planning.model.workload import Service
 from ..coordinator.router import NoRoute
 from .deployment import NEVER, Assignment, Deployment, Host, Request, Split, check_plans
-from .engine import Engine
-from .engine_values import EngineSettings, SignalKind, StepRecord
+from .engine.engine import Engine
+from .engine.sequence import Sequence as Work
+from .engine.values import EngineSettings, SignalKind, StepRecord
 from .events import EventQueue, Scheduled
 from .handover import Handover, Handovers
 from .network import Network, link_capacities
-from .outcomes import SimResult, StepLog, TransferRecord
+from .results.outcomes import SimResult, StepLog, TransferRecord
 from .scenario import (
     BoxJoined,
     Change,
@@ -39,7 +40,6 @@ from .scenario import (
     WorldError,
     roofline_model,
 )
-from .sequence import Sequence as Work
 
 __all__ = ["Progress", "simulate"]
 

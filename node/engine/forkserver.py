@@ -82,7 +82,7 @@ def preload() -> str:
         _rebind_kernels(current_platform)
     _install_model_runners()
 
-    from . import process  # noqa: F401  (imported for the children)
+    from .vllm import process  # noqa: F401  (imported for the children)
 
     gc.collect()
     gc.freeze()  # children then share these pages instead of copying them at their first collection
@@ -94,11 +94,11 @@ def _install_model_runners() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from . import seeded_cpu
+        from .vllm import seeded_cpu
 
         seeded_cpu.install()
     else:
-        from . import seeded
+        from .vllm import seeded
 
         seeded.install()
 
@@ -195,7 +195,7 @@ class ForkServer:
             if request.config.emulation is not None:
                 status = run_emulated_engine(request.config, messages, sockets)
             else:
-                from .process import run_engine
+                from .vllm.process import run_engine
 
                 status = run_engine(request.config, messages, sockets)
         except BaseException:

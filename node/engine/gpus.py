@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from ..hardware import probe
+from ..box.hardware import probe
 
 __all__ = ["gpu_names", "has_gpu", "installed_version"]
 

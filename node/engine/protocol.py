@@ -18,8 +18,8 @@ import msgspec
 from ...coordinator.costs.gpus import GpuSpec
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
-from ...kvtransport.dialling import Path
-from ...kvtransport.tickets import LinkTicket, TransferTicket
+from ...kvtransport.link.dialling import Path
+from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 
 MAX_MESSAGE: Final = 64 << 20
 HOST_SHARE: Final = 64  # of a box's memory, for the KV that an engine sends, and as much for what it receives

@@ -36,15 +36,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import disable_progress_bars, httpx
 
-from .checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    Checkpoint,
-    LayerRange,
-    Tensor,
-    read_header,
-    read_index,
-)
+from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, LayerRange, Tensor, read_header, read_index
 from .download import CorruptError, IncompleteError, Meter, RemoteFile, fetch, is_whole
 from .errors import ModelError
 from .progress import Report

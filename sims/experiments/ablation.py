@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Plan
-from ...coordinator.planning.problem import Problem
-from ..outcomes import attainment
+from ...coordinator.planning.model.problem import Problem
+from ..policies.dispatch import Dispatch
+from ..results.outcomes import attainment
 from .page import Page, Row, Table
 from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, outcome, planned, spread
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from ..outcomes import ServiceOutcome, attainment
+from ..results.outcomes import ServiceOutcome, attainment
 from .deployments import RATES
 from .page import Curves, Page, Row, Table
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, Case, Scope, counts, highest_rate, outcome, spread

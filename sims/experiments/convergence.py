@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from ...coordinator.costs.gpus import Specs
-from ...coordinator.planning.evaluator import LowerLevel
-from ...coordinator.planning.search import search
+from ...coordinator.planning.lower.evaluator import LowerLevel
+from ...coordinator.planning.upper.search import search
 from .page import Curves, Page, Row, Table
 from .setting import Case, Scope
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Final
 
-from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Phase
-from ...coordinator.planning.cluster import Cluster
-from ...coordinator.planning.problem import Solution
+from ...coordinator.planning.model.cluster import Cluster
+from ...coordinator.planning.model.problem import Solution
+from ..policies.dispatch import Dispatch
 from .page import Page, Row, Table
 from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, counts, group, highest_rate, shapes
 from .systems import chosen

@@ -11,14 +11,14 @@ import numpy as np
 
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.costs.model_shape import model_shape
-from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Phase, Plan
-from ...coordinator.planning.cluster import Cluster
-from ...coordinator.planning.cluster_file import packaged_cluster
-from ...coordinator.planning.evaluator import LowerLevel
-from ...coordinator.planning.problem import Problem, Solution
-from ...coordinator.planning.search import search
-from ...coordinator.planning.workload import Service, Workload
+from ...coordinator.planning.lower.evaluator import LowerLevel
+from ...coordinator.planning.model.cluster import Cluster
+from ...coordinator.planning.model.cluster_file import packaged_cluster
+from ...coordinator.planning.model.problem import Problem, Solution
+from ...coordinator.planning.model.workload import Service, Workload
+from ...coordinator.planning.upper.search import search
+from ..policies.dispatch import Dispatch
 from ..records import Trace
 from ..scenario import SimSettings
 from .page import Page, Row, Table

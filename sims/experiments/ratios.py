@@ -9,8 +9,8 @@ import numpy as np
 
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.plan import Phase
-from ...coordinator.planning.problem import Problem, Solution
-from ..outcomes import attainment
+from ...coordinator.planning.model.problem import Problem, Solution
+from ..results.outcomes import attainment
 from .page import Curves, Page, Row, Table
 from .setting import COLUMNS, TARGET, WORKLOADS, Case, Deployed, Scope, group, highest_rate, outcome, spread
 

@@ -10,13 +10,13 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Plan
-from ...coordinator.planning.evaluator import LowerLevel
-from ...coordinator.planning.light import keeping, reschedule, surviving
-from ...coordinator.planning.problem import Problem
-from ...coordinator.planning.search import search
-from ..outcomes import attainment
+from ...coordinator.planning.lower.evaluator import LowerLevel
+from ...coordinator.planning.model.problem import Problem
+from ...coordinator.planning.upper.light import keeping, reschedule, surviving
+from ...coordinator.planning.upper.search import search
+from ..policies.dispatch import Dispatch
+from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
 from .page import Page, Row, Table
 from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, counts, highest_rate, outcome, spread

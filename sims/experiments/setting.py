@@ -13,18 +13,18 @@ import numpy as np
 
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.costs.model_shape import model_shape
-from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Phase, Plan
-from ...coordinator.planning.cluster import Cluster
-from ...coordinator.planning.cluster_file import packaged_cluster
-from ...coordinator.planning.evaluator import LowerLevel
-from ...coordinator.planning.problem import Group, Problem, Proposal, Slice, Solution
-from ...coordinator.planning.search import search
-from ...coordinator.planning.slo import scaled_slo
-from ...coordinator.planning.workload import Service, Workload
-from ..engine_values import EngineSettings
-from ..outcomes import ServiceOutcome, attainment
+from ...coordinator.planning.lower.evaluator import LowerLevel
+from ...coordinator.planning.model.cluster import Cluster
+from ...coordinator.planning.model.cluster_file import packaged_cluster
+from ...coordinator.planning.model.problem import Group, Problem, Proposal, Slice, Solution
+from ...coordinator.planning.model.slo import scaled_slo
+from ...coordinator.planning.model.workload import Service, Workload
+from ...coordinator.planning.upper.search import search
+from ..engine.values import EngineSettings
+from ..policies.dispatch import Dispatch
 from ..records import Trace
+from ..results.outcomes import ServiceOutcome, attainment
 from ..scenario import ServiceRun, SimSettings
 from ..workloads import Lengths, azure, draw
 from ..world import simulate

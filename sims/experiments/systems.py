@@ -10,10 +10,10 @@ from itertools import product
 from statistics import fmean
 from typing import Final
 
-from ...coordinator.dispatch import Dispatch
 from ...coordinator.plan import Phase
-from ...coordinator.planning.problem import Problem, Solution
-from ..engine_values import EngineSettings
+from ...coordinator.planning.model.problem import Problem, Solution
+from ..engine.values import EngineSettings
+from ..policies.dispatch import Dispatch
 from .setting import Case, Deployed, Scope, group, highest_rate, most
 
 __all__ = ["IN_HOUSE", "SYSTEMS", "TRIALS", "WHOLE", "System", "best_dispatch", "chosen", "systems"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import nan
 
-from ...coordinator.pools import Pools
 from ..events import EventQueue, Scheduled
+from ..policies.pools import Pools
 from ..records import Trace
 from .machine import Machine, Task
 

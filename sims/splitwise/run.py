@@ -17,7 +17,7 @@ import numpy as np
 
 from ...coordinator.costs.step_times import StepTimes
 from ...coordinator.costs.tables import SplitwiseTimes
-from ...coordinator.pools import Pools, SharedPool, SplitPools
+from ..policies.pools import Pools, SharedPool, SplitPools
 from ..records import Outcomes, Trace
 from .cluster import Cluster
 from .machine import Machine

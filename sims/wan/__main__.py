@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from . import calibrate, namespaces, paths
+from . import calibrate, namespaces
 from .emulated import EmulatedWan, Kind, unavailable
 from .errors import WanError
+from .kv import paths
 from .scenario import Scenario, ScenarioError, link_classes
 
 KINDS: tuple[Kind, ...] = ("tun", "proxy")

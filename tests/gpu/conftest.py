@@ -9,7 +9,7 @@ import pytest
 from p2pserve.node.engine import protocol
 
 from ..integration.conftest import engine_channels, random_model
-from ..integration.devices import SETTINGS
+from ..integration.node.engine.devices import SETTINGS
 
 __all__ = ["engine_channels", "random_model", "scheduling"]
 

@@ -1,5 +1,5 @@
 """KV handed from one engine to another on one card, with and without asynchronous scheduling: the scenarios of
-`tests/integration/test_engine.py`."""
+`tests/integration/node/engine/test_engine.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ..integration.test_engine import (
+from ..integration.node.engine.test_engine import (
     engines,
     prompt_of,
     test_a_link_stays_warm_for_the_next_transfer,

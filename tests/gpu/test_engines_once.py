@@ -1,11 +1,13 @@
-"""More scenarios of `tests/integration/test_engine.py`, for which one way of scheduling is enough: what breaks, caches
-that are read back, and engines of two workers where there are two cards."""
+"""More scenarios of `tests/integration/node/engine/test_engine.py`, for which one way of scheduling is enough.
+
+What breaks, caches that are read back, and engines of two workers where there are two cards.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from ..integration.test_engine import (
+from ..integration.node.engine.test_engine import (
     test_a_broken_transfer_is_computed_again,
     test_a_cache_reads_back_what_was_written_into_it,
     test_a_connection_that_is_cut_is_dialled_again,

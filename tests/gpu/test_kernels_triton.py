@@ -15,7 +15,7 @@ from p2pserve.kernels.errors import NonFiniteError
 
 pytest.importorskip("triton")
 
-CHECK: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "data" / "check_triton.py"))
+CHECK: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "kernels" / "data" / "check_triton.py"))
 GEOMETRIES = (*CHECK["GEOMETRIES"], (512, 8, 128, 512), (1500, 8, 128, 0), (9000, 8, 64, 3))
 
 

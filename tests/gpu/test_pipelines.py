@@ -1,11 +1,13 @@
-"""Replicas of several stages: the scenarios of `tests/integration/test_pipeline.py`. Stages of one worker share a card;
-those of two need two."""
+"""Replicas of several stages: the scenarios of `tests/integration/node/engine/test_pipeline.py`.
+
+Stages of one worker share a card; those of two need two.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from ..integration.test_pipeline import (
+from ..integration.node.engine.test_pipeline import (
     known,
     model,
     run,

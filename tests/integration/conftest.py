@@ -18,14 +18,14 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import Address, Identity, JoinToken, PeerId, Role
-from p2pserve.bootstrap.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.network import Network
+from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.coordinator import Phase
 from p2pserve.node import messages
 from p2pserve.node.agent import EngineKnobs, NodeSettings, Started, run_node
-from p2pserve.node.engine_link import fork_server_command
+from p2pserve.node.replica.engine_link import fork_server_command
 
-from .figures import ATTEMPTS
+from .node.engine.figures import ATTEMPTS
 
 LOOPBACK = Address("127.0.0.1", 0)
 CHANNELS = 128  # one for each node that any test starts

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import p2pserve
-from p2pserve.node import prerequisites
+from p2pserve.node.box import prerequisites
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

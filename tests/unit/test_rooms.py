@@ -27,7 +27,7 @@ FLOORS: dict[str, frozenset[str]] = {
 }
 
 # Library -> the only places that import it.
-WRAPPED = {"libp2p": ("bootstrap/libp2p_host.py",), "vllm": ("node/engine/",)}
+WRAPPED = {"libp2p": ("bootstrap/streams/libp2p_host.py",), "vllm": ("node/engine/",)}
 
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 UNSAFE_CALLS = frozenset({"eval", "exec"})
@@ -37,19 +37,19 @@ IMPURE = frozenset(
 )
 
 # Rims in the coordinator's room: what measures it has to read a clock and to print.
-BENCHES = frozenset({"coordinator/bench.py"})
+BENCHES = frozenset({"coordinator/dev/bench.py"})
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 500, 80, 8
 
 # "file::function" -> why it may catch everything without raising again. Every entry must be in use.
 SWALLOWS: dict[str, str] = {
     "bootstrap/handlers.py::notify": "a bug in a notice's handler is logged with its traceback and costs that notice",
-    "node/engine/process.py::_handle": "what vLLM raises for a request it refuses is of no common type: that request "
-    "is answered with the reason, and the others go on",
-    "node/gateway.py::_serve": "a bug in one request is logged with its traceback and told to its client: it may not "
-    "end the node, with everybody else's requests",
-    "bootstrap/transport.py::run_handler": "a bug in a connection's handler is logged and costs that connection: "
-    "no stranger may stop the node",
+    "node/engine/vllm/process.py::_handle": "what vLLM raises for a request it refuses is of no common type: that "
+    "request is answered with the reason, and the others go on",
+    "node/requests/gateway.py::_serve": "a bug in one request is logged with its traceback and told to its client: it "
+    "may not end the node, with everybody else's requests",
+    "bootstrap/streams/transport.py::run_handler": "a bug in a connection's handler is logged and costs that "
+    "connection: no stranger may stop the node",
 }
 
 
@@ -323,9 +323,9 @@ TRY = "def f() -> None:\n    try:\n        g()\n    {}:\n        {}\n"
     ("rule", "path", "text"),
     [
         (floors, "kvtransport/wire.py", "from .. import node"),
-        (floors, "kvtransport/frames.py", "from ..node.agent import Agent"),
+        (floors, "kvtransport/wire/frames.py", "from ...node.agent import Agent"),
         (floors, "kernels/codec.py", "from ..kvtransport import wire"),
-        (floors, "bootstrap/gossip.py", "from ..coordinator import Plan"),
+        (floors, "bootstrap/members/gossip.py", "from ...coordinator import Plan"),
         (floors, COORDINATOR, "def f():\n    from ..kernels import codec"),
         (floors, "sims/run.py", "if TYPE_CHECKING:\n    from ..node import agent"),
         (floors, ENGINE, "from ...sdk.client import Client"),
@@ -337,7 +337,7 @@ TRY = "def f() -> None:\n    try:\n        g()\n    {}:\n        {}\n"
         (floors, "sdk/cli.py", "from ..utils import thing"),
         (floors, "sdk/cli.py", "from ....node import agent"),
         (wrapped, NODE, "import libp2p.host"),
-        (wrapped, "bootstrap/gossip.py", "from libp2p import new_host"),
+        (wrapped, "bootstrap/members/gossip.py", "from libp2p import new_host"),
         (wrapped, NODE, "def f():\n    from vllm import LLMEngine"),
         (wrapped, NODE, "importlib.import_module('vllm.v1')"),
         (unsafe, NODE, "import pickle"),
@@ -375,7 +375,7 @@ def test_a_rule_can_fail(rule: Rule, path: str, text: str) -> None:
         (floors, "kvtransport/wire.py", "from ..kernels.codec import pack\nfrom . import tickets"),
         (floors, ENGINE, "from ...kvtransport.frames import KVFrame\nfrom ..agent import x\nfrom .y import z"),
         (floors, "sdk/cli.py", "from .. import __version__\nfrom ..sims import events"),
-        (wrapped, "bootstrap/libp2p_host.py", "import libp2p"),
+        (wrapped, "bootstrap/streams/libp2p_host.py", "import libp2p"),
         (wrapped, ENGINE, "from vllm import LLMEngine"),
         (unsafe, NODE, "model.eval()\nimport json"),
         (pure, COORDINATOR, "import math\nfrom .timetable import time"),

@@ -12,8 +12,8 @@ from ....coordinator.costs.replica import ReplicaError, StageHardware, kv_capaci
 from ....coordinator.costs.step_times import StepTimes
 from ....kvtransport.errors import TransferError
 from .. import protocol
-from ..patience import Patience
 from ..stats import Tally
+from ..transfers.patience import Patience
 from .batching import Batch, Batcher, step_s
 from .batching import Sequence as Work
 from .tokens import Answer

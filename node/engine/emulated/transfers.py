@@ -20,22 +20,22 @@ from dataclasses import replace
 from typing import Final, NamedTuple, final
 
 from ....kernels.format import KEY_SPAN_TOKENS, Codec, WireDtype, payload_bytes
-from ....kvtransport.assembly import Assembly
-from ....kvtransport.channel import parse_link_hello
-from ....kvtransport.endpoint import Endpoint
 from ....kvtransport.errors import FiguresError, ProtocolError, TransferError
-from ....kvtransport.frames import MAX_PAYLOAD_BYTES, KVFrame
-from ....kvtransport.lanes import EndState, LinkSettings
-from ....kvtransport.receive_link import Incoming as ReceivingEnd
-from ....kvtransport.receive_link import ReceiveLink
-from ....kvtransport.receiving import MIN_WINDOW_BYTES
-from ....kvtransport.report import TransferTimes
-from ....kvtransport.reslice import localise
-from ....kvtransport.send_link import Outgoing as SendingEnd
-from ....kvtransport.send_link import SendLink
-from ....kvtransport.sending import SendProgress
+from ....kvtransport.link.endpoint import Endpoint
+from ....kvtransport.link.lanes import EndState, LinkSettings
+from ....kvtransport.link.receive_link import Incoming as ReceivingEnd
+from ....kvtransport.link.receive_link import ReceiveLink
+from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
+from ....kvtransport.link.reslice import localise
+from ....kvtransport.link.send_link import Outgoing as SendingEnd
+from ....kvtransport.link.send_link import SendLink
+from ....kvtransport.link.sending import SendProgress
+from ....kvtransport.routing.report import TransferTimes
+from ....kvtransport.wire.assembly import Assembly
+from ....kvtransport.wire.channel import parse_link_hello
+from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
-from ..reports import REPORT_INTERVAL_S, Sent, link_report, not_opened, sent_report
+from ..transfers.reports import REPORT_INTERVAL_S, Sent, link_report, not_opened, sent_report
 
 __all__ = ["Arrivals", "Chunk", "Transfers"]
 

@@ -20,12 +20,12 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from ...engine_link import open_fork_server
-from ...prerequisites import complaints, look
+from ...box.prerequisites import complaints, look
+from ...replica.engine_link import open_fork_server
 from .. import protocol
 from ..gpus import gpu_names, installed_version
-from ..random_model import TINY, make_model
-from ..trial import Trial, TrialEngine, open_trial
+from ..trials.random_model import TINY, make_model
+from ..trials.trial import Trial, TrialEngine, open_trial
 from .synchronisations import SWITCH, read_log
 
 __all__ = ["PROGRAMS", "engine_versions", "exercise_engines", "patched", "watched_names"]

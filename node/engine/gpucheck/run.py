@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ...hardware import probe
+from ...box.hardware import probe
 from ..gpus import gpu_names
 from .parts import engine_versions
 from .verdicts import PARTS, CheckPart, CheckReport, Outcome, PartResult, judge, not_run, report_of, time_limit

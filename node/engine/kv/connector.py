@@ -31,11 +31,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from ....kvtransport.reslice import Rank as ShardRank
-from ....kvtransport.reslice import ShardLayout
-from ..hub import TransferHub, transfer_memory
-from ..layout import CacheForm, kv_heads
+from ....kvtransport.link.reslice import Rank as ShardRank
+from ....kvtransport.link.reslice import ShardLayout
 from ..protocol import Rank
+from ..transfers.hub import TransferHub, transfer_memory
+from ..vllm.layout import CacheForm, kv_heads
 from .scheduler_side import SchedulerSide
 from .step_work import LoadProgress, StepWork
 from .switchboard import WorkerLine
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from ..device import Device
-    from ..layout import Shard
-    from ..outgoing import ReadKv
+    from ..transfers.outgoing import ReadKv
+    from ..vllm.device import Device
+    from ..vllm.layout import Shard
 
 _SETTINGS: Final = "p2pserve"
 _SERVED: Final = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from ....coordinator.profile import StepSample
-from ..patience import Patience
 from ..protocol import AbortTransfer, CloseLink, SetPaths
+from ..transfers.patience import Patience
 from .first_token import go_on_from
 from .step_work import PARAMS_KEY, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
 

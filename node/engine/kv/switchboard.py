@@ -24,10 +24,10 @@ from typing import final
 
 import msgspec
 
-from ....kvtransport.channel import parse_link_hello
 from ....kvtransport.errors import ProtocolError
-from ..hub import Tell, TransferHub
+from ....kvtransport.wire.channel import parse_link_hello
 from ..protocol import AbortTransfer, CloseLink, LinkReport, Message, SetPaths, TransferReport, pack
+from ..transfers.hub import Tell, TransferHub
 
 _log = logging.getLogger(__name__)
 

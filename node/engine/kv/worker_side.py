@@ -15,19 +15,19 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ....kernels.codec import Codec, warm_up
 from ....kvtransport.errors import TransferError
-from ..device import CpuDevice, Device, DeviceKind, Mark, device_of
-from ..incoming import LayerPiece
-from ..layout import CacheForm, LayerCache, LayoutError, Shard
-from ..outgoing import Outgoing, Prefilled, ReadKv
-from ..pacing import Pacing
 from ..protocol import Rank
+from ..transfers.incoming import LayerPiece
+from ..transfers.outgoing import Outgoing, Prefilled, ReadKv
+from ..transfers.pacing import Pacing
+from ..vllm.device import CpuDevice, Device, DeviceKind, Mark, device_of
+from ..vllm.layout import CacheForm, LayerCache, LayoutError, Shard
 from .step_work import Arrived, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
 from .switchboard import WorkerLine
 
 if TYPE_CHECKING:
     import torch
 
-    from ..hub import TransferHub
+    from ..transfers.hub import TransferHub
 
 _log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from vllm.utils.network_utils import get_file_store_init_method
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import run_method
 
-from ....kvtransport.channel import LinkHello, Role
-from ....kvtransport.pipe import greet
-from ....kvtransport.sockets import fresh_nonce
-from ....kvtransport.tickets import LinkTicket, issue_link
+from ....kvtransport.wire.channel import LinkHello, Role
+from ....kvtransport.wire.pipe import greet
+from ....kvtransport.wire.sockets import fresh_nonce
+from ....kvtransport.wire.tickets import LinkTicket, issue_link
 from ..kv.connector import settings_of
 from ..scratch import own_temporary_folder
 from .pipes import OnLost

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm.distributed.parallel_state import GraphCaptureContext, GroupCoordinator
 
-    from ..device import Device
+    from ..vllm.device import Device
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 _MERGED = "merged"

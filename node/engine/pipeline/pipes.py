@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from ....kvtransport.channel import LinkHello, parse_link_hello
 from ....kvtransport.errors import ProtocolError, TransferError
-from ....kvtransport.pipe import Pipe, accept_pipe, dial_pipe
+from ....kvtransport.wire.channel import LinkHello, parse_link_hello
+from ....kvtransport.wire.pipe import Pipe, accept_pipe, dial_pipe
 from ..protocol import PipeEnd
 from .codec import CodecError
 from .rehearsal import Rehearsal

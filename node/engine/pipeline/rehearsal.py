@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import final
 
-from ....kvtransport.ciphers import Cipher
-from ....kvtransport.pipe import Pipe, PipeSettings
+from ....kvtransport.wire.ciphers import Cipher
+from ....kvtransport.wire.pipe import Pipe, PipeSettings
 from .vocabulary import CODEC
 
 __all__ = ["Rehearsal"]

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, final
 
 from ....kvtransport.errors import TransferError
-from ....kvtransport.pipe import Pipe
+from ....kvtransport.wire.pipe import Pipe
 from .codec import CodecError
 from .pipes import Meanwhile, OnLost, Reader, StageLost, nothing
 from .vocabulary import CODEC, Answer, Call, Failed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from ....kvtransport.errors import TransferError
-from ....kvtransport.pipe import Pipe
+from ....kvtransport.wire.pipe import Pipe
 from .pipes import Inflow, OnLost, PipelineError, StageLost
 from .vocabulary import CALLABLE, CODEC, Answer, Call, Failed
 

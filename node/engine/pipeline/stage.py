@@ -15,9 +15,9 @@ import vllm
 from vllm.platforms import current_platform
 
 from ....kvtransport.errors import TransferError
-from ....kvtransport.pipe import Pipe, accept_pipe
-from ....kvtransport.sockets import read_link_hello
-from ....kvtransport.tickets import LinkTicket
+from ....kvtransport.wire.pipe import Pipe, accept_pipe
+from ....kvtransport.wire.sockets import read_link_hello
+from ....kvtransport.wire.tickets import LinkTicket
 from ..kv.switchboard import Switchboard
 from ..protocol import (
     AbortTransfer,
@@ -31,7 +31,7 @@ from ..protocol import (
     Stop,
     ToEngine,
 )
-from ..weights import LOAD_FORMAT
+from ..vllm.weights import LOAD_FORMAT
 from .crew import Crew, Mate
 from .executor import PipelineExecutor
 from .pipes import Arrivals, Inflow, OnLost, Outflow, PipelineError, Seat, open_pipes
@@ -44,7 +44,7 @@ from .worker import StageWorker, worker_class
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ..device import DeviceKind
+    from ..vllm.device import DeviceKind
 
 _log = logging.getLogger(__name__)
 

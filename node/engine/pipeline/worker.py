@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from ..device import DeviceKind, device_of
-from ..layout import kv_heads
+from ..vllm.device import DeviceKind, device_of
+from ..vllm.layout import kv_heads
 from .group import HIDDEN, RESIDUAL, SocketGroup
 from .pipes import Seat
 from .shards import narrowed, widened

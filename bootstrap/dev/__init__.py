@@ -1,0 +1,1 @@
+"""Benchmarks of this room. Nothing that a node runs."""

@@ -1,0 +1,1 @@
+"""Who is in the network: membership, gossip, election. Pure state machines."""

@@ -1,0 +1,153 @@
+"""Anti-entropy: each second, with two random peers, swap digests and then what either side lacks.
+
+What is urgent is pushed to everybody as well, and gossip repairs whatever a push has missed.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import msgspec
+import trio
+
+from ..errors import DECODE_ERRORS, NetworkError, PeerLost
+from ..handlers import Handlers
+from ..links import Links, Session
+from ..streams.control import encode_body, encode_notice
+from ..trust.keys import PeerId
+from ..trust.tokens import Role
+from .entries import MEMBER_KIND, Entry
+from .membership import Digest, Membership
+
+__all__ = ["Gossip"]
+
+_log = logging.getLogger(__name__)
+
+GOSSIP_SECONDS: Final = 1.0
+GOSSIP_PARTNERS: Final = 2
+SYNC_SECONDS: Final = 5.0
+_SYNC: Final = "p2p.sync"
+_ENTRIES: Final = "p2p.entries"
+
+
+class _Sync(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    digest: Digest
+    vouchers: dict[str, float]
+
+
+class _SyncReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    digest: Digest
+    vouchers: dict[str, float]
+    entries: tuple[Entry, ...]
+
+
+class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    entries: tuple[Entry, ...]
+
+
+_sync_replies = msgspec.msgpack.Decoder(_SyncReply)
+
+
+class Gossip:
+    """Keeps one membership in step with those of the linked peers. ``on_news(changed)`` is called after news
+    that changed an entry, and with False after news that only shows who is alive.
+
+    A client learns from everybody, tells only its own member record, and nobody passes that on.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        links: Links,
+        handlers: Handlers,
+        rng: random.Random,
+        on_news: Callable[[bool], None],
+    ) -> None:
+        self.forged = 0
+        self._membership = membership
+        self._links = links
+        self._rng = rng
+        self._on_news = on_news
+        handlers.add_request(_SYNC, _Sync, self._serve_sync, client=True)
+        handlers.add_notice(_ENTRIES, _Entries, self._take_entries, client=True)
+
+    async def run(self) -> None:
+        """Gossip for ever."""
+        while True:
+            await trio.sleep(GOSSIP_SECONDS * self._rng.uniform(0.9, 1.1))
+            partners = [each for each in self._links.sessions.values() if each.role is not Role.CLIENT]
+            async with trio.open_nursery() as nursery:
+                for session in self._rng.sample(partners, min(GOSSIP_PARTNERS, len(partners))):
+                    nursery.start_soon(self.sync, session)
+
+    async def sync(self, session: Session) -> None:
+        """One exchange. A failure is the next round's business."""
+        now = trio.current_time()
+        ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
+        try:
+            reply = _sync_replies.decode(await session.control.request(_SYNC, ask, SYNC_SECONDS))
+        except DECODE_ERRORS as error:
+            session.control.blame()
+            _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
+            return
+        except NetworkError as error:
+            _log.debug("gossip with %s failed: %s", session.peer, error)
+            return
+        self._merge(session, reply.entries)
+        self._membership.on_vouched(reply.vouchers, trio.current_time())
+        self.push_to(session.peer, self._membership.delta_for(reply.digest))
+        self._on_news(False)
+
+    def push(self, entries: Iterable[Entry]) -> None:
+        """Urgent: to everybody now, instead of within seconds."""
+        batch = self._tellable(entries)
+        if batch:
+            self._links.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+        self._on_news(True)
+
+    def push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
+        """The same to one peer."""
+        batch = self._tellable(entries)
+        session = self._links.sessions.get(peer)
+        if batch and session is not None:
+            try:
+                session.control.send_nowait(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+            except PeerLost as error:
+                _log.debug("not pushed: %s", error)
+
+    def __repr__(self) -> str:
+        return f"Gossip({self._membership!r}, forged={self.forged})"
+
+    def _tellable(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+        """Others take from a client only its own record, and blame it for anything else."""
+        if self._membership.role is not Role.CLIENT:
+            return tuple(entries)
+        me = self._membership.peer_id
+        return tuple(entry for entry in entries if entry.origin == me and entry.kind == MEMBER_KIND)
+
+    async def _serve_sync(self, peer: PeerId, role: Role, ask: _Sync) -> _SyncReply:
+        now = trio.current_time()
+        if role is not Role.CLIENT:
+            self._membership.on_vouched(ask.vouchers, now)
+            self._on_news(False)
+        delta = self._membership.delta_for(ask.digest)
+        return _SyncReply(self._membership.digest(), self._membership.vouchers(now), tuple(delta))
+
+    def _take_entries(self, peer: PeerId, role: Role, notice: _Entries) -> None:
+        session = self._links.sessions.get(peer)
+        if session is not None:
+            self._merge(session, notice.entries)
+
+    def _merge(self, session: Session, entries: Iterable[Entry]) -> None:
+        private = session.peer if session.role is Role.CLIENT else None
+        result = self._membership.merge(entries, trio.current_time(), from_origin=private)
+        if result.forged:
+            self.forged += result.forged
+            session.control.blame(result.forged)
+            _log.warning("%s sent %d forged entries", session.peer, result.forged)
+        own = [entry for entry in result.changed if entry.origin == self._membership.peer_id]
+        if own:  # an older life of ours made us take a higher number
+            self.push(own)
+        if result.changed:
+            self._on_news(True)

@@ -1,0 +1,499 @@
+"""Who is in the network and what each member says, as a pure machine: no clock, no task, no socket.
+
+A member says things in *entries*: signed, versioned, one per (origin, kind). Anybody may carry anybody's entries.
+
+* ``incarnation`` counts the lives of a node, ``version`` the entries of one life. A newer life replaces the whole
+  older one; within a life the higher version of a kind wins. Merging is therefore commutative, associative and
+  idempotent: whatever the order of arrival, everybody ends with the same entries.
+* The entry of kind ``member`` is the node's own record: its role, its address, the credential it was admitted with,
+  and whether it has left. No other entry of an origin counts without a valid one.
+* Whether a member is *alive* is never gossiped as an opinion. A peer vouches for those it hears itself, with the age
+  of what it heard, so one broken link does not make a member dead for the two that cannot see each other.
+
+States of a member, by the silence since it was last heard, directly or through a voucher::
+
+            3 s            8 s, or at once when its connection
+    alive ------> suspect ------> dead     closed and nobody answers the redial
+      ^--------------+-------------'  heard again
+    left: it said so itself, in a signed member record; only a newer life undoes that
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from ..addresses import Address
+from ..errors import TokenError
+from ..trust.identity import Identity
+from ..trust.keys import PeerId
+from ..trust.tokens import Role
+from .entries import (
+    MAX_COUNTER,
+    MAX_KIND_CHARS,
+    MAX_KINDS,
+    MAX_PAYLOAD,
+    MEMBER_KIND,
+    Entry,
+    MemberRecord,
+    is_sound,
+    read_record,
+    record_first,
+    sign_entry,
+)
+
+__all__ = ["Digest", "Member", "MemberState", "Membership", "MergeResult", "Step", "Timeouts"]
+
+MAX_ORIGINS: Final = 4096
+_NO_NEWS: Final = float("-inf")
+
+
+Digest = dict[str, tuple[int, dict[str, int]]]  # origin -> (incarnation, kind -> version)
+CheckRecord = Callable[[str, MemberRecord], None]  # raises TokenError unless this peer may have this role
+
+
+class MemberState(Enum):
+    """See the module's picture."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+_GONE: Final = (MemberState.DEAD, MemberState.LEFT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds. Shorter ones notice a death sooner and mistake a pause for one more often. A peer that says nothing for
+    ``ping_s`` is pinged, and every one each ``rtt_s``, for the round trip."""
+
+    ping_s: float = 1.0
+    rtt_s: float = 2.5
+    suspect_s: float = 3.0
+    dead_s: float = 8.0
+    forget_s: float = 600.0  # how long a dead member's entries are kept as tombstones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A member as others see it."""
+
+    peer_id: PeerId
+    role: Role
+    state: MemberState
+    address: Address
+    incarnation: int
+    rtt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeResult:
+    """What a merge did. Blame the sender for ``forged``; ``ignored`` entries may be right and merely early."""
+
+    changed: tuple[Entry, ...] = ()
+    forged: int = 0
+    ignored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What time has brought. Drop connections in ``drop`` first, then ping, then dial; ``changed`` asks to tell the
+    readers."""
+
+    drop: tuple[PeerId, ...] = ()
+    ping: tuple[PeerId, ...] = ()
+    forgotten: tuple[PeerId, ...] = ()
+    changed: bool = False
+
+
+@dataclass(slots=True)
+class _Link:
+    """The open control stream to one peer."""
+
+    heard_at: float
+    pinged_at: float = _NO_NEWS
+
+
+@dataclass(slots=True)
+class _Life:
+    """Everything held about one origin."""
+
+    incarnation: int
+    entries: dict[str, Entry]
+    record: MemberRecord | None = None
+    shared: bool = True  # False: heard from itself only and told to nobody (clients)
+    heard_at: float | None = None  # None: only hearsay so far, and nobody vouched
+    lost_at: float = _NO_NEWS  # vouchers older than this moment do not count
+    state: MemberState = MemberState.DEAD
+    gone_since: float | None = None  # since when dead, left, or hearsay that nobody vouches for
+
+
+def _trust_everybody(peer: str, record: MemberRecord) -> None:
+    """The check of a membership that is used without a network key."""
+
+
+def _not_measured(peer: PeerId) -> float | None:
+    """The round trip to a peer, as a membership without links knows it."""
+    return None
+
+
+class Membership:
+    """The member table of one node. Every method is synchronous and takes the time it needs as ``now``."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        role: Role,
+        *,
+        incarnation: int,
+        check: CheckRecord = _trust_everybody,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        if not 0 < incarnation <= MAX_COUNTER:
+            raise ValueError(f"incarnation {incarnation} is not between 1 and {MAX_COUNTER}")
+        self.peer_id: PeerId = identity.peer_id
+        self.role = role
+        self.timeouts = timeouts or Timeouts()
+        self._identity = identity
+        self._check = check
+        self._version = 0
+        self._own = _Life(incarnation, {}, state=MemberState.ALIVE)
+        self._lives: dict[str, _Life] = {self.peer_id: self._own}
+        self._buried: dict[str, tuple[int, float]] = {}  # origin -> (incarnation, until): not to be learned again
+        self._connected: dict[PeerId, _Link] = {}
+
+    # -- what this node says ------------------------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        """This life's number; it grows when an older life of ours turns up with a higher one."""
+        return self._own.incarnation
+
+    def publish(self, kind: str, payload: bytes) -> Entry:
+        """Say something; returns the entry to push to others."""
+        if not 0 < len(kind) <= MAX_KIND_CHARS:
+            raise ValueError(f"kind {kind[:80]!r} must have 1 to {MAX_KIND_CHARS} characters")
+        if len(payload) > MAX_PAYLOAD:
+            raise ValueError(f"the payload of {kind!r} has {len(payload)} bytes; at most {MAX_PAYLOAD} are gossiped")
+        if kind not in self._own.entries and len(self._own.entries) >= MAX_KINDS:
+            raise ValueError(f"{kind!r} would be kind number {MAX_KINDS + 1}; a member publishes at most {MAX_KINDS}")
+        if kind == MEMBER_KIND:
+            record = read_record(payload)
+            if record is None:
+                raise ValueError(f"kind {MEMBER_KIND!r} belongs to the member record; choose another name")
+            self._own.record = record
+            self._own.state = MemberState.LEFT if record.left else MemberState.ALIVE
+        self._version += 1
+        entry = sign_entry(self._identity, kind, self._own.incarnation, self._version, payload)
+        self._own.entries[kind] = entry
+        return entry
+
+    def own_entries(self) -> tuple[Entry, ...]:
+        """Everything this node says, its member record first."""
+        return record_first(self._own.entries.values())
+
+    # -- gossip -------------------------------------------------------------------------------------------------------
+
+    def digest(self) -> Digest:
+        """What we hold, briefly. Tombstones are in it too: a dead member's claim still counts as seen."""
+        return {
+            origin: (life.incarnation, {kind: entry.version for kind, entry in life.entries.items()})
+            for origin, life in self._lives.items()
+            if life.shared and life.entries
+        }
+
+    def delta_for(self, digest: Mapping[str, tuple[int, Mapping[str, int]]], *, max_bytes: int = 2**21) -> list[Entry]:
+        """The entries the owner of ``digest`` lacks, records first; the rest comes the next time."""
+        lacking: list[Entry] = []
+        for origin, life in self._lives.items():
+            if not life.shared:
+                continue
+            incarnation, versions = digest.get(origin, (0, {}))
+            if incarnation > life.incarnation:
+                continue
+            known = versions if incarnation == life.incarnation else {}
+            lacking += (entry for kind, entry in life.entries.items() if entry.version > known.get(kind, 0))
+        chosen: list[Entry] = []
+        size = 0
+        for entry in record_first(lacking):
+            size += len(entry.payload) + 200
+            if chosen and size > max_bytes:
+                break
+            chosen.append(entry)
+        return chosen
+
+    def merge(self, entries: Iterable[Entry], now: float, *, from_origin: PeerId | None = None) -> MergeResult:
+        """Take entries from somebody. ``from_origin`` names a client: only its own record counts, and stays here."""
+        changed: list[Entry] = []
+        forged = ignored = 0
+        for entry in record_first(entries):
+            if from_origin is not None and entry.origin != from_origin:
+                forged += 1
+            elif not self._is_news(entry):
+                continue
+            elif not is_sound(entry):
+                forged += 1
+            elif entry.origin == self.peer_id:
+                self._outlive(entry)
+                changed += self.own_entries()
+            elif self._is_buried(entry, now):
+                ignored += 1
+            else:
+                verdict = self._take(entry, now, private=from_origin is not None)
+                if verdict is None:
+                    ignored += 1
+                elif verdict:
+                    changed.append(entry)
+                else:
+                    forged += 1
+        return MergeResult(changed=tuple(changed), forged=forged, ignored=ignored)
+
+    def admit(self, record_entry: Entry, now: float, *, private: bool) -> None:
+        """Take the member record of a peer that was judged and let in. Unlike hearsay it
+        counts even when the peer was forgotten as dead."""
+        self._buried.pop(record_entry.origin, None)
+        self.merge((record_entry,), now, from_origin=PeerId(record_entry.origin) if private else None)
+
+    def vouchers(self, now: float) -> dict[str, float]:
+        """The peers we hear ourselves, with the age of what we heard."""
+        return {
+            peer: now - link.heard_at
+            for peer, link in self._connected.items()
+            if now - link.heard_at < self.timeouts.suspect_s
+            and (life := self._lives.get(peer)) is not None
+            and life.shared
+        }
+
+    def on_vouched(self, vouchers: Mapping[str, float], now: float) -> None:
+        """A peer hears these; so they live, even if we cannot reach them."""
+        for peer, age in vouchers.items():
+            life = self._lives.get(peer)
+            heard_at = now - age if age > 0.0 else now  # nan, too, must not get into the table
+            if life is None or life is self._own or heard_at <= life.lost_at:
+                continue
+            if life.heard_at is None or heard_at > life.heard_at:
+                life.heard_at = heard_at
+
+    # -- liveness -----------------------------------------------------------------------------------------------------
+
+    def on_connected(self, peer: PeerId, now: float) -> None:
+        """An admitted control stream to this peer is open."""
+        self._connected[peer] = _Link(heard_at=now)
+        self.on_heard(peer, now)
+
+    def on_disconnected(self, peer: PeerId) -> None:
+        """Its control stream closed; it may only be a broken link."""
+        self._connected.pop(peer, None)
+
+    def on_heard(self, peer: PeerId, now: float) -> None:
+        """Anything at all came from this peer itself."""
+        link = self._connected.get(peer)
+        if link is not None:
+            link.heard_at = max(link.heard_at, now)
+        life = self._lives.get(peer)
+        if life is not None and life is not self._own and (life.heard_at is None or now > life.heard_at):
+            life.heard_at = now
+
+    def on_lost(self, peer: PeerId, now: float) -> None:
+        """Its connection closed and nobody answered the redial: it is dead until heard after this moment."""
+        self._connected.pop(peer, None)
+        life = self._lives.get(peer)
+        if life is not None and life is not self._own:
+            life.lost_at = now
+            if life.heard_at is not None:
+                life.heard_at = min(life.heard_at, now - self.timeouts.dead_s)
+
+    def tick(self, now: float) -> Step:
+        """Move every member to the state its silence has earned."""
+        changed = False
+        forgotten: list[PeerId] = []
+        for origin, life in list(self._lives.items()):
+            if life is self._own:
+                continue
+            state = self._state_of(life, now)
+            changed = changed or state is not life.state
+            life.state = state
+            if state not in _GONE:
+                life.gone_since = None
+            elif life.gone_since is None:
+                life.gone_since = now
+            is_over = life.gone_since is not None and origin not in self._connected
+            if is_over and now >= self._forget_at(life):
+                self._forget(origin, life, now)
+                forgotten.append(PeerId(origin))
+                changed = True
+        self._buried = {origin: grave for origin, grave in self._buried.items() if grave[1] > now}
+        # A link is judged by what came over it: others may vouch for a peer that we hear no more.
+        dead = now - self.timeouts.dead_s
+        drop = tuple(peer for peer, link in self._connected.items() if link.heard_at <= dead)
+        ping = tuple(
+            peer for peer, link in self._connected.items() if self._ping_at(peer, link) <= now and peer not in drop
+        )
+        for peer in ping:
+            self._connected[peer].pinged_at = now
+        return Step(drop=drop, ping=ping, forgotten=tuple(forgotten), changed=changed)
+
+    def wake_at(self, now: float) -> float | None:
+        """When :meth:`tick` next has something to do; ``None`` while alone."""
+        moments = [max(self._ping_at(peer, link), now) for peer, link in self._connected.items()]
+        for life in self._lives.values():
+            if life.gone_since is not None:
+                moments.append(self._forget_at(life))
+            elif life is not self._own and life.heard_at is not None:
+                is_alive = life.state is MemberState.ALIVE
+                moments.append(life.heard_at + (self.timeouts.suspect_s if is_alive else self.timeouts.dead_s))
+        return min(moments, default=None)
+
+    # -- what others may read -----------------------------------------------------------------------------------------
+
+    def entries(self, kind: str) -> dict[PeerId, bytes]:
+        """What the living members say about ``kind``, our own word included."""
+        return {
+            PeerId(origin): life.entries[kind].payload
+            for origin, life in self._lives.items()
+            if kind in life.entries and _is_live(life)
+        }
+
+    def highest(self, kind: str) -> dict[PeerId, bytes]:
+        """The same including tombstones: for what must not be forgotten because its author died."""
+        return {PeerId(o): life.entries[kind].payload for o, life in self._lives.items() if kind in life.entries}
+
+    def members(self, rtt_s: Callable[[PeerId], float | None] = _not_measured) -> tuple[Member, ...]:
+        """Everybody who was ever heard or vouched for, by peer id; ``rtt_s`` knows the round trips."""
+        found = []
+        for origin, life in sorted(self._lives.items()):
+            if life.record is not None and (life is self._own or life.heard_at is not None or life.record.left):
+                found.append(
+                    Member(
+                        peer_id=PeerId(origin),
+                        role=life.record.role,
+                        state=life.state,
+                        address=Address(life.record.host, life.record.port),
+                        incarnation=life.incarnation,
+                        rtt_s=rtt_s(PeerId(origin)),
+                    )
+                )
+        return tuple(found)
+
+    def record(self, peer: str) -> MemberRecord | None:
+        """The member record we hold of a peer, whatever its state."""
+        life = self._lives.get(peer)
+        return None if life is None else life.record
+
+    def dial_targets(self) -> dict[PeerId, Address]:
+        """Everybody a full mesh should reach: no clients, nobody who left."""
+        return {
+            PeerId(origin): Address(life.record.host, life.record.port)
+            for origin, life in self._lives.items()
+            if life is not self._own
+            and life.record is not None
+            and life.record.role is not Role.CLIENT
+            and not life.record.left
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the table contradicts itself."""
+        for origin, life in self._lives.items():
+            assert len(life.entries) <= MAX_KINDS, f"{origin} has {len(life.entries)} kinds"
+            for kind, entry in life.entries.items():
+                assert (entry.origin, entry.kind) == (origin, kind), (
+                    f"{origin}/{kind} holds {entry.origin}/{entry.kind}"
+                )
+                assert entry.incarnation == life.incarnation, f"{origin}/{kind} is of another life"
+            assert life is self._own or not life.entries or life.record is not None, f"{origin} has no member record"
+
+    def __repr__(self) -> str:
+        states: Collection[str] = [life.state.value for life in self._lives.values()]
+        counts = ", ".join(f"{state}={list(states).count(state)}" for state in sorted(set(states)))
+        return f"Membership({self.peer_id}, {counts})"
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _state_of(self, life: _Life, now: float) -> MemberState:
+        if life.record is not None and life.record.left:
+            return MemberState.LEFT
+        if life.heard_at is None:
+            return MemberState.DEAD
+        silence = now - life.heard_at
+        if silence >= self.timeouts.dead_s:
+            return MemberState.DEAD
+        return MemberState.SUSPECT if silence >= self.timeouts.suspect_s else MemberState.ALIVE
+
+    def _is_news(self, entry: Entry) -> bool:
+        life = self._lives.get(entry.origin)
+        if life is None or entry.incarnation > life.incarnation:
+            return True
+        held = life.entries.get(entry.kind)
+        newer = held is None or entry.version > held.version
+        return entry.incarnation == life.incarnation and newer
+
+    def _is_buried(self, entry: Entry, now: float) -> bool:
+        grave = self._buried.get(entry.origin)
+        return grave is not None and entry.incarnation <= grave[0] and now < grave[1]
+
+    def _take(self, entry: Entry, now: float, *, private: bool) -> bool | None:
+        """True: taken. False: a forgery. None: cannot be judged yet, or there is no room."""
+        life = self._lives.get(entry.origin)
+        new_life = life is None or entry.incarnation > life.incarnation
+        if entry.kind != MEMBER_KIND:
+            if life is None or new_life:
+                return None  # its member record has not come yet
+            if _is_client(life.record):  # by hearsay it may be an honest peer's, to whom the origin is another thing
+                return False if private else None
+            if entry.kind not in life.entries and len(life.entries) >= MAX_KINDS:
+                return None
+            life.entries[entry.kind] = entry
+            return True
+        record = read_record(entry.payload)
+        if record is None or private is not _is_client(record):
+            return False
+        if life is not None and not new_life and _is_client(life.record) is not private:
+            return None  # one life is either a client or a box: what is told to nobody must not slip out as another
+        try:
+            self._check(entry.origin, record)
+        except TokenError:
+            return False
+        if life is None:
+            if len(self._lives) >= MAX_ORIGINS:
+                return None
+            life = self._lives[entry.origin] = _Life(entry.incarnation, {}, shared=not private)
+        elif new_life:
+            life.incarnation, life.entries = entry.incarnation, {}
+            life.shared, life.state = not private, MemberState.DEAD  # the new life must be seen to be believed
+            life.heard_at, life.lost_at, life.gone_since = None, _NO_NEWS, None
+        life.record = record
+        life.entries[MEMBER_KIND] = entry
+        return True
+
+    def _outlive(self, ghost: Entry) -> None:
+        """An older life of ours has a higher number (the clock went back): take a higher one still."""
+        self._own.incarnation = ghost.incarnation + 1
+        for kind, entry in list(self._own.entries.items()):
+            self._version += 1
+            self._own.entries[kind] = sign_entry(
+                self._identity, kind, self._own.incarnation, self._version, entry.payload
+            )
+
+    def _ping_at(self, peer: PeerId, link: _Link) -> float:
+        """When to ping a peer. Of two, one is sooner to mind that nothing is said; its pings keep the other content."""
+        patience_s = self.timeouts.ping_s * (1.0 if self.peer_id < peer else 1.5)
+        return min(max(link.heard_at, link.pinged_at) + patience_s, link.pinged_at + self.timeouts.rtt_s)
+
+    def _forget_at(self, life: _Life) -> float:
+        since = life.gone_since if life.gone_since is not None else _NO_NEWS
+        return since + (self.timeouts.forget_s if life.shared else 0.0)
+
+    def _forget(self, origin: str, life: _Life, now: float) -> None:
+        del self._lives[origin]
+        if life.shared and len(self._buried) < MAX_ORIGINS:
+            self._buried[origin] = (life.incarnation, now + self.timeouts.forget_s)
+
+
+def _is_client(record: MemberRecord | None) -> bool:
+    return record is not None and record.role is Role.CLIENT
+
+
+def _is_live(life: _Life) -> bool:
+    return life.state not in _GONE

@@ -1,0 +1,120 @@
+"""Whom to dial when, and which of two connections to keep. Pure.
+
+In a full mesh both ends of a missing link would dial at once. The lower peer id dials first; the higher one waits a
+moment and dials too if nothing came, since the lower one may be unable to reach it.
+"""
+
+import random
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ..addresses import Address
+from ..trust.keys import PeerId
+
+__all__ = ["Dial", "DialBook", "replaces"]
+
+FIRST_BACKOFF_S: Final = 0.5
+LAST_BACKOFF_S: Final = 30.0
+HIGHER_WAITS_S: Final = 1.5
+YOUNG_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Dial this peer now."""
+
+    peer: PeerId
+    address: Address
+
+
+@dataclass(slots=True)
+class _Target:
+    address: Address
+    failures: int
+    next_at: float
+    in_flight: bool = False
+
+
+class DialBook:
+    """The peers we are missing, each with its own backoff: 0.5 s, doubling to 30 s, with jitter, never giving up."""
+
+    def __init__(self, me: PeerId, rng: random.Random) -> None:
+        self._me = me
+        self._rng = rng
+        self._targets: dict[PeerId, _Target] = {}
+
+    def due(self, wanted: Mapping[PeerId, Address], connected: Collection[PeerId], now: float) -> tuple[Dial, ...]:
+        """What to dial now. Every :class:`Dial` must be answered by :meth:`on_result`."""
+        for peer in [p for p, t in self._targets.items() if p not in wanted and not t.in_flight]:
+            del self._targets[peer]
+        dials = []
+        for peer, address in wanted.items():
+            if peer == self._me or peer in connected:
+                continue
+            target = self._targets.get(peer)
+            if target is None:
+                wait = 0.0 if self._me < peer else HIGHER_WAITS_S * self._rng.uniform(0.8, 1.2)
+                target = self._targets[peer] = _Target(address, 0, now + wait)
+            if target.address != address:  # it moved: what we learned about the old address is void
+                target.address, target.failures, target.next_at = address, 0, min(target.next_at, now)
+            if not target.in_flight and now >= target.next_at and address.port != 0:
+                target.in_flight = True
+                dials.append(Dial(peer, address))
+        return tuple(dials)
+
+    def on_result(self, peer: PeerId, succeeded: bool, now: float) -> None:
+        """A dial ended."""
+        target = self._targets.get(peer)
+        if target is None:
+            return
+        target.in_flight = False
+        if succeeded:
+            target.failures, target.next_at = 0, now
+        else:
+            backoff = min(FIRST_BACKOFF_S * 2**target.failures, LAST_BACKOFF_S)
+            target.failures = min(target.failures + 1, 16)
+            target.next_at = now + backoff * self._rng.uniform(0.75, 1.25)
+
+    def on_disconnected(self, peer: PeerId, now: float) -> None:
+        """A connection broke: whoever notices redials at once, since nothing but that tells a dead peer from a
+        broken link."""
+        target = self._targets.get(peer)
+        if target is not None:
+            target.failures, target.next_at = 0, now
+        self._targets.setdefault(peer, _Target(Address("", 0), 0, now))
+
+    def wake_at(self, connected: Collection[PeerId]) -> float | None:
+        """When the next dial is due."""
+        moments = [
+            target.next_at
+            for peer, target in self._targets.items()
+            if not target.in_flight and peer not in connected and target.address.port != 0
+        ]
+        return min(moments, default=None)
+
+    def __repr__(self) -> str:
+        in_flight = sum(target.in_flight for target in self._targets.values())
+        return f"DialBook(targets={len(self._targets)}, in_flight={in_flight})"
+
+
+def replaces(
+    *,
+    me: PeerId,
+    peer: PeerId,
+    new_dialled_by_me: bool,
+    new_incarnation: int,
+    held_dialled_by_me: bool,
+    held_incarnation: int,
+    held_age_s: float,
+) -> bool:
+    """Whether a new connection to ``peer`` takes the place of the one we hold. Both ends come to the same answer.
+
+    A peer that has a connection does not dial, so a new one means that the peer lost the old one, except when both
+    dialled at the same moment: then the lower peer id's dial wins.
+    """
+    if new_incarnation != held_incarnation:
+        return new_incarnation > held_incarnation
+    if held_age_s > YOUNG_S or new_dialled_by_me == held_dialled_by_me:
+        return True
+    return new_dialled_by_me == (me < peer)

@@ -1,0 +1,362 @@
+"""Requests, replies and notices multiplexed on one control stream.
+
+Every frame is one MessagePack struct of a closed, tagged union. Bodies stay undecoded (:class:`msgspec.Raw`) until
+the method is known, so an unknown method costs nothing and a malformed body only its own request.
+
+One class, two owners of time: the caller of :meth:`ControlStream.request` waits with a timeout of its own, and
+:meth:`ControlStream.run` reads until the connection is lost. A timeout never touches the connection.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import trio
+
+from ..errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
+from ..members.entries import Entry
+from ..trust.keys import PeerId
+from .transport import Connection
+
+__all__ = ["PROTOCOL_VERSION", "ControlStatistics", "ControlStream", "Hello", "Rejected", "Welcome"]
+
+_log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION: Final = 1
+MAX_CONCURRENT_REQUESTS: Final = 256  # served at once for one peer; more are answered "busy"
+MAX_OFFENCES: Final = 16  # malformed or forged messages before a peer is disconnected
+_MAX_METHOD_CHARS: Final = 128
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
+    """The first frame of the dialler. Unknown trailing fields are allowed here and only here: a newer version must
+    still be able to say that it is newer."""
+
+    version: int
+    network: bytes
+    member: Entry  # the sender's own member record, which carries its credential
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
+    """The listener's answer when it lets the dialler in."""
+
+    version: int
+    network: bytes
+    member: Entry
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="x"):
+    """The listener's answer when it does not. The connection closes after it."""
+
+    reason: str
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="q"):
+    """Please answer."""
+
+    id: int
+    method: str
+    body: msgspec.Raw
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="r"):
+    """The answer to the request of this id."""
+
+    id: int
+    body: msgspec.Raw
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="f"):
+    """There will be no other answer to the request of this id."""
+
+    id: int
+    code: str
+    message: str
+
+
+class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
+    """For your information."""
+
+    method: str
+    body: msgspec.Raw
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
+    """Are you there?"""
+
+    nonce: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="o"):
+    """I am."""
+
+    nonce: int
+
+
+Greeting = Hello | Welcome | Rejected
+Message = Request | Reply | Failure | Notice | Ping | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+RequestHandler = Callable[[str, msgspec.Raw], Awaitable[bytes]]
+NoticeHandler = Callable[[str, msgspec.Raw], None]
+
+
+def encode_body(body: msgspec.Struct | None) -> bytes:
+    """A body as it travels; ``None`` is MessagePack nil."""
+    return _encoder.encode(body)
+
+
+def encode_notice(method: str, body: bytes) -> bytes:
+    """A notice frame, to be sent to many peers."""
+    return _encoder.encode(Notice(method, msgspec.Raw(body)))
+
+
+def encode_greeting(greeting: Greeting) -> bytes:
+    """A greeting frame."""
+    return _encoder.encode(greeting)
+
+
+def decode_greeting(frame: bytes) -> Greeting:
+    """Read a greeting, or :class:`ProtocolError`."""
+    try:
+        return _greetings.decode(frame)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"the peer's greeting is malformed ({error}); run the same p2pserve release") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlStatistics:
+    """What crossed one control stream so far."""
+
+    sent: int
+    received: int
+    malformed: int
+    shed: int
+    waiting: int
+    serving: int
+
+
+class _Waiter:
+    __slots__ = ("event", "outcome")
+
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.outcome: bytes | NetworkError | None = None
+
+    def settle(self, outcome: bytes | NetworkError) -> None:
+        self.outcome = outcome
+        self.event.set()
+
+
+class ControlStream:
+    """RPC on one :class:`.transport.Connection`.
+
+    ``serve`` answers requests (its RemoteError becomes a Failure), ``notice`` takes notices; both get the undecoded
+    body and may raise :class:`ProtocolError` to say that the sender misbehaved.
+    """
+
+    def __init__(self, connection: Connection, *, serve: RequestHandler, notice: NoticeHandler) -> None:
+        self.connection = connection
+        self.peer: PeerId = connection.peer
+        self.heard_at = trio.current_time()
+        self.rtts: list[float] = []
+        self._serve = serve
+        self._notice = notice
+        self._waiters: dict[int, _Waiter] = {}
+        self._pings: dict[int, float] = {}
+        self._next_id = 0
+        self._serving = self._sent = self._received = self._malformed = self._offences = self._shed = 0
+        self._lost: str | None = None
+        self._reading = trio.CancelScope()
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The best of the recent round trips: the path's own time, without queues in front of it."""
+        return min(self.rtts) if self.rtts else None
+
+    @property
+    def offences(self) -> int:
+        """How often the peer misbehaved."""
+        return self._offences
+
+    async def run(self) -> None:
+        """Read until the connection is lost or the peer misbehaves too often. Opens a nursery for handlers."""
+        try:
+            with self._reading:
+                await self._read()
+        except* PeerLost as group:
+            self._lose(f"the connection to {self.peer} was lost: {_first(group)}")
+        finally:
+            self._lose(f"the connection to {self.peer} was closed")
+
+    async def _read(self) -> None:
+        async with trio.open_nursery() as nursery:
+            while self._lost is None and self._offences < MAX_OFFENCES:
+                frame = await self.connection.receive()
+                self._received += 1
+                self.heard_at = trio.current_time()
+                begun = self._dispatch(frame, nursery)
+                if begun is not None:
+                    await begun.wait()
+            if self._lost is None:
+                self._lose(f"{self.peer} sent {self._offences} malformed or forged messages and was disconnected")
+            nursery.cancel_scope.cancel()
+
+    def abandon(self, because: str) -> None:
+        """Be lost from this moment: nothing more is sent or handled, who waits for an answer hears it at once, and
+        :meth:`run` returns. Whoever runs it closes the connection."""
+        self._lose(because)
+        self._reading.cancel()
+
+    async def request(self, method: str, body: bytes, timeout: float) -> bytes:
+        """The encoded answer. Raises RemoteError, RequestTimeout or PeerLost."""
+        self._check_open()
+        self._next_id += 1
+        number = self._next_id
+        waiter = self._waiters[number] = _Waiter()
+        try:
+            with trio.move_on_after(timeout):
+                await self.connection.send(_encoder.encode(Request(number, method, msgspec.Raw(body))))
+                self._sent += 1
+                await waiter.event.wait()
+        finally:
+            del self._waiters[number]
+        if waiter.outcome is None:
+            raise RequestTimeout(
+                f"{self.peer} did not answer {method!r} within {timeout:g} s; try again or another peer"
+            )
+        if isinstance(waiter.outcome, NetworkError):
+            raise waiter.outcome
+        return waiter.outcome
+
+    def send_nowait(self, frame: bytes) -> bool:
+        """Send an encoded notice if there is room; False when the peer is too slow and it was shed."""
+        self._check_open()
+        try:
+            self.connection.send_nowait(frame)
+        except trio.WouldBlock:
+            self._shed += 1
+            return False
+        self._sent += 1
+        return True
+
+    def ping(self) -> None:
+        """Ask for a sign of life, which also measures the round trip."""
+        self._next_id += 1
+        now = trio.current_time()
+        self._pings = {nonce: at for nonce, at in self._pings.items() if now - at < 30.0}
+        if self.send_nowait(_encoder.encode(Ping(self._next_id))):
+            self._pings[self._next_id] = now
+
+    def blame(self, offences: int = 1) -> None:
+        """Count misbehaviour of the peer that was found further up."""
+        self._offences += offences
+
+    def statistics(self) -> ControlStatistics:
+        """Counts since the start."""
+        return ControlStatistics(
+            sent=self._sent,
+            received=self._received,
+            malformed=self._malformed,
+            shed=self._shed,
+            waiting=len(self._waiters),
+            serving=self._serving,
+        )
+
+    def __repr__(self) -> str:
+        return f"ControlStream({self.peer}, {self._lost or 'open'}, waiting={len(self._waiters)})"
+
+    def _dispatch(self, frame: bytes, nursery: trio.Nursery) -> trio.Event | None:
+        """Handle one frame; what to wait for, if anything, before the next one may be handled."""
+        try:
+            message = _messages.decode(frame)
+        except DECODE_ERRORS as error:
+            self._malformed += 1
+            self._offences += 1
+            _log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), self.peer, error)
+            return None
+        match message:
+            case Request():
+                return self._accept_request(message, nursery)
+            case Reply(id=number, body=body):
+                if (waiter := self._waiters.get(number)) is not None:
+                    waiter.settle(bytes(body))
+            case Failure(id=number, code=code, message=text):
+                if (waiter := self._waiters.get(number)) is not None:
+                    waiter.settle(RemoteError(code, text))
+            case Notice(method=method, body=body):
+                try:
+                    self._notice(method, body)
+                except ProtocolError as error:
+                    self._offences += 1
+                    _log.warning("dropped a notice %.40r from %s: %s", method, self.peer, error)
+            case Ping(nonce=nonce):
+                self._answer(Pong(nonce))
+            case Pong(nonce=nonce):
+                sent_at = self._pings.pop(nonce, None)
+                if sent_at is not None:
+                    self.rtts = [*self.rtts[-7:], self.heard_at - sent_at]
+        return None
+
+    def _accept_request(self, request: Request, nursery: trio.Nursery) -> trio.Event | None:
+        """Serve it in a task of its own. Its handler must have run to its first wait before what the peer sent next
+        is handled: a notice may be about what the request has begun."""
+        if self._serving >= MAX_CONCURRENT_REQUESTS:
+            self._answer(Failure(request.id, "busy", "too many requests at once; try again later"))
+        elif len(request.method) > _MAX_METHOD_CHARS:
+            self._offences += 1
+        else:
+            self._serving += 1
+            begun = trio.Event()
+            nursery.start_soon(self._serve_request, request, begun)
+            return begun
+        return None
+
+    async def _serve_request(self, request: Request, begun: trio.Event) -> None:
+        begun.set()  # who waits for it runs only after this task, which now goes on to its first wait
+        answer: Reply | Failure
+        try:
+            body = await self._serve(request.method, request.body)
+            answer = Reply(request.id, msgspec.Raw(body))
+        except RemoteError as error:
+            answer = Failure(request.id, error.code, error.message)
+        except ProtocolError as error:
+            self._offences += 1
+            answer = Failure(request.id, "malformed", str(error))
+        finally:
+            self._serving -= 1
+        try:
+            await self.connection.send(_encoder.encode(answer))
+            self._sent += 1
+        except PeerLost:
+            _log.debug("%s was gone before it got the answer to %r", self.peer, request.method)
+        except ProtocolError as error:
+            await self.connection.send(_encoder.encode(Failure(request.id, "too_large", str(error))))
+
+    def _answer(self, message: Failure | Pong) -> None:
+        try:
+            self.send_nowait(_encoder.encode(message))
+        except PeerLost:
+            _log.debug("%s was gone before it got an answer", self.peer)
+
+    def _check_open(self) -> None:
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+
+    def _lose(self, because: str) -> None:
+        if self._lost is None:
+            self._lost = because
+            for waiter in self._waiters.values():
+                waiter.settle(PeerLost(because))
+
+
+def _first(group: BaseExceptionGroup[PeerLost]) -> str:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)

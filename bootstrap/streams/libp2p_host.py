@@ -1,0 +1,458 @@
+"""The transport over libp2p. Nothing else imports libp2p, and nothing here decides anything.
+
+One TCP port serves two kinds of guests. The first eight bytes, peeked at and never consumed, tell them apart::
+
+    accept -> peek -> "p2p....."    -> on_data_socket(sock, peeked)      bulk data, our own wire formats
+                   -> anything else -> Noise -> yamux -> /p2pserve/ctl/1   the control stream
+
+Only the swarm of libp2p is used, without its host: identify, identify-push and ping would run for strangers before
+they are admitted, and cost a second stream per connection. Each libp2p connection carries exactly one control stream
+and dies with it, so that a cancelled read or write, which kills a libp2p connection, costs nothing else. Knowing that
+there is one stream only, :mod:`.yamux` is several times cheaper for each message than libp2p's own muxer.
+"""
+
+import logging
+import struct
+from typing import Final, cast
+
+from . import ecdsa  # noqa: F401  # must come before libp2p: fills in a package it imports and we do without
+
+# isort: split
+import libp2p.network.connection.swarm_connection as swarm_connection_module
+import trio
+from libp2p import new_swarm
+from libp2p.abc import IListener, IMuxedConn, INetConn, INetStream, ISecureConn
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
+from libp2p.custom_types import THandler, TProtocol
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.auto_connector import AutoConnector
+from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.rcmgr.manager import ResourceLimits, ResourceManager
+from libp2p.security.noise.io import NoiseTransportReadWriter
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
+from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.security.secure_session import SecureSession
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
+from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.tools.anyio_service import background_trio_service
+from libp2p.transport.tcp.tcp import TCP
+from multiaddr import Multiaddr
+
+from ..addresses import Address
+from ..errors import PeerLost, Unreachable
+from ..reasons import MappedErrors, close_quietly, explain, resolve
+from ..trust.identity import Identity
+from ..trust.keys import PeerId
+from .framed import ByteStream, FramedConnection
+from .shared_port import DataSocketHandler, SharedPort
+from .transport import CONTROL_PROTOCOL, DIAL_SECONDS, ConnectionHandler, run_handler
+from .yamux import OneStream
+
+__all__ = ["Libp2pTransport"]
+
+_log = logging.getLogger(__name__)
+
+_UPGRADE_SECONDS: Final = 5
+_READ_BYTES: Final = 64 * 1024
+_NOISE_LENGTH: Final = struct.Struct("!H")
+_MAX_STRANGERS: Final = 64  # inbound connections that were not let in yet; the next ones are closed at once
+
+
+class Libp2pTransport:
+    """See :class:`.transport.Transport`.
+
+    ``listen`` is where to bind (``None``: dial only), ``announce`` what others are told; its port 0 stands for the
+    port that was bound. ``on_data_socket(sock, peeked)`` is called in the loop's thread and must neither block nor
+    raise: it owns the blocking socket, from which nothing has been read yet.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        listen: Address | None,
+        announce: Address,
+        on_data_socket: DataSocketHandler | None = None,
+    ) -> None:
+        self.peer_id: PeerId = identity.peer_id
+        self.listen = listen
+        self.announced = announce
+        self.bound: Address | None = None
+        self._identity = identity
+        self._on_data_socket = on_data_socket
+        self._on_connection: ConnectionHandler | None = None
+        self._nursery: trio.Nursery | None = None
+        self._swarm: Swarm | None = None
+        self._multiselect = Multiselect({TProtocol(CONTROL_PROTOCOL): None})
+        self._open: set[FramedConnection] = set()
+        self._strangers: set[_WatchedStream] = set()
+
+    async def serve(
+        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """See :class:`.transport.Transport`."""
+        _quieten_libp2p()
+        self._on_connection = on_connection
+        port = await SharedPort.open(self.listen, self._on_data_socket) if self.listen is not None else None
+        tcp = _SharedPortTcp(port, self._strangers)
+        self._swarm = swarm = _build_swarm(self._identity, tcp)
+        swarm.set_stream_handler(self._on_stream)
+        ready, stop = trio.Event(), trio.Event()
+        try:
+            async with trio.open_nursery() as outer:
+                try:
+                    # Not `outer.start`: cancelled meanwhile, it would wait for the shielded task before `stop` is set.
+                    outer.start_soon(self._run_swarm, swarm, tcp, port, ready, stop)
+                    await ready.wait()
+                    task_status.started(self.announced)
+                    await trio.sleep_forever()
+                finally:
+                    stop.set()
+        finally:
+            self._nursery = self._swarm = None
+            if port is not None:
+                port.close()
+
+    async def _run_swarm(
+        self,
+        swarm: Swarm,
+        tcp: "_SharedPortTcp",
+        port: SharedPort | None,
+        ready: trio.Event,
+        stop: trio.Event,
+    ) -> None:
+        """Run the swarm until `stop`. Shielded, so that connections end before the swarm that carries them: one that
+        is cancelled along with it never closes its socket."""
+        with trio.CancelScope(shield=True):
+            async with background_trio_service(swarm), trio.open_nursery() as nursery:
+                self._nursery = tcp.nursery = nursery
+                if port is not None:
+                    self.bound = port.bound
+                    await swarm.listen(_multiaddr(port.bound))
+                    if self.announced.port == 0:
+                        self.announced = Address(self.announced.host, port.bound.port)
+                ready.set()
+                await stop.wait()
+                nursery.cancel_scope.cancel()
+
+    async def dial(self, address: Address, peer_id: PeerId) -> FramedConnection:
+        """See :class:`.transport.Transport`."""
+        if self._nursery is None:
+            raise RuntimeError("dial() needs a running serve(): start it in a nursery first")
+        deadline = trio.current_time() + DIAL_SECONDS
+        problem = f"no answer within {DIAL_SECONDS:.0f} s; check the address and the firewall"
+        with trio.move_on_at(deadline):
+            targets = await resolve(address)
+            for index, host in enumerate(targets):
+                share = (deadline - trio.current_time()) / (len(targets) - index)
+                with trio.move_on_after(share):
+                    try:
+                        return await self._dial_one(host, address, peer_id)
+                    except PeerLost as error:
+                        problem = explain(error, peer_id)
+        raise Unreachable(f"cannot reach {peer_id} at {address}: {problem}")
+
+    async def _dial_one(self, host: str, address: Address, peer_id: PeerId) -> FramedConnection:
+        swarm, nursery = self._swarm, self._nursery
+        if swarm is None or nursery is None:
+            raise PeerLost("the transport is closing")
+        conn: INetConn | None = None
+        kept = False
+        try:
+            with MappedErrors("dialling"):
+                conn = await swarm.dial_addr(_multiaddr(Address(host, address.port)), ID.from_base58(peer_id))
+                stream = await conn.new_stream()
+                await MultiselectClient().select_one_of(
+                    [TProtocol(CONTROL_PROTOCOL)], MultiselectCommunicator(stream), _UPGRADE_SECONDS
+                )
+            connection = FramedConnection(peer_id, address, _bytes_of(stream), conn.close)
+            nursery.start_soon(self._run, connection)
+            kept = True
+            return connection
+        finally:
+            if conn is not None and not kept:
+                nursery.start_soon(close_quietly, conn.close)
+
+    async def _on_stream(self, stream: INetStream) -> None:
+        """An inbound stream. Nothing may escape: libp2p would take the whole host down with it."""
+        conn = stream.swarm_conn  # type: ignore[attr-defined]  # of every NetStream, and of no interface
+        try:
+            with MappedErrors("accepting a stream"):
+                await self._multiselect.negotiate(MultiselectCommunicator(stream), _UPGRADE_SECONDS)
+                watched = _watched_below(stream)
+        except PeerLost as error:
+            _log.debug("an inbound stream was dropped: %s", error)
+            await close_quietly(conn.close)
+            return
+        remote = stream.get_remote_address()
+        peer = PeerId(str(stream.muxed_conn.peer_id))
+        connection = FramedConnection(peer, None if remote is None else Address(*remote), _bytes_of(stream), conn.close)
+        connection.restrict(lambda: self._strangers.discard(watched))
+        watched.speaks.set()
+        if self._nursery is not None:
+            self._nursery.start_soon(self._run_inbound, connection)
+            await connection.finished.wait()
+
+    async def _run_inbound(self, connection: FramedConnection) -> None:
+        assert self._on_connection is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._run, connection)
+            await run_handler(self._on_connection, connection)
+            await connection.aclose()
+
+    async def _run(self, connection: FramedConnection) -> None:
+        self._open.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._open.discard(connection)
+
+    def __repr__(self) -> str:
+        return f"Libp2pTransport({self.peer_id}, bound={self.bound}, connections={len(self._open)})"
+
+
+class _SharedPortTcp(TCP):
+    """TCP whose listener is a socket we bound ourselves."""
+
+    def __init__(self, port: SharedPort | None, strangers: "set[_WatchedStream]") -> None:
+        super().__init__()
+        self.nursery: trio.Nursery | None = None
+        self._port = port
+        self._strangers = strangers
+
+    def create_listener(self, handler_function: THandler) -> IListener:  # type: ignore[override]
+        """Called by the swarm once, for the one address we listen on."""
+        assert self._port is not None
+        assert self.nursery is not None
+        return _SharedPortListener(self._port, self.nursery, handler_function, self._strangers)
+
+
+class _SharedPortListener(IListener):
+    """What the swarm sees of the port."""
+
+    def __init__(
+        self, port: SharedPort, nursery: trio.Nursery, handler: THandler, strangers: "set[_WatchedStream]"
+    ) -> None:
+        self._port = port
+        self._strangers = strangers
+        self._nursery = nursery
+        self._handler = handler
+        self._scope = trio.CancelScope()
+
+    async def listen(self, maddr: Multiaddr) -> None:
+        """Start the accept loop; the socket is bound already."""
+        self._nursery.start_soon(self._serve)
+
+    async def _serve(self) -> None:
+        with self._scope:
+            await self._port.serve(self._serve_libp2p, self._nursery)
+
+    def get_addrs(self) -> tuple[Multiaddr, ...]:
+        """Where we are bound."""
+        return (_multiaddr(self._port.bound),)
+
+    async def close(self) -> None:
+        """Stop accepting."""
+        self._scope.cancel()
+        self._port.close()
+
+    async def _serve_libp2p(self, stream: trio.SocketStream) -> None:
+        """Run libp2p's handler. It would wait for the end of the swarm, holding one of its limited inbound slots
+        for every connection there ever was; so it is released when the socket closes, or when nobody has opened a
+        control stream in time."""
+        if len(self._strangers) >= _MAX_STRANGERS:
+            _log.debug("a stranger was turned away: %d others are not let in yet", len(self._strangers))
+            return
+        watched = _WatchedStream(stream)
+        self._strangers.add(watched)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._handle, watched)
+                with trio.move_on_after(_UPGRADE_SECONDS):
+                    await watched.speaks.wait()
+                if watched.speaks.is_set():
+                    await watched.closed.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._strangers.discard(watched)
+
+    async def _handle(self, watched: "_WatchedStream") -> None:
+        try:
+            with MappedErrors("an inbound connection failed"):
+                await self._handler(watched)
+        except PeerLost as error:  # garbage and hang-ups of strangers
+            _log.debug("%s", error)
+        finally:
+            watched.end()
+
+
+class _NoAutoConnector(AutoConnector):
+    """Who is dialled is decided above. No setting switches libp2p's own idea of it off."""
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def run_background_task(self, nursery: trio.Nursery) -> None:
+        """Do nothing."""
+
+    async def maybe_connect(self) -> None:
+        """Do nothing."""
+
+
+class _WatchedStream(TrioTCPStream):
+    """A TCP stream that tells when its control stream is open (or never will be), and when libp2p has closed it."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        super().__init__(stream)
+        self.speaks = trio.Event()
+        self.closed = trio.Event()
+
+    def end(self) -> None:
+        """Tell."""
+        self.closed.set()
+        self.speaks.set()
+
+    async def close(self) -> None:
+        """Close and tell."""
+        try:
+            await super().close()
+        finally:
+            self.end()
+
+
+class _NoiseMessages:
+    """The messages of an established Noise session, straight from and to the socket. libp2p has five layers there that
+    take locks and read the two parts of each message one by one."""
+
+    def __init__(self, session: SecureSession, rest: bytes) -> None:
+        """``rest`` has been read of a message and not been used."""
+        noise = session.conn
+        assert isinstance(noise, NoiseTransportReadWriter)
+        assert isinstance(noise.conn, RawConnection)
+        assert isinstance(noise.conn.stream, TrioTCPStream)
+        self.conn = noise
+        self.is_initiator = session.is_initiator
+        self.close = session.close
+        self.get_remote_address = session.get_remote_address
+        self.get_transport_addresses = session.get_transport_addresses
+        self.get_connection_type = session.get_connection_type
+        self._encrypt, self._decrypt = noise.encrypt, noise.decrypt
+        self._socket = noise.conn.stream.stream
+        self._plain = rest
+        self._sealed = bytearray()
+
+    async def read(self) -> bytes:
+        """At least one message; several come as one. Raises PeerLost at the end, and what the socket or Noise do."""
+        while not self._plain:
+            received = await self._socket.receive_some(_READ_BYTES)
+            if not received:
+                raise PeerLost("the peer closed the connection")
+            self._sealed += received
+            self._plain = self._open()
+        plain, self._plain = self._plain, b""
+        return plain
+
+    def _open(self) -> bytes:
+        """All messages that are there as a whole."""
+        found, at = [], 0
+        while len(self._sealed) - at >= _NOISE_LENGTH.size:
+            end = at + _NOISE_LENGTH.size + _NOISE_LENGTH.unpack_from(self._sealed, at)[0]
+            if end > len(self._sealed):
+                break
+            found.append(self._decrypt(bytes(self._sealed[at + _NOISE_LENGTH.size : end])))
+            at = end
+        del self._sealed[:at]
+        return b"".join(found)
+
+    async def write(self, data: bytes) -> None:
+        """Send a message of at most 65519 bytes."""
+        sealed = self._encrypt(data)
+        await self._socket.send_all(_NOISE_LENGTH.pack(len(sealed)) + sealed)
+
+
+class _OneStreamMuxer(MuxerMultistream):
+    """Agrees on yamux as ever, and uses ours."""
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        """Called by the swarm for each connection."""
+        await self.select_transport(conn)
+        assert isinstance(conn, SecureSession)
+        rest = await conn.read(conn.high_watermark - conn.low_watermark)  # sent along with the end of the negotiation
+        return cast(IMuxedConn, OneStream(_NoiseMessages(conn, rest), peer_id))
+
+
+def _bytes_of(stream: INetStream) -> ByteStream:
+    """The stream below libp2p's, which guards a state that nobody asks for with a lock for each read and write."""
+    assert isinstance(stream, NetStream)
+    return stream.muxed_stream
+
+
+def _watched_below(stream: INetStream) -> _WatchedStream:
+    """The socket under a stream: the muxer, the secure session, Noise, the raw connection, and there it is."""
+    found = stream.muxed_conn.secured_conn.conn.conn.stream  # type: ignore[attr-defined]  # of no interface
+    if not isinstance(found, _WatchedStream):
+        raise TypeError(f"an inbound stream runs over {found!r}")
+    return found
+
+
+def _multiaddr(address: Address) -> Multiaddr:
+    return Multiaddr(f"/{'ip6' if ':' in address.host else 'ip4'}/{address.host}/tcp/{address.port}")
+
+
+def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:
+    key_pair = create_new_key_pair(identity.seed)
+    noise = NoiseTransport(key_pair, noise_privkey=create_x25519_key_pair().private_key)
+    many = 1_000_000
+    swarm = new_swarm(
+        key_pair=key_pair,
+        # The default also offers secio and plain text.
+        sec_opt={NOISE_PROTOCOL_ID: noise},
+        muxer_opt={TProtocol(YAMUX_PROTOCOL_ID): Yamux},
+        transports=[tcp],
+        retry_config=RetryConfig(max_retries=0),  # who dials again, and when, is decided above
+        connection_config=ConnectionConfig(
+            # Inbound slots are counted over the life of the swarm.
+            max_connections=many,
+            high_watermark=many,
+            min_connections=0,
+            low_watermark=0,
+            max_connections_per_peer=many,
+            inbound_upgrade_timeout=_UPGRADE_SECONDS,
+            outbound_upgrade_timeout=_UPGRADE_SECONDS,
+        ),
+        resource_manager=ResourceManager(  # the default one blocks a peer for 60 s after five failures
+            limits=ResourceLimits(max_connections=many, max_streams=many),
+            enable_memory_limits=False,
+            enable_circuit_breaker=False,
+            enable_graceful_degradation=False,
+            enable_rate_limiting=False,
+            enable_connection_tracking=False,
+            enable_metrics=False,
+        ),
+    )
+    assert isinstance(swarm, Swarm)
+    swarm.upgrader.muxer_multistream = _OneStreamMuxer({TProtocol(YAMUX_PROTOCOL_ID): Yamux})
+    swarm.auto_connector = _NoAutoConnector(swarm)
+    return swarm
+
+
+def _quieten_libp2p() -> None:
+    """Whatever concerns us arrives as an exception; libp2p's own lines would repeat it at ERROR, with tracebacks.
+
+    One of its modules logs through the helpers of the ROOT logger, which also install a handler there as a side
+    effect; it gets a logger of its own instead.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("libp2p."):
+            logging.getLogger(name).setLevel(logging.NOTSET)  # some set a level of their own
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+    logging.getLogger("multiaddr").setLevel(logging.WARNING)  # twenty lines of DEBUG for each address
+    setattr(swarm_connection_module, "logging", logging.getLogger("libp2p.network.connection"))  # noqa: B010

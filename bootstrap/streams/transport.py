@@ -1,0 +1,111 @@
+"""What the network needs from below: authenticated, ordered, long-lived control streams between peers.
+
+Two implementations keep the same contract: :mod:`.libp2p_host` over TCP, and :mod:`.memory` for tests and simulation.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import trio
+
+from ..addresses import Address
+from ..trust.keys import PeerId
+
+__all__ = [
+    "CONTROL_PROTOCOL",
+    "DATA_HEAD_BYTES",
+    "DATA_PREFIX",
+    "DIAL_SECONDS",
+    "Connection",
+    "ConnectionHandler",
+    "Transport",
+    "run_handler",
+]
+
+_log = logging.getLogger(__name__)
+
+CONTROL_PROTOCOL: Final = "/p2pserve/ctl/1"
+DATA_PREFIX: Final = b"p2p"  # how every bulk-data socket begins; what follows says of which kind it is
+DATA_HEAD_BYTES: Final = 8  # prefix, kind and version, such as b"p2pKV/2\n"
+DIAL_SECONDS: Final = 5.0
+
+
+class Connection(Protocol):
+    """THE control stream to one peer. The transport has proved that the peer holds the key of :attr:`peer`.
+
+    Frames arrive whole, in order, each at most once. A frame that was accepted may still be lost when the connection
+    dies; nothing else loses one. Any call may be cancelled and leaves the connection usable.
+    """
+
+    @property
+    def peer(self) -> PeerId:
+        """Who is at the other end."""
+        ...
+
+    @property
+    def remote(self) -> Address | None:
+        """The address packets come from (behind a mapping this is not where the peer listens)."""
+        ...
+
+    async def send(self, frame: bytes) -> None:
+        """Queue a frame of at most 4 MiB, waiting while the bounded queue is full. Raises PeerLost when closed."""
+        ...
+
+    def send_nowait(self, frame: bytes) -> None:
+        """The same without waiting: raises ``trio.WouldBlock`` when the queue is full."""
+        ...
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises PeerLost once the connection is closed and everything before was taken. One
+        receiver at a time, and it must keep receiving: a peer that is not read for five seconds is cut off."""
+        ...
+
+    def admit(self) -> None:
+        """Whoever dialled us was let in. Until then its frames may have 128 KiB, and few of them are kept; and the
+        transport may turn others away. Nothing happens on a connection that was dialled here."""
+        ...
+
+    async def aclose(self) -> None:
+        """Send what is queued (for a bounded moment), then close. Safe to call again, from anywhere."""
+        ...
+
+
+ConnectionHandler = Callable[[Connection], Awaitable[None]]
+
+
+class Transport(Protocol):
+    """Dials and accepts. One object is served once."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Our own id, which the other side has proof of."""
+        ...
+
+    async def dial(self, address: Address, peer_id: PeerId) -> Connection:
+        """Connect to exactly this peer at this address.
+
+        Gives up within :data:`DIAL_SECONDS`. Raises Unreachable when nobody, or somebody else, answers. Does not look
+        for existing connections: two dials give two connections. Needs a running :meth:`serve`.
+        """
+        ...
+
+    async def serve(
+        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Accept connections until cancelled; ``task_status`` gets the address to announce, its port never 0.
+
+        Opens its own nursery. ``on_connection`` runs in a task of its own for each connection that somebody else
+        dialled, and that connection is closed when it returns. Its errors are logged and cost only that connection.
+        Raises PortInUse or AddressError before it has started. When it ends, all its connections are closed.
+        """
+        ...
+
+
+async def run_handler(on_connection: ConnectionHandler, connection: Connection) -> None:
+    """Let a connection's handler run to its end. Its own failure is reported here and costs only this connection:
+    whoever is at its other end must never be able to stop the others from being served."""
+    try:
+        await on_connection(connection)
+    except Exception:
+        _log.exception("the handler of a connection to %s failed", connection.peer)

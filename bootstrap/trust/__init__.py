@@ -1,0 +1,1 @@
+"""Who a peer is and what it may do: keys, identities, join tokens, admission."""

@@ -1,0 +1,61 @@
+"""Who may be in the network, as a pure judgement of what a peer shows.
+
+The transport has proved the peer's id. The peer then shows its own signed member record, and in it a credential: a
+certificate of the network, bound to this very peer id. A bootstrap may go without one towards those whose own token
+names it, since that token is signed by the network.
+"""
+
+from collections.abc import Collection
+
+from ..errors import ProtocolError, TokenError
+from ..members.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
+from ..streams.control import PROTOCOL_VERSION, Hello, Welcome
+from .keys import PeerId
+from .tokens import Role, admit_credential
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """The judge of one network. ``vouched`` are the bootstraps that our own token names."""
+
+    def __init__(self, network: bytes, vouched: Collection[PeerId]) -> None:
+        self.network = network
+        self._vouched = frozenset(vouched)
+
+    def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> None:
+        """Raise TokenError unless ``peer`` may have this role. Without ``now`` expired tokens pass: expiry bounds
+        joining, and the records of those who joined in time are gossiped for as long as they stay."""
+        if record.credential is None:
+            if peer in self._vouched and record.role is not Role.CLIENT:
+                return
+            raise TokenError("no join token was shown; ask the network's owner for one")
+        role = admit_credential(record.credential, peer, self.network, now)
+        if role is not record.role:
+            raise TokenError(
+                f"the join token is for the role {role.value!r}, not {record.role.value!r}; "
+                f"use one for {record.role.value!r}"
+            )
+
+    def judge(self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float) -> MemberRecord:
+        """The record of a peer that may come in; ``known`` is the one we hold already, if any.
+
+        Raises TokenError or ProtocolError with the reason to tell the peer.
+        """
+        if greeting.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the peer speaks protocol version {greeting.version} and this node version {PROTOCOL_VERSION}; "
+                "use the same p2pserve release everywhere"
+            )
+        if greeting.network != self.network:
+            raise TokenError(
+                f"the peer belongs to another network ({greeting.network.hex()[:8]}, "
+                f"this one is {self.network.hex()[:8]}); use a token issued by this network"
+            )
+        entry = greeting.member
+        record = read_record(entry.payload)
+        if entry.kind != MEMBER_KIND or entry.origin != peer or record is None or not is_sound(entry):
+            raise ProtocolError("the peer's member record is malformed or not its own; use the same p2pserve release")
+        has_joined_before = known is not None and known.credential == record.credential and known.role is record.role
+        self.check_record(peer, record, None if has_joined_before else now)
+        return record

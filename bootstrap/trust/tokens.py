@@ -1,0 +1,258 @@
+"""Join tokens: one string that lets a box into one network, in one role, until one moment.
+
+A token is a *certificate* signed by the network key, and a *holder secret* whose public half the certificate names::
+
+    p2p_worker_<base64url( msgpack{certificate, secret} | network signature of certificate )>
+
+The string is a bearer secret and never crosses the wire. What a node shows is a :class:`Credential`: the certificate
+and the holder's signature of the node's own peer id. So whoever sees a worker's credential (a client, say) cannot
+join as a worker with it.
+"""
+
+import base64
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from ..errors import DECODE_ERRORS, AddressError, TokenError
+from .keys import KEY_BYTES, SIGNATURE_BYTES, PeerId, parse_peer_id, private_key, public_key_of, verify_raw
+
+__all__ = [
+    "Bootstrap",
+    "Credential",
+    "JoinToken",
+    "Role",
+    "admit",
+    "admit_credential",
+    "issue_token",
+    "parse_bootstrap",
+]
+
+_VERSION: Final = 1
+_PREFIX: Final = "p2p"
+_CERTIFICATE_DOMAIN: Final = b"p2pserve-join-1\n"
+_HOLDER_DOMAIN: Final = b"p2pserve-holder-1\n"
+_MAX_TEXT: Final = 8192
+_MAX_BOOTSTRAPS: Final = 16
+
+
+class Role(Enum):
+    """What a token lets its holder do."""
+
+    WORKER = "worker"  # hosts engines, may coordinate
+    CLIENT = "client"  # sends requests, is not dialled, publishes nothing to others
+    ADMIN = "admin"  # like a worker without engines: inspects, drains, may coordinate
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """A node that is expected to be up: where it is dialled, and who must answer there."""
+
+    host: str
+    port: int
+    peer_id: PeerId
+
+
+class _Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    network: bytes
+    role: Role
+    expires_at: int
+    holder: bytes
+    bootstraps: tuple[tuple[str, int, str], ...]
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    certificate: bytes
+    secret: bytes
+
+
+class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a node shows of its token: useless to any other peer id."""
+
+    certificate: bytes
+    signature: bytes
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class JoinToken:
+    """A parsed join token: well formed and signed by the network it names, which may not be *our* network."""
+
+    network: bytes
+    bootstraps: tuple[Bootstrap, ...]
+    role: Role
+    expires_at: int
+    certificate: bytes = field(repr=False)
+    signature: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def parse(cls, text: str) -> "JoinToken":
+        """Read a token; :class:`TokenError` says whether it is malformed or forged."""
+        prefix, role_text, data = _split(text)
+        if prefix != _PREFIX:
+            raise _malformed("it does not start with p2p_")
+        try:
+            raw = base64.b64decode(data + "=" * (-len(data) % 4), altchars=b"-_", validate=True)
+            body = msgspec.msgpack.decode(raw[:-SIGNATURE_BYTES], type=_Body)
+            certificate = _read_certificate(body.certificate)
+        except (ValueError, *DECODE_ERRORS) as error:
+            raise _malformed("a part is missing or mistyped") from error
+        if certificate.role.value != role_text:
+            raise TokenError(
+                f"the join token is forged: it says {role_text!r} outside and {certificate.role.value!r} inside; "
+                "ask the network's owner for a new one"
+            )
+        signature = raw[-SIGNATURE_BYTES:]
+        _check_signature(certificate, body.certificate, signature)
+        if len(body.secret) != KEY_BYTES or _public_of(body.secret) != certificate.holder:
+            raise TokenError("the join token is forged: its secret does not fit; ask the network's owner for a new one")
+        return cls(
+            network=certificate.network,
+            bootstraps=_bootstraps_of(certificate),
+            role=certificate.role,
+            expires_at=certificate.expires_at,
+            certificate=body.certificate,
+            signature=signature,
+            secret=body.secret,
+        )
+
+    def credential(self, peer_id: PeerId) -> Credential:
+        """What the node with this peer id shows to others."""
+        proof = private_key(self.secret).sign(_HOLDER_DOMAIN + peer_id.encode("ascii"))
+        return Credential(self.certificate, self.signature, proof)
+
+
+def issue_token(
+    sign: Callable[[bytes], bytes], network: bytes, bootstraps: tuple[Bootstrap, ...], role: Role, expires_at: float
+) -> str:
+    """Make a token; ``sign`` signs with the network key whose public half is ``network``."""
+    if len(bootstraps) > _MAX_BOOTSTRAPS:
+        raise TokenError(f"a join token names at most {_MAX_BOOTSTRAPS} bootstraps, not {len(bootstraps)}; name fewer")
+    for bootstrap in bootstraps:
+        _check_bootstrap(bootstrap.host, bootstrap.port, bootstrap.peer_id)
+    secret = secrets.token_bytes(KEY_BYTES)
+    certificate = msgspec.msgpack.encode(
+        _Certificate(
+            version=_VERSION,
+            network=network,
+            role=role,
+            expires_at=int(expires_at),
+            holder=_public_of(secret),
+            bootstraps=tuple((each.host, each.port, each.peer_id) for each in bootstraps),
+        )
+    )
+    body = msgspec.msgpack.encode(_Body(certificate, secret))
+    raw = body + sign(_CERTIFICATE_DOMAIN + certificate)
+    return f"{_PREFIX}_{role.value}_{base64.urlsafe_b64encode(raw).decode('ascii').rstrip('=')}"
+
+
+def admit(text: str, network: bytes, now: float) -> Role:
+    """The role a token gives in ``network`` at the unix time ``now``; :class:`TokenError` says why not."""
+    token = JoinToken.parse(text)
+    _check_network(token.network, network)
+    _check_expiry(token.expires_at, now)
+    return token.role
+
+
+def admit_credential(credential: Credential, peer_id: str, network: bytes, now: float | None) -> Role:
+    """The role a peer's credential gives it; ``now=None`` skips the expiry, which bounds joining and not staying."""
+    try:
+        certificate = _read_certificate(credential.certificate)
+    except (ValueError, *DECODE_ERRORS) as error:
+        raise _malformed("a part is missing or mistyped") from error
+    _check_network(certificate.network, network)
+    _check_signature(certificate, credential.certificate, credential.signature)
+    if not verify_raw(certificate.holder, _HOLDER_DOMAIN + peer_id.encode("utf-8"), credential.proof):
+        raise TokenError("the credential is forged: it was made for another peer; join with a token of your own")
+    if now is not None:
+        _check_expiry(certificate.expires_at, now)
+    return certificate.role
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    if len(text) > _MAX_TEXT:
+        raise _malformed(f"it is longer than {_MAX_TEXT} characters")
+    parts = text.strip().split("_", 2)
+    if len(parts) != 3:
+        raise _malformed("it is not of the form p2p_<role>_<text>")
+    return parts[0], parts[1], parts[2]
+
+
+def _read_certificate(raw: bytes) -> _Certificate:
+    certificate = msgspec.msgpack.decode(raw, type=_Certificate)
+    if certificate.version != _VERSION:
+        raise TokenError(
+            f"the join token has version {certificate.version} and this program reads version {_VERSION}; "
+            "use the same p2pserve release everywhere"
+        )
+    if len(certificate.network) != KEY_BYTES or len(certificate.holder) != KEY_BYTES:
+        raise ValueError("a key in the certificate has the wrong size")
+    if len(certificate.bootstraps) > _MAX_BOOTSTRAPS:
+        raise ValueError("too many bootstraps")
+    return certificate
+
+
+def _bootstraps_of(certificate: _Certificate) -> tuple[Bootstrap, ...]:
+    for host, port, peer_id in certificate.bootstraps:
+        _check_bootstrap(host, port, peer_id)
+    return tuple(Bootstrap(host, port, PeerId(peer_id)) for host, port, peer_id in certificate.bootstraps)
+
+
+def _check_bootstrap(host: str, port: int, peer_id: str) -> None:
+    if not host or not 0 < port < 65536 or public_key_of(peer_id) is None:
+        raise TokenError(
+            f"the join token names the bootstrap {host}:{port} with peer id {peer_id!r}, which nobody can dial; "
+            "issue it again with host, port 1-65535 and the peer id the bootstrap prints"
+        )
+
+
+def _check_signature(certificate: _Certificate, raw: bytes, signature: bytes) -> None:
+    if not verify_raw(certificate.network, _CERTIFICATE_DOMAIN + raw, signature):
+        raise TokenError("the join token is forged: its signature does not fit; ask the network's owner for a new one")
+
+
+def _check_network(named: bytes, ours: bytes) -> None:
+    if named != ours:
+        raise TokenError(
+            f"the join token is for another network ({named.hex()[:8]}, this one is {ours.hex()[:8]}); "
+            "use a token issued by this network"
+        )
+
+
+def _check_expiry(expires_at: int, now: float) -> None:
+    if now >= expires_at:
+        raise TokenError(f"the join token expired {_ago(now - expires_at)} ago; ask the network's owner for a new one")
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _public_of(secret: bytes) -> bytes:
+    key: Ed25519PrivateKey = private_key(secret)
+    return key.public_key().public_bytes_raw()
+
+
+def _malformed(why: str) -> TokenError:
+    return TokenError(f"the join token is malformed: {why}; copy the whole string, it looks like p2p_worker_...")
+
+
+def parse_bootstrap(text: str) -> Bootstrap:
+    """``host:port/peer_id`` as people write it on a command line."""
+    place, slash, peer = text.rpartition("/")
+    host, colon, port = place.rpartition(":")
+    if not slash or not colon or not port.isdigit():
+        raise AddressError(
+            f"{text!r} is not a bootstrap; write host:port/peer-id, such as 203.0.113.7:4001/12D3KooW..."
+        )
+    return Bootstrap(host.strip("[]"), int(port), parse_peer_id(peer))

@@ -1,0 +1,290 @@
+"""How long planning takes, and how good the plans are.
+
+    python -m p2pserve.coordinator.bench [--sizes 16,24,32,128,1024] [--format json] [--plot PNG] [--long JSON]
+
+Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective and seconds are the
+medians of five seeds, and `worst` is the least objective of them. `best_known` is the objective of the best solution
+that long searches have found (`data/best_plans.json`, evaluated anew), or of this run's if that is better. `--long`
+goes on from the best solutions of a file for `--budget-s` seconds each, and writes what it finds. LLaMA-30B at lengths
+of the Azure traces, Poisson arrivals, GPUs as measured; the cluster of 32 GPUs and its subsets are ThunderServe's,
+larger ones are drawn (`bench_clusters`).
+
+This is the one module of the coordinator that reads a clock and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..plan import Phase
+from ..planning.lower.evaluator import LowerLevel
+from ..planning.model.problem import Group, Problem, Slice, Solution
+from ..planning.upper.light import Adjustment, keeping, reschedule, surviving
+from ..planning.upper.search import STEPS_PER_GPU, SearchResult, search
+from .bench_clusters import bench_problem
+from .maxflow import compute_bound, max_flow, one_pipeline, place
+from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
+
+__all__ = ["TARGETS", "main", "run"]
+
+SIZES: Final = (16, 24, 32, 128, 1024)
+WORKLOADS: Final = ("conversation", "coding")
+LOST_BOX: Final = "a6000-0"
+LIGHT_LOAD: Final = 0.6
+"""Of the benchmark's traffic: what the cluster still carries when a box is lost."""
+
+LIGHT_RUNS: Final = 5
+
+SEEDS: Final = 5
+MANY_GPUS: Final = 32
+"""Up to here, plans are made with several seeds."""
+
+LONG_ROUND: Final = 8
+"""A long search starts again, from the best so far and with other chances, after so many times the usual steps."""
+
+PAPER_S: Final = {16: 21.0, 24: 36.0, 32: 54.0}
+"""ThunderServe, figure 10."""
+
+TARGETS: Final = {
+    "plan 32 GPUs, s": 2.0,
+    "plan 128 GPUs, s": 20.0,
+    "plan 1024 GPUs, s": 180.0,
+    "objective / best known": 0.99,
+    "light, s": 0.2,
+    "light, attainment / full": 0.97,
+    "max flow, tok/s": 2100.0,
+}
+"""Seconds at most, the others at least."""
+
+Row = dict[str, Any]
+
+
+def run(sizes: Sequence[int], tell: Callable[[str], None]) -> Row:
+    """All measurements."""
+    best = _best_plans()
+    report: Row = {"plan": [], "targets": TARGETS}
+    for gpus in sizes:
+        for workload in WORKLOADS:
+            tell(f"planning {gpus} GPUs for {workload}")
+            report["plan"].append(_plan_row(gpus, workload, best.get(f"{gpus} {workload}", [])))
+    tell("rescheduling after a lost box")
+    report["light"] = _light_row()
+    tell("max flow")
+    report |= _flow_row()
+    return report
+
+
+def _plan_row(gpus: int, workload: str, best: list[Any]) -> Row:
+    problem = bench_problem(gpus, workload)
+    runs = [_searched(problem, seed) for seed in range(SEEDS if gpus <= MANY_GPUS else 1)]
+    objectives = [found.score.objective for found, _ in runs]
+    known = LowerLevel(problem).score(_solution(problem, best)).objective if best else float("-inf")
+    found = sorted((found for found, _ in runs), key=lambda one: one.score.objective)[len(runs) // 2]
+    return {
+        "gpus": gpus,
+        "workload": workload,
+        "seconds": round(statistics.median(seconds for _, seconds in runs), 3),
+        "paper_seconds": PAPER_S.get(gpus),
+        "objective": round(float(found.score.objective), 5),
+        "worst": round(float(min(objectives)), 5),
+        "best_known": round(float(max(known, *objectives)), 5),
+        "attainment": round(float(found.score.attainment), 5),
+        "colocated": round(float(found.colocated_score.objective), 5),
+        "steps": found.steps,
+        "seeds": len(runs),
+    }
+
+
+def _searched(problem: Problem, seed: int) -> tuple[SearchResult, float]:
+    """With the CPU seconds it took."""
+    began = time.process_time()
+    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(seed))
+    return found, time.process_time() - began
+
+
+def _light_row() -> Row:
+    """ThunderServe's appendix G: four A6000 of 32 GPUs are lost. Seconds (the median of runs that each begin anew) of
+    the slower workload, ratio of the worse one."""
+    rows: list[Row] = []
+    for workload in WORKLOADS:
+        problem = bench_problem(32, workload, load=LIGHT_LOAD)
+        evaluator = LowerLevel(problem)
+        running = search(problem, evaluator, rng=np.random.default_rng(0)).solution
+        after = replace(problem, cluster=problem.cluster.without(frozenset({LOST_BOX})))
+        left = surviving(running, problem.cluster, after.cluster)
+        runs = [_rescheduled(after, running, evaluator, left) for _ in range(LIGHT_RUNS)]
+        adjusted = runs[0][0]
+        full = search(after, LowerLevel(after), rng=np.random.default_rng(0))
+        rows.append(
+            {
+                "workload": workload,
+                "seconds": round(statistics.median(seconds for _, seconds in runs), 3),
+                "none": round(float(adjusted.before.attainment), 5),
+                "attainment": round(float(adjusted.score.attainment), 5),
+                "full": round(float(full.score.attainment), 5),
+                "flips": [flip.why for flip in adjusted.flips],
+            }
+        )
+    return {
+        "seconds": max(row["seconds"] for row in rows),
+        "attainment_ratio": round(min(row["attainment"] / row["full"] for row in rows), 5),
+        "rows": rows,
+    }
+
+
+def _rescheduled(after: Problem, running: Solution, evaluator: LowerLevel, left: Solution) -> tuple[Adjustment, float]:
+    """With the CPU seconds it took."""
+    began = time.process_time()
+    adjusted = reschedule(after, keeping(after, running, evaluator), left)
+    return adjusted, time.process_time() - began
+
+
+def _flow_row() -> Row:
+    began = time.process_time()
+    kinds = helix_kinds(CLUSTER_32)
+    placed = place(kinds, LAYERS)
+    return {
+        "max_flow_tok_s": round(max_flow(kinds, placed, LAYERS, link_tokens_s=LINK_TOKENS_S), 1),
+        "max_flow_bound_tok_s": round(compute_bound(kinds, LAYERS), 1),
+        "one_pipeline_tok_s": round(one_pipeline(kinds, LAYERS), 1),
+        "max_flow_seconds": round(time.process_time() - began, 3),
+    }
+
+
+# --- the best there is
+
+
+def _best_plans() -> dict[str, list[Any]]:
+    """By size and workload: groups as [phase, {box: GPUs}]."""
+    found: dict[str, list[Any]] = json.loads(
+        (files(__package__.rpartition(".")[0]) / "data" / "best_plans.json").read_text("utf-8")
+    )
+    return found
+
+
+def _solution(problem: Problem, groups: list[Any]) -> Solution:
+    place = {box.id: number for number, box in enumerate(problem.cluster.boxes)}
+    return tuple(
+        sorted(
+            Group(tuple(sorted(Slice(place[box], gpus) for box, gpus in slices.items())), Phase(phase))
+            for phase, slices in groups
+        )
+    )
+
+
+def _long(gpus: int, workload: str, known: list[Any], budget_s: float) -> tuple[list[Any], float]:
+    """The best of searches one after the other, every other one from the best so far (at first: from what is known),
+    with its objective."""
+    problem = bench_problem(gpus, workload)
+    evaluator = LowerLevel(problem)
+    stop = time.process_time() + budget_s
+    best, level = _solution(problem, known), float("-inf")
+    seed = 0
+    while time.process_time() < stop:
+        seed += 1
+        found = search(
+            problem,
+            evaluator,
+            rng=np.random.default_rng(seed),
+            spent=lambda: time.process_time() > stop,
+            start=best if seed % 2 else None,
+            limit=LONG_ROUND * STEPS_PER_GPU * problem.cluster.gpus,
+        )
+        if found.score.objective > level:
+            best, level = found.solution, found.score.objective
+    boxes = problem.cluster.boxes
+    groups = [[group.phase.value, {boxes[part.box].id: part.gpus for part in group.slices}] for group in best]
+    return groups, level
+
+
+def _write_long(path: Path, sizes: Sequence[int], budget_s: float, tell: Callable[[str], None]) -> None:
+    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    for gpus in sizes:
+        for workload in WORKLOADS:
+            key = f"{gpus} {workload}"
+            known[key], objective = _long(gpus, workload, known.get(key, []), budget_s)
+            tell(f"{gpus} GPUs, {workload}: {objective:.5f} after {budget_s:g} s")
+            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in known.items())
+            path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+# --- for people
+
+
+def _text(report: Row) -> str:
+    lines = ["GPUs  workload      seconds  paper s  objective  worst   best known  colocated"]
+    lines += [
+        f"{row['gpus']:4}  {row['workload']:12} {row['seconds']:8.2f} {row['paper_seconds'] or '-':>8}"
+        f" {row['objective']:10.4f} {row['worst']:7.4f} {row['best_known']:11.4f} {row['colocated']:10.4f}"
+        for row in report["plan"]
+    ]
+    light = report["light"]
+    lines += [
+        (
+            f"light rescheduling: {light['seconds']:.3f} s (ThunderServe: 13 s), {light['attainment_ratio']:.3f} of "
+            "the full replan's attainment"
+        ),
+        (
+            f"max flow: {report['max_flow_tok_s']:.0f} tok/s of at most {report['max_flow_bound_tok_s']:.0f} in "
+            f"{report['max_flow_seconds']:.1f} s (swarm 1752, homogeneous 1350, petals 1320; one pipeline "
+            f"{report['one_pipeline_tok_s']:.0f})"
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _plot(report: Row, path: Path) -> None:
+    import matplotlib as mpl  # heavy, and only needed here
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
+    for workload in WORKLOADS:
+        rows = [row for row in report["plan"] if row["workload"] == workload]
+        axes.plot([row["gpus"] for row in rows], [row["seconds"] for row in rows], "o-", label=f"p2pserve, {workload}")
+    axes.plot(list(PAPER_S), list(PAPER_S.values()), "s--", color="grey", label="ThunderServe, figure 10")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="seconds of one core", title="Planning from scratch")
+    axes.legend()
+    axes.grid(visible=True, which="both", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m p2pserve.coordinator.bench", description=__doc__)
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="GPUs, with commas")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the growth with the cluster's size")
+    parser.add_argument("--long", type=Path, metavar="FILE.json", help="search on from the best plans there")
+    parser.add_argument("--budget-s", type=float, default=600.0, help="of each long search")
+    chosen = parser.parse_args(arguments)
+    sizes = [int(size) for size in chosen.sizes.split(",")]
+
+    def tell(text: str) -> None:
+        sys.stderr.write(text + "\n")
+
+    if chosen.long is not None:
+        _write_long(chosen.long, sizes, chosen.budget_s, tell)
+        return 0
+    report = run(sizes, tell)
+    sys.stdout.write(json.dumps(report) + "\n" if chosen.format == "json" else _text(report))
+    if chosen.plot is not None:
+        _plot(report, chosen.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

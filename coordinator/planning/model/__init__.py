@@ -1,0 +1,1 @@
+"""What is planned: clusters, workloads, deadlines, and what links and lengths cost."""

@@ -1,0 +1,1 @@
+"""The upper level: the search for groups of GPUs and their phases."""

@@ -1,0 +1,89 @@
+"""Large clusters in cells: boxes near each other, each cell a problem of its own with a share of the traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+
+from ..model.problem import Group, Problem, Slice, Solution
+from .clustering import Part, all_of, dendrogram, held
+from .space import Space
+
+__all__ = ["Cell", "cells_of"]
+
+
+class Cell:
+    """Some boxes of one service's part of a cluster, as a problem.
+
+    `problem` has only these boxes (in their order) and only this service, at rate 1.0 of `share`.
+    """
+
+    def __init__(self, whole: Problem, boxes: Sequence[int], service: int) -> None:
+        self._whole = whole
+        self.boxes = tuple(sorted(boxes))
+        self.service = service
+        ids = [box.id for box in whole.cluster.boxes]
+        inside = {ids[box] for box in self.boxes}
+        self._cluster = whole.cluster.without(frozenset(ids) - inside)
+        self._pinned = {name: phase for name, phase in whole.pinned.items() if name in inside}
+
+    @property
+    def power(self) -> float:
+        """How much it might carry, before anything is known: compute and bandwidth both count."""
+        boxes = self._cluster.boxes
+        return sum(box.gpus * sqrt(box.gpu.tflops * box.gpu.memory_gbps) for box in boxes)
+
+    def problem(self, share: float) -> Problem:
+        """With this share of the service's traffic."""
+        service = self._whole.services[self.service]
+        part = replace(service, workload=replace(service.workload, rate=service.workload.rate * share))
+        return replace(self._whole, cluster=self._cluster, services=(part,), pinned=self._pinned, excluded=frozenset())
+
+    def outward(self, solution: Solution) -> list[Group]:
+        """A solution of the cell as groups of the whole."""
+        return [
+            Group(tuple(Slice(self.boxes[box], gpus) for box, gpus in group.slices), group.phase, self.service)
+            for group in solution
+        ]
+
+    def inward(self, solution: Solution) -> Solution:
+        """The groups of a solution of the whole that lie in the cell and serve its service."""
+        here = {box: number for number, box in enumerate(self.boxes)}
+        return tuple(
+            sorted(
+                Group(tuple(Slice(here[box], gpus) for box, gpus in group.slices), group.phase, 0)
+                for group in solution
+                if group.service == self.service and all(box in here for box, _ in group.slices)
+            )
+        )
+
+
+def cells_of(space: Space, parts: Sequence[Part], size: int) -> list[Cell]:
+    """Each service's boxes, which it has alone, in cells of up to `size` GPUs (a box with more is a cell alone), by the
+    dendrogram: clusters grow while they fit. One that does not hold the model joins what it meets further up."""
+    found: list[Cell] = []
+    for service, part in enumerate(parts):
+        boxes = sorted(box for box, _ in part)
+        clusters: dict[int, list[list[int]]] = {number: [[box]] for number, box in enumerate(boxes)}
+        for merge, (one, two) in enumerate(dendrogram(space, boxes)):
+            together = clusters.pop(one) + clusters.pop(two)
+            clusters[len(boxes) + merge] = _packed(space, together, size, service)
+        found.extend(Cell(space.problem, cell, service) for cells in clusters.values() for cell in cells)
+    return found
+
+
+def _packed(space: Space, parts: list[list[int]], size: int, service: int) -> list[list[int]]:
+    """Parts joined, smallest first, as long as two fit in `size` or one of them does not hold the model."""
+
+    def gpus(part: list[int]) -> int:
+        return sum(space.boxes[box].gpus for box in part)
+
+    parts = sorted(parts, key=lambda part: (gpus(part), part))
+    while len(parts) > 1:
+        fits = gpus(parts[0]) + gpus(parts[1]) <= size
+        if not fits and held(space, all_of(space, parts[0]), service):
+            break
+        joined = sorted(parts[0] + parts[1])
+        parts = sorted([*parts[2:], joined], key=lambda part: (gpus(part), part))
+    return parts

@@ -1,0 +1,1 @@
+"""Benchmarks of the codecs and measurements of their quality. Nothing that a node runs."""

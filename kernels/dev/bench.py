@@ -1,0 +1,244 @@
+"""How fast the codecs are: `python -m p2pserve.kernels.bench`.
+
+For each codec, number of CPU threads and direction: GB/s of 16-bit input (K and V together, with all checks and the
+payload in memory of its own), beside a plain copy of the same tensors, measured in turns with it. Medians. `path`
+says whether C++ or the plain reference ran.
+
+With a GPU, the same there: what `encode_into` and `decode_into` put on its stream, payload left on the device, beside
+a copy from device to device. Blocks are queued before the clock (CUDA events) starts, so times are the GPU's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import accelerate, fp8_native, kivi4_native, kv4_native
+from ..codec import Codec, Soundness, decode, decode_into, encode, encode_into
+
+__all__ = ["GPU_TARGET", "Row", "main", "measure", "measure_on_gpu"]
+
+HEADS, HEAD_DIM = 8, 128
+_NATIVE = {
+    Codec.KV4: kv4_native.available,
+    Codec.FP8: fp8_native.available,
+    Codec.KIVI4: kivi4_native.available,
+}
+DEFAULT_TOKENS = 512
+GPU_TOKENS = (256, 1024, 4096)
+"""Windows of 1, 4 and 16 MiB of KV, as an engine reads them out of its cache."""
+GPU_TARGET = 0.70
+"""Of the rate of a device copy, that codecs on a GPU should reach."""
+QUEUED = 24
+"""Blocks in a row on a GPU; all their launches fit into its queue."""
+HOLD_BYTES, HOLD_COPIES = 2**28, 64
+"""Copies that keep a GPU busy, 8 ms of an H200 by its bandwidth, while the blocks behind them are queued."""
+START = 512  # past the exempt tokens, at a multiple of every codec's groups: one block out of a longer prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. Rates in 1e9 bytes per second of 16-bit K and V."""
+
+    op: str
+    codec: str
+    device: str
+    threads: int
+    path: str
+    tokens: int
+    gbps_16bit: float
+    memcpy_gbps: float
+    of_memcpy: float
+
+    @classmethod
+    def of(
+        cls, what: tuple[str, Codec, str], threads: int, path: str, tokens: int, seconds: float, copy_seconds: float
+    ) -> Row:
+        """`what`: operation, codec, device. Seconds of one block, and of a copy of its values."""
+        op, codec, device = what
+        nbytes = 4 * tokens * HEADS * HEAD_DIM
+        rate, copy_rate = (round(nbytes / spent / 1e9, 3) for spent in (seconds, copy_seconds))
+        return cls(op, codec.value, device, threads, path, tokens, rate, copy_rate, round(copy_seconds / seconds, 3))
+
+
+def measure(codec: Codec, threads: int, tokens: int, repeats: int) -> list[Row]:
+    """Quantise and dequantise one block of `tokens` x 8 x 128 values again and again, on the CPU."""
+    k, v = _block(tokens, torch.device("cpu"))
+    copy = _copying(k, v)
+    payload = encode(codec, k, v, start=START, layer=0)
+    stored = torch.frombuffer(payload, dtype=torch.uint8)
+
+    def quantise() -> None:
+        encode(codec, k, v, start=START, layer=0)
+
+    def dequantise() -> None:
+        decode(
+            codec,
+            stored,
+            tokens=tokens,
+            heads=HEADS,
+            head_dim=HEAD_DIM,
+            dtype=torch.bfloat16,
+            start=START,
+            layer=0,
+        )
+
+    actions = (("quantise", quantise), ("dequantise", dequantise))
+    return [
+        Row.of((op, codec, "cpu"), threads, _path(codec), tokens, *_in_turns(action, copy, repeats))
+        for op, action in actions
+    ]
+
+
+def measure_on_gpu(codec: Codec, device: torch.device, tokens: int, repeats: int) -> list[Row]:
+    """As `measure`, for blocks that stay on the GPU."""
+    k, v = _block(tokens, device)
+    copy = _copying(k, v)
+    into = torch.empty_like(k), torch.empty_like(v)
+    payload = torch.frombuffer(encode(codec, k, v, start=START, layer=0), dtype=torch.uint8).to(device)
+    found: list[Soundness] = []
+    busy = torch.zeros(2, HOLD_BYTES, dtype=torch.uint8, device=device)
+
+    def hold() -> None:
+        for _ in range(HOLD_COPIES):
+            busy[0].copy_(busy[1])
+
+    def quantise() -> None:
+        found.append(encode_into(codec, k, v, payload, start=START, layer=0))
+
+    def dequantise() -> None:
+        found.append(decode_into(codec, payload, *into, start=START, layer=0))
+
+    rows = []
+    for op, action in (("quantise", quantise), ("dequantise", dequantise)):
+        spent: tuple[list[float], list[float]] = ([], [])
+        for turn in range(repeats + 3):
+            for times, run in zip(spent, (action, copy), strict=True):
+                seconds = _queued(run, hold)
+                if turn >= 3:  # the first ones compile and warm up
+                    times.append(seconds)
+            while found:
+                found.pop().raise_if_unsound()
+        medians = (statistics.median(times) for times in spent)
+        path = "copy" if codec is Codec.RAW else "triton"
+        rows.append(Row.of((op, codec, device.type), torch.get_num_threads(), path, tokens, *medians))
+    return rows
+
+
+def _queued(run: Callable[[], None], hold: Callable[[], None]) -> float:
+    """Seconds of a block in a row of them that the GPU finds in its queue."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hold()
+    begun.record()
+    for _ in range(QUEUED):
+        run()
+    ended.record()
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3 / QUEUED
+
+
+def _block(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(tokens, HEADS, HEAD_DIM, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    return k, v
+
+
+def _copying(k: torch.Tensor, v: torch.Tensor) -> Callable[[], None]:
+    copies = torch.empty_like(k), torch.empty_like(v)
+
+    def copy() -> None:
+        for source, into in zip((k, v), copies, strict=True):
+            into.copy_(source)
+
+    return copy
+
+
+def _path(codec: Codec) -> str:
+    if codec is Codec.RAW:
+        return "copy"
+    return "c++" if _NATIVE[codec]() else "eager"
+
+
+def _in_turns(action: Callable[[], None], copy: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """Median seconds of both, one after the other, so that what else the machine does hits both."""
+    spent: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats + 3):
+        for times, run in zip(spent, (action, copy), strict=True):
+            began = time.perf_counter()
+            run()
+            if turn >= 3:  # the first ones compile and warm up
+                times.append(time.perf_counter() - began)
+    return statistics.median(spent[0]), statistics.median(spent[1])
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = f"{'op':<11}{'codec':<7}{'device':<7}{'threads':>7}  {'path':<9}{'tokens':>7}{'GB/s':>9}{'memcpy':>9}"
+    lines = [
+        f"{row.op:<11}{row.codec:<7}{row.device:<7}{row.threads:>7}  {row.path:<9}{row.tokens:>7}"
+        f"{row.gbps_16bit:>9.2f}{row.memcpy_gbps:>9.2f}"
+        for row in rows
+    ]
+    shape = f"blocks of tokens x {HEADS} heads x {HEAD_DIM}, bf16, K and V; GB/s of 16-bit values; measured"
+    on_gpu = [row.of_memcpy for row in rows if row.device == "cuda" and row.path == "triton"]
+    if on_gpu:
+        lines.append(f"GPU: at least {min(on_gpu):.2f} of a device copy; the target is {GPU_TARGET:.2f}")
+    return "\n".join([shape, head, *lines])
+
+
+def _codecs(text: str) -> list[Codec]:
+    try:
+        return [Codec(name) for name in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names a codec that is unknown; known are {', '.join(Codec)}"
+        ) from None
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="p2pserve.kernels.bench", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--codecs", type=_codecs, default=list(Codec), help="comma-separated (default: all)")
+    parser.add_argument("--tokens", type=_count, default=DEFAULT_TOKENS, help="tokens per block (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=_counts, default=[1, 2], help="comma-separated numbers of CPU threads (default: 1,2)"
+    )
+    parser.add_argument("--repeats", type=_count, default=40, help="measurements per figure (default: %(default)s)")
+    parser.add_argument("--mode", choices=("eager", "compiled"), default="compiled", help="code for the CPU")
+    options = parser.parse_args(arguments)
+    accelerate.set_mode(options.mode)
+    rows = []
+    codecs = options.codecs
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for codec in codecs:
+            rows += measure(codec, threads, options.tokens, options.repeats)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        # The largest beyond any cache, where a GPU is wholly busy.
+        for tokens in (*GPU_TOKENS, 64 * options.tokens):
+            for codec in codecs:
+                rows += measure_on_gpu(codec, device, tokens, options.repeats)
+    text = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) if options.format == "json" else _table(rows)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

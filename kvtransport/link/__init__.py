@@ -1,0 +1,1 @@
+"""The two ends of a link: state machines, connections, relays."""

@@ -1,0 +1,160 @@
+"""Which connections a link should have, and when to dial the ones it lacks. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import msgspec
+
+from ..errors import TicketError
+from ..wire.signals import MAX_LABEL_BYTES
+from .permits import Permit
+
+__all__ = ["Attempt", "Dialler", "Path"]
+
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
+_MAX_STREAMS = 64
+
+
+class Path(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way from box to box: dial `(host, port)` for `streams` connections.
+
+    With a `relay` permit, host and port are the relay's. `label` names the path in statistics at both ends.
+    `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks it, its default stays.
+    `pace_bytes_s`: bytes per second that all its connections together may send, held by the kernel; 0: no limit.
+    """
+
+    host: str
+    port: int
+    label: str = "direct"
+    streams: int = 1
+    relay: Permit | None = None
+    congestion: str = ""
+    pace_bytes_s: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.host) <= 255 or not self.host.isprintable():
+            raise TicketError(f"host {self.host[:64]!r} is not a host name or address")
+        if not 0 < self.port < 65536:
+            raise TicketError(f"port {self.port} is not a TCP port (1..65535)")
+        if not 0 < len(self.label.encode()) <= MAX_LABEL_BYTES:
+            raise TicketError(f"label {self.label[:64]!r} must have 1 to {MAX_LABEL_BYTES} bytes")
+        if not 1 <= self.streams <= _MAX_STREAMS:
+            raise TicketError(f"{self.streams} streams; a path has 1 to {_MAX_STREAMS}")
+        if not 0 <= self.pace_bytes_s < 1 << 40:
+            raise TicketError(f"pace_bytes_s is {self.pace_bytes_s}; it must be 0 (no limit) or a rate")
+
+    def per_stream(self) -> Path:
+        """The same path with the pace of one of its connections."""
+        return msgspec.structs.replace(self, pace_bytes_s=-(-self.pace_bytes_s // self.streams))
+
+    def same_way(self, other: Path) -> bool:
+        """Whether a connection made for one serves for the other."""
+        return msgspec.structs.replace(self, streams=1) == msgspec.structs.replace(other, streams=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Dial this path, then say `up` or `down` for the slot."""
+
+    slot: int
+    path: Path
+
+
+@dataclass(slots=True)
+class _Slot:
+    path: Path
+    next_at: float
+    wait: float = _FIRST_WAIT_S
+    dialling: bool = False
+    lane: int | None = None
+
+
+class Dialler:
+    """Keeps one slot for each connection that should exist; a slot without one is dialled, with growing waits."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._slots: dict[int, _Slot] = {}
+        self._leaving: list[int] = []  # lanes of paths that are no longer wanted
+        self._next = 0
+        self.failures: dict[str, str] = {}  # label -> why its last attempt failed
+
+    def __repr__(self) -> str:
+        up = sum(slot.lane is not None for slot in self._slots.values())
+        return f"<Dialler {up}/{len(self._slots)} up, {len(self._leaving)} leaving>"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """What is wanted, each with its number of streams."""
+        found: list[Path] = []
+        for slot in self._slots.values():
+            for at, path in enumerate(found):
+                if path.per_stream().same_way(slot.path):
+                    found[at] = msgspec.structs.replace(
+                        path, streams=path.streams + 1, pace_bytes_s=path.pace_bytes_s + slot.path.pace_bytes_s
+                    )
+                    break
+            else:
+                found.append(msgspec.structs.replace(slot.path, streams=1))
+        return tuple(found)
+
+    def set_paths(self, paths: list[Path] | tuple[Path, ...], now: float) -> None:
+        """From now on these. Connections that serve are kept; the others leave when one that is wanted is up."""
+        old, self._slots = self._slots, {}
+        for path in paths:
+            path = path.per_stream()
+            serving = [number for number, slot in old.items() if slot.path.same_way(path)]
+            serving.sort(key=lambda number: (old[number].lane is None, number))
+            for number in serving[: path.streams]:
+                self._slots[number] = old.pop(number)
+            for _ in range(path.streams - len(serving)):
+                self._next += 1
+                self._slots[self._next] = _Slot(path, now)
+        self._leaving += [slot.lane for slot in old.values() if slot.lane is not None]
+        labels = {path.label for path in paths}
+        self.failures = {label: why for label, why in self.failures.items() if label in labels}
+
+    def due(self, now: float) -> list[Attempt]:
+        """What to dial now."""
+        found: list[Attempt] = []
+        for number, slot in self._slots.items():
+            if slot.lane is None and not slot.dialling and now >= slot.next_at:
+                slot.dialling = True
+                found.append(Attempt(number, slot.path))
+        return found
+
+    def up(self, number: int, lane: int) -> bool:
+        """An attempt has become a connection. False: it is no longer wanted and must be closed."""
+        slot = self._slots.get(number)
+        if slot is None:
+            return False
+        slot.dialling, slot.lane, slot.wait = False, lane, _FIRST_WAIT_S
+        self.failures.pop(slot.path.label, None)
+        return True
+
+    def down(self, number: int, reason: str, now: float) -> None:
+        """An attempt has failed, or a connection is gone."""
+        slot = self._slots.get(number)
+        if slot is None:
+            return
+        if slot.dialling:
+            self.failures[slot.path.label] = reason
+        slot.dialling, slot.lane = False, None
+        slot.next_at = now + slot.wait * self._rng.uniform(0.5, 1.0)
+        slot.wait = min(2 * slot.wait, _LONGEST_WAIT_S)
+
+    def leaving(self) -> list[int]:
+        """Connections to retire now: those of former paths, once a wanted one is up."""
+        if not self._leaving or (self._slots and all(slot.lane is None for slot in self._slots.values())):
+            return []
+        lanes, self._leaving = self._leaving, []
+        return lanes
+
+    def wake_at(self) -> float:
+        """When `due` is next worth asking; infinite if nothing is missing."""
+        waits = [s.next_at for s in self._slots.values() if s.lane is None and not s.dialling]
+        return min(waits, default=math.inf)

@@ -1,0 +1,347 @@
+"""The receiving end of a link, for the threads of an engine process. Everything it decides is in `receiving`."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ..errors import ProtocolError, TransferAborted, TransferError, TransferTimeout
+from ..wire.channel import Role
+from ..wire.frames import KVFrame
+from ..wire.signals import Chunk, Signal, frame_of
+from ..wire.sockets import hang_up
+from ..wire.tickets import LinkTicket, TransferTicket
+from .dialling import Path
+from .lanes import EndState, Event, FrameReady, LinkSettings, TransferComplete, TransferEnded
+from .links import LinkRim, Wire
+from .receiving import ReceiveMachine, ReceiveProgress
+
+__all__ = ["DEFAULT_WINDOW_BYTES", "Incoming", "ReceiveLink"]
+
+DEFAULT_WINDOW_BYTES = 64 * 1024 * 1024
+_CHUNKS_PER_PROGRESS = 4
+_BYTES_PER_PROGRESS = 128 * 1024
+_CONFIRM_WITHIN_MS = 2
+_WAKE_BYTES = 128 * 1024
+_FAST_S = 0.01
+_POOLED_BYTES = 64 * 1024 * 1024
+
+
+class _BufferPool:
+    """Memory for frames, used again: fresh pages would cost a fault for every 4 KiB that arrives.
+
+    Sizes are rounded up to powers of two. Under the link's lock.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._free: dict[int, list[bytearray]] = {}
+        self._limit = limit_bytes
+        self._pooled = 0
+
+    def take(self, size: int) -> memoryview:
+        rounded = max(4096, 1 << (size - 1).bit_length())
+        free = self._free.get(rounded)
+        if free:
+            self._pooled -= rounded
+            return memoryview(free.pop())[:size]
+        return memoryview(bytearray(rounded))[:size]
+
+    def give(self, view: memoryview) -> None:
+        buffer = view.obj
+        if isinstance(buffer, bytearray) and self._pooled + len(buffer) <= self._limit:
+            self._pooled += len(buffer)
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+
+class Incoming:
+    """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends exactly once."""
+
+    def __init__(self, link: ReceiveLink, ticket: TransferTicket, on_ready: Callable[[], None] | None) -> None:
+        self.ticket = ticket
+        self.tokens: int | None = None
+        self._link = link
+        self._on_ready = on_ready
+        self._ready: queue.SimpleQueue[FrameReady | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._state = EndState("open")
+        self._complete = False
+        self._last: ReceiveProgress | None = None
+
+    def __repr__(self) -> str:
+        return f"<Incoming {self.ticket.transfer.hex()[:8]} {self._state}{' complete' if self._complete else ''}>"
+
+    @property
+    def state(self) -> EndState:
+        return self._state
+
+    @property
+    def complete(self) -> bool:
+        """Whether every frame has arrived. They may not have been taken yet."""
+        return self._complete
+
+    def grant(self, window_bytes: int = DEFAULT_WINDOW_BYTES, first: int = 0) -> None:
+        """There is a place for the KV: so many bytes may be here that have not been taken and used. Nothing comes
+        before the first grant, which also says that the positions before `first` are here already."""
+        self._link.grant(self, window_bytes, first)
+
+    def __iter__(self) -> Iterator[KVFrame]:
+        """Every frame as it becomes whole, in any order. A payload is good until the next frame is asked for.
+
+        Ends when the sender's last frame has been taken; raises TransferError when the transfer fails.
+        """
+        while (frame := self.take()) is not None:
+            yield frame[1]
+            self.consumed(frame[0])
+
+    def take(self, timeout: float | None = None) -> tuple[int, KVFrame] | None:
+        """The next whole frame with its number, None after the last; `consumed` must follow when its payload is no
+        longer looked at. Raises TransferTimeout after `timeout`, TransferError when the transfer has failed.
+        """
+        try:
+            ready = self._ready.get(timeout=timeout)
+        except queue.Empty:
+            raise TransferTimeout(f"no frame within {timeout} s") from None
+        if ready is not None:
+            return ready.frame, frame_of(ready.header, ready.payload)
+        self._ready.put(None)  # for whoever asks again
+        if self._state.name == "failed":
+            raise TransferAborted(self._state.reason)
+        return None
+
+    def consumed(self, frame: int) -> None:
+        """The payload of a frame is no longer looked at: the sender may send as much more."""
+        self._link.consumed(self, frame)
+
+    def acknowledge(self) -> None:
+        """All of it has been taken over: the transfer is delivered here, and soon at the sender.
+
+        Raises TransferError if it has failed meanwhile.
+        """
+        self._link.acknowledge(self)
+        if self._state.name != "delivered":
+            raise TransferAborted(self._state.reason)
+
+    def abort(self, reason: str) -> None:
+        """No more is wanted; the sender is told why. Never raises; an ended transfer stays as it is."""
+        self._link.abort(self, reason)
+
+    def wait(self, timeout: float | None = None) -> EndState:
+        """The state once it has ended, or after `timeout` seconds."""
+        self._ended.wait(timeout)
+        return self._state
+
+    def progress(self) -> ReceiveProgress:
+        """How far it is."""
+        return self._last or self._link.progress(self)
+
+    def _frame(self, ready: FrameReady) -> Callable[[], None] | None:
+        self._ready.put(ready)
+        return self._on_ready
+
+    def _whole(self, tokens: int) -> Callable[[], None] | None:
+        self.tokens, self._complete = tokens, True
+        self._ready.put(None)
+        return self._on_ready
+
+    def _end(self, state: EndState, last: ReceiveProgress) -> Callable[[], None]:
+        self._state, self._last = state, last
+        self._ready.put(None)
+        self._ended.set()
+        return self._on_ready or (lambda: None)
+
+
+class ReceiveLink(LinkRim):
+    """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial itself."""
+
+    _role = Role.RECEIVER
+
+    def __init__(
+        self,
+        ticket: LinkTicket,
+        paths: Sequence[Path] = (),
+        *,
+        settings: LinkSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._pool = _BufferPool(_POOLED_BYTES)
+        settings = LinkSettings() if settings is None else settings
+        self._receiver = ReceiveMachine(settings, ticket.lease_s, clock(), self._pool.take)
+        self._transfers: dict[bytes, Incoming] = {}
+        super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
+
+    def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> Incoming:
+        """A transfer will come. `on_ready` is called by a thread of the link, that must not be held up, whenever a
+        frame has become whole or the transfer has ended.
+
+        Raises TransferError if the link is over or the ticket is of another link.
+        """
+        if ticket.link != self.ticket.link:
+            raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
+        incoming = Incoming(self, ticket, on_ready)
+        with self._acting() as now:
+            self._receiver.expect(ticket.transfer, now + ticket.deadline_s, now)
+            self._transfers[ticket.transfer] = incoming
+            self._timer.notify_all()
+        return incoming
+
+    # ---- for Incoming ---------------------------------------------------------------------------------------
+
+    def grant(self, incoming: Incoming, window_bytes: int, first: int) -> None:
+        """See `Incoming.grant`."""
+        with self._acting():
+            self._receiver.grant(incoming.ticket.transfer, window_bytes, first)
+
+    def consumed(self, incoming: Incoming, frame: int) -> None:
+        """See `Incoming.consumed`."""
+        with self._acting():
+            memory = self._receiver.consumed(incoming.ticket.transfer, frame)
+            if memory is not None:
+                self._pool.give(memory)
+
+    def acknowledge(self, incoming: Incoming) -> None:
+        """See `Incoming.acknowledge`."""
+        with self._acting():
+            self._receiver.acknowledge(incoming.ticket.transfer)
+
+    def abort(self, incoming: Incoming, reason: str) -> None:
+        """See `Incoming.abort`."""
+        with self._acting():
+            self._receiver.abort(incoming.ticket.transfer, reason)
+
+    def progress(self, incoming: Incoming) -> ReceiveProgress:
+        """See `Incoming.progress`."""
+        with self._lock:
+            progress = self._receiver.progress(incoming.ticket.transfer)
+        last = incoming._last  # noqa: SLF001 (ended between the two looks)
+        assert progress is not None or last is not None
+        return progress or last  # type: ignore[return-value]
+
+    def check_integrity(self) -> None:
+        """See `ReceiveMachine.check_integrity`."""
+        with self._lock:
+            self._receiver.check_integrity()
+
+    # ---- for LinkRim ----------------------------------------------------------------------------------------
+
+    def _open_transfers(self) -> int:
+        return len(self._transfers)
+
+    def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
+        call: Callable[[], None] | None = None
+        match event:
+            case FrameReady(transfer):
+                incoming = self._transfers.get(transfer)
+                call = None if incoming is None else incoming._frame(event)  # noqa: SLF001 (the other half of this)
+            case TransferComplete(transfer, tokens):
+                incoming = self._transfers.get(transfer)
+                call = None if incoming is None else incoming._whole(tokens)  # noqa: SLF001
+            case TransferEnded(transfer, state):
+                incoming = self._transfers.pop(transfer, None)
+                last = self._receiver.progress(transfer)
+                self._receiver.forget(transfer)
+                if incoming is not None and last is not None:
+                    call = incoming._end(state, last)  # noqa: SLF001
+            case _:
+                raise AssertionError(f"{event} is no event of a receiver")
+        if call is not None:
+            later.append(call)
+
+    def _began(self, wire: Wire) -> None:
+        wire.scratch = memoryview(bytearray(self._receiver.settings.chunk_bytes))
+
+    def _chunk(self, wire: Wire, chunk: Chunk, now: float) -> None:
+        with self._lock:
+            placement = self._receiver.place(wire.number, chunk, now)
+        if placement is None:
+            if len(wire.scratch) < chunk.length:
+                wire.scratch = memoryview(bytearray(chunk.length))
+            wire.channel.open_payload(wire.scratch[: chunk.length])
+            with self._lock:
+                self._receiver.dropped(wire.number)
+            return
+        try:
+            wire.channel.open_payload(placement.into)
+        except ProtocolError:
+            with self._acting():
+                self._receiver.spoiled(placement)
+            raise
+        later: list[Callable[[], None]] = []
+        with self._lock:
+            self._receiver.placed(wire.number, placement, now)
+            if self._receiver.has_events:
+                self._settle(later)
+        for call in later:
+            call()
+
+    def _flush(self) -> None:
+        """Say what is to be said on the connection that was heard last."""
+        if not self._receiver.has_words:
+            return
+        with self._lock:
+            lanes = sorted(self._receiver.lanes.values(), key=lambda lane: -lane.heard_at)
+            wire = next((self._wires[lane.number] for lane in lanes if lane.number in self._wires), None)
+        if wire is not None:
+            self._pump(wire)
+
+    def _on_time(self) -> None:
+        with self._lock:
+            wires = list(self._wires.values())
+        for wire in wires:
+            self._pump(wire)
+
+    def _before_read(self, wire: Wire) -> None:
+        """Confirm what has come: not each chunk while they come fast, but at once when no more does."""
+        lane = self._receiver.lanes.get(wire.number)
+        if lane is None:
+            return
+        # On a long way the kernel opens the window only as bytes are taken out: waiting for more would starve it.
+        if wire.near:
+            self._mark(wire)
+        news = lane.handled - lane.told
+        if news >= _CHUNKS_PER_PROGRESS:
+            self._pump(wire)
+        elif news or lane.bytes_in - lane.bytes_told >= _BYTES_PER_PROGRESS:
+            if wire.poll.poll(_CONFIRM_WITHIN_MS):
+                return
+            self._pump(wire)
+        if wire.wakes_at > 1:
+            # A blocking recv would take what is there and wait for the rest, of which the kernel then says nothing:
+            # it wakes a reader only when as much as the mark is in the queue.
+            wire.poll.poll()
+
+    def _mark(self, wire: Wire) -> None:
+        """Let the kernel wake this thread when it is worth it. Each waking costs both sides more than the reading:
+        while chunks come fast it sleeps until one is whole, else the sender is to hear of every 128 KiB."""
+        now = self._clock()
+        enough = max(wire.channel.missing, 1)
+        if now - wire.read_at > _FAST_S:
+            enough = min(enough, _WAKE_BYTES)
+        wire.read_at = now
+        if enough != wire.wakes_at:
+            wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+            wire.wakes_at = enough
+
+    def _pump(self, wire: Wire) -> None:
+        """Send what there is. It is little, and goes without waiting: a sender that lets this pile up is gone."""
+        with wire.sending:
+            with self._lock:
+                if wire.dead:
+                    return
+                now, signals = self._clock(), list[Signal]()
+                while (signal := self._receiver.next(wire.number, now)) is not None:
+                    signals.append(signal)
+                over = self._receiver.ended is not None
+            try:
+                if signals:
+                    data = b"".join([bytes(wire.channel.seal(signal)) for signal in signals])
+                    if wire.sock.send(data, socket.MSG_DONTWAIT) != len(data):
+                        raise BlockingIOError
+                if over:
+                    wire.sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                hang_up(wire.sock)

@@ -1,0 +1,173 @@
+"""A relay: any node forwards ciphertext between two others, within the permits that it has given out.
+
+The rim around `permits.RelayLedger`: two threads per connection move bytes inside the kernel (`splice`), so nothing
+is copied to this process, and nothing here could be read: the keys are those of the two ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from ..errors import ConnectionClosed, RelayRefused, TransferError
+from ..wire.sockets import hang_up, receive_exactly, tune
+from .permits import RELAY_HELLO_BYTES, Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
+
+__all__ = ["Relay"]
+
+_PIPE_BYTES = 1 << 20
+_PIECE_BYTES = 256 * 1024
+_HELLO_S = 5.0
+_CONNECT_S = 5.0
+_JOIN_S = 5.0
+
+
+class Relay:
+    """Forwards connections that bring a permit. Hand it accepted sockets that begin with `RELAY_MAGIC`."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time, max_connections: int = 256) -> None:
+        self._ledger = RelayLedger()
+        self._clock = clock
+        self._max = max_connections
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<Relay connections={len(self._sockets) // 2} {self._ledger}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def admit(self, permit: Permit) -> None:
+        """Let a permit be used. Raises TicketError if there are too many."""
+        with self._lock:
+            self._ledger.admit(permit, self._clock())
+
+    def revoke(self, permit: bytes) -> None:
+        """Forward nothing more under a permit; its connections end with their next bytes."""
+        with self._lock:
+            self._ledger.revoke(permit)
+
+    def statistics(self) -> tuple[RelayUse, ...]:
+        """Bytes and connections of each permit."""
+        with self._lock:
+            return self._ledger.statistics()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Take over an accepted socket from which nothing has been read."""
+        with self._lock:
+            if self._closing.is_set() or len(self._sockets) >= 2 * self._max:
+                sock.close()
+                return
+            self._sockets.add(sock)
+            self._start(self._serve, sock)
+
+    def close(self) -> None:
+        """End every connection and thread."""
+        self._closing.set()
+        with self._lock:
+            for sock in self._sockets:
+                hang_up(sock)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(_JOIN_S)
+
+    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="kv-relay", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return thread
+
+    def _serve(self, client: socket.socket) -> None:
+        """One connection, from its hello to its end."""
+        onward: socket.socket | None = None
+        permit: Permit | None = None
+        try:
+            tune(client)
+            permit = self._enter(client)
+            onward = self._dial(permit)
+            client.settimeout(_HELLO_S)
+            client.sendall(pack_relay_answer(Refusal.ACCEPTED))
+            self._forward(client, onward, permit)
+        except RelayRefused as refusal:
+            with suppress(OSError):  # the refusal is a courtesy
+                client.sendall(pack_relay_answer(Refusal(refusal.code), refusal.reason))
+        except (OSError, TransferError):
+            pass  # the client has gone, or said nothing
+        finally:
+            with self._lock:
+                if permit is not None:
+                    self._ledger.leave(permit.permit)
+                self._sockets -= {client, onward}
+            client.close()
+            if onward is not None:
+                onward.close()
+
+    def _enter(self, client: socket.socket) -> Permit:
+        hello = receive_exactly(client, RELAY_HELLO_BYTES, time.monotonic() + _HELLO_S)
+        with self._lock:
+            return self._ledger.enter(hello, self._clock())
+
+    def _dial(self, permit: Permit) -> socket.socket:
+        try:
+            onward = socket.create_connection((permit.next_host, permit.next_port), _CONNECT_S)
+        except OSError as error:
+            where = f"{permit.next_host}:{permit.next_port}"
+            reason = f"{where} does not answer: {error.strerror or error}"
+            raise RelayRefused(Refusal.UNREACHABLE, reason) from None
+        with self._lock:
+            self._sockets.add(onward)
+            closing = self._closing.is_set()
+        if closing:
+            raise ConnectionClosed("the relay is closing")
+        tune(onward)
+        return onward
+
+    def _forward(self, client: socket.socket, onward: socket.socket, permit: Permit) -> None:
+        """Both directions, until both have ended."""
+        client.settimeout(None)
+        onward.settimeout(None)
+        with self._lock:
+            back = self._start(self._pour, onward, client, permit.permit)
+        self._pour(client, onward, permit.permit)
+        back.join()
+
+    def _pour(self, source: socket.socket, sink: socket.socket, permit: bytes) -> None:
+        """One direction. An end of file is passed on; anything else that goes wrong ends both directions."""
+        reader, writer = os.pipe()
+        try:
+            with suppress(OSError):  # a smaller pipe serves as well
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            while count := os.splice(source.fileno(), writer, _PIECE_BYTES):
+                with self._lock:
+                    wait = self._ledger.spend(permit, count, self._clock())
+                if wait and self._closing.wait(wait):
+                    raise ConnectionClosed("the relay is closing")
+                while count:
+                    count -= os.splice(reader, sink.fileno(), count)
+            sink.shutdown(socket.SHUT_WR)
+        except (OSError, TransferError):
+            hang_up(source)
+            hang_up(sink)
+        finally:
+            os.close(reader)
+            os.close(writer)

@@ -1,0 +1,310 @@
+"""The sending end of a link, for the threads of an engine process. Everything it decides is in `sending`."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ..errors import TransferAborted, TransferError, TransferTimeout
+from ..routing.report import TransferTimes
+from ..wire.channel import CHUNK_OVERHEAD_BYTES, Role
+from ..wire.frames import KVFrame
+from ..wire.signals import Chunk, Progress, Signal
+from ..wire.sockets import hang_up
+from ..wire.tickets import LinkTicket, TransferTicket
+from .budget import ByteBudget
+from .dialling import Path
+from .lanes import EndState, Event, LinkSettings, TransferEnded, TransferGranted
+from .links import LinkRim, Wire
+from .sending import SendMachine, SendProgress
+
+__all__ = ["Outgoing", "SendLink"]
+
+OnEnd = Callable[["Outgoing", EndState], None]
+
+
+class Outgoing:
+    """The sending end of one transfer. Any thread may use it; it ends exactly once."""
+
+    def __init__(self, link: SendLink, ticket: TransferTicket, on_end: OnEnd | None) -> None:
+        self.ticket = ticket
+        self._link = link
+        self._on_end = on_end
+        self._ended = threading.Event()
+        self._granted = threading.Event()
+        self._first = 0
+        self._state = EndState("open")
+        self._last: SendProgress | None = None
+        self._prefill_done_at: float | None = None
+        self._ended_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Outgoing {self.ticket.transfer.hex()[:8]} {self._state}>"
+
+    @property
+    def state(self) -> EndState:
+        return self._state
+
+    @property
+    def times(self) -> TransferTimes | None:
+        """The moments of a delivered transfer on the link's clock; None for any other."""
+        progress = self._last
+        if self._state.name != "delivered" or self._ended_at is None or progress is None:
+            return None
+        first = self._ended_at if progress.first_push_at is None else progress.first_push_at
+        done = self._ended_at if self._prefill_done_at is None else self._prefill_done_at
+        return TransferTimes(first_frame_at=first, prefill_done_at=done, acknowledged_at=self._ended_at)
+
+    @property
+    def first(self) -> int:
+        """The receiver has the positions before this one already, as far as is known here."""
+        return self._first
+
+    def wait_for_credit(self, timeout: float) -> int:
+        """The first position that the receiver wants, once it has a place for the KV: before that nothing is sent.
+
+        Raises TransferTimeout after `timeout` seconds, TransferError once the transfer has failed.
+        """
+        if not self._granted.wait(timeout):
+            raise TransferTimeout(f"the receiver had no place for the KV within {timeout:g} s")
+        if self._state.name == "failed":
+            raise TransferAborted(self._state.reason)
+        return self._first
+
+    def send(self, frame: KVFrame, *, release: Callable[[], None] | None = None, timeout: float | None = None) -> None:
+        """Queue a frame. Its payload must not change until `release` is called, by a thread of the link: when the
+        receiver has it, or when the transfer ends.
+
+        Without `timeout` this never waits: when too much is held already, the transfer is aborted. With one it waits
+        so long for room. Raises TransferError once the transfer has failed; the frame is then released.
+        """
+        self._link.push(self, frame, release, timeout)
+
+    def finish(self, tokens: int) -> None:
+        """All frames, covering `tokens` positions, have been queued."""
+        self._prefill_done_at = self._link.finish(self, tokens)
+
+    def abort(self, reason: str) -> None:
+        """Give up; the receiver is told why. Never raises; an ended transfer stays as it is."""
+        self._link.abort(self, reason)
+
+    def wait(self, timeout: float | None = None) -> EndState:
+        """The state once it has ended, or after `timeout` seconds."""
+        self._ended.wait(timeout)
+        return self._state
+
+    def progress(self) -> SendProgress:
+        """How far it is."""
+        return self._last or self._link.progress(self)
+
+    def _grant(self, first: int) -> Callable[[], None]:
+        """Under the link's lock. Returns what to do outside it."""
+        self._first = first
+        return self._granted.set
+
+    def _end(self, state: EndState, last: SendProgress, now: float) -> Callable[[], None]:
+        """Under the link's lock. Returns what to do outside it."""
+        self._state, self._last, self._ended_at = state, last, now
+
+        def tell() -> None:
+            self._ended.set()
+            self._granted.set()
+            if self._on_end is not None:
+                self._on_end(self, state)
+
+        return tell
+
+
+class SendLink(LinkRim):
+    """Warm connections to one receiving process, shared by all transfers to it."""
+
+    _role = Role.SENDER
+
+    def __init__(
+        self,
+        ticket: LinkTicket,
+        paths: Sequence[Path] = (),
+        *,
+        settings: LinkSettings | None = None,
+        budget: ByteBudget | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        settings = LinkSettings() if settings is None else settings
+        self._sender = SendMachine(settings, ticket.lease_s, clock())
+        self._budget = ByteBudget(settings.limit_bytes) if budget is None else budget
+        self._budgeted = 0
+        self._transfers: dict[bytes, Outgoing] = {}
+        self._idle = 0
+        self._picked = 0  # chunks that were given to connections, all in all
+        self._sealing: dict[int, int] = {}  # connection -> number of the chunk whose memory it reads now
+        self._unsealed: list[tuple[int, Callable[[], None]]] = []  # releases that wait for chunks up to a number
+        super().__init__(ticket, self._sender, paths, clock=clock, rng=rng)
+
+    def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> Outgoing:
+        """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that must not be held up.
+
+        Raises TransferError if the link is over or the ticket is of another link.
+        """
+        if ticket.link != self.ticket.link:
+            raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
+        outgoing = Outgoing(self, ticket, on_end)
+        with self._acting() as now:
+            self._sender.open(ticket.transfer, now + ticket.deadline_s, now)
+            self._transfers[ticket.transfer] = outgoing
+            self._timer.notify_all()
+        return outgoing
+
+    # ---- for Outgoing ---------------------------------------------------------------------------------------
+
+    def push(
+        self, outgoing: Outgoing, frame: KVFrame, release: Callable[[], None] | None, timeout: float | None
+    ) -> None:
+        """See `Outgoing.send`."""
+        size = memoryview(frame.payload).nbytes
+        if not self._budget.take(size, timeout or 0.0, lambda: outgoing.state.name == "open"):
+            if timeout is None:
+                outgoing.abort("the link cannot keep up and the send buffer is full")
+            elif outgoing.state.name == "open":
+                raise TransferTimeout(f"no room for {size} bytes within {timeout:g} s")
+            self._refuse(outgoing, release)
+        with self._acting() as now:
+            self._budgeted += size
+            taken = self._sender.push(outgoing.ticket.transfer, frame, now, release)
+        if not taken:
+            self._refuse(outgoing, release)
+
+    def finish(self, outgoing: Outgoing, tokens: int) -> float:
+        """See `Outgoing.finish`. Returns when that was."""
+        with self._acting() as now:
+            self._sender.finish(outgoing.ticket.transfer, tokens)
+        return now
+
+    def abort(self, outgoing: Outgoing, reason: str) -> None:
+        """See `Outgoing.abort`."""
+        with self._acting():
+            self._sender.abort(outgoing.ticket.transfer, reason)
+
+    def progress(self, outgoing: Outgoing) -> SendProgress:
+        """See `Outgoing.progress`."""
+        with self._lock:
+            progress = self._sender.progress(outgoing.ticket.transfer, self._clock())
+        last = outgoing._last  # noqa: SLF001 (ended between the two looks)
+        assert progress is not None or last is not None
+        return progress or last  # type: ignore[return-value]
+
+    def wire_bytes(self, payload_bytes: int) -> int:
+        """What a frame with that payload takes on its connections, sent once."""
+        return payload_bytes + -(-payload_bytes // self._sender.settings.chunk_bytes) * CHUNK_OVERHEAD_BYTES
+
+    def check_integrity(self) -> None:
+        """What is held is what is open."""
+        with self._lock:
+            self._sender.check_integrity()
+            if self._budgeted != self._sender.bytes_held:
+                raise AssertionError(f"{self._budgeted} bytes of the budget for {self._sender.bytes_held} held")
+
+    def _refuse(self, outgoing: Outgoing, release: Callable[[], None] | None) -> None:
+        if release is not None:
+            release()
+        raise TransferAborted(outgoing.state.reason or "the transfer has ended")
+
+    # ---- for LinkRim ----------------------------------------------------------------------------------------
+
+    def _open_transfers(self) -> int:
+        return len(self._transfers)
+
+    def _resent(self) -> int:
+        return self._sender.bytes_resent
+
+    def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
+        if isinstance(event, TransferGranted):
+            outgoing = self._transfers.get(event.transfer)
+            if outgoing is not None:
+                later.append(outgoing._grant(event.first))  # noqa: SLF001 (the other half of this class)
+        elif isinstance(event, TransferEnded):
+            outgoing = self._transfers.pop(event.transfer, None)
+            now = self._clock()
+            last = self._sender.progress(event.transfer, now)
+            self._sender.forget(event.transfer)
+            if outgoing is not None and last is not None:
+                later.append(outgoing._end(event.state, last, now))  # noqa: SLF001 (the other half of this class)
+
+    def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
+        """Not while a connection reads it: its owner will write something else there, which is not for this peer."""
+        if self._sealing:
+            self._unsealed.append((self._picked, release))
+        else:
+            later.append(release)
+
+    def _sealed(self, number: int) -> list[Callable[[], None]]:
+        """A connection has read its chunk, under the lock. Returns what nobody reads any more."""
+        del self._sealing[number]
+        oldest = min(self._sealing.values(), default=self._picked + 1)
+        free = [release for picked, release in self._unsealed if picked < oldest]
+        self._unsealed = [(picked, release) for picked, release in self._unsealed if picked >= oldest]
+        return free
+
+    def _send_soon(self) -> None:
+        freed = self._budgeted - self._sender.bytes_held
+        if freed:
+            self._budgeted -= freed
+            self._budget.give(freed)
+        if self._idle and self._sender.has_work:
+            # Chunks go to whoever wakes; words only to connections that are not late.
+            self._work.notify(len(self._wires) if self._sender.has_words else 1)
+
+    def _began(self, wire: Wire) -> None:
+        wire.writer = self._start(self._write, "write", wire)
+
+    def _on_time(self) -> None:
+        with self._work:
+            self._work.notify_all()
+
+    def _word(self, wire: Wire, signal: Signal, now: float) -> None:
+        super()._word(wire, signal, now)
+        if type(signal) is not Progress:
+            # Something has to be said on this very connection: a pong, a confirmation.
+            with self._work:
+                self._work.notify_all()
+
+    def _write(self, wire: Wire) -> None:
+        try:
+            while self._write_one(wire):
+                pass
+        except OSError:
+            hang_up(wire.sock)  # its reading thread sees to the rest
+
+    def _write_one(self, wire: Wire) -> bool:
+        payload: memoryview | None = None
+        with self._work:
+            while True:
+                if wire.dead:
+                    return False
+                signal = self._sender.next(wire.number, self._clock())
+                if signal is not None:
+                    break
+                if self._sender.ended is not None:
+                    wire.sock.shutdown(1)
+                    return False
+                self._idle += 1
+                self._work.wait()
+                self._idle -= 1
+            if type(signal) is Chunk:
+                payload = self._sender.payload(wire.number)
+                self._picked += 1
+                self._sealing[wire.number] = self._picked
+                if self._idle and self._sender.has_work:
+                    self._work.notify()  # each wakes the next as long as there is work
+        try:
+            sealed = wire.channel.seal(signal, payload)
+        finally:
+            if payload is not None:
+                with self._work:
+                    free = self._sealed(wire.number)
+                for release in free:
+                    release()
+        wire.sock.sendall(sealed)
+        return True

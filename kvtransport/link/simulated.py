@@ -1,0 +1,224 @@
+"""Both ends of a link, their machines and channels, over connections that exist only in virtual time: what protocol
+tests, schedules and the fuzzer run on. No socket, no clock, no thread.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..errors import ProtocolError
+from ..wire.channel import Channel, LinkHello, Role
+from ..wire.frames import KVFrame
+from ..wire.signals import Chunk, Greeting, Signal, frame_of
+from ..wire.tickets import LinkTicket
+from .lanes import EndState, Event, FrameReady, LaneClosed, LinkSettings, Released, TransferComplete, TransferEnded
+from .receiving import ReceiveMachine
+from .sending import SendMachine
+
+__all__ = ["SimulatedLink", "SimulatedWire"]
+
+_STEP_S = 0.001
+
+
+@dataclass(slots=True)
+class SimulatedWire:
+    """One connection: `rate` bytes per second each way, `delay` seconds one way. While `stalled` nothing moves."""
+
+    label: str
+    rate: float
+    delay: float
+    channels: dict[Role, Channel]
+    lanes: dict[Role, int] = field(default_factory=dict)
+    flying: dict[Role, deque[tuple[float, bytes]]] = field(default_factory=dict)  # by who sent it
+    allowance: dict[Role, float] = field(default_factory=dict)
+    alive: bool = True
+    stalled: bool = False
+
+
+class SimulatedLink:
+    """A `SendMachine` and a `ReceiveMachine`. `run` moves time on; what comes out is collected by transfer."""
+
+    def __init__(self, seed: int = 0, settings: LinkSettings | None = None, lease_s: float = 60.0) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.ticket = LinkTicket(self.random.randbytes(16), self.random.randbytes(32), lease_s)
+        settings = LinkSettings(chunk_bytes=4096) if settings is None else settings
+        self.sender = SendMachine(settings, lease_s, self.now)
+        self.receiver = ReceiveMachine(settings, lease_s, self.now)
+        self.wires: list[SimulatedWire] = []
+        self.arrived: dict[bytes, list[tuple[KVFrame, bytes]]] = {}
+        self.complete: set[bytes] = set()
+        self.ends: dict[tuple[Role, bytes], list[EndState]] = {}
+        self.released = 0
+        self.acknowledge = True
+        self.consume = True
+
+    # ---- connections ----------------------------------------------------------------------------------------
+
+    def connect(self, label: str = "direct", *, rate: float = 1e7, delay: float = 0.002) -> SimulatedWire:
+        """A new connection, its handshake behind it. The end that dials is drawn."""
+        dials = self.random.choice(list(Role))
+        accepts = Role(1 - dials)
+        hello = LinkHello(self.ticket.link, self.random.randbytes(16), dials)
+        first = Channel(self.ticket, dials, hello.nonce, label=label)
+        second = Channel(self.ticket, accepts, self.random.randbytes(16), hello=hello)
+        _pour(first, second.opening())
+        first.next_signal()
+        _pour(second, bytes(first.seal(Greeting(label))))
+        second.next_signal()
+        wire = SimulatedWire(label, rate, delay, {dials: first, accepts: second})
+        for role in Role:
+            wire.lanes[role] = self.machine(role).connected(label, self.now)
+            wire.flying[role] = deque()
+            wire.allowance[role] = 0.0
+        self.wires.append(wire)
+        return wire
+
+    def kill(self, wire: SimulatedWire) -> None:
+        """The connection breaks; both ends notice at once, and what was on its way is gone."""
+        if wire.alive:
+            wire.alive = False
+            self.wires.remove(wire)
+            for role in Role:
+                self.machine(role).lost(wire.lanes[role], self.now)
+
+    def machine(self, role: Role) -> SendMachine | ReceiveMachine:
+        """That end's machine."""
+        return self.sender if role is Role.SENDER else self.receiver
+
+    # ---- time -----------------------------------------------------------------------------------------------
+
+    def run(self, seconds: float) -> None:
+        """Let so much virtual time pass."""
+        until = self.now + seconds
+        while self.now < until:
+            self.step()
+
+    def run_until_ended(self, transfers: int, limit_s: float = 120.0) -> None:
+        """Until so many transfers have ended at both ends."""
+        until = self.now + limit_s
+        while self.now < until and len(self.ends) < 2 * transfers:
+            self.step()
+
+    def step(self) -> None:
+        """One millisecond."""
+        self.now += _STEP_S
+        for machine in (self.sender, self.receiver):
+            machine.tick(self.now)
+        self.settle()
+        for wire in self.random.sample(self.wires, len(self.wires)):
+            for role in Role:
+                if wire.alive and not wire.stalled:
+                    self._transmit(wire, role)
+                    self._deliver(wire, role)
+        self.settle()
+
+    def settle(self) -> None:
+        """Act on the events of both machines as a rim would."""
+        while events := [*self._tagged(Role.SENDER), *self._tagged(Role.RECEIVER)]:
+            for role, event in events:
+                self._handle(role, event)
+
+    def check(self) -> None:
+        """Invariants of both machines, and of what came out: one end for each transfer, frames as they were sent."""
+        self.sender.check_integrity()
+        self.receiver.check_integrity()
+        for key, states in self.ends.items():
+            if len(states) != 1:
+                raise AssertionError(f"{key} ended {len(states)} times: {states}")
+        for (role, transfer), states in self.ends.items():
+            there = self.ends.get((Role.RECEIVER, transfer))
+            if role is Role.SENDER and states[0].name == "delivered" and (not there or there[0].name != "delivered"):
+                raise AssertionError(f"{transfer.hex()} is delivered at its sender and {there} at its receiver")
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _tagged(self, role: Role) -> list[tuple[Role, Event]]:
+        return [(role, event) for event in self.machine(role).events()]
+
+    def _handle(self, role: Role, event: Event) -> None:
+        match event:
+            case TransferEnded(transfer, state):
+                self.ends.setdefault((role, transfer), []).append(state)
+            case FrameReady(transfer, index, header, payload):
+                frame = frame_of(header, payload)
+                self.arrived.setdefault(transfer, []).append((frame, bytes(payload)))
+                if self.consume:
+                    self.receiver.consumed(transfer, index)
+            case TransferComplete(transfer):
+                self.complete.add(transfer)
+                if self.acknowledge:
+                    self.receiver.acknowledge(transfer)
+            case Released():
+                self.released += 1
+            case LaneClosed(lane):
+                for wire in [wire for wire in self.wires if wire.lanes[role] == lane]:
+                    self.kill(wire)
+
+    def _transmit(self, wire: SimulatedWire, role: Role) -> None:
+        """Seal as many records as the rate of the connection allows in one step, at least one when it is idle."""
+        wire.allowance[role] = min(wire.allowance[role] + wire.rate * _STEP_S, max(wire.rate * _STEP_S, 1.0))
+        machine, channel = self.machine(role), wire.channels[role]
+        while wire.allowance[role] > 0:
+            signal = machine.next(wire.lanes[role], self.now)
+            if signal is None:
+                return
+            payload = self.sender.payload(wire.lanes[role]) if isinstance(signal, Chunk) else None
+            data = bytes(channel.seal(signal, payload))
+            wire.allowance[role] -= len(data)
+            wire.flying[role].append((self.now + wire.delay + len(data) / wire.rate, data))
+
+    def _deliver(self, wire: SimulatedWire, role: Role) -> None:
+        """What `role` has sent and is due arrives at the other end, in pieces."""
+        there = Role(1 - role)
+        while wire.alive and wire.flying[role] and wire.flying[role][0][0] <= self.now:
+            data = memoryview(wire.flying[role].popleft()[1])
+            while data and wire.alive:
+                piece = data[: self.random.randint(1, 8192)]
+                piece = piece[: len(wire.channels[there].space())]
+                data = data[len(piece) :]
+                self._arrive(wire, there, piece)
+
+    def _arrive(self, wire: SimulatedWire, role: Role, piece: memoryview) -> None:
+        channel, machine = wire.channels[role], self.machine(role)
+        wire.channels[role].space()[: len(piece)] = piece
+        channel.received(len(piece))
+        machine.heard(wire.lanes[role], len(piece), self.now)
+        try:
+            while (signal := channel.next_signal()) is not None:
+                self._signal(wire, role, signal)
+        except ProtocolError as error:
+            if not channel.damaged:
+                machine.violated(error)
+            self.kill(wire)
+
+    def _signal(self, wire: SimulatedWire, role: Role, signal: Signal) -> None:
+        if not isinstance(signal, Chunk):
+            self.machine(role).received(wire.lanes[role], signal, self.now)
+            return
+        if role is Role.SENDER:
+            raise ProtocolError("a chunk does not come from a receiver")
+        placement = self.receiver.place(wire.lanes[role], signal, self.now)
+        if placement is None:
+            wire.channels[role].open_payload(bytearray(signal.length))
+            self.receiver.dropped(wire.lanes[role])
+            return
+        try:
+            wire.channels[role].open_payload(placement.into)
+        except ProtocolError:
+            self.receiver.spoiled(placement)
+            raise
+        self.receiver.placed(wire.lanes[role], placement, self.now)
+
+
+def _pour(channel: Channel, data: bytes) -> None:
+    while data:
+        space = channel.space()
+        count = min(len(space), len(data))
+        space[:count] = data[:count]
+        channel.received(count)
+        data = data[count:]
+        if data:
+            channel.next_signal()

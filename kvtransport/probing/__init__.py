@@ -1,0 +1,1 @@
+"""What is known of links: pings, bursts, estimates."""

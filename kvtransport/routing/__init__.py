@@ -1,0 +1,1 @@
+"""Which path the KV takes, predicted and steered. Pure."""

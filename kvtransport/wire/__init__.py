@@ -1,0 +1,1 @@
+"""What travels: tickets, encrypted channels, frames, and the bookkeeping of what has arrived."""

@@ -1,0 +1,485 @@
+"""An encrypted pipe for messages, both ways, over one connection: what the stages of a replica say to each other.
+
+    dialling side                                   accepting side
+    hello, as of a KV link (`channel`)      ->
+                                            <-      welcome, greeting
+    greeting, records                       ->      <-  records
+
+    record   =  sealed head (16 + 16)  [sealed part (n + 16)] ...
+    message  =  table of sizes (u32 each), buffers; each begins at a multiple of 16; cut into parts of 128 KiB
+
+A message is some buffers: they arrive apart, aligned, in one piece of memory that nobody else uses. What is large is
+encrypted where it lies and decrypted where it belongs; a part fits a core's cache.
+
+Keys are derived as those of a link are, from the ticket's secret and fresh nonces of both sides, under a name of
+their own. The greeting proves both ends before anything they announce is believed.
+
+*Alive.* Each side says something at least every `beat_s`, for which a thread must nearly always be in `receive`: a peer
+that computes for long is not taken for lost, and one that has gone without a word is, after `lost_s`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import TracebackType
+from typing import Self, final
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from ..errors import ConnectionClosed, ProtocolError, TransferAborted, TransferError, TransferTimeout
+from ..link.dialling import Path
+from .channel import NONCE_BYTES, LinkHello, Role
+from .ciphers import TAG_BYTES, Cipher, RekeyBounds
+from .frames import MAX_REASON_BYTES
+from .sockets import dial, explain, fresh_nonce, hang_up, receive_exactly, tune
+from .tickets import LinkTicket
+
+__all__ = [
+    "MAX_BUFFERS",
+    "Head",
+    "Kind",
+    "Pipe",
+    "PipeSettings",
+    "accept_pipe",
+    "dial_pipe",
+    "greet",
+    "parse_head",
+    "split",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_BUFFERS = 4096
+_WELCOME_MAGIC = b"p2pPI/1\n"
+_INFO = b"p2pserve pipe/1 keys "
+_HEAD = struct.Struct("<BxHIQ")  # kind, buffers, 0, bytes that follow
+_SEALED_HEAD_BYTES = _HEAD.size + TAG_BYTES
+_PART_BYTES = 128 << 10
+_SEALED_PART_BYTES = _PART_BYTES + TAG_BYTES
+_ALIGNMENT = 16
+_GOODBYE_S = 0.5  # how long a `close` waits for the connection to take its reason
+
+
+@dataclass(frozen=True, slots=True)
+class PipeSettings:
+    """Both ends need the same `bounds`; a shorter `lost_s` finds a dead box sooner and forgives a bad line less.
+
+    `clock` measures both times; how often it is looked at is up to the kernel's, every `beat_s`.
+    """
+
+    max_bytes: int = 256 << 20  # of one message
+    beat_s: float = 2.0
+    lost_s: float = 20.0
+    bounds: RekeyBounds = field(default_factory=RekeyBounds)
+    clock: Callable[[], float] = time.monotonic
+
+
+class Kind(IntEnum):
+    """What a record is."""
+
+    GREETING = 0
+    MESSAGE = 1
+    BEAT = 2
+    CLOSE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a record announces: `size` bytes follow, tags not counted. A message has `buffers`, a close its reason."""
+
+    kind: Kind
+    buffers: int = 0
+    size: int = 0
+
+    def pack(self) -> bytes:
+        """The 16 bytes before they are sealed."""
+        return _HEAD.pack(self.kind, self.buffers, 0, self.size)
+
+
+_GREETING = Head(Kind.GREETING)
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+def parse_head(data: bytes | bytearray, max_bytes: int) -> Head:
+    """Raises ProtocolError for what no peer may announce."""
+    number, buffers, zero, size = _HEAD.unpack(data)
+    kind = _KINDS.get(number)
+    if kind is None or zero or data[1]:
+        raise ProtocolError(f"a record of kind {number}: of another version")
+    most = max_bytes if kind is Kind.MESSAGE else MAX_REASON_BYTES if kind is Kind.CLOSE else 0
+    if not 4 * buffers <= size <= most or (buffers and kind is not Kind.MESSAGE) or buffers > MAX_BUFFERS:
+        raise ProtocolError(f"a record of kind {kind.name} with {buffers} buffers and {size} bytes")
+    return Head(kind, buffers, size)
+
+
+def dial_pipe(ticket: LinkTicket, path: Path, *, timeout: float, settings: PipeSettings | None = None) -> Pipe:
+    """A pipe to whoever holds the same ticket at the end of `path`. Raises TransferError."""
+    hello = LinkHello(ticket.link, fresh_nonce(), Role.SENDER)
+    return greet(dial(path, timeout), ticket, hello, dials=True, timeout=timeout, settings=settings)
+
+
+def accept_pipe(
+    ticket: LinkTicket, hello: LinkHello, sock: socket.socket, *, timeout: float, settings: PipeSettings | None = None
+) -> Pipe:
+    """The other end, from an accepted connection whose hello has been read. Raises TransferError."""
+    return greet(sock, ticket, hello, dials=False, timeout=timeout, settings=settings)
+
+
+def greet(
+    sock: socket.socket,
+    ticket: LinkTicket,
+    hello: LinkHello,
+    *,
+    dials: bool,
+    timeout: float,
+    settings: PipeSettings | None = None,
+) -> Pipe:
+    """The handshake. Takes over the socket, also when it raises TransferError."""
+    settings = settings or PipeSettings()
+    until = time.monotonic() + timeout
+    try:
+        if sock.family != socket.AF_UNIX:
+            tune(sock)
+        sock.settimeout(timeout)
+        nonce = _exchange_nonces(sock, ticket, hello, dials, until)
+        keys = HKDF(SHA256(), 64, hello.nonce + nonce, _INFO + hello.pack()).derive(ticket.secret)
+        mine, theirs = (keys[:32], keys[32:]) if dials else (keys[32:], keys[:32])
+        sealer, opener = Cipher(mine, settings.bounds), Cipher(theirs, settings.bounds)
+        greeting = bytearray(_SEALED_HEAD_BYTES)
+        sealer.seal(_GREETING.pack(), memoryview(greeting))
+        sock.sendall(greeting)
+        plain = bytearray(_HEAD.size)
+        opener.open(memoryview(receive_exactly(sock, _SEALED_HEAD_BYTES, until)), plain)
+        if parse_head(plain, settings.max_bytes) != _GREETING:
+            raise ProtocolError("a greeting comes first")
+        return Pipe(sock, sealer, opener, settings)
+    except TransferError:
+        sock.close()
+        raise
+    except TimeoutError:
+        sock.close()
+        raise TransferTimeout(f"no pipe within {timeout:g} s") from None
+    except OSError as error:
+        sock.close()
+        raise ConnectionClosed(f"the connection failed in its handshake: {explain(error)}") from None
+
+
+def _exchange_nonces(sock: socket.socket, ticket: LinkTicket, hello: LinkHello, dials: bool, until: float) -> bytes:
+    """The nonce of the accepting side; that of the dialling side is in the hello."""
+    if dials:
+        sock.sendall(hello.pack())
+        welcome = receive_exactly(sock, len(_WELCOME_MAGIC) + NONCE_BYTES, until)
+        if not welcome.startswith(_WELCOME_MAGIC):
+            raise ProtocolError(f"no end of a pipe: it answers {welcome[: len(_WELCOME_MAGIC)]!r}")
+        return welcome[len(_WELCOME_MAGIC) :]
+    if hello.link != ticket.link:
+        raise ProtocolError("the hello names another link")
+    nonce = fresh_nonce()
+    sock.sendall(_WELCOME_MAGIC + nonce)
+    return nonce
+
+
+@final
+class Pipe:
+    """One end. Any thread may `send` and `close`; one thread at a time, and at nearly all times, is in `receive`.
+
+    The first error is final: both calls raise it from then on, and `ended` says it.
+    """
+
+    def __init__(self, sock: socket.socket, sealer: Cipher, opener: Cipher, settings: PipeSettings) -> None:
+        self._sock = sock
+        self._sealer = sealer
+        self._opener = opener
+        self._settings = settings
+        sock.settimeout(None)
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._sending, self._receiving, self._state = threading.Lock(), threading.Lock(), threading.Lock()
+        self._out = bytearray(_SEALED_HEAD_BYTES + _SEALED_PART_BYTES)
+        self._joined = bytearray(_PART_BYTES)
+        self._in = memoryview(bytearray(2 * (_SEALED_HEAD_BYTES + _SEALED_PART_BYTES)))
+        self._first = self._last = 0
+        self._head = bytearray(_HEAD.size)
+        self._spoke = self._heard = settings.clock()
+        self._ended: TransferError | None = None
+        self.bytes_in = self.bytes_out = 0
+
+    def __repr__(self) -> str:
+        state = "open" if self._ended is None else f"ended: {self._ended}"
+        return f"<Pipe {state} in={self.bytes_in} out={self.bytes_out}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    @property
+    def ended(self) -> TransferError | None:
+        """Why nothing can be said any more."""
+        return self._ended
+
+    @property
+    def rekeyed(self) -> int:
+        """How many keys have been replaced, both directions together."""
+        return self._sealer.rekeyed + self._opener.rekeyed
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """One message; returns when the kernel has all of it. The buffers are of bytes. Raises TransferError."""
+        views = [memoryview(buffer) for buffer in buffers]
+        pieces, size = _laid_out(views)
+        if len(views) > MAX_BUFFERS or size > self._settings.max_bytes:
+            raise ProtocolError(f"a message of {len(views)} buffers and {size} bytes: too large for a pipe")
+        with self._sending:
+            self._say(Head(Kind.MESSAGE, len(views), size), pieces)
+
+    def receive(self) -> list[memoryview]:
+        """The buffers of the next message. Raises TransferError; TransferAborted with the peer's reason when it has
+        closed the pipe."""
+        message = self.receive_within(math.inf)
+        assert message is not None
+        return message
+
+    def receive_within(
+        self, wait_s: float, look_s: float = 0.0, meanwhile: Callable[[], object] = os.sched_yield
+    ) -> list[memoryview] | None:
+        """The same; None if no message begins within `wait_s`. For the first `look_s` of that this thread does not
+        sleep, but calls `meanwhile` again and again: it goes on sooner, and on a core that is awake."""
+        with self._receiving:
+            self._raise_if_ended()
+            try:
+                now = self._settings.clock()
+                return self._next_message(now + wait_s, now + look_s, meanwhile)
+            except TransferError as error:
+                raise self._end(error) from None
+            except OSError as error:
+                raise self._end(ConnectionClosed(f"the connection failed: {explain(error)}")) from None
+
+    def wait_gone(self, wait_s: float) -> bool:
+        """Whether the connection has ended by then; what came before may be unread. Any thread may call this."""
+        descriptor = self._sock.fileno()
+        if self._ended is not None or descriptor < 0:
+            return True
+        end = select.poll()
+        end.register(descriptor, select.POLLRDHUP)
+        return bool(end.poll(math.ceil(wait_s * 1000)))
+
+    def close(self, reason: str = "") -> None:
+        """End it, tell the other side why, and free the connection. May be called again."""
+        with self._state:
+            first = self._ended is None
+            if first:
+                self._ended = TransferAborted(reason or "closed")
+        if first:
+            self._say_goodbye(reason.encode()[:MAX_REASON_BYTES])
+        hang_up(self._sock)
+        with self._sending, self._receiving:
+            self._sock.close()
+
+    # ---- writing: under the lock `_sending` ------------------------------------------------------------------
+
+    def _say(self, head: Head, pieces: Iterable[Buffer]) -> None:
+        self._raise_if_ended()
+        out = memoryview(self._out)
+        self._sealer.seal(head.pack(), out[:_SEALED_HEAD_BYTES])
+        filled = _SEALED_HEAD_BYTES
+        try:
+            for part in self._parts(pieces, head.size):
+                end = filled + len(part) + TAG_BYTES
+                self._sealer.seal(part, out[filled:end])
+                self._write(out[:end])
+                filled = 0
+            if filled:
+                self._write(out[:filled])
+        except OSError as error:
+            raise self._end(ConnectionClosed(f"the connection failed: {explain(error)}")) from None
+
+    def _write(self, data: memoryview) -> None:
+        self._sock.sendall(data)
+        self.bytes_out += len(data)
+        self._spoke = self._settings.clock()
+
+    def _parts(self, pieces: Iterable[Buffer], size: int) -> Iterator[bytes | memoryview]:
+        """The same bytes, cut anew. What fills a part is not copied, the rest is joined."""
+        if size <= _PART_BYTES:  # nearly all messages
+            if size:
+                yield b"".join(pieces)
+            return
+        joined = memoryview(self._joined)
+        filled = 0
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                if not filled and len(view) >= _PART_BYTES:
+                    yield view[:_PART_BYTES]
+                    view = view[_PART_BYTES:]
+                    continue
+                count = min(_PART_BYTES - filled, len(view))
+                joined[filled : filled + count] = view[:count]
+                filled, view = filled + count, view[count:]
+                if filled == _PART_BYTES:
+                    yield joined
+                    filled = 0
+        if filled:
+            yield joined[:filled]
+
+    def _beat(self, now: float) -> None:
+        """Say that this side is alive, unless something else says so: a send that is under way, or bytes of one that
+        still fill the kernel's buffer. So the thread that reads never waits for one that writes."""
+        if now - self._spoke < self._settings.beat_s or not self._sending.acquire(blocking=False):
+            return
+        try:
+            if self._writable(0):
+                self._say(Head(Kind.BEAT), ())
+        finally:
+            self._sending.release()
+
+    def _say_goodbye(self, reason: bytes) -> None:
+        """Try to; a connection that takes nothing is cut without a word."""
+        if not self._sending.acquire(timeout=_GOODBYE_S):
+            return
+        try:
+            if self._writable(_GOODBYE_S):
+                out = memoryview(bytearray(_SEALED_HEAD_BYTES + len(reason) + TAG_BYTES))
+                self._sealer.seal(Head(Kind.CLOSE, 0, len(reason)).pack(), out[:_SEALED_HEAD_BYTES])
+                if reason:
+                    self._sealer.seal(reason, out[_SEALED_HEAD_BYTES:])
+                self._write(out if reason else out[:_SEALED_HEAD_BYTES])
+        except OSError:
+            pass  # it is gone already, and knows no less than we do
+        finally:
+            self._sending.release()
+
+    def _writable(self, timeout: float) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        return any(event & select.POLLOUT for _, event in poll.poll(timeout * 1000))
+
+    # ---- reading: under the lock `_receiving` ----------------------------------------------------------------
+
+    def _next_message(
+        self, until: float, look_until: float, meanwhile: Callable[[], object]
+    ) -> list[memoryview] | None:
+        while self._first < self._last or self._read(until, look_until, meanwhile):
+            self._opener.open(self._take(_SEALED_HEAD_BYTES), self._head)
+            head = parse_head(self._head, self._settings.max_bytes)
+            match head.kind:
+                case Kind.MESSAGE:
+                    data = memoryview(bytearray(head.size))
+                    for first in range(0, head.size, _PART_BYTES):
+                        part = data[first : first + _PART_BYTES]
+                        self._opener.open(self._take(len(part) + TAG_BYTES), part)
+                    return split(data, head.buffers)
+                case Kind.CLOSE:
+                    reason = bytearray(head.size)
+                    if reason:
+                        self._opener.open(self._take(head.size + TAG_BYTES), reason)
+                    raise TransferAborted(reason.decode("utf-8", "replace") or "closed", by_peer=True)
+                case Kind.GREETING:
+                    raise ProtocolError("a greeting comes first, and once")
+                case Kind.BEAT:
+                    pass
+        return None
+
+    def _take(self, count: int) -> memoryview:
+        """The next `count` sealed bytes, good until the next call."""
+        while self._last - self._first < count:
+            if self._first + count > len(self._in):
+                left = self._last - self._first
+                self._in[:left] = self._in[self._first : self._last]
+                self._first, self._last = 0, left
+            self._read()
+        taken = self._in[self._first : self._first + count]
+        self._first += count
+        if self._first == self._last:
+            self._first = self._last = 0
+        return taken
+
+    def _read(
+        self,
+        until: float = math.inf,
+        look_until: float = -math.inf,
+        meanwhile: Callable[[], object] = os.sched_yield,
+    ) -> bool:
+        """Add to `_in` what has come, or what comes next. False if that is nothing until then."""
+        settings = self._settings
+        while True:
+            try:
+                # Only this call does not wait: a socket that never does would not wait for sends either.
+                count = self._sock.recv_into(self._in[self._last :], 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                count = None
+            now = settings.clock()
+            self._beat(now)
+            if count:
+                self._heard = now
+                self.bytes_in += count
+                self._last += count
+                return True
+            if count == 0:
+                raise ConnectionClosed("the other side is gone")
+            if now - self._heard > settings.lost_s:
+                raise TransferTimeout(f"nothing was heard for {settings.lost_s:g} s")
+            if now >= until:
+                return False
+            if now < look_until:
+                meanwhile()
+            else:
+                self._readable.poll(math.ceil(min(settings.beat_s, until - now) * 1000))
+
+    # ---- the end ---------------------------------------------------------------------------------------------
+
+    def _end(self, error: TransferError) -> TransferError:
+        """This error, or the one before it, is final."""
+        with self._state:
+            if self._ended is None:
+                self._ended = error
+        hang_up(self._sock)
+        return self._ended
+
+    def _raise_if_ended(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+
+def _laid_out(views: Sequence[memoryview]) -> tuple[list[Buffer], int]:
+    """Table and buffers with the gaps between them, and how many bytes that is."""
+    table = struct.pack(f"<{len(views)}I", *map(len, views))
+    pieces: list[Buffer] = []
+    size = 0
+    contents: list[Buffer] = [table, *views]
+    for piece in contents:
+        pieces.append(piece)
+        size += len(piece)
+        gap = -size % _ALIGNMENT
+        if gap:
+            pieces.append(bytes(gap))
+            size += gap
+    return pieces, size
+
+
+def split(data: memoryview, count: int) -> list[memoryview]:
+    """The buffers of a message, whose table says how long they are. Raises ProtocolError."""
+    sizes = struct.unpack_from(f"<{count}I", data)
+    found: list[memoryview] = []
+    at = _aligned(4 * count)
+    for size in sizes:
+        found.append(data[at : at + size])
+        at += _aligned(size)
+    if at != len(data):
+        raise ProtocolError(f"a message of {len(data)} bytes whose buffers take {at}")
+    return found
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT

@@ -1,0 +1,158 @@
+"""Sockets of a link: dialling, options, and the handshake. Blocking, for threads; what fails is a TransferError."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+from ..errors import ConnectionClosed, RelayRefused, TransferError, TransferTimeout
+from ..link.dialling import Path
+from ..link.permits import pack_relay_hello
+from .channel import LINK_HELLO_BYTES, NONCE_BYTES, Channel, LinkHello, parse_link_hello
+from .signals import Greeting
+
+__all__ = [
+    "dial",
+    "explain",
+    "fresh_nonce",
+    "hang_up",
+    "pace",
+    "read_link_hello",
+    "receive_exactly",
+    "round_trip_s",
+    "shake_hands",
+    "tune",
+]
+
+_SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module has no name for it
+_RTT_AT = 68  # tcpi_rtt, microseconds, in struct tcp_info
+_USER_TIMEOUT_MS = 15_000
+_UNSENT_BYTES = 1024 * 1024
+"""Above this many unsent bytes in its kernel buffer a connection takes no new chunk: what it cannot send now is
+better taken by another one.
+"""
+
+
+def tune(sock: socket.socket, congestion: str = "", pace_bytes_s: int = 0) -> None:
+    """Options of a data connection. SO_SNDBUF and SO_RCVBUF are never touched: setting them ends autotuning."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+    if pace_bytes_s:
+        pace(sock, pace_bytes_s)
+    if congestion:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+        except OSError:
+            pass  # not in this kernel, or not allowed in this container: the default serves
+
+
+def pace(sock: socket.socket, bytes_s: int) -> None:
+    """Let the kernel hold a connection to a rate, in bytes per second."""
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_s.to_bytes(8, sys.byteorder))
+
+
+def dial(path: Path, timeout: float) -> socket.socket:
+    """A connection to the other end, through the path's relay if it has one: the next bytes are the link's own."""
+    try:
+        sock = socket.create_connection((path.host, path.port), timeout)
+    except OSError as error:
+        raise ConnectionClosed(f"{path.host}:{path.port} does not answer: {error.strerror or error}") from None
+    try:
+        tune(sock, path.congestion, path.pace_bytes_s)
+        if path.relay is not None:
+            sock.sendall(pack_relay_hello(path.relay, secrets.token_bytes(16)))
+            code, length = receive_exactly(sock, 2, time.monotonic() + timeout)
+            reason = receive_exactly(sock, length, time.monotonic() + timeout).decode("utf-8", "replace")
+            if code:
+                raise RelayRefused(code, reason)
+    except OSError as error:
+        sock.close()
+        raise ConnectionClosed(f"{path.host}:{path.port} hung up: {error.strerror or error}") from None
+    except TransferError:
+        sock.close()
+        raise
+    return sock
+
+
+def read_link_hello(sock: socket.socket, timeout: float) -> LinkHello:
+    """The hello of an accepted connection. Not a byte more is read, so that the socket can be handed on."""
+    try:
+        data = receive_exactly(sock, LINK_HELLO_BYTES, time.monotonic() + timeout)
+    except OSError as error:
+        raise ConnectionClosed(f"the connection failed before its hello: {error.strerror or error}") from None
+    return parse_link_hello(data)
+
+
+def receive_exactly(sock: socket.socket, count: int, until: float) -> bytes:
+    """`count` bytes by the moment `until` of the monotonic clock; TransferTimeout if they do not come."""
+    data = bytearray()
+    while len(data) < count:
+        _wait_until(sock, until)
+        try:
+            piece = sock.recv(count - len(data))
+        except TimeoutError:
+            raise TransferTimeout(f"{len(data)} of {count} bytes came in time") from None
+        if not piece:
+            raise ConnectionClosed(f"the other side closed the connection after {len(data)} of {count} bytes")
+        data += piece
+    return bytes(data)
+
+
+def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
+    """Until both ends have proved themselves. Leaves the socket blocking, without a timeout of its own."""
+    until = time.monotonic() + timeout
+    try:
+        _wait_until(sock, until)
+        sock.sendall(channel.opening())
+        while not channel.authenticated:
+            greeting = channel.next_signal()
+            if greeting is None:
+                _wait_until(sock, until)
+                count = sock.recv_into(channel.space())
+                if not count:
+                    raise ConnectionClosed("the other side closed the connection instead of greeting")
+                channel.received(count)
+        if channel.dials:
+            sock.sendall(channel.seal(Greeting(channel.label)))
+        sock.settimeout(None)
+    except TimeoutError:
+        raise TransferTimeout(f"no authentication within {timeout:g} s") from None
+    except OSError as error:
+        raise ConnectionClosed(f"the connection failed in its handshake: {error.strerror or error}") from None
+
+
+def round_trip_s(sock: socket.socket) -> float:
+    """The kernel's smoothed round trip of a connection, its handshake included; infinite where it does not say."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4) if hasattr(socket, "TCP_INFO") else b""
+    return struct.unpack_from("I", info, _RTT_AT)[0] / 1e6 if len(info) == _RTT_AT + 4 else math.inf
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Wake every thread inside the socket. Its number stays taken until `close`: nobody reads another's bytes."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # never connected, or the other side was faster: there is nothing left to shut down
+
+
+def fresh_nonce() -> bytes:
+    """For one connection."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def _wait_until(sock: socket.socket, until: float, clock: Callable[[], float] = time.monotonic) -> None:
+    left = until - clock()
+    if left <= 0:
+        raise TransferTimeout("the handshake takes too long")
+    sock.settimeout(left)
+
+
+def explain(error: OSError) -> str:
+    """One line for a failed connection."""
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,87 @@
+"""Tickets: permission and key for a link, and the name of a transfer on it.
+
+The side that receives KV issues them; they reach the other side over the authenticated control stream and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from ...kernels.format import Codec
+from ..errors import TicketError
+
+__all__ = [
+    "KEY_BYTES",
+    "LINK_ID_BYTES",
+    "TRANSFER_ID_BYTES",
+    "LinkTicket",
+    "TransferTicket",
+    "issue_link",
+    "issue_transfer",
+]
+
+TRANSFER_ID_BYTES = 16
+LINK_ID_BYTES = 16
+KEY_BYTES = 32
+_DEADLINE_MAX_S = 3600.0
+_LEASE_MAX_S = 86_400.0
+
+
+class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Permission and key for a link: any number of connections between one sending and one receiving process.
+
+    Both processes hold the same ticket. Keys of connections are derived from `secret` with fresh nonces of both
+    ends (`channel`), so one ticket serves for every connection and redial. The link ends when it has carried no
+    transfer for `lease_s` seconds.
+    """
+
+    link: bytes
+    secret: bytes
+    lease_s: float
+
+    def __post_init__(self) -> None:
+        if len(self.link) != LINK_ID_BYTES:
+            raise TicketError(f"link id has {len(self.link)} bytes; it must have {LINK_ID_BYTES}")
+        if len(self.secret) != KEY_BYTES:
+            raise TicketError(f"secret has {len(self.secret)} bytes; it must have {KEY_BYTES}")
+        if not (math.isfinite(self.lease_s) and 0 < self.lease_s <= _LEASE_MAX_S):
+            raise TicketError(f"lease of {self.lease_s} s is not in (0, {_LEASE_MAX_S:g}]")
+
+    def __repr__(self) -> str:
+        return f"LinkTicket({self.link.hex()}, lease_s={self.lease_s:g}, secret=<hidden>)"
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return [("link", self.link.hex()), ("lease_s", self.lease_s)]
+
+
+class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names one transfer on a link: its id, what its frames are coded in, and the seconds it may take at each end."""
+
+    transfer: bytes
+    link: bytes
+    codec: str
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        if len(self.transfer) != TRANSFER_ID_BYTES or not any(self.transfer):
+            raise TicketError(f"transfer id {self.transfer.hex()!r}: it must have {TRANSFER_ID_BYTES} bytes, not all 0")
+        if len(self.link) != LINK_ID_BYTES:
+            raise TicketError(f"link id has {len(self.link)} bytes; it must have {LINK_ID_BYTES}")
+        if self.codec not in tuple(Codec):
+            raise TicketError(f"codec {self.codec[:64]!r} is unknown; known are {', '.join(Codec)}")
+        if not (math.isfinite(self.deadline_s) and 0 < self.deadline_s <= _DEADLINE_MAX_S):
+            raise TicketError(f"deadline of {self.deadline_s} s is not in (0, {_DEADLINE_MAX_S:g}]")
+
+
+def issue_link(lease_s: float, random: Callable[[int], bytes]) -> LinkTicket:
+    """A fresh ticket for a link. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`, except in tests."""
+    return LinkTicket(link=random(LINK_ID_BYTES), secret=random(KEY_BYTES), lease_s=lease_s)
+
+
+def issue_transfer(link: bytes, codec: str, deadline_s: float, random: Callable[[int], bytes]) -> TransferTicket:
+    """A fresh ticket for a transfer on a link."""
+    return TransferTicket(transfer=random(TRANSFER_ID_BYTES), link=link, codec=codec, deadline_s=deadline_s)

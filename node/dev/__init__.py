@@ -1,0 +1,1 @@
+"""Benchmarks, and the training of the bundled model. Nothing that a node runs."""

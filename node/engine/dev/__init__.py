@@ -1,0 +1,1 @@
+"""Benchmarks of engine processes. Nothing that a node runs."""

@@ -1,0 +1,1 @@
+"""KV transfers of one worker process: threads beside the model's."""

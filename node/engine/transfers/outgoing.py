@@ -1,0 +1,319 @@
+"""The sending end of a KV transfer: a thread that reads the paged cache, encodes and sends beside the model.
+
+    model's thread   announces:  layer 3, positions up to 512, these blocks, this mark
+    transfer's thread            waits for the mark | reads a window | encodes it into the host buffer | sends it
+
+The prompt's blocks are held until the transfer has ended (vLLM frees them later then), so nothing is copied ahead: a
+slow link fills neither main memory nor the GPU's. It is the link that holds the thread back, and only a deadline, an
+abort or a loss gives a transfer up.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, NamedTuple, final
+
+import torch
+
+from ....kernels.codec import Codec, encode_into, wire_dtype
+from ....kernels.format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, payload_bytes
+from ....kvtransport.errors import TransferError, TransferTimeout
+from ....kvtransport.link.lanes import EndState
+from ....kvtransport.link.send_link import Outgoing as SendingEnd
+from ....kvtransport.link.send_link import SendLink
+from ....kvtransport.link.sending import SendProgress
+from ....kvtransport.routing.report import TransferTimes
+from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
+from ..protocol import Outlet, TransferReport
+from ..vllm.device import Device, Mark
+from ..vllm.layout import Shard
+from .host_buffer import Extent, HostBuffer
+from .pacing import Pacing
+from .reports import Sent, sent_report
+
+Report = Callable[[TransferReport], None]
+
+PRESENT = "all of it is here already"  # what a receiver says, and no failure of the sender
+USUAL_WINDOW_BYTES: Final = MAX_PAYLOAD_BYTES // 2  # of K and V that are read and coded at once
+WINDOW_SHARE: Final = 4  # a window is at most such a part of the host buffer: several are under way at once
+
+
+ReadKv = Callable[[int, list[int], int, int], tuple[torch.Tensor, torch.Tensor]]
+"""Copies canonical K and V `[tokens, heads, head_dim]` of one layer, for the positions `[first, last)` of the prompt in
+these blocks, out of a worker's paged cache; by any thread, on the stream that is current in it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """A worker's paged cache, as transfers read it, and the memory in which their payloads wait for the link."""
+
+    device: Device
+    read: ReadKv
+    buffer: HostBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Up to `last`, a prompt's positions are in these blocks once the device has reached `mark`."""
+
+    block_ids: list[int]
+    last: int
+    mark: Mark
+
+
+class _Window(NamedTuple):
+    layer: int
+    first: int
+    computed: Prefilled
+    generation: int
+
+
+class _Done(NamedTuple):
+    tokens: int
+    mark: Mark
+    generation: int
+
+
+@final
+class Outgoing:
+    """What one worker sends to one other. Exactly one report is made, whatever happens; after it the cache is not read
+    any more. `announce_layers`, `prefill_done` and `withdraw` are for the model's thread, and never block for long.
+    """
+
+    def __init__(
+        self,
+        outlet: Outlet,
+        link: SendLink,
+        shard: Shard,
+        source: KvSource,
+        pacing: Pacing,
+        report: Report,
+    ) -> None:
+        self.ticket = outlet.ticket
+        self.link = link
+        self.pacing = pacing
+        self._slice = outlet.slice
+        self._shard = shard
+        self._source = source
+        self._report = report
+        self._queue: queue.SimpleQueue[_Window | _Done | str] = queue.SimpleQueue()
+        self._announced = dict.fromkeys(outlet.slice.layers, 0)  # position up to which each layer is in the queue
+        self._read = dict(self._announced)  # ... and has been read
+        self._generation = 0  # of the blocks: what was announced before the last withdrawal is void
+        self._reading = threading.Lock()  # held while the cache is read, and while blocks are withdrawn
+        self._granted = False
+        self._waits_since: float | None = None  # for the receiver to have a place
+        self._waited_s = 0.0
+        self._token_bytes = self._payload_bytes(0, KEY_SPAN_TOKENS) // KEY_SPAN_TOKENS
+        self._held = 0  # bytes of the host buffer
+        self._holding = threading.Lock()
+        self._prefill_done_at: float | None = None
+        self._sending = link.open(self.ticket, self._on_end)
+        threading.Thread(target=self._run, name=f"kv-encode-{self.ticket.transfer.hex()[:8]}", daemon=True).start()
+
+    # ---- for the model's thread -----------------------------------------------------------------------------
+
+    def announce_layers(self, layers: range, computed: Prefilled) -> int:
+        """These layers have been computed so far; those that are not of this end, or announced already, are no matter.
+        The device may still be at it. Returns how many were news."""
+        fresh = 0
+        for layer in layers:
+            first = self._announced.get(layer, computed.last)
+            if first < computed.last:
+                self._announced[layer] = computed.last
+                self._queue.put(_Window(layer, first, computed, self._generation))
+                fresh += 1
+        return fresh
+
+    def prefill_done(self, tokens: int, mark: Mark) -> None:
+        """All layers of all `tokens` positions have been announced; they are computed when the mark is reached."""
+        self._queue.put(_Done(tokens, mark, self._generation))
+
+    def withdraw(self) -> None:
+        """The prompt loses its blocks: when this returns they are not read any more. What has been read is sent; the
+        rest will be announced again, from other blocks."""
+        self._generation += 1  # first: the window that is being read is waited for, and none that comes after it
+        with self._reading:
+            self._announced.update(self._read)
+
+    def abort(self, reason: str) -> None:
+        """Give the transfer up; the receiver is told if it can be."""
+        self._sending.abort(reason)
+        self._queue.put(reason)
+
+    @property
+    def granted(self) -> bool:
+        """Whether the receiver has a place for the KV."""
+        return self._granted
+
+    def progress(self) -> SendProgress:
+        """How far it is. The link is given nothing before the receiver has a place for it, and then a little at a time:
+        what still lies in the cache waits for it all the same."""
+        progress, since = self._sending.progress(), self._waits_since
+        waits_s = 0.0 if since is None else time.monotonic() - since
+        unread = sum(last - self._read[layer] for layer, last in self._announced.items())
+        return replace(
+            progress,
+            bytes_queued=progress.bytes_queued + unread * self._token_bytes,
+            blocked_s=progress.blocked_s + self._waited_s + waits_s,
+        )
+
+    # ---- the transfer's thread ------------------------------------------------------------------------------
+
+    def _on_end(self, sending: SendingEnd, state: EndState) -> None:
+        """By a thread of the link: a transfer that fails before its prefill has begun must not wait for it."""
+        if state.name == "failed":
+            self._queue.put(state.reason)
+
+    def _run(self) -> None:
+        sent = Sent(0, 0, 0)
+        first_at: float | None = None
+        reason = "a bug in the sending engine; its log has the details"  # unless one of the ends below is reached
+        try:
+            # Until the receiver has a place for it and says what it has already, the KV is best where it is.
+            for frame, extent, size in self._frames(self._wait_for_credit()):
+                first_at = time.monotonic() if first_at is None else first_at
+                self._sending.send(frame, release=partial(self._give, extent), timeout=self.ticket.deadline_s)
+                wire = self.link.wire_bytes(memoryview(frame.payload).nbytes)
+                sent = Sent(sent.raw_bytes + size, sent.wire_bytes + wire, sent.frames + 1)
+            state = self._sending.wait(self.ticket.deadline_s)
+            reason = "" if state.name == "delivered" else state.reason or "not delivered before the deadline"
+        except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
+            reason = str(error) or type(error).__name__
+        finally:
+            if reason.endswith(PRESENT):  # what it is wrapped in depends on when it was heard
+                reason = ""
+            if reason:
+                self._sending.abort(reason)  # no matter to one that has ended
+            self._finish(first_at, sent, reason)
+
+    def _wait_for_credit(self) -> int:
+        """The first position that the receiver wants. Raises TransferError."""
+        self._waits_since = begun = time.monotonic()
+        try:
+            return self._sending.wait_for_credit(self.ticket.deadline_s)
+        finally:
+            self._granted = True
+            self._waits_since, self._waited_s = None, time.monotonic() - begun
+
+    def _payload_bytes(self, start: int, tokens: int) -> int:
+        return payload_bytes(
+            Codec(self.ticket.codec),
+            wire_dtype(self._shard.dtype),
+            start=start,
+            tokens=tokens,
+            heads=len(self._slice.heads),
+            head_dim=self._shard.head_dim,
+        )
+
+    def _frames(self, wanted: int) -> Iterator[tuple[KVFrame, Extent, int]]:
+        """What is announced from position `wanted` on, encoded, with its place in the host buffer and its size before
+        that. Ends with the prompt, or when the transfer is given up."""
+        while not isinstance(item := self._queue.get(), str):
+            if isinstance(item, _Window):
+                yield from self._frames_of(item, wanted)
+            elif item.generation == self._generation:  # else some of it is still to be announced again
+                item.mark.wait()
+                with self._source.device.copy_stream() as stream:
+                    self._prefill_done_at = stream.moment_of(item.mark)
+                self._sending.finish(item.tokens)
+                return
+
+    def _frames_of(self, window: _Window, wanted: int) -> Iterator[tuple[KVFrame, Extent, int]]:
+        step = self._tokens_per_frame()
+        start, last = max(window.first, wanted), window.computed.last
+        while start < last:
+            # Cut where the codecs' spans end, so that it changes no value.
+            end = min(last, start // step * step + step)
+            extent = self._take(self._payload_bytes(start, end - start))
+            if extent is None:
+                return  # the transfer has ended; the queue says why
+            encoded = False
+            try:
+                encoded = self._encode(window, start, end, extent)
+            finally:
+                if not encoded:
+                    self._give(extent)
+            if not encoded:
+                return
+            frame = KVFrame(
+                layer=window.layer,
+                head_first=self._slice.first_head,
+                head_last=self._slice.last_head,
+                start=start,
+                tokens=end - start,
+                codec=Codec(self.ticket.codec).wire,
+                dtype=wire_dtype(self._shard.dtype).wire,
+                head_dim=self._shard.head_dim,
+                payload=extent.memory.numpy().data,
+            )
+            yield frame, extent, (end - start) * self._row_bytes
+            start = end
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of K and V of one position in one layer, as they lie in the cache."""
+        return 2 * len(self._slice.heads) * self._shard.head_dim * self._shard.dtype.itemsize
+
+    def _encode(self, window: _Window, start: int, end: int, into: Extent) -> bool:
+        """Read these positions and write their payload there. False when the blocks have been withdrawn."""
+        mine = slice(self._slice.first_head - self._shard.heads.start, self._slice.last_head - self._shard.heads.start)
+        computed = window.computed
+        computed.mark.wait()  # before others are kept from a stream
+        device = self._source.device
+        with device.copy_stream() as stream, self._reading:
+            begun = device.thread_clock()
+            if window.generation != self._generation:
+                return False
+            k, v = self._source.read(window.layer, computed.block_ids, start, end)
+            k, v = k[:, mine].contiguous(), v[:, mine].contiguous()
+            payload = stream.payload_for(into.memory)
+            soundness = encode_into(self.ticket.codec, k, v, payload, start=start, layer=window.layer)
+            stream.download(payload, into.memory)
+            stream.drain()
+            soundness.raise_if_unsound()
+            self._read[window.layer] = end
+            seconds = device.thread_clock() - begun
+        self.pacing.encoded(into.memory.numel(), seconds)
+        return True
+
+    def _tokens_per_frame(self) -> int:
+        """As many whole spans of the codecs as a frame and a share of the buffer have room for; where not even one
+        fits, whole groups."""
+        room = min(MAX_PAYLOAD_BYTES, self._source.buffer.size // WINDOW_SHARE)
+        usual, most = (size // self._row_bytes for size in (min(room, USUAL_WINDOW_BYTES), room))
+        spans = usual // KEY_SPAN_TOKENS or min(1, most // KEY_SPAN_TOKENS)
+        return spans * KEY_SPAN_TOKENS or max(1, most // KEY_GROUP_TOKENS) * KEY_GROUP_TOKENS
+
+    def _take(self, size: int) -> Extent | None:
+        """Room for a payload, as soon as the link has confirmed others; None when the transfer has ended."""
+        timeout = self.ticket.deadline_s
+        extent = self._source.buffer.take(size, lambda: self._held, timeout, lambda: self._sending.state.name == "open")
+        if extent is not None:
+            with self._holding:
+                self._held += extent.reserved
+        elif self._sending.state.name == "open":
+            raise TransferTimeout(f"no room for {size} bytes in the transfer buffer within {timeout:g} s")
+        return extent
+
+    def _give(self, extent: Extent) -> None:
+        """By a thread of the link, when the receiver has the payload or nobody wants it any more."""
+        with self._holding:
+            self._held -= extent.reserved
+        self._source.buffer.give(extent)
+
+    def _finish(self, first_at: float | None, sent: Sent, reason: str) -> None:
+        now = time.monotonic()
+        times = TransferTimes(
+            first_frame_at=now if first_at is None else first_at,
+            prefill_done_at=now if self._prefill_done_at is None else self._prefill_done_at,
+            acknowledged_at=now,
+        )
+        mode = self.pacing.mode.mode.value
+        self._report(sent_report(self.ticket, sent, times, self.progress(), mode=mode, reason=reason))

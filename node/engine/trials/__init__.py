@@ -1,0 +1,1 @@
+"""Engines started for a self-test or a benchmark, on this machine alone."""

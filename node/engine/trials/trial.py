@@ -1,0 +1,268 @@
+"""Engines that a bench or a self-test starts for itself and drives as an agent would, all on this machine."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import msgspec
+import trio
+
+from ....kvtransport.errors import TransferError
+from ....kvtransport.link.dialling import Path
+from ....kvtransport.wire.sockets import read_link_hello
+from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
+from ...replica.engine_link import EngineError, EngineLink, EngineLost, ForkServer
+from .. import protocol
+
+LEASE_S = 600.0
+DEADLINE_S = 120.0
+HELLO_S = 5.0
+FAST_GBPS, NEAR_S = 10.0, 0.0001  # what a node would predict of a link inside one machine
+
+
+@dataclass
+class Answer:
+    """What an engine has made of a request so far, with the monotonic times of its first and last tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    finish: str = ""
+    reason: str = ""
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    def add(self, news: protocol.NewTokens, now: float) -> None:
+        """Take in what a step has added."""
+        if news.tokens and not self.tokens:
+            self.first_at = now
+        self.tokens += news.tokens
+        self.last_at = now
+        self.cached = max(self.cached, news.cached_tokens)
+        self.finish, self.reason = news.finish or self.finish, news.reason or self.reason
+
+
+@final
+class TrialEngine:
+    """One engine process, and what it has said. `link` is set once it has started."""
+
+    def __init__(self) -> None:
+        self.link: EngineLink | None = None
+        self.answers: dict[str, Answer] = {}
+        self.reports: dict[bytes, protocol.TransferReport] = {}
+        self.iterations: list[protocol.Iterations] = []
+        self.stats: protocol.EngineStats | None = None
+        self._news = trio.Event()
+
+    @property
+    def ready(self) -> protocol.Ready:
+        """How it has described itself."""
+        assert self.link is not None
+        assert self.link.ready is not None
+        return self.link.ready
+
+    def on_message(self, message: protocol.FromEngine) -> None:
+        """What the engine says after it has started."""
+        now = time.monotonic()
+        match message:
+            case protocol.Step(outputs=outputs, iterations=iterations):
+                self.stats = message.stats
+                for news in outputs:
+                    self.answers.setdefault(news.request, Answer()).add(news, now)
+                if iterations is not None:
+                    self.iterations.append(iterations)
+            case protocol.TransferReport():
+                self.reports[message.transfer] = message
+            case _:
+                pass
+        self._wake()
+
+    async def watch(self) -> None:
+        """Let nobody wait for an engine that is gone."""
+        assert self.link is not None
+        await self.link.wait_gone()
+        self._wake()
+
+    def stop(self) -> None:
+        """Hang up: the process ends."""
+        assert self.link is not None
+        self.link.close()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        send: tuple[protocol.Outlet, ...] = (),
+        receive: tuple[protocol.Inlet, ...] = (),
+        receive_tokens: int = 0,
+        told_first: bool = False,
+        temperature: float = 0.0,
+        seed: int | None = None,
+    ) -> str:
+        """Ask for exactly `count` tokens, the likeliest ones unless a temperature is given. Raises EngineLost."""
+        assert self.link is not None
+        request = secrets.token_hex(8)
+        self.link.send(
+            protocol.Submit(
+                request=request,
+                prompt=tuple(prompt),
+                sampling=protocol.Sampling(max_tokens=count, temperature=temperature, seed=seed, ignore_eos=True),
+                deadline_s=DEADLINE_S,
+                send=send,
+                receive=receive,
+                receive_tokens=receive_tokens,
+                told_first=told_first,
+            )
+        )
+        return request
+
+    def tell_first(self, request: str, token: int) -> None:
+        """The token that the sender of its KV has written first. Raises EngineLost."""
+        assert self.link is not None
+        self.link.send(protocol.FirstToken(request=request, token=token))
+
+    async def answer(self, request: str) -> Answer:
+        """Wait for the end of a request. Raises EngineError when it ends in any other way than with its tokens."""
+        await self._until(lambda: request in self.answers and self.answers[request].finish != "")
+        answer = self.answers.pop(request)
+        if answer.finish != "length":
+            raise EngineError(f"a request ended with {answer.finish!r} {answer.reason}".rstrip())
+        return answer
+
+    async def generate(self, prompt: Sequence[int], count: int) -> Answer:
+        """A request of its own. Raises EngineError."""
+        return await self.answer(self.submit(prompt, count))
+
+    async def report(self, transfer: bytes) -> protocol.TransferReport:
+        """Wait for the end of a transfer. Raises TransferError when it was not delivered."""
+        await self._until(lambda: transfer in self.reports)
+        report = self.reports.pop(transfer)
+        if not report.delivered:
+            raise TransferError(report.reason)
+        return report
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        assert self.link is not None
+        while not condition():
+            if not self.link.running:
+                raise EngineLost(f"the engine process {await self.link.wait_gone()}")
+            await self._news.wait()
+
+
+@final
+class Trial:
+    """Starts engines and joins them by links over loopback. Made by `open_trial`."""
+
+    def __init__(self, server: ForkServer, nursery: trio.Nursery, port: int) -> None:
+        self._server = server
+        self._nursery = nursery
+        self._port = port
+        self._listeners: dict[bytes, TrialEngine] = {}  # link -> the engine that its connections are for
+
+    def serving(self, link: bytes) -> TrialEngine | None:
+        """The engine that is dialled on this link."""
+        return self._listeners.get(link)
+
+    async def start(self, config: protocol.EngineConfig) -> TrialEngine:
+        """An engine on one box. Raises EngineStartError."""
+        engine = TrialEngine()
+        await self._start(engine, config)
+        return engine
+
+    async def start_pipeline(self, config: protocol.EngineConfig, partition: tuple[int, ...]) -> TrialEngine:
+        """A replica whose stages are processes of their own, with so many layers each; returns its head.
+
+        Raises EngineStartError.
+        """
+        return (await self.start_stages(config, partition))[0]
+
+    async def start_stages(
+        self,
+        config: protocol.EngineConfig,
+        partition: tuple[int, ...],
+        models: Sequence[str] = (),
+        tp: Sequence[int] = (),
+    ) -> list[TrialEngine]:
+        """The same; returns all stages, the head first. `models`: the folder of each, and `tp`: its number of workers,
+        if they have their own."""
+        ends: dict[int, list[protocol.PipeEnd]] = {stage: [] for stage in range(len(partition))}
+        engines = {stage: TrialEngine() for stage in ends}
+        last = len(partition) - 1
+        pairs: list[tuple[Literal["control", "data"], int, int]] = []
+        pairs += [("control", 0, stage) for stage in range(1, last + 1)]
+        pairs += [("data", stage, stage + 1) for stage in range(last)]
+        for kind, low, high in pairs:
+            ticket = self.join(engines[high])
+            dial = Path("127.0.0.1", self._port)
+            ends[low].append(protocol.PipeEnd(stage=high, kind=kind, ticket=ticket, dial=dial))
+            ends[high].append(protocol.PipeEnd(stage=low, kind=kind, ticket=ticket))
+        for stage in reversed(ends):  # the head last: it dials the others, and it alone waits for the model
+            own = msgspec.structs.replace(config, partition=partition, stage=stage, pipes=tuple(ends[stage]))
+            if models:
+                own = msgspec.structs.replace(own, model=models[stage])
+            if tp:
+                own = msgspec.structs.replace(own, tp=tp[stage])
+            await self._start(engines[stage], own)
+        return list(engines.values())
+
+    async def _start(self, engine: TrialEngine, config: protocol.EngineConfig) -> None:
+        engine.link = await self._server.start_engine(config, engine.on_message)
+        self._nursery.start_soon(engine.watch)
+
+    def join(self, receiver: TrialEngine) -> LinkTicket:
+        """A link to this engine, for whoever has the ticket."""
+        ticket = issue_link(LEASE_S, secrets.token_bytes)
+        self._listeners[ticket.link] = receiver
+        return ticket
+
+    def hand_off(
+        self, link: LinkTicket, codec: str, shape: protocol.Ready, *, pacing: protocol.HowToLeave = "auto"
+    ) -> tuple[tuple[protocol.Outlet, ...], tuple[protocol.Inlet, ...]]:
+        """Both ends of one transfer between two engines of one worker each."""
+        ticket = issue_transfer(link.link, codec, DEADLINE_S, secrets.token_bytes)
+        whole = protocol.Slice(first_layer=0, last_layer=shape.layers, first_head=0, last_head=shape.kv_heads)
+        outlet = protocol.Outlet(
+            slice=whole,
+            ticket=ticket,
+            link=link,
+            paths=(Path("127.0.0.1", self._port),),
+            gbps=FAST_GBPS,
+            rtt_s=NEAR_S,
+            pacing=pacing,
+        )
+        return (outlet,), (protocol.Inlet(slice=whole, ticket=ticket, link=link),)
+
+
+@asynccontextmanager
+async def open_trial(server: ForkServer) -> AsyncIterator[Trial]:
+    """A trial with its listener. The engines end with the fork server."""
+    listener = trio.socket.from_stdlib_socket(socket.create_server(("127.0.0.1", 0)))
+    with listener:
+        async with trio.open_nursery() as nursery:
+            trial = Trial(server, nursery, int(listener.getsockname()[1]))
+            nursery.start_soon(_accept, listener, trial)
+            yield trial
+            nursery.cancel_scope.cancel()
+
+
+async def _accept(listener: trio.socket.SocketType, trial: Trial) -> None:
+    """Hand each connection to the engine that it is for, as an agent does it."""
+    while True:
+        accepted, _ = await listener.accept()
+        with socket.socket(fileno=accepted.detach()) as connection:
+            connection.setblocking(True)
+            hello = await trio.to_thread.run_sync(read_link_hello, connection, HELLO_S)
+            engine = trial.serving(hello.link)
+            if engine is not None and engine.link is not None:
+                with suppress(EngineLost):  # who dials an engine that is gone is hung up on
+                    engine.link.attach(hello.pack(), connection)

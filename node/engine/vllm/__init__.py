@@ -1,0 +1,1 @@
+"""The vLLM engine: its process, its device, its paged KV cache."""

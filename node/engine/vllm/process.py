@@ -1,0 +1,479 @@
+"""The main program of an engine process: one vLLM engine, driven by messages from the node's agent.
+
+One thread owns the engine and runs the loop; a reader and a writer thread serve the message socket, a third
+receives sockets of KV transfers, which a switchboard hands to the workers they are for. With tensor parallelism
+vLLM's workers are processes of their own. When the agent closes the message socket, or dies, all of them end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from .. import protocol
+from ..gpucheck.synchronisations import record_if_asked
+from ..kv.connector import ConnectorSettings, P2PConnector, transfer_config
+from ..kv.step_work import Opening, transfer_params
+from ..kv.switchboard import Switchboard
+from ..logfile import redirect_output
+from ..mailbox import Outbox, listen
+from ..pipeline.crew import Mate, fork_mates
+from ..pipeline.pipes import Arrivals, PipelineError
+from ..pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_mate, run_stage, take_seat
+from ..scratch import own_temporary_folder
+from ..stats import StepMeter
+from ..transfers.idle import IdleSteps
+from .capability import capabilities_from_nvml
+from .device import DeviceKind, choose, device_of
+from .gloo import share_device
+from .layout import head_dim, kv_heads
+from .speed import measure, measure_worker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_log = logging.getLogger(__name__)
+
+MAX_REASON = 400  # characters of an error that are shown; the log has all of it
+IDLE_WAIT_S = 0.02  # between steps while only KV is awaited, if nothing is heard of it
+BLIND_WAIT_S = 0.001  # the same, where nothing can be heard
+
+
+class StartError(Exception):
+    """The engine cannot start; the text is one line for the user."""
+
+
+def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: socket.socket) -> int:
+    """Load the model and serve until told to stop. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if config.log_file:
+        redirect_output(Path(config.log_file))
+    record_if_asked()
+    mates: tuple[Mate, ...] = ()
+    if config.partition:
+        become = partial(run_mate, config, partial(stage_config, config))
+        mates = fork_mates(config.tp - 1, become, (messages, sockets))
+    outbox = Outbox(messages)
+    inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
+    started = time.monotonic()
+    switchboard = Switchboard(config.tp, outbox.send)
+
+    def take(message: protocol.ToEngine) -> None:
+        inbox.put(message)
+        switchboard.news.set()
+
+    listen(messages, take)
+    arrivals = Arrivals(config.pipes)
+    threading.Thread(target=_accept, args=(sockets, switchboard, arrivals), name="kv-acceptor", daemon=True).start()
+    try:
+        if config.stage > 0:
+            return run_stage(config, outbox, inbox, switchboard, arrivals, mates, partial(stage_config, config))
+        if config.partition:
+            check_pipeline(config)
+            take_seat(config, arrivals, mates, end_process(outbox))
+        with own_temporary_folder():
+            runner = EngineRunner(config, outbox, switchboard)
+    except (StartError, PipelineError) as error:
+        _log.exception("the engine does not start")
+        outbox.send(protocol.StartFailed(reason=str(error)))
+        outbox.flush()
+        return 1
+    outbox.send(runner.ready(time.monotonic() - started))
+    runner.loop(inbox)
+    outbox.flush()
+    runner.close()
+    for mate in mates:
+        mate.end()
+    return 0
+
+
+def _accept(sockets: socket.socket, switchboard: Switchboard, arrivals: Arrivals) -> None:
+    """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
+    while True:
+        try:
+            hello, descriptors, _, _ = socket.recv_fds(sockets, 64, 1)
+        except OSError:
+            return
+        if not hello:
+            return
+        for descriptor in descriptors:
+            connection = socket.socket(fileno=descriptor)
+            if not arrivals.put(hello, connection):
+                switchboard.attach(hello, connection)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine."""
+
+    deadline: float  # on this process's clock
+    told_by: bytes | None  # the transfer whose sender is to tell the first token, until it has
+    unread: int  # tokens of the prompt that are to be read here, until the answer has a token
+    first: tuple[int, ...] = ()  # that token, until it has gone out with the next
+
+
+class EngineRunner:
+    """A vLLM engine and the loop around it. Everything but the constructor runs on one thread."""
+
+    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, switchboard: Switchboard) -> None:
+        self._config = config
+        self._outbox = outbox
+        self._switchboard = switchboard
+        self._engine = build_engine(config, switchboard.name)
+        self._core: Any = self._engine.engine_core.engine_core  # in-process
+        self._scheduler: Any = self._core.scheduler
+        if config.tp > 1:
+            self._core.model_executor.register_failure_callback(_worker_lost)
+        connector = self._scheduler.get_kv_connector()
+        assert isinstance(connector, P2PConnector)
+        self._transfers = connector.scheduler_side
+        self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
+        self._live: dict[str, _Live] = {}
+        self._eos = eos_tokens(self._engine.model_config)
+        self._vocabulary = int(self._engine.model_config.get_vocab_size())
+        self._reported: protocol.EngineStats | None = None
+        on_step, stages = self._transfers.on_step, bool(config.partition)
+        self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
+        self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
+
+    def ready(self, load_s: float) -> protocol.Ready:
+        """Describe the engine, with the speed of its device measured now."""
+        import vllm
+
+        model, device = self._engine.model_config, device_kind()
+        tflops, memory_gbps = self._measure(device, model.dtype)
+        cache = self._engine.vllm_config.cache_config
+        return protocol.Ready(
+            pid=os.getpid(),
+            engine=f"vllm{'-cpu' if device == 'cpu' else ''} {vllm.__version__}",
+            device=device,
+            dtype=str(model.dtype).removeprefix("torch."),
+            layers=model.get_total_num_hidden_layers(),
+            kv_heads=kv_heads(model),
+            head_dim=head_dim(model),
+            vocabulary=self._vocabulary,
+            max_model_len=model.max_model_len,
+            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
+            eos_tokens=self._eos,
+            load_s=load_s,
+            tflops=tflops,
+            memory_gbps=memory_gbps,
+            async_scheduling=bool(self._core.async_scheduling),
+        )
+
+    def _measure(self, device: DeviceKind, dtype: torch.dtype) -> tuple[float, float]:
+        """Where workers are other processes, this one is to leave their GPUs alone."""
+        if device == "cuda" and self._config.tp > 1 and not self._config.partition:
+            each = self._core.model_executor.collective_rpc(measure_worker, args=(device, dtype))
+            return sum(tflops for tflops, _ in each), sum(gbps for _, gbps in each)
+        return measure(device_of(device), dtype, tp=self._config.tp)
+
+    def close(self) -> None:
+        """See worker processes and other stages off, so that none outlives this one."""
+        if self._config.tp > 1 or self._config.partition:
+            self._core.model_executor.shutdown()
+        self._switchboard.close()
+
+    def loop(self, inbox: queue.SimpleQueue[protocol.ToEngine]) -> None:
+        """Serve until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
+        while True:
+            while not inbox.empty() or not self._busy():
+                message = inbox.get()
+                if isinstance(message, protocol.Stop):
+                    return
+                self._handle(message)
+            outputs = self._engine.step()
+            late = self._expire()
+            self._publish(outputs, late)
+            idle = not (outputs or late or self._scheduler.running)
+            self._idle_steps.on_step(idle=idle)
+            if idle and self._switchboard.news.wait(self._idle_wait_s() if self._idle_steps.may_sleep else 0.0):
+                self._switchboard.news.clear()
+                self._idle_steps.on_news()
+
+    def _idle_wait_s(self) -> float:
+        """Workers of this box say when KV has come, those of other stages tell only their own agents. For KV that
+        leaves nobody hurries."""
+        return BLIND_WAIT_S if self._config.partition and self._transfers.awaits_kv else IDLE_WAIT_S
+
+    def _busy(self) -> bool:
+        # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.
+        return bool(self._scheduler.has_requests() or self._core.batch_queue)
+
+    def _handle(self, message: protocol.ToEngine) -> None:
+        match message:
+            case protocol.Submit(request=request):
+                try:
+                    self._submit(message)
+                except Exception as error:
+                    # Whatever vLLM has against a request, it says so before the scheduler has it (its own errors are
+                    # no ValueErrors): that costs the request, not the others.
+                    _log.warning("refused request %s: %s", request, error)
+                    self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
+            case protocol.FirstToken():
+                self._begin_with(message)
+            case protocol.Cancel(request=request):
+                self._abort([request])
+            case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+                if isinstance(message, protocol.AbortTransfer):
+                    self._wait_no_longer(message.transfer)
+                # With the next step, so that it does not overtake what has been submitted; without one, directly. A
+                # batch that is in flight when all requests have gone is the last one.
+                if self._scheduler.requests or self._scheduler.finished_req_ids:
+                    self._transfers.pass_on(message)
+                else:
+                    self._switchboard.carry_out(message)
+            case protocol.LimitSteps(tokens=tokens):
+                self._limit_steps(tokens)
+            case protocol.Stop():
+                raise AssertionError("handled by the loop")
+
+    def _limit_steps(self, tokens: int) -> None:
+        """vLLM's scheduler looks at its budget in every step. All that decode at once must have a place in it."""
+        scheduler = self._scheduler
+        wanted = max(tokens, scheduler.max_num_running_reqs) if tokens else self._step_tokens
+        scheduler.max_num_scheduled_tokens = min(self._step_tokens, wanted)
+
+    def _submit(self, submit: protocol.Submit) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if submit.receive and not 1 <= submit.receive_tokens <= len(submit.prompt):
+            raise ValueError(f"KV of {submit.receive_tokens} tokens is to come, of a prompt of {len(submit.prompt)}")
+        worst = max(submit.prompt, default=0)
+        if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
+            raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
+        sampling = submit.sampling
+        self._live[submit.request] = _Live(
+            time.monotonic() + submit.deadline_s,
+            submit.receive[0].ticket.transfer if submit.told_first else None,
+            len(submit.prompt) - (submit.receive_tokens if submit.receive else 0),
+        )
+        self._engine.add_request(
+            submit.request,
+            {"prompt_token_ids": list(submit.prompt)},
+            SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                ignore_eos=sampling.ignore_eos,
+                stop_token_ids=[] if sampling.ignore_eos else list(self._eos),
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args=_transfer_arguments(submit),
+            ),
+        )
+
+    def _give_up(self, submit: protocol.Submit, reason: str) -> None:
+        self._live.pop(submit.request, None)
+        refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
+        self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
+
+    def _begin_with(self, told: protocol.FirstToken) -> None:
+        """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
+        the answer begins with one of our own."""
+        live = self._live.get(told.request)
+        if live is None or live.told_by is None:
+            return
+        transfer, live.told_by = live.told_by, None
+        if told.token < self._vocabulary and self._transfers.first_token(transfer, told.token):
+            live.first = (told.token,)
+        self._wait_no_longer(transfer)
+
+    def _wait_no_longer(self, transfer: bytes) -> None:
+        """For the first token of the request that receives this."""
+        request = self._transfers.wait_no_longer(transfer)
+        if request is not None:
+            self._scheduler.finished_recving_kv_req_ids.add(request)
+
+    def _abort(self, requests: list[str]) -> None:
+        """Those that are known. One whose KV is here must not be taken for one that still receives: its blocks would
+        never be free."""
+        ended = {request: live for request in requests if (live := self._live.pop(request, None)) is not None}
+        for live in ended.values():
+            if live.told_by is not None:
+                self._wait_no_longer(live.told_by)
+        if ended:
+            self._engine.abort_request(list(ended))
+
+    def _expire(self) -> list[protocol.NewTokens]:
+        now = time.monotonic()
+        late = [request for request, live in self._live.items() if now > live.deadline]
+        self._abort(late)
+        return [protocol.NewTokens(request, (), "deadline") for request in late]
+
+    def _publish(self, outputs: list[Any], late: list[protocol.NewTokens]) -> None:
+        news = list(late)
+        for output in outputs:
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
+            completion = output.outputs[0]
+            tokens, live.first = (*live.first, *completion.token_ids), ()
+            live.unread = 0
+            finish = completion.finish_reason if output.finished else None
+            if output.finished:
+                del self._live[output.request_id]
+            news.append(protocol.NewTokens(output.request_id, tokens, finish, output.num_cached_tokens or 0))
+        stats = self._stats()
+        pausing = not self._busy()
+        if pausing:
+            self._meter.pause()
+        iterations = self._meter.tally.take(time.monotonic(), at_once=pausing)
+        # Also when requests have gone without a word: routes follow the load.
+        if news or iterations or stats != self._reported:
+            self._reported = stats
+            self._outbox.send(protocol.Step(outputs=tuple(news), stats=stats, iterations=iterations))
+
+    def _stats(self) -> protocol.EngineStats:
+        running, waiting = self._scheduler.get_request_counts()
+        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return protocol.EngineStats(
+            running,
+            waiting,
+            self._scheduler.get_kv_cache_usage(),
+            free * self._scheduler.block_size,
+            sum(live.unread for live in self._live.values()),
+        )
+
+
+def _worker_lost() -> None:
+    """By a thread of vLLM's: the engine's own may wait for that worker for ever."""
+    _log.error("a worker process is gone, and this engine with it")
+    os._exit(1)
+
+
+def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
+    """What the connector is to know of a request."""
+    if not submit.send and not submit.receive:
+        return None
+    opening = Opening(
+        transfer=(submit.send or submit.receive)[0].ticket.transfer,
+        tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
+        told_first=submit.told_first,
+        send=submit.send,
+        receive=submit.receive,
+    )
+    return {"kv_transfer_params": transfer_params(opening)}
+
+
+def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
+    """Make a vLLM engine with the KV connector in this process. Raises StartError with the first cause."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    try:
+        vllm_config = stage_config(config, switchboard)
+        if config.shorten_to_fit:
+            # As if no length had been given: vLLM then shortens this one to what it finds room for, in all stages.
+            vllm_config.model_config.original_max_model_len = -1
+        # Set after vLLM has, which spawns on a CPU: worker processes then import for a quarter of a minute what this
+        # one has from the fork server. On WSL, vLLM spawns them all the same.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    except Exception as error:
+        # vLLM's configuration errors come wrapped in pages of context; the first line says what is wrong.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = " ".join(lines[:3]) or type(error).__name__
+        if len(text) > MAX_REASON:
+            text = f"{text[:MAX_REASON]}..."
+        raise StartError(f"vLLM cannot load {config.model}: {text}") from error
+
+
+def stage_config(config: protocol.EngineConfig, switchboard: str) -> VllmConfig:
+    """vLLM's configuration of this engine; for a worker that the head calls, of the same one."""
+    arguments = engine_args(config, switchboard)
+    with capabilities_from_nvml():
+        vllm_config = arguments.create_engine_config()
+    # Once more, since vLLM switches it off on CPUs, whatever it was told: there it gains nothing, but works.
+    vllm_config.scheduler_config.async_scheduling = arguments.async_scheduling
+    return vllm_config
+
+
+def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
+    """What vLLM is told of this engine, or of this stage of it, on the box with this switchboard. Sets what vLLM reads
+    from the environment."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = engine_arguments(config)
+    buffer_bytes = protocol.transfer_buffer_bytes(config, psutil.virtual_memory().total)
+    settings = ConnectorSettings(switchboard=switchboard, buffer_bytes=buffer_bytes // config.tp)
+    return EngineArgs(**arguments, **_joined(config), kv_transfer_config=transfer_config(settings))
+
+
+def _joined(config: protocol.EngineConfig) -> dict[str, Any]:
+    """How the workers of this engine find together."""
+    if config.tp > 1 and device_kind() == "cpu":
+        from torch._dynamo import config as compiler
+
+        # Although told not to compile, vLLM compiles the look-up in a split embedding, at the first request, for
+        # seconds.
+        compiler.disable = True
+    if config.partition:
+        environment, arguments = pipeline_arguments(config)
+        os.environ.update(environment)
+        return arguments
+    if config.tp == 1:
+        return {"distributed_executor_backend": "uni"}
+    return {"tensor_parallel_size": config.tp, "distributed_executor_backend": "mp"}
+
+
+def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
+    """Fields of `EngineArgs` for this model on this device, without those that join the engine with others. Sets what
+    vLLM reads from the environment, and how its process groups are made."""
+    choices = choose(
+        device_kind(),
+        dtype=config.dtype,
+        kv_cache_mib=config.kv_cache_mib,
+        stages=max(1, len(config.partition)),
+        tp=config.tp,
+        async_scheduling=config.async_scheduling,
+    )
+    os.environ.update(choices.environment)
+    share_device()
+    return {
+        **choices.arguments,
+        "model": config.model,
+        "max_model_len": config.max_model_len,
+        "block_size": config.block_size,
+        "max_num_batched_tokens": config.max_batched_tokens,
+        "max_num_seqs": config.max_requests,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+
+
+def device_kind() -> DeviceKind:
+    """What vLLM computes on here."""
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else "cuda"
+
+
+def eos_tokens(model_config: Any) -> tuple[int, ...]:
+    """The token ids that end an answer: the model's and those of its generation settings."""
+    found: set[int] = set()
+    generation = model_config.try_get_generation_config() or {}
+    for value in (getattr(model_config.hf_config, "eos_token_id", None), generation.get("eos_token_id")):
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list):
+            found.update(value)
+    return tuple(sorted(found))

@@ -1,0 +1,1 @@
+"""The links of this box: measured, and chosen among for KV transfers."""

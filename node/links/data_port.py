@@ -1,0 +1,159 @@
+"""Bulk connections that arrive at the node's port: each says in its first bytes what it is, and goes where it belongs.
+
+p2pKV   a connection of a KV link,
+        or of a pipe to a stage     -> the engine process, with its hello
+p2pKR   something to be forwarded   -> the relay
+p2pBW   one of a bandwidth burst    -> the prober
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import final
+
+import trio
+
+from ...bootstrap import Address, PeerId, RemoteError, Role
+from ...kvtransport.errors import TransferError
+from ...kvtransport.link.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
+from ...kvtransport.link.relay import Relay
+from ...kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC, parse_hello
+from ...kvtransport.probing.figures import BoxFigures, bytes_per_s
+from ...kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, parse_link_hello
+from .. import messages
+from ..replica.worker import Worker
+from .prober import Prober
+
+__all__ = ["DataPort", "RelayDesk"]
+
+HELLO_TIMEOUT_S = 5.0
+HELLO_POLL_S = 0.02
+MAX_PENDING_HELLOS = 256
+PERMIT_LIFE_S = 3600.0
+PERMIT_BYTES = 1 << 40
+UNBOUNDED_BYTES_S = 1e12
+_SECRET_BYTES = 32
+
+
+@final
+class RelayDesk:
+    """Hands out permits for this node's relay, to members and for members only."""
+
+    def __init__(self, relay: Relay, box: BoxFigures) -> None:
+        self._relay = relay
+        self._box = box
+        self._addresses: dict[PeerId, Address] = {}
+
+    def know(self, addresses: dict[PeerId, Address]) -> None:
+        """The other nodes, as membership has them now."""
+        self._addresses = addresses
+
+    def address_of(self, peer: PeerId) -> Address | None:
+        """Where a member can be dialled."""
+        return self._addresses.get(peer)
+
+    async def on_open(self, peer: PeerId, role: Role, body: messages.RelayOpen) -> messages.RelayOpened:
+        """A node wants its KV forwarded to `body.target`."""
+        target = self.address_of(PeerId(body.target))
+        if target is None or not target.port:
+            raise RemoteError("unknown-target", f"this node knows no member {body.target} that could be dialled")
+        if self._box.relay_gbps == 0 or self._box.relay_budget_bytes == 0:
+            raise RemoteError("no-relay", "this node forwards nothing for others")
+        permit = Permit(
+            permit=secrets.token_bytes(PERMIT_ID_BYTES),
+            secret=secrets.token_bytes(_SECRET_BYTES),
+            next_host=target.host,
+            next_port=target.port,
+            byte_budget=self._box.relay_budget_bytes or PERMIT_BYTES,
+            bytes_per_s=bytes_per_s(self._box.relay_gbps) if self._box.relay_gbps else UNBOUNDED_BYTES_S,
+            expires_at=time.time() + PERMIT_LIFE_S,
+        )
+        try:
+            self._relay.admit(permit)
+        except TransferError as error:
+            raise RemoteError("busy", str(error)) from error
+        return messages.RelayOpened(permit=permit)
+
+
+@final
+class DataPort:
+    """Sorts bulk connections. `accept` is called in the event loop and may neither block nor raise."""
+
+    def __init__(
+        self, nursery: trio.Nursery, *, relay: Relay, prober: Prober, worker: Callable[[], Worker | None]
+    ) -> None:
+        self._nursery = nursery
+        self._relay = relay
+        self._prober = prober
+        self._worker = worker
+        self._pending = 0
+
+    def __repr__(self) -> str:
+        return f"<DataPort undecided={self._pending} {self._relay}>"
+
+    def accept(self, connection: socket.socket, head: bytes) -> None:
+        """A connection has arrived; `head` are its first eight bytes, peeked at. Its hello may take a while."""
+        if self._pending >= MAX_PENDING_HELLOS:
+            connection.close()
+            return
+        if head == RELAY_MAGIC:
+            self._relay.attach(connection)
+            return
+        self._pending += 1
+        self._nursery.start_soon(self._sort, connection, head)
+
+    async def _sort(self, connection: socket.socket, head: bytes) -> None:
+        taken = False
+        try:
+            with trio.move_on_after(HELLO_TIMEOUT_S):
+                taken = await self._take(connection, head)
+        except (TransferError, OSError):
+            taken = False  # whoever it was did not speak the protocol; a real peer reports the failure
+        finally:
+            self._pending -= 1
+            if not taken:
+                connection.close()
+
+    async def _take(self, connection: socket.socket, head: bytes) -> bool:
+        """Whether somebody has taken the connection over."""
+        worker = self._worker()
+        if head == LINK_MAGIC and worker is not None:
+            hello = await read_hello(connection, LINK_HELLO_BYTES)
+            worker.attach(parse_link_hello(hello).link, hello, connection)
+            return True
+        if head == BURST_MAGIC:
+            burst = parse_hello(await read_hello(connection, BURST_HELLO_BYTES))
+            gate = self._prober.gate(burst)
+            if gate is not None:
+                gate.attach(connection, burst)
+                return True
+        return False
+
+
+async def read_hello(connection: socket.socket, size: int) -> bytes:
+    """Exactly the first `size` bytes, without a thread: strangers may connect and say nothing. The socket blocks again
+    afterwards. Raises OSError when the connection ends before."""
+    connection.setblocking(False)
+    while True:
+        await trio.lowlevel.wait_readable(connection)
+        ended = _ended(connection)  # before the look: what comes between the two is seen
+        seen = len(connection.recv(size, socket.MSG_PEEK))
+        if seen == size:
+            break
+        if seen == 0 or ended:
+            raise ConnectionResetError("the connection ended before its hello was complete")
+        await trio.sleep(HELLO_POLL_S)  # readable, but not all of it yet: the kernel has no word for that
+    data = connection.recv(size)
+    connection.setblocking(True)
+    return data
+
+
+def _ended(connection: socket.socket) -> bool:
+    """Whether nothing will follow what has come: peeking does not tell while some of it is unread."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))

@@ -1,0 +1,169 @@
+"""Measures this node's links: round trips as the control streams see them, bursts when `kvtransport.probe` says so."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import final
+
+import trio
+
+from ...bootstrap import Address, NetworkError, PeerId, Role
+from ...kvtransport.errors import TicketError, TransferError
+from ...kvtransport.probing.burst import BurstGate, dial_burst, receive_burst, send_burst
+from ...kvtransport.probing.burst_ticket import BurstHello, BurstTicket, issue_burst
+from ...kvtransport.probing.estimates import BurstSample
+from ...kvtransport.probing.probe import Activity, BurstRequest, PeerLink, ProbeScheduler, ProbeStatistics
+from .. import messages
+from .kv_ways import KvWays
+
+__all__ = ["Neighbour", "Prober"]
+
+STEP_S = 1.0  # members come and go, and round trips change, without waking anybody here
+ASK_TIMEOUT_S = 5.0
+DIAL_TIMEOUT_S = 5.0
+
+Ask = Callable[..., Awaitable[messages.Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Another node as membership knows it now. `rtt_s`: of its control stream, None while nothing is heard."""
+
+    peer: PeerId
+    address: Address
+    rtt_s: float | None
+
+
+@final
+class Prober:
+    """One per node. `neighbours` lists the other nodes, `activity` says what a burst would disturb."""
+
+    def __init__(
+        self,
+        ways: KvWays,
+        *,
+        ask: Ask,
+        neighbours: Callable[[], list[Neighbour]],
+        activity: Callable[[], Activity],
+        nursery: trio.Nursery,
+        rng: random.Random,
+    ) -> None:
+        self._ways = ways
+        self._ask = ask
+        self._neighbours = neighbours
+        self._activity = activity
+        self._nursery = nursery
+        self._rng = rng
+        self._scheduler = ProbeScheduler(ways.own, ways.settings.site, rng, now=trio.current_time())
+        self._gates: dict[bytes, BurstGate] = {}
+
+    def __repr__(self) -> str:
+        return f"<Prober {self._scheduler}>"
+
+    def statistics(self) -> ProbeStatistics:
+        """Counts since the start."""
+        return self._scheduler.statistics()
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            self._step()
+            # Nodes in step would all ask at once, each reserved for its own burst, and refuse each other for ever.
+            await trio.sleep(STEP_S * self._rng.uniform(0.5, 1.5))
+
+    async def on_open(self, peer: PeerId, role: Role, body: messages.ProbeOpen) -> messages.ProbeOpened:
+        """A node wants to send a burst here."""
+        now = trio.current_time()
+        price = self._ways.settings.box.down_usd_per_gb
+        refusal = self._scheduler.on_asked(body.burst, peer, self._activity(), usd_per_gb=price, now=now)
+        if refusal is not None:
+            return messages.ProbeOpened(refused=refusal.reason.value, retry_s=refusal.retry_s)
+        burst = body.burst
+        rtt = self._ways.estimator(peer).figures(now).rtt_s
+        ticket = issue_burst(
+            streams=burst.streams,
+            seconds=burst.seconds,
+            max_bytes=burst.max_bytes,
+            rtt_s=rtt,
+            random=secrets.token_bytes,
+        )
+        gate = self._gates[ticket.burst] = BurstGate(ticket)
+        self._nursery.start_soon(self._receive, peer, gate)
+        return messages.ProbeOpened(ticket=ticket)
+
+    def gate(self, hello: BurstHello) -> BurstGate | None:
+        """The burst that an accepted connection belongs to."""
+        return self._gates.get(hello.burst)
+
+    def _step(self) -> None:
+        now = trio.current_time()
+        found = {neighbour.peer: neighbour for neighbour in self._neighbours()}
+        price = self._ways.settings.box.up_usd_per_gb
+        self._ways.fill_in(found)
+        links = [
+            PeerLink(peer, self._ways.site_of(peer), self._ways.estimator(peer).figures(now), price) for peer in found
+        ]
+        self._scheduler.set_peers(links, now=now)
+        for peer in self._ways.take_measured():
+            self._scheduler.on_measured(peer, now=now)
+        step = self._scheduler.step(self._activity(), now=now)
+        for name in step.pings:
+            rtt = found[PeerId(name)].rtt_s
+            self._ways.estimator(PeerId(name)).on_ping(rtt, now=now)
+            self._scheduler.on_ping(name, rtt is not None, now=now)
+        if step.burst is not None:
+            self._nursery.start_soon(self._send, found[PeerId(step.burst.peer)], step.burst)
+
+    async def _send(self, target: Neighbour, burst: BurstRequest) -> None:
+        try:
+            opened = await self._ask(
+                target.peer, "probe.open", messages.ProbeOpen(burst=burst), messages.ProbeOpened, timeout=ASK_TIMEOUT_S
+            )
+            assert isinstance(opened, messages.ProbeOpened)
+            if opened.ticket is None:
+                self._scheduler.on_refused(target.peer, opened.retry_s, now=trio.current_time())
+                return
+            _check(opened.ticket, burst)
+            # A node that stops does not wait for bytes that nobody wants any more.
+            sample = await trio.to_thread.run_sync(_burst, opened.ticket, target.address, abandon_on_cancel=True)
+        except NetworkError:
+            self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=trio.current_time())
+            return
+        except TransferError:
+            now = trio.current_time()
+            self._ways.estimator(target.peer).on_unreachable(now=now)
+            self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=now)
+            return
+        now = trio.current_time()
+        self._ways.estimator(target.peer).on_burst(sample, now=now)
+        self._scheduler.on_burst_done(target.peer, sample.bytes, succeeded=True, now=now)
+
+    async def _receive(self, peer: PeerId, gate: BurstGate) -> None:
+        size = 0
+        try:
+            size = (await trio.to_thread.run_sync(_count, gate, abandon_on_cancel=True)).bytes
+        except TransferError:
+            pass  # the sender has gone; it reports the failure to its own scheduler
+        finally:
+            del self._gates[gate.ticket.burst]
+            gate.close()
+            self._scheduler.on_burst_done(peer, size, succeeded=size > 0, now=trio.current_time())
+
+
+def _check(ticket: BurstTicket, burst: BurstRequest) -> None:
+    """A burst is paid for by its sender too: it is never larger than what was asked for. Raises TicketError."""
+    if ticket.max_bytes > burst.max_bytes or ticket.streams > burst.streams or ticket.seconds > burst.seconds:
+        raise TicketError(f"asked for {burst}, and was given {ticket}")
+
+
+def _burst(ticket: BurstTicket, address: Address) -> BurstSample:
+    with dial_burst(ticket, address.host, address.port, DIAL_TIMEOUT_S) as ends:
+        return send_burst(ends)
+
+
+def _count(gate: BurstGate) -> BurstSample:
+    with gate.wait(gate.ticket.lease_s) as ends:
+        return receive_burst(ends)

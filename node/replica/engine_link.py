@@ -1,0 +1,345 @@
+"""The agent's end of engine processes: the fork server, and one link per engine.
+
+Lifetimes are sockets: an engine ends when its message socket closes, the fork server when its last channel
+does. So nothing is left behind however the agent ends, and the death of an engine is seen at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import final
+
+import msgspec
+import trio
+
+from ..box.hardware import cuda_environment
+from ..engine import protocol
+
+# What an engine process must find in its environment before vLLM is imported.
+ENGINE_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in our process
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "HF_HUB_OFFLINE": "1",  # the agent has fetched the model
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+EXIT_STATUS_WAIT_S = 1.0
+
+
+class EngineError(Exception):
+    """An engine process failed. The text is one line for the user."""
+
+
+class EngineStartError(EngineError):
+    """An engine could not be started."""
+
+
+class EngineLost(EngineError):
+    """A running engine is gone."""
+
+
+@final
+class ForkServer:
+    """Connection to a fork server, this node's own or one shared by the nodes of a box."""
+
+    def __init__(self, channel: trio.socket.SocketType, nursery: trio.Nursery, log: Path | None) -> None:
+        self._channel = channel
+        self._nursery = nursery
+        self._log = log
+        self._next = 0
+        self._exits: dict[int, EngineLink] = {}
+        self._ready = trio.Event()
+        self._failure: str | None = None
+        self.preload_s: float | None = None
+        self.version = ""  # vLLM's, once it is ready
+
+    @property
+    def gone(self) -> bool:
+        """Whether no engine can be started on it any more."""
+        return self._failure is not None
+
+    async def wait_ready(self) -> None:
+        """Wait until engines can be forked. Raises EngineStartError."""
+        await self._ready.wait()
+        if self._failure is not None:
+            raise EngineStartError(self._failure)
+
+    async def start_engine(
+        self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
+    ) -> EngineLink:
+        """Fork an engine and wait until its model is loaded.
+
+        `on_message` is called for everything the engine says later. Raises EngineStartError.
+        """
+        await self.wait_ready()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        our_sockets, their_sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        engine = self._next
+        self._next += 1
+        link = EngineLink(trio.socket.from_stdlib_socket(ours), our_sockets, on_message)
+        self._exits[engine] = link
+        with theirs, their_sockets:
+            packet = protocol.pack(protocol.Spawn(engine=engine, config=config))
+            try:
+                # send_fds wants the standard library's socket; the duplicate shares the connection.
+                with socket.fromfd(self._channel.fileno(), socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+                    socket.send_fds(channel, [packet], [theirs.fileno(), their_sockets.fileno()])
+            except OSError as error:
+                link.close()
+                raise EngineStartError(f"the fork server is gone: {error.strerror}") from error
+        self._nursery.start_soon(link.serve)
+        try:
+            await link.wait_started(self._log)
+        except trio.Cancelled:
+            link.close()
+            raise
+        return link
+
+    async def serve(self) -> None:
+        """Read the server's reports until it is gone."""
+        while True:
+            try:
+                packet = await self._channel.recv(1 << 16)
+            except (OSError, trio.ClosedResourceError):
+                packet = b""
+            if not packet:
+                self._failure = self._failure or f"the fork server ended{_see(self._log)}"
+                self._ready.set()
+                return
+            match protocol.fork_server_event.decode(packet):
+                case protocol.Preloaded(version=version, seconds=seconds):
+                    self.preload_s, self.version = seconds, version
+                    self._ready.set()
+                case protocol.PreloadFailed(reason=reason):
+                    self._failure = reason
+                    self._ready.set()
+                case protocol.EngineExited(engine=engine, status=status):
+                    link = self._exits.pop(engine, None)
+                    if link is not None:
+                        link.note_exit(status)
+
+
+@asynccontextmanager
+async def open_fork_server(
+    *, log: Path | None, threads: int, channel: int | None = None, emulated: bool = False
+) -> AsyncIterator[ForkServer]:
+    """A fork server for the body; `channel` is the descriptor of a shared one, else one is started: `emulated`, one
+    without vLLM, for emulated engines only.
+
+    Leaving the body ends every engine started through it.
+    """
+    if channel is not None:
+        async with _connected(socket.socket(fileno=channel), log) as server:
+            yield server
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = await start_fork_server_process([theirs], log=log, threads=threads, emulated=emulated)
+    theirs.close()
+    try:
+        async with _connected(ours, log) as server:
+            yield server
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(5):
+            await process.wait()
+        if process.returncode is None:
+            process.kill()
+
+
+def fork_server_command(
+    channels: list[socket.socket], *, log: Path | None, threads: int, emulated: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of a fork server on the far ends of `channels`, which it must inherit."""
+    environment = {**os.environ, **ENGINE_ENVIRONMENT, **cuda_environment(), "OMP_NUM_THREADS": str(threads)}
+    # Weight files are mapped and read once: nothing is gained from more allocator arenas than threads.
+    environment.setdefault("MALLOC_ARENA_MAX", "4")
+    if log is not None:
+        environment["P2PSERVE_ENGINE_LOG"] = str(log)
+    descriptors = [str(channel.fileno()) for channel in channels]
+    options = ["--emulated"] if emulated else []
+    return [sys.executable, "-m", "p2pserve.node.engine.forkserver", *options, *descriptors], environment
+
+
+async def start_fork_server_process(
+    channels: list[socket.socket], *, log: Path | None, threads: int, emulated: bool = False
+) -> trio.Process:
+    """Start a fork server on the far ends of `channels`, which the caller closes afterwards."""
+    command, environment = fork_server_command(channels, log=log, threads=threads, emulated=emulated)
+    return await trio.lowlevel.open_process(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[channel.fileno() for channel in channels],
+        env=environment,
+        start_new_session=True,  # Ctrl-C in the terminal is for the agent, which hangs up when it is done
+    )
+
+
+@asynccontextmanager
+async def _connected(channel: socket.socket, log: Path | None) -> AsyncIterator[ForkServer]:
+    async with trio.open_nursery() as nursery:
+        server = ForkServer(trio.socket.from_stdlib_socket(channel), nursery, log)
+        nursery.start_soon(server.serve)
+        try:
+            yield server
+        finally:
+            nursery.cancel_scope.cancel()
+            channel.close()
+
+
+@final
+class EngineLink:
+    """One engine process. `ready` describes it once it has started."""
+
+    def __init__(
+        self,
+        messages: trio.socket.SocketType,
+        sockets: socket.socket,
+        on_message: Callable[[protocol.FromEngine], None],
+    ) -> None:
+        self._messages = messages
+        sockets.setblocking(False)  # the event loop waits for no engine
+        self._sockets = sockets
+        self._on_message = on_message
+        self._outbox_send, self._outbox = trio.open_memory_channel[protocol.Message](float("inf"))
+        self._started = trio.Event()
+        self._gone = trio.Event()
+        self._exited = trio.Event()
+        self._failure: str | None = None
+        self._status: int | None = None
+        self.ready: protocol.Ready | None = None
+
+    def __repr__(self) -> str:
+        state = "gone" if self._gone.is_set() else "ready" if self.ready else "starting"
+        return f"<EngineLink {state} {self.ready.engine if self.ready else ''}>"
+
+    @property
+    def running(self) -> bool:
+        """Whether requests may be submitted."""
+        return self.ready is not None and not self._gone.is_set()
+
+    def send(self, message: protocol.Message) -> None:
+        """Queue a message. Raises EngineLost."""
+        if self._gone.is_set():
+            raise EngineLost("the engine process is gone")
+        self._outbox_send.send_nowait(message)
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """Give the engine an accepted socket whose `hello` has been read; the caller closes its copy.
+
+        Raises EngineLost when the engine does not take it.
+        """
+        try:
+            socket.send_fds(self._sockets, [hello], [connection.fileno()])
+        except OSError as error:
+            raise EngineLost(f"the engine process takes no connections: {error.strerror}") from error
+
+    async def wait_started(self, log: Path | None) -> None:
+        """Wait for the model. Raises EngineStartError."""
+        await self._started.wait()
+        if self.ready is not None:
+            return
+        if self._failure is None:
+            await self._wait_exit()
+            self._failure = f"the engine process {self.exit_text()} while it was loading the model{_see(log)}"
+        raise EngineStartError(self._failure)
+
+    async def wait_gone(self) -> str:
+        """Wait until the process is gone and return how it ended, for people."""
+        await self._gone.wait()
+        await self._wait_exit()
+        return self.exit_text()
+
+    async def _wait_exit(self) -> None:
+        with trio.move_on_after(EXIT_STATUS_WAIT_S):
+            await self._exited.wait()
+
+    def exit_text(self) -> str:
+        """How the process ended."""
+        if self.ready is not None and self._failure is not None:
+            return f"ended: {self._failure}"
+        if self._status is None:
+            return "ended"
+        if self._status < 0:
+            name = signal.Signals(-self._status).name
+            return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"ended with status {self._status}"
+
+    def note_exit(self, status: int) -> None:
+        """The fork server has seen the process end."""
+        self._status = status
+        self._exited.set()
+
+    def close(self) -> None:
+        """Hang up: the process ends."""
+        self._messages.close()
+        self._sockets.close()
+
+    async def serve(self) -> None:
+        """Carry messages both ways until the process is gone or the task is cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write)
+            try:
+                await self._read()
+            finally:
+                self._gone.set()
+                self._started.set()
+                self.close()
+                nursery.cancel_scope.cancel()
+
+    async def _write(self) -> None:
+        async for message in self._outbox:
+            data = memoryview(protocol.frame(message))
+            try:
+                while data:
+                    data = data[await self._messages.send(data) :]
+            except (OSError, trio.ClosedResourceError):
+                return  # the reader sees the end of the stream and says so
+
+    async def _read(self) -> None:
+        unframer = protocol.Unframer()
+        while True:
+            try:
+                data = await self._messages.recv(1 << 16)
+            except (OSError, trio.ClosedResourceError):
+                return
+            if not data:
+                return
+            try:
+                for body in unframer.feed(data):
+                    self._dispatch(body)
+            except protocol.EngineProtocolError as error:
+                self._failure = f"the engine process sent what is no message: {error}"
+                return
+
+    def _dispatch(self, body: bytes) -> None:
+        try:
+            message = protocol.from_engine.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._failure = f"the engine process sent a message that is none: {error}"
+            self.close()
+            return
+        match message:
+            case protocol.Ready():
+                self.ready = message
+                self._started.set()
+            case protocol.StartFailed(reason=reason):
+                self._failure = reason
+                self._started.set()
+            case protocol.EngineFailed(reason=reason):
+                self._failure = reason  # its end follows at once
+            case _:
+                self._on_message(message)
+
+
+def _see(log: Path | None) -> str:
+    return f"; see {log}" if log is not None else ""

@@ -1,0 +1,132 @@
+"""A box's place in its replica, and what the workers of two replicas hand over to each other. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from ...bootstrap import PeerId
+from ...coordinator import Phase, Plan, PlanError, Replica, Stage
+from ...kvtransport.errors import FiguresError
+from ...kvtransport.link.reslice import Rank as LayoutRank
+from ...kvtransport.link.reslice import ShardLayout, reslice
+from ..engine.protocol import Rank, Slice
+from ..messages import Part, Piece
+
+__all__ = ["Place", "PlaceError", "check_sends", "pieces_between", "place_in"]
+
+
+class PlaceError(ValueError):
+    """Stages that do not hold the model together, or work for another replica than this one."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Stage `index` of a replica of these stages, which hold the model together, in the order of their layers."""
+
+    stages: tuple[Stage, ...]
+    index: int
+
+    @property
+    def stage(self) -> Stage:
+        """What this box holds."""
+        return self.stages[self.index]
+
+    @property
+    def head(self) -> PeerId:
+        """The box that takes the replica's requests."""
+        return PeerId(self.stages[0].peer)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether that is this box."""
+        return self.index == 0
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage; nothing for a replica of one box."""
+        return tuple(stage.layers for stage in self.stages) if len(self.stages) > 1 else ()
+
+    @property
+    def others(self) -> tuple[PeerId, ...]:
+        """The boxes of the other stages, in order."""
+        return tuple(PeerId(stage.peer) for i, stage in enumerate(self.stages) if i != self.index)
+
+    def __str__(self) -> str:
+        """As status shows it: `2/3 layers 10-21`."""
+        stage = self.stage
+        return f"{self.index + 1}/{len(self.stages)} layers {stage.first_layer}-{stage.last_layer - 1}"
+
+
+def place_in(plan: Plan | None, own: PeerId, service: str) -> Place | None:
+    """The place that a plan gives this box in a replica that spans several, if any."""
+    replica = plan.replica_of(own) if plan is not None and plan.service == service else None
+    if replica is None or len(replica.stages) < 2:
+        return None
+    return Place(replica.stages, replica.peers.index(own))
+
+
+def pieces_between(
+    prefill: tuple[Stage, ...], decode: tuple[Stage, ...], *, layers: int, kv_heads: int
+) -> tuple[Piece, ...]:
+    """What each worker of one replica sends to each of the other, of a model with so many layers and KV heads.
+
+    Raises PlaceError for stages that are not a replica of it.
+    """
+    try:
+        pieces = reslice(_layout(prefill, layers, kv_heads), _layout(decode, layers, kv_heads))
+    except FiguresError as error:
+        raise PlaceError(f"prefill: {error}") from error
+    return tuple(
+        Piece(
+            source_peer=prefill[piece.source.stage].peer,
+            source=Rank(stage=piece.source.stage, tp=piece.source.tp),
+            target_peer=decode[piece.target.stage].peer,
+            target=Rank(stage=piece.target.stage, tp=piece.target.tp),
+            slice=Slice(
+                first_layer=piece.layers.start,
+                last_layer=piece.layers.stop,
+                first_head=piece.heads.start,
+                last_head=piece.heads.stop,
+            ),
+        )
+        for piece in pieces
+    )
+
+
+def check_sends(parts: tuple[Part, ...], place: Place, *, kv_heads: int) -> None:
+    """Raise PlaceError unless this replica's workers hold what `parts` want from them, of one transfer, for others."""
+    layout = _layout(place.stages, place.stages[-1].last_layer, kv_heads)
+    peers = {stage.peer for stage in place.stages}
+    if len({part.ticket.transfer for part in parts}) != 1:
+        raise PlaceError("parts: they are of different transfers")
+    for part in parts:
+        piece, rank = part.piece, LayoutRank(part.piece.source.stage, part.piece.source.tp)
+        if piece.target_peer in peers:
+            raise PlaceError(f"parts: {piece.target_peer} prefills here; name another replica to decode")
+        if rank not in layout.ranks or piece.source_peer != place.stages[rank.stage].peer:
+            raise PlaceError(f"parts: {piece.source_peer} has no worker {rank.tp} of stage {rank.stage} here")
+        if not (
+            _within(piece.slice.layers, layout.layers_of(rank)) and _within(piece.slice.heads, layout.heads_of(rank))
+        ):
+            raise PlaceError(f"parts: worker {rank.tp} of stage {rank.stage} does not hold {piece.slice}")
+
+
+def _layout(stages: tuple[Stage, ...], layers: int, kv_heads: int) -> ShardLayout:
+    try:
+        held = Replica(id="here", phase=Phase.MIXED, stages=stages).layers
+    except PlanError as error:
+        raise PlaceError(f"stages: {error}") from error
+    if held != layers:
+        raise PlaceError(f"stages: they hold {held} layers, the model has {layers}")
+    try:
+        return ShardLayout(
+            tp=tuple(stage.tp for stage in stages), stages=tuple(stage.layers for stage in stages), kv_heads=kv_heads
+        )
+    except FiguresError as error:
+        raise PlaceError(f"stages: {error}") from error
+
+
+def _within(part: range, whole: range) -> bool:
+    return whole.start <= part.start and part.stop <= whole.stop

@@ -1,0 +1,233 @@
+"""Keeps one engine process running: first start, restarts with back-off, and giving up with a reason.
+
+Which process, the plan says: the whole model where the box has room for it, else a stage of a replica that spans
+several boxes, else none yet. States as the advert shows them:
+
+    waiting    no plan gives this box layers                    -> loading
+    loading    weights are fetched, processes start and load    -> ready | restarting | waiting
+    starting   the same, for the first time, on a box alone     -> ready
+    ready      requests can be served                           -> restarting | waiting
+    restarting it ended, or did not start; again after a pause  -> ready | failed
+    failed     it ended too often in a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import final
+
+import msgspec
+import trio
+
+from ..engine import protocol
+from ..engine.trials.selftest import require_known_to_work
+from ..messages import EngineAdvert
+from ..models import ModelError
+from .engine_link import EngineLink, EngineStartError, ForkServer, open_fork_server
+from .place import Place
+from .stages import Call, Stages, limits_of, with_limits, with_stage
+from .worker import Worker
+
+MAX_FAILURES = 5
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+HEALTHY_AFTER_S = 300.0  # an engine that ran this long has earned a clean slate
+
+Fetch = Callable[[Place, Callable[[str], None]], Awaitable[Path]]
+"""Makes sure that the weights of a place are on this box and returns their folder; tells how far it is."""
+
+
+def backoff_s(failures: int) -> float:
+    """Pause before the start that follows the n-th failure in a row."""
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** max(0, failures - 1))
+
+
+@final
+class Supervisor:
+    """Runs the engine of a node. `on_change` is called with each new state."""
+
+    def __init__(
+        self,
+        config: protocol.EngineConfig,
+        *,
+        worker: Worker,
+        stages: Stages,
+        fetch: Fetch,
+        log: Path,
+        channel: int | None,
+        on_change: Callable[[EngineAdvert], None],
+    ) -> None:
+        self._config = config
+        self._worker = worker
+        self._stages = stages
+        self._fetch = fetch
+        self._log = log
+        self._channel = channel
+        self._on_change = on_change
+        self._place: Place | None = None
+        self._life = trio.CancelScope()  # of one engine process, from its preparation to its end
+        self._changed = trio.Event()
+        self._fulfilling = False  # a head's call: the process runs, or is being started
+        self._loaded = False  # and serves in its replica
+        self._failures = 0  # in a row
+        self._failure = ""  # the last of them
+        self._starts = 0
+        self._ready: protocol.Ready | None = None
+        self._link: EngineLink | None = None
+        self._advert: EngineAdvert | None = None
+        stages.on_call = self._on_call
+        stages.on_loaded = self._on_loaded
+
+    def __repr__(self) -> str:
+        state = self._advert.state if self._advert is not None else "new"
+        return f"<Supervisor {state} {self._place or ''} starts={self._starts} failures={self._failures}>"
+
+    def assign(self, place: Place | None) -> None:
+        """This is what the box has to run from now on.
+
+        What runs for another place ends at once, except a loaded stage that has lost its place: it ends with its head,
+        which may still have requests to finish.
+        """
+        if place == self._place:
+            return
+        leaves_with_head = place is None and self._loaded
+        self._place = place
+        self._failures, self._failure = 0, ""
+        self._stages.expect(None)  # until this box is ready for it
+        self._changed.set()
+        if not leaves_with_head:
+            self._life.cancel()
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises EngineStartError when the very first start fails on a box that serves alone:
+        nothing runs yet, and the user is watching."""
+        threads, emulated = self._config.threads, self._config.emulation is not None
+        while True:
+            channel, self._channel = self._channel, None
+            async with open_fork_server(log=self._log, threads=threads, channel=channel, emulated=emulated) as server:
+                while not server.gone:
+                    await self._run_once(server)
+
+    # ---- one life of an engine --------------------------------------------------------------------------------
+
+    async def _run_once(self, server: ForkServer) -> None:
+        """Wait for something to run, and run it until it ends or something else is to run."""
+        self._changed = trio.Event()
+        place = self._place
+        if place is None:
+            self._report("waiting", "no plan gives this box layers yet")
+        if place is None or self._failures > MAX_FAILURES:
+            await self._changed.wait()
+            return
+        with trio.CancelScope() as self._life:
+            failure = await self._live(server, place)
+            if failure is not None:
+                await self._pause(failure)
+        if self._life.cancelled_caught and self._link is not None:
+            await self._link.wait_gone()  # its memory is needed for what comes now
+        self._link = None
+
+    async def _live(self, server: ForkServer, place: Place) -> str | None:
+        """Prepare, start and serve; returns what went wrong, for people, or None for a stage that ended with its head.
+
+        That it ended is then for the head to deal with: it knows why, and counts.
+        """
+        alone = len(place.stages) == 1
+        state = "loading" if not alone else "restarting" if self._starts else "starting"
+        config = self._config
+        call: Call | None = None
+        link: EngineLink | None = None
+
+        def say(detail: str) -> None:
+            self._report(state, detail)
+
+        say(self._failure)
+        try:
+            folder = await self._fetch(place, say)
+            if self._config.emulation is None:
+                await require_known_to_work(server)
+            if place.is_head:
+                pipes = await self._stages.open_others(place, limits_of(config), say) if not alone else ()
+            else:
+                self._stages.expect(place)
+                call = await self._stages.called()
+                self._fulfilling = True
+                pipes = call.pipes
+                config = with_limits(config, call.limits)
+            config = with_stage(msgspec.structs.replace(config, model=str(folder)), place, pipes)
+            link = self._link = await server.start_engine(config, self._worker.on_engine_message)
+            self._worker.use(link, place, frozenset(end.ticket.link for end in pipes))
+            return await self._serve(link, place, call)
+        except (EngineStartError, ModelError) as error:
+            if alone and self._starts == 0:
+                raise
+            if call is not None:
+                call.refuse(str(error), code="failed")
+            return str(error)
+        finally:
+            self._fulfilling = self._loaded = False
+            if call is not None:
+                call.refuse("it has been called off")
+            if link is not None:
+                link.close()
+                self._worker.engine_lost(link.exit_text())
+
+    async def _serve(self, link: EngineLink, place: Place, call: Call | None) -> str | None:
+        """From the start of an engine process to its end; as `_live` returns it."""
+        started = trio.current_time()
+        self._starts += 1
+        self._ready = link.ready
+        if call is not None:
+            call.answer()
+            self._report("loading", "the head of its replica loads the model")
+            await link.wait_gone()
+            return None
+        self._stages.tell_loaded(place)
+        self._report("ready")
+        how = await link.wait_gone()
+        if trio.current_time() - started > HEALTHY_AFTER_S:
+            self._failures = 0
+        return f"the engine process {how}"
+
+    async def _pause(self, failure: str) -> None:
+        self._failures, self._failure = self._failures + 1, failure
+        if self._failures > MAX_FAILURES:
+            self._report("failed", f"gave up after {self._failures} failures, at last: {failure}; see {self._log}")
+        else:
+            self._report("restarting", failure)
+            await trio.sleep(backoff_s(self._failures))
+
+    def _on_call(self) -> None:
+        """The head wants a new process: what was started for an earlier call has lost its head."""
+        if self._fulfilling:
+            self._life.cancel()
+
+    def _on_loaded(self) -> None:
+        if self._fulfilling and self._link is not None:
+            self._loaded = True
+            self._report("ready")
+
+    def _report(self, state: str, detail: str = "") -> None:
+        place, ready = self._place, self._ready
+        advert = EngineAdvert(
+            state=state,
+            detail=detail,
+            starts=self._starts,
+            stages=place.stages if place is not None and len(place.stages) > 1 else (),
+        )
+        if ready is not None:
+            advert = msgspec.structs.replace(
+                advert,
+                engine=ready.engine,
+                device=ready.device,
+                dtype=ready.dtype,
+                tflops=ready.tflops,
+                memory_gbps=ready.memory_gbps,
+                kv_tokens=ready.kv_tokens,
+                max_model_len=ready.max_model_len,
+                pid=ready.pid if state in ("ready", "loading") else 0,
+            )
+        if advert != self._advert:
+            self._advert = advert
+            self._on_change(advert)

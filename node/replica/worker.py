@@ -1,0 +1,353 @@
+"""What a node does with its engine for others: decode requests, prefill requests, and their KV hand-off."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import final
+
+import msgspec
+
+from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...kvtransport.errors import TransferError
+from ...kvtransport.link.dialling import Path
+from .. import messages
+from ..engine import protocol
+from ..learning import Learner
+from .engine_link import EngineLink, EngineLost
+from .hand_off import Ended, HandOffs, Notify
+from .place import Place
+
+UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
+
+
+@dataclass(slots=True)
+class _Job:
+    gateway: PeerId
+    request: str
+    transfer: bytes | None = None
+    writes: bool = False  # of a prefill: the first token is still wanted
+    figures: messages.TransferFigures | None = None  # of one whose KV was delivered before that
+
+
+@final
+class Worker:
+    """The engine's side of requests. Called from the agent's event loop.
+
+    `notify(gateway, method, message)` sends to a gateway; it raises PeerLost for one that is gone or does not read.
+    `hand_offs` agrees with other boxes how KV passes between the engines.
+    """
+
+    def __init__(self, *, service: str, hand_offs: HandOffs, notify: Notify) -> None:
+        self._service = service
+        self._hand_offs = hand_offs
+        self._notify = notify
+        self._engine: EngineLink | None = None
+        self._pipes: frozenset[bytes] = frozenset()
+        self._decodes: dict[str, _Job] = {}
+        self._prefills: dict[str, _Job] = {}
+        self._accepting = True
+        self._step_tokens = 0
+        self.stats: protocol.EngineStats | None = None
+        self.learner = Learner()
+
+    def __repr__(self) -> str:
+        return f"<Worker {self._service} decoding={len(self._decodes)} prefilling={len(self._prefills)}>"
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in the engine."""
+        return not self._decodes and not self._prefills
+
+    def use(self, engine: EngineLink, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
+        """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
+        self._engine, self._pipes = engine, pipes
+        self._hand_offs.use(place, engine.ready.dtype if engine.ready is not None else "")
+        if self._step_tokens:
+            self._send(protocol.LimitSteps(tokens=self._step_tokens))
+
+    def limit_steps(self, tokens: int) -> None:
+        """A step of this engine, and of those that follow it, computes so many tokens at most (0: as they start)."""
+        if tokens != self._step_tokens:
+            self._step_tokens = tokens
+            self._send(protocol.LimitSteps(tokens=tokens))
+
+    def drain(self) -> None:
+        """Finish what is running, refuse what is new."""
+        self._accepting = False
+
+    def engine_lost(self, how: str) -> None:
+        """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
+        self._engine, self._pipes = None, frozenset()
+        self.stats = None
+        self.learner.forget()
+        self._hand_offs.engine_lost()
+        decodes, self._decodes = self._decodes, {}
+        prefills, self._prefills = self._prefills, {}
+        failed = f"the engine process {how}"
+        for job in decodes.values():
+            self._tell(job.gateway, "tokens", messages.Tokens(request=job.request, failed=failed))
+        for job in prefills.values():
+            self._tell(job.gateway, "prefill.ended", messages.PrefillEnded(request=job.request, failed=failed))
+
+    def peer_lost(self, peer: PeerId) -> None:
+        """Nobody waits for these requests any more, and no KV goes to or comes from there."""
+        for request in [request for request, job in self._decodes.items() if job.gateway == peer]:
+            self._cancel_decode(request)
+        for request in [request for request, job in self._prefills.items() if job.gateway == peer]:
+            self._cancel_prefill(request)
+        for link in self._hand_offs.peer_lost(peer):
+            self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
+
+    def set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
+        """Take other ways for what the engine sends over a link."""
+        self._send(protocol.SetPaths(link=link, paths=paths))
+
+    async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
+        """Queue a request; with `receive_tokens`, first make tickets for its KV."""
+        self._engine_for(body.service)
+        _refuse_known(body.request, self._decodes)
+        if body.receive_tokens > len(body.prompt) or (body.told_first and body.receive_tokens < len(body.prompt)):
+            raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
+        # Known from here on, so that it can be stopped while the other stages are being asked.
+        job = self._decodes[body.request] = _Job(gateway, body.request)
+        inlets: tuple[protocol.Inlet, ...] = ()
+        parts: tuple[messages.Part, ...] = ()
+        try:
+            if body.receive_tokens and body.prefill:
+                inlets, parts = await self._hand_offs.receive(body)
+                job.transfer = parts[0].ticket.transfer
+            self._submit(
+                job,
+                self._decodes,
+                protocol.Submit(
+                    request=_decode_id(body.request),
+                    prompt=body.prompt,
+                    sampling=body.sampling,
+                    deadline_s=body.deadline_s,
+                    receive=inlets,
+                    receive_tokens=body.receive_tokens if inlets else 0,
+                    told_first=body.told_first and bool(inlets),
+                ),
+            )
+        except BaseException as error:
+            if self._decodes.get(body.request) is job:
+                del self._decodes[body.request]
+            if isinstance(error, NetworkError) and not isinstance(error, RemoteError):
+                raise RemoteError("no-stage", f"a stage of this replica does not answer: {error}") from error
+            raise
+        return messages.DecodeOpened(parts=parts)
+
+    async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
+        """Compute a prompt's KV and push it where the parts say; tell the gateway the first token if it is wanted."""
+        self._engine_for(body.service)
+        _refuse_known(body.request, self._prefills)
+        transfer = body.parts[0].ticket.transfer
+        # Known from here on, so that it can be stopped while the links are being agreed on.
+        job = self._prefills[body.request] = _Job(gateway, body.request, transfer, writes=body.sampling is not None)
+        try:
+            outlets = await self._hand_offs.send(body.parts, len(body.prompt))
+            self._submit(
+                job,
+                self._prefills,
+                protocol.Submit(
+                    request=_prefill_id(body.request),
+                    prompt=body.prompt,
+                    sampling=msgspec.structs.replace(body.sampling or UNREAD_SAMPLING, max_tokens=1),
+                    deadline_s=body.deadline_s,
+                    send=outlets,
+                ),
+            )
+        except BaseException as error:
+            self._hand_offs.abort(transfer, "the prefill did not begin")
+            if self._prefills.get(body.request) is job:
+                del self._prefills[body.request]
+            if isinstance(error, NetworkError | TransferError) and not isinstance(error, RemoteError):
+                decode = body.parts[0].piece.target_peer
+                raise RemoteError("no-path", f"no KV can be pushed to {decode}: {error}") from error
+            raise
+        return messages.Opened()
+
+    def first_token(self, gateway: PeerId, role: Role, body: messages.FirstToken) -> None:
+        """The answer to this request has begun at its prefill node."""
+        job = self._decodes.get(body.request)
+        if job is not None and job.gateway == gateway and job.transfer is not None:
+            told = protocol.FirstToken(request=_decode_id(body.request), token=body.token)
+            self._send(told)
+
+    def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
+        """Forget a request of this gateway's."""
+        decode, prefill = self._decodes.get(body.request), self._prefills.get(body.request)
+        if decode is not None and decode.gateway == gateway:
+            self._cancel_decode(body.request)
+        if prefill is not None and prefill.gateway == gateway:
+            self._cancel_prefill(body.request)
+
+    def stop_transfer(self, gateway: PeerId, role: Role, body: messages.StopTransfer) -> None:
+        """No KV will come for this request: its engine computes the prompt."""
+        job = self._decodes.get(body.request)
+        if job is not None and job.gateway == gateway and job.transfer is not None:
+            self._abort(job.transfer, body.reason)
+
+    def stage_abort(self, head: PeerId, role: Role, body: messages.StageAbort) -> None:
+        """The head of this replica calls a transfer off."""
+        if self._hand_offs.is_head(head):
+            self._hand_offs.forget(body.transfer)
+            self._send(protocol.AbortTransfer(transfer=body.transfer, reason=body.reason))
+
+    def stage_transfer(self, stage: PeerId, role: Role, body: messages.StageTransfer) -> None:
+        """A stage of this replica says how its part of a transfer ended."""
+        self._on_ended(self._hand_offs.on_stage_transfer(stage, body))
+
+    def attach(self, link: bytes, hello: bytes, connection: socket.socket) -> None:
+        """Hand an accepted connection of a KV link or a pipe to the engine, if it is one of ours; closes this process's
+        copy."""
+        with connection:
+            expected = link in self._pipes or self._hand_offs.knows(link)
+            if expected and self._engine is not None and self._engine.running:
+                try:
+                    self._engine.attach(hello, connection)
+                except EngineLost:
+                    pass  # the sender sees its connection end and dials again
+
+    def on_engine_message(self, message: protocol.FromEngine) -> None:
+        """Pass on what the engine says."""
+        match message:
+            case protocol.Step(outputs=outputs, stats=stats, iterations=iterations):
+                self.stats = stats
+                if iterations is not None:
+                    self.learner.add(iterations)
+                for output in outputs:
+                    self._on_tokens(output)
+            case protocol.TransferReport():
+                self._on_ended(self._hand_offs.on_report(message))
+            case protocol.LinkReport():
+                self._hand_offs.on_link_report(message)
+            case protocol.Ready() | protocol.StartFailed():
+                pass  # the link has dealt with these
+
+    def _on_tokens(self, output: protocol.NewTokens) -> None:
+        kind, _, request = output.request.partition(":")
+        if kind == "prefill":
+            self._on_prefilled(request, output)
+            return
+        job = self._decodes.get(request)
+        if job is None:
+            return
+        if output.finish is not None:
+            del self._decodes[request]
+        failed = "the engine gave the request up" if output.finish == "error" else ""
+        refused = (output.reason or "no reason given") if output.finish == "refused" else ""
+        told = self._tell(
+            job.gateway,
+            "tokens",
+            messages.Tokens(
+                request=request,
+                tokens=output.tokens,
+                finish=None if failed or refused else output.finish,
+                cached_tokens=output.cached_tokens,
+                failed=failed,
+                refused=refused,
+            ),
+        )
+        if not told:
+            self._cancel_decode(request)  # an answer with a gap would be worse than none
+
+    def _on_prefilled(self, request: str, output: protocol.NewTokens) -> None:
+        """A prompt has been read, or never will be. Its KV may still be on its way: the transfer's own report ends the
+        job then."""
+        job = self._prefills.get(request)
+        if output.finish in ("deadline", "error", "refused"):
+            self._end_prefill(request, f"prefill ended with {output.finish}", None)
+        elif job is not None and job.writes and output.tokens:
+            job.writes = False
+            # It ends by its length here: of the answer, the gateway knows that.
+            finish = "stop" if output.finish == "stop" else None
+            if not self._tell(
+                job.gateway, "tokens", messages.Tokens(request=request, tokens=output.tokens, finish=finish)
+            ):
+                self._cancel_prefill(request)
+            elif job.figures is not None:
+                self._end_prefill(request, "", job.figures)
+
+    def _on_ended(self, ended: Ended | None) -> None:
+        if ended is None:
+            return
+        found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)
+        if found is not None:
+            if not ended.failed and self._prefills[found].writes:
+                self._prefills[found].figures = ended.figures  # all layers are there before the token is
+                return
+            self._end_prefill(found, ended.failed, ended.figures)
+            # It may go on all the same: because its KV failed, or is not needed.
+            self._send(protocol.Cancel(request=_prefill_id(found)))
+            if ended.failed:
+                self._send(protocol.AbortTransfer(transfer=ended.transfer, reason=ended.failed))
+
+    def _end_prefill(self, request: str, failed: str, figures: messages.TransferFigures | None) -> None:
+        job = self._prefills.pop(request, None)
+        if job is not None:
+            if failed and job.transfer is not None:
+                self._hand_offs.abort(job.transfer, failed)
+            ended = messages.PrefillEnded(request=request, failed=failed, figures=figures)
+            self._tell(job.gateway, "prefill.ended", ended)
+
+    def _tell(self, gateway: PeerId, method: str, message: messages.Message) -> bool:
+        try:
+            self._notify(gateway, method, message)
+        except PeerLost:
+            return False
+        return True
+
+    def _engine_for(self, service: str) -> EngineLink:
+        if service != self._service:
+            raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
+        if not self._accepting:
+            raise RemoteError("draining", "this node is leaving and takes no new requests")
+        place = self._hand_offs.place
+        if self._engine is None or not self._engine.running or place is None:
+            raise RemoteError("no-engine", "the engine process of this node is not running")
+        if not place.is_head:
+            raise RemoteError("not-head", f"this node is a stage of a replica whose requests {place.head} takes")
+        return self._engine
+
+    def _submit(self, job: _Job, jobs: dict[str, _Job], submit: protocol.Submit) -> None:
+        if jobs.get(job.request) is not job:
+            raise RemoteError("stopped", "the request was stopped before it had begun")
+        try:
+            self._engine_for(self._service).send(submit)
+        except EngineLost as error:
+            raise RemoteError("no-engine", str(error)) from error
+
+    def _cancel_decode(self, request: str) -> None:
+        if self._decodes.pop(request, None) is not None:
+            self._send(protocol.Cancel(request=_decode_id(request)))
+
+    def _cancel_prefill(self, request: str) -> None:
+        prefill = self._prefills.pop(request, None)
+        if prefill is not None and prefill.transfer is not None:
+            self._send(protocol.Cancel(request=_prefill_id(request)))
+            # The prompt may be done while its KV is still being sent.
+            self._abort(prefill.transfer, "the request was cancelled")
+
+    def _abort(self, transfer: bytes, reason: str) -> None:
+        self._send(protocol.AbortTransfer(transfer=transfer, reason=reason))
+        self._hand_offs.abort(transfer, reason)
+
+    def _send(self, message: protocol.Message) -> None:
+        if self._engine is not None and self._engine.running:
+            self._engine.send(message)
+
+
+def _refuse_known(request: str, jobs: dict[str, _Job]) -> None:
+    """An id names one request: another gateway's must not take over its tokens."""
+    if request in jobs:
+        raise RemoteError("invalid", f"request: the id {request} is in use")
+
+
+def _decode_id(request: str) -> str:
+    return f"decode:{request}"
+
+
+def _prefill_id(request: str) -> str:
+    return f"prefill:{request}"

@@ -1,0 +1,1 @@
+"""Clients' requests: the gateway, and between text and tokens."""

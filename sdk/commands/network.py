@@ -1,0 +1,169 @@
+"""What the commands do that ask a network."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...node.messages import RequestFigures
+from ..client import Client
+from ..errors import UsageError
+from ..requests import GenerateOptions, build_request
+from .links_view import choice_text, explain_path, print_links
+from .status_view import print_status
+
+__all__ = ["COMMANDS", "figures_line", "network_target", "set_up_logging"]
+
+
+def generate(arguments: Namespace) -> int:
+    """`p2pserve generate`."""
+    prompt, messages = _read_input(arguments)
+    options = GenerateOptions(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        stop=arguments.stop,
+        deadline_s=arguments.deadline_s,
+        service=arguments.service,
+    )
+    build_request(prompt, messages, options)  # before the network is asked for anything
+    where = network_target(arguments)
+    _write_any_text()
+    with Client(where, token=arguments.token, timeout_s=arguments.timeout_s) as client:
+        if arguments.format == "json":
+            print(json.dumps(msgspec.to_builtins(client.generate(prompt, messages=messages, **options))))
+            return 0
+        with client.generate(prompt, messages=messages, stream=True, **options) as stream:
+            for piece in stream:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            answer = stream.result
+        if not answer.text.endswith("\n"):
+            print()
+        if answer.figures is not None:
+            print(figures_line(answer.figures), file=sys.stderr)
+    return 0
+
+
+def status(arguments: Namespace) -> int:
+    """`p2pserve status`."""
+    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+        found = client.status()
+    if arguments.format == "json":
+        print(json.dumps(msgspec.to_builtins(found)))
+    else:
+        _write_any_text()
+        print_status(found)
+        if arguments.links:
+            print_links(found)
+    return 0
+
+
+def path(arguments: Namespace) -> int:
+    """`p2pserve path`."""
+    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+        found = client.status()
+    prices = (arguments.usd_per_s, arguments.max_usd_per_gb)
+    choice = explain_path(found, arguments.source, arguments.target, arguments.megabytes, prices)
+    if arguments.format == "json":
+        print(json.dumps(msgspec.to_builtins(choice)))
+    else:
+        print(choice_text(choice))
+    return 0
+
+
+COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
+    "generate": generate,
+    "status": status,
+    "path": path,
+}
+
+
+def figures_line(figures: RequestFigures) -> str:
+    """One line about a finished request."""
+    short = {peer: f"..{peer[-6:]}" for peer in (figures.prefill_node, figures.decode_node) if peer}
+    parts = [
+        f"{figures.prompt_tokens} prompt tokens, {figures.completion_tokens} new",
+        f"first after {figures.ttft_s:.2f} s, then {figures.tpot_s * 1000:.1f} ms each",
+    ]
+    if figures.prefill_node is None:
+        parts.append(f"computed on {short[figures.decode_node]}")
+    else:
+        parts.append(f"prefill on {short[figures.prefill_node]}, decode on {short[figures.decode_node]}")
+    transfer = figures.transfer
+    if transfer is not None:
+        parts.append(
+            f"KV {transfer.raw_bytes / 1e6:.2f} MB sent as {transfer.wire_bytes / 1e6:.2f} MB ({figures.codec}),"
+            f" {transfer.hidden_fraction:.0%} of it hidden behind prefill"
+        )
+        ways = [name for name in transfer.paths if name != "direct"]
+        if ways:
+            parts.append("by way of " + " and ".join(f"..{name[-6:]}" for name in ways))
+        if transfer.usd:
+            parts.append(f"traffic ${transfer.usd:.6f}")
+    parts += [f"recovered: {what}" for what in figures.recovered]
+    return "; ".join(parts)
+
+
+def set_up_logging(arguments: Namespace) -> None:
+    """Without --debug only our own mistakes are logged: what concerns the user is said, or ends the command."""
+    if arguments.debug:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    else:
+        logging.disable(logging.WARNING)
+
+
+def network_target(arguments: Namespace) -> str:
+    """The address or token of --bootstrap. Raises UsageError."""
+    if not arguments.bootstrap:
+        raise UsageError(
+            "bootstrap: give --bootstrap with the token that `p2pserve bootstrap` printed, or set P2PSERVE_BOOTSTRAP"
+        )
+    where: str = arguments.bootstrap.strip()
+    return where
+
+
+def _read_input(arguments: Namespace) -> tuple[str | None, list[dict[str, str]] | None]:
+    """Prompt or messages as the arguments name them. Raises UsageError."""
+    if arguments.messages is None:
+        if arguments.prompt is None:
+            raise UsageError("prompt: give a text, `-` for stdin, or --messages FILE")
+        return (_read(Path("-"), "prompt") if arguments.prompt == "-" else arguments.prompt), None
+    if arguments.prompt is not None:
+        raise UsageError("prompt: give either a text or --messages, and not both")
+    text = _read(arguments.messages, "messages")
+    try:
+        messages = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"messages: {arguments.messages} is not JSON: {error}") from error
+    if not isinstance(messages, list):
+        raise UsageError(f'messages: {arguments.messages} holds no list; write [{{"role": ..., "content": ...}}]')
+    return None, messages
+
+
+def _read(path: Path, name: str) -> str:
+    try:
+        raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{name}: {path} cannot be read: {error.strerror}") from error
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        where = "stdin" if str(path) == "-" else str(path)
+        raise UsageError(f"{name}: {where} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def _write_any_text() -> None:
+    """Write what the terminal cannot show as `?` instead of failing on it."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")

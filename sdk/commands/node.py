@@ -1,0 +1,184 @@
+"""What the commands do that run a node on this box, or its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from ...bootstrap import parse_address
+from ...coordinator import Phase
+from ...kvtransport.probing.figures import BoxFigures
+from ...node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
+from ...node.box.hardware import probe
+from ...node.box.start_checks import require_engine
+from ...node.engine.gpucheck.run import run_check, write_report
+from ...node.engine.gpucheck.verdicts import table
+from ...node.engine.trials.selftest import check_installation, selftest_log
+from ...node.links.kv_ways import WaySettings
+from ..errors import UsageError
+from .network import network_target
+
+__all__ = ["NODE_COMMANDS"]
+
+SWITCH_S: Final = 0.0005
+"""For so long a thread that plans or measures may keep a node's event loop waiting; ten times less than by default."""
+
+
+def bootstrap(arguments: Namespace) -> int:
+    """`p2pserve bootstrap`."""
+    return _run_node(_settings(arguments, arguments.home.expanduser() / "bootstrap", None), arguments)
+
+
+def join(arguments: Namespace) -> int:
+    """`p2pserve join`."""
+    where = network_target(arguments)
+    return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
+
+
+def leave(arguments: Namespace) -> int:
+    """`p2pserve leave`."""
+    leave_node(arguments.home.expanduser() / arguments.node, arguments.timeout_s)
+    return 0
+
+
+def selftest(arguments: Namespace) -> int:
+    """`p2pserve selftest`."""
+    if arguments.full:
+        return _check_gpu(arguments)
+    require_engine(probe(), os.environ)
+    verdict = trio.run(check_installation)
+    if arguments.format == "json":
+        print(json.dumps(msgspec.to_builtins(verdict)))
+    elif verdict.passed:
+        print(f"vLLM {verdict.versions.vllm} works with p2pserve ({verdict.seconds:.1f} s)")
+    else:
+        print(f"vLLM {verdict.versions.vllm} does not work with p2pserve: {verdict.reason}; see {selftest_log()}")
+    return 0 if verdict.passed else 1
+
+
+def _check_gpu(arguments: Namespace) -> int:
+    """`p2pserve selftest --full`: what was found goes to standard output, and how far it is beside it if that is
+    JSON."""
+    as_json = arguments.format == "json"
+    if not arguments.report.parent.is_dir():
+        raise UsageError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
+    report = run_check(lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True))
+    write_report(report, arguments.report)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(report)))
+    elif report.cards:
+        print(f"{table(report)}\nsee {arguments.report}")
+    return 0 if report.passed else 1
+
+
+NODE_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
+    "bootstrap": bootstrap,
+    "join": join,
+    "leave": leave,
+    "selftest": selftest,
+}
+
+
+def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettings:
+    listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
+    return NodeSettings(
+        home=home,
+        listen=parse_address(listen),
+        announce=arguments.announce,
+        bootstrap=where,
+        token=arguments.token if where is not None else None,
+        model=arguments.model,
+        codec=arguments.codec,
+        ways=WaySettings(
+            site=arguments.site,
+            box=BoxFigures(
+                up_gbps=arguments.up_gbps,
+                down_gbps=arguments.down_gbps,
+                up_usd_per_gb=arguments.usd_per_gb_up,
+                down_usd_per_gb=arguments.usd_per_gb_down,
+                relay_gbps=arguments.relay_gbps,
+            ),
+            usd_per_s=arguments.usd_per_s,
+            max_usd_per_gb=arguments.max_usd_per_gb,
+        ),
+        engine=EngineKnobs(
+            dtype=arguments.dtype,
+            kv_cache_mib=arguments.kv_cache_mib,
+            max_batched_tokens=arguments.max_batched_tokens,
+            max_requests=arguments.max_requests,
+            max_model_len=arguments.max_model_len,
+            async_scheduling=arguments.async_scheduling,
+            threads=arguments.threads,
+            tp=arguments.tp,
+            memory_gib=arguments.memory_gib,
+            emulate=arguments.emulate,
+            emulate_specs=arguments.emulate_specs,
+        ),
+        drain_s=arguments.drain_s,
+        phase=Phase(arguments.phase) if arguments.phase is not None else None,
+        usd_per_hour=arguments.usd_per_hour,
+        engine_channel=getattr(arguments, "engine_channel", None),
+    )
+
+
+def _run_node(settings: NodeSettings, arguments: Namespace) -> int:
+    greet = _greet_json if arguments.format == "json" else _greet
+    sys.setswitchinterval(SWITCH_S)
+    return trio.run(_serve_until_signal, settings, greet)
+
+
+async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
+    """Run a node. The first signal drains it, a second one ends it at once; so does one before it has joined."""
+    stop = trio.Event()
+    code = 0
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            joined = False
+
+            async def watch() -> None:
+                nonlocal code
+                async for _ in signals:
+                    if not joined or stop.is_set():
+                        code = 130
+                        nursery.cancel_scope.cancel()
+                    else:
+                        stop.set()
+                        _say("leaving; once more to leave at once")
+
+            async def serve(*, task_status: trio.TaskStatus[Started]) -> None:
+                await run_node(settings, say=_say, stop=stop, task_status=task_status)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            started: Started = await nursery.start(serve)
+            joined = True
+            greet(started)
+    return code
+
+
+def _greet(started: Started) -> None:
+    print(f"node {started.peer} at {started.address}")
+    worker, client = started.tokens.get("worker"), started.tokens.get("client")
+    if worker is not None:
+        print(f"nodes join with:   p2pserve join --bootstrap {worker}")
+    if client is not None:
+        print(f'clients ask with:  p2pserve generate --bootstrap {client} "def fibonacci(n):"')
+    sys.stdout.flush()
+
+
+def _greet_json(started: Started) -> None:
+    greeting = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
+    print(json.dumps(greeting), flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""`p2pserve status` for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from ...bootstrap import Role
+from ...coordinator import Phase
+from ...node.messages import Advert, NodeStatus, Status
+from ...node.replica.place import Place
+
+__all__ = ["COLUMNS", "node_row", "open_console", "plan_lines", "print_status", "short"]
+
+COLUMNS = ("node", "role", "phase", "state", "address", "rtt", "hardware", "engine", "model", "load")
+CLIENT = Role.CLIENT.value
+WIDE = 200  # columns for a table that goes to a file: nothing is cut off
+
+
+class PlainConsole(Console):
+    """A console that lets a closed pipe be an error: by default it ends the process on the spot."""
+
+    def on_broken_pipe(self) -> None:
+        """Called in the handler of that error."""
+        raise  # noqa: PLE0704 (rich calls this while it handles the error)
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """A console that prints text as it is; what goes to a file is not cut off."""
+    console = PlainConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = PlainConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=WIDE)
+    return console
+
+
+def print_status(status: Status, console: Console | None = None) -> None:
+    """Print the table of nodes, the coordinator and the plan."""
+    console = console or open_console()
+    console.print(status_table(status))
+    for line in plan_lines(status):
+        console.print(line)
+
+
+def status_table(status: Status) -> Table:
+    """One line for each node; clients come and go, and are only counted."""
+    table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
+    for node in status.nodes:
+        if node.role != CLIENT:
+            table.add_row(*node_row(node, status))
+    return table
+
+
+def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
+    """The cells of a node, in the order of COLUMNS."""
+    phase = status.plan.phase_of(node.peer) if status.plan is not None else None
+    marks = "*" if node.peer == status.coordinator else ""
+    rtt = "here" if node.peer == status.answered_by else "-" if node.rtt_s is None else f"{node.rtt_s * 1000:.1f} ms"
+    advert = node.advert
+    if advert is None:
+        return (short(node.peer) + marks, node.role, "-", node.state, node.address, rtt, "-", "-", "-", "-")
+    state = "draining" if advert.draining and node.state == "alive" else node.state
+    return (
+        short(node.peer) + marks,
+        node.role,
+        _phase(phase, advert.phase),
+        state,
+        node.address,
+        rtt,
+        advert.hardware.summary(),
+        _engine(advert, node.peer),
+        advert.model.service if advert.model is not None else "-",
+        _load(advert),
+    )
+
+
+def plan_lines(status: Status) -> list[str]:
+    """Coordinator, plan, pairings and the reasons for them."""
+    if status.coordinator is None:
+        lines = ["coordinator: none is elected"]
+    else:
+        lines = [f"coordinator*: {status.coordinator} (epoch {status.epoch})"]
+    clients = sum(node.role == CLIENT and node.state == "alive" for node in status.nodes)
+    lines.append(f"clients of the answering node: {clients}")
+    plan = status.plan
+    if plan is None:
+        return [*lines, "plan: none yet"]
+    lines.append(f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}")
+    for replica in plan.replicas:
+        if len(replica.stages) > 1:
+            spans = ", ".join(str(Place(replica.stages, i)) + f" on {short(p)}" for i, p in enumerate(replica.peers))
+            lines.append(f"  replica {short(replica.id)} spans boxes: {spans}")
+    for pair in plan.pairings:
+        if pair.prefill == pair.decode:
+            lines.append(f"  {pair.weight:4.0%} of requests on {short(pair.decode)}")
+        else:
+            lines.append(
+                f"  {pair.weight:4.0%} of requests prefill{_part(pair.prefill_share)} on {short(pair.prefill)}, "
+                f"decode on {short(pair.decode)}"
+            )
+    return [*lines, *(f"  why: {shortened(reason, plan.peers)}" for reason in plan.why)]
+
+
+def shortened(text: str, peers: Iterable[str]) -> str:
+    """A text with these peers' ids as tables show them."""
+    for peer in peers:
+        text = text.replace(peer, short(peer))
+    return text
+
+
+def short(peer: str) -> str:
+    """A peer id as tables show it: its end, since all begin alike."""
+    return f"..{peer[-6:]}"
+
+
+def _phase(phase: Phase | None, pinned: Phase | None) -> str:
+    """What a node does, and what its owner wants it to."""
+    if pinned is None:
+        return phase.value if phase is not None else "-"
+    if phase is pinned:
+        return f"{phase.value}, pinned"
+    return f"{phase.value if phase is not None else '-'}, pinned to {pinned.value}"
+
+
+def _engine(advert: Advert, peer: str) -> str:
+    engine = advert.engine
+    if engine is None:
+        return "-"
+    place = next((Place(engine.stages, i) for i, stage in enumerate(engine.stages) if stage.peer == peer), None)
+    parts = [
+        engine.state,
+        f"stage {place}" if place else "",
+        f"{engine.engine} on {engine.device}" if engine.engine else "",
+        engine.detail,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _part(prefill_share: float) -> str:
+    return "" if prefill_share == 1.0 else f" the first {prefill_share:.0%} of the prompt"
+
+
+def _load(advert: Advert) -> str:
+    stats = advert.stats
+    if stats is None:
+        return "-"
+    return f"{stats.running} running, {stats.waiting} waiting, KV {stats.kv_usage:.0%}"

@@ -1,0 +1,1 @@
+"""`p2pserve demo`: a whole network on one machine."""

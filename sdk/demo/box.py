@@ -1,0 +1,316 @@
+"""The processes of the demo: everything it starts, watched while it runs and gone when it ends.
+
+    demo --- fork server --- engine, engine, ...     (one channel for each node, one for the demo itself)
+        |--- bootstrap
+        |--- join, join, ...
+        `--- measurement of bits per byte
+
+Nothing outlives `open_box`: processes are ended by their ids, the folder is removed, also after a cancellation
+at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import psutil
+import trio
+
+from ...coordinator import Phase
+from ...node.replica.engine_link import fork_server_command
+from ..errors import DemoFailed
+
+__all__ = ["Box", "Greeting", "open_box"]
+
+KV_CACHE_MIB = 64
+MEMORY_INTERVAL_S = 1.0
+LEAVE_S = 8.0
+GONE_S = 2.0
+LOG_LINE = 300  # characters of a log's last line that go into an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """What a node prints once it has been admitted."""
+
+    peer: str
+    address: str
+    tokens: dict[str, str]
+
+
+@final
+@dataclass(slots=True)
+class _Child:
+    name: str
+    process: trio.Process
+    log: Path | None
+    expected_to_end: bool = False
+
+
+@final
+class Box:
+    """What the demo has started. Use `open_box`."""
+
+    def __init__(self, home: Path, nursery: trio.Nursery) -> None:
+        self.home = home
+        self.peak_memory_mib = 0.0
+        self._nursery = nursery
+        self._children: list[_Child] = []
+        self._channels: list[socket.socket] = []
+
+    def __repr__(self) -> str:
+        return f"<Box {self.home} processes={len(self._children)}>"
+
+    async def start_fork_server(self, channels: int, *, emulated: bool = False) -> None:
+        """Start the fork server all engines come from, with this many channels for `take_channel`; `emulated`: one
+        without vLLM.
+
+        One more stays here: the server must not end before it has seen the last of its engines end.
+        """
+        theirs = []
+        for _ in range(channels + 1):
+            ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._channels.append(ours)
+            theirs.append(other)
+        log = self.home / "fork-server.log"
+        command, environment = fork_server_command(theirs, log=log, threads=1, emulated=emulated)
+        # vLLM leaves a temporary file behind for each engine.
+        environment["TMPDIR"] = str(self.home)
+        descriptors = tuple(other.fileno() for other in theirs)
+        try:
+            await self._start("the fork server", command, environment, log, descriptors)
+        finally:
+            for other in theirs:
+                other.close()
+
+    def take_channel(self) -> socket.socket:
+        """A channel of the fork server; the caller closes it."""
+        return self._channels.pop()
+
+    async def start_bootstrap(self, codec: str) -> Greeting:
+        """Start a network."""
+        child = await self._start_node("bootstrap", ["bootstrap", "--codec", codec], {}, ())
+        return await self._greeting(child)
+
+    async def start_node(self, number: int, token: str, model: Path, codec: str, phase: Phase | None) -> Greeting:
+        """Start a node with an engine, pinned to a phase or not, and wait until it has joined."""
+        options = ["--phase", phase.value] if phase is not None else []
+        options += ["--model", str(model), "--codec", codec, "--threads", "1", "--kv-cache-mib", str(KV_CACHE_MIB)]
+        return await self.join(number, token, options)
+
+    async def join(self, number: int, token: str, options: list[str]) -> Greeting:
+        """Start a node with an engine and these options of `p2pserve join`, and wait until it has joined."""
+        with self.take_channel() as channel:
+            descriptor = channel.fileno()
+            arguments = ["join", *options, "--engine-channel", str(descriptor)]
+            child = await self._start_node(f"node {number}", arguments, {"P2PSERVE_BOOTSTRAP": token}, (descriptor,))
+        return await self._greeting(child)
+
+    async def start_measurement(self, module: str, *options: str) -> trio.Process:
+        """Run a module of ours at the lowest priority; it prints its result, and may fail."""
+        environment = {**_environment(), "OMP_NUM_THREADS": "1"}
+        log = self.home / "measurement.log"
+        child = await self._start("the measurement", [sys.executable, "-m", module, *options], environment, log, ())
+        child.expected_to_end = True
+        try:
+            psutil.Process(child.process.pid).nice(19)
+        except psutil.NoSuchProcess:
+            pass  # it has ended already, and its output says why
+        return child.process
+
+    def cpu_seconds(self) -> dict[int, float]:
+        """What each process that runs because of us has used of the processors so far, by id; this one too."""
+        found = {}
+        for process in (psutil.Process(), *self._tree()):
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            found[process.pid] = times.user + times.system
+        return found
+
+    def engine_logs(self) -> str:
+        """What the engines of all nodes have had to say."""
+        return "".join(path.read_text("utf-8", "replace") for path in sorted(self.home.glob("*/engine.log")))
+
+    async def leave(self) -> bool:
+        """Let the nodes leave, the bootstrap last. Whether all did, in time and with status 0."""
+        for child in self._children:
+            child.expected_to_end = True
+        nodes = [child for child in self._children if child.name.startswith("node")]
+        rest = [child for child in self._children if child.name == "bootstrap"]
+        for group in (nodes, rest):
+            for child in group:
+                if child.process.returncode is None:
+                    child.process.send_signal(signal.SIGTERM)
+            with trio.move_on_after(LEAVE_S):
+                for child in group:
+                    await child.process.wait()
+        return all(child.process.returncode == 0 for child in (*nodes, *rest))
+
+    async def _start_node(
+        self, name: str, arguments: list[str], environment: dict[str, str], descriptors: tuple[int, ...]
+    ) -> _Child:
+        home = self.home / name.replace(" ", "-")
+        command = [sys.executable, "-m", "p2pserve.sdk.cli", *arguments, "--home", str(home)]
+        command += ["--listen", "127.0.0.1:0", "--format", "json", "--drain-s", "2"]
+        environment = {**_environment(), **environment}
+        return await self._start(name, command, environment, home.with_suffix(".log"), descriptors)
+
+    async def _start(
+        self, name: str, command: list[str], environment: dict[str, str], log: Path, descriptors: tuple[int, ...]
+    ) -> _Child:
+        # Shielded: a process that was started must be in the list.
+        with trio.CancelScope(shield=True), log.open("wb") as errors:
+            process = await trio.lowlevel.open_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C is for the demo, which then ends them in order
+            )
+            child = _Child(name, process, log)
+            self._add(child)
+        return child
+
+    def _add(self, child: _Child) -> None:
+        self._children.append(child)
+        self._nursery.start_soon(self._watch, child)
+
+    async def _watch(self, child: _Child) -> None:
+        status = await child.process.wait()
+        if not child.expected_to_end:
+            raise DemoFailed(f"{child.name} ended with status {status}{_last_line(child.log)}")
+
+    async def _greeting(self, child: _Child) -> Greeting:
+        assert child.process.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            data = await child.process.stdout.receive_some()
+            if not data:
+                await trio.sleep_forever()  # its watcher says why it has ended
+            line += data
+        return Greeting(**json.loads(line))
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    async def watch_memory(self) -> None:
+        """Note the highest memory use of the demo and all its processes, shared pages counted once."""
+        while True:
+            pids = [os.getpid(), *(process.pid for process in self._tree())]
+            used = await trio.to_thread.run_sync(proportional_mib, pids)
+            self.peak_memory_mib = max(self.peak_memory_mib, used)
+            await trio.sleep(MEMORY_INTERVAL_S)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def _tree(self) -> list[psutil.Process]:
+        """All processes that run because of us. An engine is a child of the fork server."""
+        found: list[psutil.Process] = []
+        for child in self._children:
+            if child.process.returncode is not None:
+                continue
+            try:
+                process = psutil.Process(child.process.pid)
+                found += [process, *process.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    async def end(self) -> None:
+        """Kill whatever still runs and wait until it is gone: the engines first, their fork server last."""
+        for child in self._children:
+            child.expected_to_end = True
+        tree = self._tree()
+        servers = {child.process.pid for child in self._children if child.name == "the fork server"}
+        rest = [process for process in tree if process.pid not in servers]
+        _kill(rest)
+        await self._wait({child.process.pid for child in self._children} - servers)
+        await _wait_gone(rest)
+        for channel in self._channels:
+            channel.close()  # the fork server ends with its last channel
+        with trio.move_on_after(1.0):
+            await self._wait(servers)
+        _kill(tree)
+        await self._wait(servers)
+        for child in self._children:
+            if child.process.stdout is not None:
+                await child.process.stdout.aclose()
+
+    async def _wait(self, pids: set[int]) -> None:
+        for child in self._children:
+            if child.process.pid in pids:
+                await child.process.wait()
+
+
+@asynccontextmanager
+async def open_box(*, watch_memory: bool = True) -> AsyncIterator[Box]:
+    """A folder and the processes that are started in it, for the length of the body. Watching their memory costs some
+    ten milliseconds a second."""
+    home = Path(tempfile.mkdtemp(prefix="p2pserve-demo-"))
+    try:
+        async with trio.open_nursery() as nursery:
+            box = Box(home, nursery)
+            if watch_memory:
+                nursery.start_soon(box.watch_memory)
+            try:
+                yield box
+            finally:
+                with trio.CancelScope(shield=True):
+                    await box.end()
+            nursery.cancel_scope.cancel()
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what would tell a node otherwise than its arguments do."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("P2PSERVE_")}
+
+
+def proportional_mib(pids: Iterable[int]) -> float:
+    """Sum of the processes' proportional set sizes: a page shared by n of them counts 1/n for each."""
+    total = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue  # it has ended in between
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()  # psutil compares start times, so a new owner of the pid is safe
+        except psutil.NoSuchProcess:
+            continue
+
+
+async def _wait_gone(processes: list[psutil.Process]) -> None:
+    """Wait until their parents, which are not we, have taken note of their ends."""
+    with trio.move_on_after(GONE_S):
+        while any(process.is_running() for process in processes):  # noqa: ASYNC110 (others' children)
+            await trio.sleep(0.02)
+
+
+def _last_line(log: Path | None) -> str:
+    if log is None or not log.is_file():
+        return ""
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    return f": {lines[-1].removeprefix('p2pserve: error: ')[:LOG_LINE]}" if lines else ""

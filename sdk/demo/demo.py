@@ -1,0 +1,409 @@
+"""`p2pserve demo`: a whole network on one machine, for real, beside a single engine.
+
+Real processes, real sockets on loopback, real engines; the only thing unlike a network of boxes is that the
+engines are forked from one server, so that they share what is the same in all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+import trio
+from rich.console import Console
+
+from ...coordinator import Phase
+from ...node.box.hardware import probe
+from ...node.box.start_checks import require_engine
+from ...node.engine import protocol
+from ...node.messages import Generate, Status
+from ...node.models import BUNDLED, Model, TerminalProgress, open_model
+from ...node.replica.engine_link import EngineLink, open_fork_server
+from ...node.requests.request import tokenize
+from ...node.requests.text import PromptError, TextModel
+from ..client import AsyncClient
+from ..commands.status_view import open_console, shortened
+from ..errors import DemoFailed, UsageError
+from ..requests import Generation, build_request
+from .box import KV_CACHE_MIB, Box, open_box
+from .report import (
+    Asked,
+    DemoReport,
+    RequestReport,
+    Watcher,
+    covers,
+    figures_of,
+    node_reports,
+    problems,
+    report_request,
+    request_table,
+)
+
+__all__ = ["DemoSettings", "run_demo"]
+
+MAX_NODES: Final = 16
+POLL_S: Final = 0.3
+CODE_CHARACTERS: Final = 1500
+READ_LINES: Final = '''
+
+
+def read_lines(path):
+    """Return the lines of a file."""
+    '''
+STACK: Final = '''
+
+
+class Stack:
+    """A last-in, first-out stack."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        '''
+MEASURE_UNTIL_S: Final = 40.0  # what is measured beside the requests is waited for until then
+MEASURED_MODULE: Final = "heapq"  # all five held-out modules would keep both cores busy for as long as the demo runs
+PINS: Final = (Phase.DECODE, Phase.PREFILL)  # equal boxes on one machine had better do both: nothing would be shown
+MEASUREMENT: Final = "p2pserve.node.bundled.evaluate"
+CHAT = [{"role": "user", "content": "Return the n-th Fibonacci number."}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """What to show."""
+
+    nodes: int = 4
+    prompt: str | None = None
+    codec: str = "kv4"
+    max_tokens: int = 64
+    model: str = "bundled"
+    timeout_s: float = 120.0
+
+
+def run_demo(arguments: Namespace) -> int:
+    """Run the command: 0 when everything worked, 1 when not, 130 when interrupted."""
+    logging.disable(logging.CRITICAL if not arguments.debug else logging.NOTSET)
+    settings = DemoSettings(
+        nodes=arguments.nodes,
+        prompt=arguments.prompt,
+        codec=arguments.codec,
+        max_tokens=arguments.max_tokens,
+        model=arguments.model,
+        timeout_s=arguments.timeout_s,
+    )
+    if not 1 <= settings.nodes <= MAX_NODES:
+        raise UsageError(f"nodes: {settings.nodes} is not between 1 and {MAX_NODES}")
+    require_engine(probe(), os.environ)
+    as_json = arguments.format == "json"
+    console = open_console(stderr=as_json)
+    model = open_model(settings.model)
+    model.fetch(report=TerminalProgress(sys.stderr, time.monotonic))
+    demo = Demo(settings, model, prepare(settings, model), console)
+    report = trio.run(demo.run)
+    if report is None:
+        return 130
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(report)))
+    else:
+        show_report(report, console)
+    return 0 if report.ok else 1
+
+
+def prepare(settings: DemoSettings, model: Model) -> list[Asked]:
+    """The requests of the demo. Raises InvalidRequest or PromptError for a prompt that cannot be served."""
+    text = TextModel(model.folder)
+    first, second = _code_prompts(text, model.info.max_model_len - settings.max_tokens)
+    if settings.prompt is None:
+        asked = [_ask("code", first, settings, model, text)]
+    else:
+        asked = [_ask("prompt", settings.prompt, settings, model, text)]
+    try:
+        asked.append(_ask("chat", CHAT, settings, model, text))
+    except PromptError:  # a model without a chat template
+        asked.append(_ask("short", "def fibonacci(n):", settings, model, text))
+    asked.append(_ask("more code", second, settings, model, text))
+    return asked
+
+
+def _code_prompts(text: TextModel, room: int) -> tuple[str, str]:
+    """Two pieces of a module that the bundled model has not been trained on, as long as the model can take."""
+    source = Path(heapq.__file__).read_text("utf-8")
+    size = CODE_CHARACTERS
+    while size > 16:
+        prompts = source[:size] + READ_LINES, source[size : 2 * size] + STACK
+        if max(len(text.encode(prompt)) for prompt in prompts) <= room:
+            return prompts
+        size //= 2
+    raise PromptError("max_tokens: they leave no room for a prompt; give fewer")
+
+
+def _ask(name: str, what: str | list[dict[str, str]], settings: DemoSettings, model: Model, text: TextModel) -> Asked:
+    prompt, messages = (what, None) if isinstance(what, str) else (None, what)
+    body: Generate = build_request(prompt, messages, {"max_tokens": settings.max_tokens})
+    tokens, _ = tokenize(body, text, model.info.max_model_len)
+    return Asked(name=name, prompt=prompt, messages=messages, tokens=tokens)
+
+
+@final
+class Demo:
+    """One run. `stage` says what it is doing, for the error when time runs out."""
+
+    def __init__(self, settings: DemoSettings, model: Model, asked: list[Asked], console: Console) -> None:
+        self._settings = settings
+        self._model = model
+        self._asked = asked
+        self._console = console
+        self._stage = "starting"
+        self._started = time.monotonic()
+
+    async def run(self) -> DemoReport | None:
+        """Run to the end; None when interrupted. Raises DemoFailed and whatever a part of the network raises."""
+        report: DemoReport | None = None
+        interrupted = False
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+            async with trio.open_nursery() as nursery:
+
+                async def watch() -> None:
+                    nonlocal interrupted
+                    async for _ in signals:
+                        if not interrupted:
+                            interrupted = True
+                            self._say("interrupted: ending everything that was started")
+                            nursery.cancel_scope.cancel()
+
+                nursery.start_soon(watch)
+                with trio.move_on_after(self._settings.timeout_s) as limit:
+                    report = await self._run()
+                if limit.cancelled_caught:
+                    raise DemoFailed(f"not done after {self._settings.timeout_s:g} s: {self._stage}; see --timeout-s")
+                nursery.cancel_scope.cancel()
+        return None if interrupted else report
+
+    async def _run(self) -> DemoReport:
+        settings = self._settings
+        async with open_box() as box:
+            self._stage = "the fork server and the bootstrap start"
+            await box.start_fork_server(settings.nodes + 1)
+            measurement = await self._start_measurement(box)
+            bootstrap = await box.start_bootstrap(settings.codec)
+            self._say(f"bootstrap: ..{bootstrap.peer[-6:]} at {bootstrap.address}")
+            async with AsyncClient(bootstrap.tokens["client"]) as client:
+                status, peers = await self._start_nodes(box, client, bootstrap.tokens["worker"])
+                engines_ready_s = self._elapsed()
+                answers = await self._ask_all(client)
+                status = await client.status()
+            singles = await self._ask_single(box)
+            bits, source = await self._bits_per_byte(measurement)
+            self._stage = "the nodes leave"
+            left = await box.leave()
+            dtype = node_reports(status, peers)[0].dtype
+            requests = tuple(
+                report_request(asked, answer, single, self._model.info, dtype)
+                for asked, answer, single in zip(self._asked, answers, singles, strict=True)
+            )
+            found = problems(requests, nodes=settings.nodes, codec=settings.codec)
+            if not left:
+                found = (*found, "not every node left in order")
+            return DemoReport(
+                ok=not found,
+                problems=found,
+                bootstrap=bootstrap.peer,
+                nodes=node_reports(status, peers),
+                coordinator=status.coordinator,
+                plan=msgspec.to_builtins(status.plan),
+                requests=requests,
+                model=self._model.info.service,
+                model_bits_per_byte=bits,
+                model_bits_per_byte_source=source,
+                engines_ready_s=engines_ready_s,
+                elapsed_s=self._elapsed(),
+                peak_memory_mib=box.peak_memory_mib,
+            )
+
+    async def _start_nodes(self, box: Box, client: AsyncClient, token: str) -> tuple[Status, frozenset[str]]:
+        """Start the nodes and wait until all of them are in the plan."""
+        self._stage = "the nodes join"
+        if self._settings.nodes > 1:
+            self._say("nodes are pinned to prefill and decode in turn: left to the planner, each might do both")
+        peers: list[str] = []
+
+        async def start(number: int) -> None:
+            phase = PINS[number % len(PINS)] if self._settings.nodes > 1 else None
+            greeting = await box.start_node(number, token, self._model.folder, self._settings.codec, phase)
+            peers.append(greeting.peer)
+
+        watcher = Watcher()
+        async with trio.open_nursery() as nursery:
+            for number in range(1, self._settings.nodes + 1):
+                nursery.start_soon(start, number)
+            while True:
+                status = await client.status()
+                for line in watcher.on_status(status):
+                    self._say(line)
+                if len(peers) == self._settings.nodes:
+                    self._stage = "the engines start and the coordinator makes its plan"
+                    if covers(status, frozenset(peers)):
+                        return status, frozenset(peers)
+                await trio.sleep(POLL_S)
+
+    async def _ask_all(self, client: AsyncClient) -> list[Generation]:
+        """The first request by itself, to be watched and timed; the others at the same time."""
+        self._stage = "the network answers"
+        answers: dict[str, Generation] = {}
+        first, rest = self._asked[0], self._asked[1:]
+        self._say(f"asking for {first.name}: {len(first.tokens)} tokens, the answer as it comes:")
+        answers[first.name] = await self._ask(client, first, shown=True)
+        async with trio.open_nursery() as nursery:
+
+            async def ask(asked: Asked) -> None:
+                answers[asked.name] = await self._ask(client, asked, shown=False)
+
+            self._say(f"asking for {' and '.join(asked.name for asked in rest)} at the same time")
+            for asked in rest:
+                nursery.start_soon(ask, asked)
+        return [answers[asked.name] for asked in self._asked]
+
+    async def _ask(self, client: AsyncClient, asked: Asked, *, shown: bool) -> Generation:
+        stream = client.generate(
+            asked.prompt, messages=asked.messages, stream=True, max_tokens=self._settings.max_tokens
+        )
+        async with stream:
+            async for piece in stream:
+                if shown:
+                    self._console.file.write(piece.text)
+                    self._console.file.flush()
+            answer = stream.result
+        if shown:
+            self._console.file.write("\n")
+        if answer.figures is not None:
+            self._say(f"{asked.name}: {figures_of(answer.figures)}")
+        return answer
+
+    async def _ask_single(self, box: Box) -> list[tuple[int, ...]]:
+        """The same requests on one engine, one after the other, without any network."""
+        self._stage = "a single engine answers"
+        self._say("asking a single engine, without a network, for the same")
+        config = protocol.EngineConfig(model=str(self._model.folder), kv_cache_mib=KV_CACHE_MIB, threads=1)
+        channel = box.take_channel()
+        async with open_fork_server(log=None, threads=1, channel=channel.detach()) as server:
+            single = SingleEngine()
+            link = await server.start_engine(config, single.on_message)
+            return [await single.ask(link, asked.tokens, self._settings.max_tokens) for asked in self._asked]
+
+    async def _start_measurement(self, box: Box) -> trio.Process | None:
+        if self._model.folder != BUNDLED or self._settings.timeout_s <= MEASURE_UNTIL_S:
+            return None
+        return await box.start_measurement(MEASUREMENT, "--modules", MEASURED_MODULE)
+
+    async def _bits_per_byte(self, measurement: trio.Process | None) -> tuple[float | None, str]:
+        """The bundled model's figure on the five held-out modules, and what one of them gives here and now."""
+        if self._model.folder != BUNDLED:
+            return None, "not measured: only the bundled model has held-out text"
+        self._stage = "bits per byte are measured"
+        recorded = json.loads((BUNDLED / "metrics.json").read_bytes())
+        source = "measured on the five held-out modules after training"
+        measured = await self._measured(measurement)
+        if measured is not None:
+            before = recorded["bits_per_byte_by_module"][MEASURED_MODULE]
+            source += f"; {MEASURED_MODULE} alone in this run: {measured:.3f}, after training: {before:.3f}"
+        return float(recorded["bits_per_byte"]), source
+
+    async def _measured(self, measurement: trio.Process | None) -> float | None:
+        """What the measurement found, if it is done in time."""
+        if measurement is None or measurement.stdout is None:
+            return None
+        output = b""
+        with trio.move_on_after(max(0.0, MEASURE_UNTIL_S - self._elapsed())):
+            async for data in measurement.stdout:
+                output += data
+            return _bits(output) if await measurement.wait() == 0 else None
+        return None
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _say(self, line: str) -> None:
+        self._console.print(f"{self._elapsed():5.1f} s  {line}")
+
+
+def _bits(raw: bytes) -> float | None:
+    """The figure in a JSON object, or None."""
+    try:
+        return float(json.loads(raw)["bits_per_byte"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@final
+@dataclass(slots=True)
+class SingleEngine:
+    """Requests to an engine of our own, one at a time."""
+
+    _tokens: list[int] = field(default_factory=list)
+    _done: trio.Event = field(default_factory=trio.Event)
+
+    def on_message(self, message: protocol.FromEngine) -> None:
+        """Take what the engine says."""
+        if isinstance(message, protocol.Step):
+            for output in message.outputs:
+                self._tokens += output.tokens
+                if output.finish is not None:
+                    self._done.set()
+
+    async def ask(self, link: EngineLink, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        """The tokens of the greedy answer. Raises DemoFailed when the engine dies."""
+        self._tokens, self._done = [], trio.Event()
+        link.send(
+            protocol.Submit(
+                request=f"single-{len(prompt)}",
+                prompt=prompt,
+                sampling=protocol.Sampling(max_tokens=max_tokens),
+                deadline_s=300.0,
+            )
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_fail_when_gone, link)
+            await self._done.wait()
+            nursery.cancel_scope.cancel()
+        return tuple(self._tokens)
+
+
+async def _fail_when_gone(link: EngineLink) -> None:
+    raise DemoFailed(f"the single engine {await link.wait_gone()}")
+
+
+def show_report(report: DemoReport, console: Console) -> None:
+    """The figures for people."""
+    console.print()
+    for node in report.nodes:
+        console.print(f"{node.peer_id}  {node.role:7}  {node.engine} on {node.device} in {node.dtype}")
+    console.print(f"coordinator: {report.coordinator}")
+    for reason in report.plan["why"]:
+        console.print(f"plan: {shortened(reason, (node.peer_id for node in report.nodes))}")
+    console.print()
+    console.print(request_table(report.requests))
+    _show_agreement(report.requests, console)
+    if report.model_bits_per_byte is not None:
+        console.print(f"model: {report.model_bits_per_byte:.3f} bits per byte, {report.model_bits_per_byte_source}")
+    console.print(f"took {report.elapsed_s:.1f} s and {report.peak_memory_mib / 1024:.2f} GiB at most")
+    for problem in report.problems:
+        console.print(f"PROBLEM: {problem}")
+    console.print("everything worked" if report.ok else "not everything worked")
+
+
+def _show_agreement(requests: tuple[RequestReport, ...], console: Console) -> None:
+    same = sum(request.identical_to_single_engine for request in requests)
+    console.print(f"{same} of {len(requests)} answers are identical to those of the single engine")

@@ -1,0 +1,1 @@
+"""The running network beside its simulation and its plan."""

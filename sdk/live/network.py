@@ -1,0 +1,210 @@
+"""A network of emulated nodes on this machine, and a trace replayed through it by way of the SDK.
+
+Everything but the GPUs is real: a process for each node and for each engine, sockets, gateway, router, coordinator,
+plan, and every byte of KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from math import isnan, nan
+from typing import Final
+
+import numpy as np
+import psutil
+import trio
+
+from ...coordinator import Phase, Plan
+from ...node.messages import Status
+from ...sims.records import Outcomes, Trace
+from ..client import AsyncClient
+from ..demo.box import Box, open_box
+from ..demo.report import covers
+from ..errors import DemoFailed
+
+__all__ = ["MAX_REQUESTS", "LiveRun", "LiveSettings", "run_live"]
+
+POLL_S: Final = 0.3
+WATCH_S: Final = 1.0  # between two looks at the plan
+PLAN_S: Final = 60.0
+SETTLE_S: Final = 5.0  # in which the nodes measure the links between them
+WARM_UP: Final = 4  # requests for each pair of the plan, so that the links are there
+WARM_UP_TOKENS: Final = (64, 8)
+DEADLINE_S: Final = 600.0
+WORD: Final = " x"  # one token of the bundled tokenizer, however often it is repeated
+MAX_REQUESTS: Final = 64  # of an engine at once
+TOO_SLOW: Final = "too slow"  # as an emulated engine says it
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSettings:
+    """`nodes` with `cards` each (`1xL4`), by that column of the GPU table, serve a known `model`. They are pinned to
+    `phases` in turn, if there are any."""
+
+    nodes: int
+    cards: str
+    specs: str
+    model: str
+    codec: str
+    max_batched_tokens: int
+    phases: tuple[Phase, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LiveRun:
+    """What a replay has shown.
+
+    `outcomes` by the client's clock, from the moment that the trace has for a request. `plans` with the moments from
+    which they were seen to be followed; the first was there when the replay began. `status` is as of the end.
+    `recovered` requests needed more than one attempt; so often were engines `late`, that is behind their model. `cores`
+    of this machine were busy on average, `own_cores` with this run.
+    """
+
+    outcomes: Outcomes
+    plans: tuple[tuple[float, Plan], ...]
+    status: Status
+    recovered: int
+    late: int
+    cores: float
+    own_cores: float
+
+
+async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
+    """Start the network, warm it up, replay the trace and end everything. Raises DemoFailed or ClientError."""
+    async with open_box(watch_memory=False) as box:
+        await box.start_fork_server(settings.nodes, emulated=True)
+        bootstrap = await box.start_bootstrap(settings.codec)
+        async with AsyncClient(bootstrap.tokens["client"]) as client:
+            plan = await _start(box, client, bootstrap.tokens["worker"], settings, say)
+            await trio.sleep(SETTLE_S)
+            say("warming up: every pair of the plan gets its link")
+            await _warm_up(client, plan)
+            say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
+            with _cores(box) as cores:
+                async with _plans_followed(client) as plans:
+                    outcomes, recovered = await _replay(client, trace, say)
+            status = await client.status()
+        return LiveRun(
+            outcomes=outcomes,
+            plans=tuple(plans),
+            status=status,
+            recovered=recovered,
+            late=box.engine_logs().count(TOO_SLOW),
+            cores=cores[0],
+            own_cores=cores[1],
+        )
+
+
+async def _start(box: Box, client: AsyncClient, token: str, settings: LiveSettings, say: Say) -> Plan:
+    """Start the nodes; returns the plan that all of them are in."""
+    options = [
+        "--emulate",
+        settings.cards,
+        "--emulate-specs",
+        settings.specs,
+        "--model",
+        settings.model,
+        "--codec",
+        settings.codec,
+    ]
+    options += ["--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
+    peers: list[str] = []
+
+    async def start(number: int) -> None:
+        pin = ["--phase", settings.phases[number % len(settings.phases)].value] if settings.phases else []
+        peers.append((await box.join(number, token, [*options, *pin])).peer)
+
+    say(f"starting {settings.nodes} emulated nodes of {settings.cards} ({settings.specs}) for {settings.model}")
+    with trio.move_on_after(PLAN_S):
+        async with trio.open_nursery() as nursery:
+            for number in range(1, settings.nodes + 1):
+                nursery.start_soon(start, number)
+        while True:
+            status = await client.status()
+            if covers(status, frozenset(peers)) and status.plan is not None:
+                return status.plan
+            await trio.sleep(POLL_S)
+    raise DemoFailed(f"no plan with all {settings.nodes} nodes after {PLAN_S:g} s")
+
+
+async def _warm_up(client: AsyncClient, plan: Plan) -> None:
+    prompt, output = WARM_UP_TOKENS
+    async with trio.open_nursery() as nursery:
+        for _ in range(WARM_UP * len(plan.pairings)):
+            nursery.start_soon(_ask, client, prompt, output)
+            await trio.sleep(0.05)
+
+
+async def _replay(client: AsyncClient, trace: Trace, say: Say) -> tuple[Outcomes, int]:
+    """Ask as the trace does; returns what the client has seen, and how many requests needed more than one attempt."""
+    ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
+    recovered = done = 0
+    began = trio.current_time()
+
+    async def one(row: int) -> None:
+        nonlocal recovered, done
+        at = began + float(trace.arrival_s[row])
+        await trio.sleep_until(at)
+        first, last, attempts = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
+        ttft[row], e2e[row] = first - at, last - at
+        recovered, done = recovered + (attempts > 1), done + 1
+        if done % 20 == 0 or done == len(trace):
+            say(f"{done} of {len(trace)} requests have ended")
+
+    async with trio.open_nursery() as nursery:
+        for row in range(len(trace)):
+            nursery.start_soon(one, row)
+    return Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered
+
+
+@asynccontextmanager
+async def _plans_followed(client: AsyncClient) -> AsyncIterator[list[tuple[float, Plan]]]:
+    """The plan of now, and those that replace it while the body runs, with the seconds since then."""
+    began = trio.current_time()
+    status = await client.status()
+    if status.plan is None:
+        raise DemoFailed("the network has lost its plan")
+    plans = [(0.0, status.plan)]
+
+    async def watch() -> None:
+        while True:
+            await trio.sleep(WATCH_S)
+            now = trio.current_time() - began
+            plan = (await client.status()).plan
+            if plan is not None and plan.number != plans[-1][1].number:
+                plans.append((now, plan))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        yield plans
+        nursery.cancel_scope.cancel()
+
+
+async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, int]:
+    """One request of these lengths: when its first and its last token came, and how many attempts it took."""
+    first = last = nan
+    stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S)
+    async with stream:
+        async for piece in stream:
+            if piece.tokens:
+                last = trio.current_time()
+                first = last if isnan(first) else first
+        figures = stream.result.figures
+    if figures is None or (figures.prompt_tokens, figures.completion_tokens) != (prompt, output):
+        raise DemoFailed(f"a request of {prompt} + {output} tokens was answered with {figures}")
+    return first, last, figures.attempts
+
+
+@contextmanager
+def _cores(box: Box) -> Iterator[list[float]]:
+    """How many cores were busy while the body ran, and how many of them with this run: the list, afterwards."""
+    found: list[float] = []
+    before, began = box.cpu_seconds(), trio.current_time()
+    psutil.cpu_percent()
+    yield found
+    spent = sum(seconds - before.get(pid, 0.0) for pid, seconds in box.cpu_seconds().items())
+    found += psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1), spent / (trio.current_time() - began)

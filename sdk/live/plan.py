@@ -1,0 +1,185 @@
+"""`p2pserve plan --live`: the running network's plan with what is expected of it, and the best one found beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+
+from ...coordinator import Phase, Plan
+from ...coordinator.network_plan import best_phases, routed_as
+from ...coordinator.network_problem import NetworkProblem, network_problem
+from ...coordinator.planning.lower.flow import fill, solve
+from ...coordinator.planning.model.problem import Proposal, Solution
+from ...coordinator.planning.model.slo import read_slo
+from ...coordinator.planning.upper.light import reschedule
+from ...kernels.format import Codec
+from ...node.view import NetworkView
+from ..client import Client
+from ..commands.network import network_target
+from ..commands.plan import print_service
+from ..commands.status_view import open_console, short, shortened
+from ..errors import RequestFailed, UsageError
+
+__all__ = ["Change", "LivePlans", "compare", "live_json", "print_live", "run_live_plan"]
+
+OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s")
+"""Options that only a described cluster has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A replica that does something else in the best plan; `was` is None for one that the running plan has not."""
+
+    replica: str
+    was: Phase | None
+    now: Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LivePlans:
+    """`plan` is what the network says it follows; `running`, what is expected of it as things are now: of its replicas
+    that are there. None where there is no plan, or those cannot serve. `best` is the best found."""
+
+    network: NetworkProblem
+    plan: Plan | None
+    running: Proposal | None
+    best: Proposal
+    changes: tuple[Change, ...]
+
+
+def run_live_plan(arguments: Namespace) -> int:
+    """Ask the network, and print both plans. Returns the exit code."""
+    given = [name for name in OF_FILES if getattr(arguments, name)]
+    if given:
+        raise UsageError(f"{given[0].replace('_', '-')}: --live plans the running network, which is as it is")
+    slo, rate = read_slo(arguments.slo), arguments.rate
+    if rate is not None and not 0.0 < rate < 1e9:
+        raise UsageError(f"rate: {rate} is not a number of requests per second above 0")
+    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+        status = client.status()
+    view = NetworkView.of_status(status)
+    service = _service(view, arguments.model)
+    plan = status.plan if status.plan is not None and status.plan.service == service else None
+    network = network_problem(
+        view.boxes(service), view.links(), view.demands(service),
+        service=service, codec=plan.codec if plan is not None else Codec.KV4.value, previous=plan, slo=slo, rate=rate,
+    )  # fmt: skip
+    if network is None:
+        raise RequestFailed(f"no box of the network is ready to serve {service}: see `p2pserve status`")
+    found = compare(network, plan)
+    if arguments.format == "json":
+        print(json.dumps(live_json(found)))
+    else:
+        print_live(found, open_console())
+    sys.stdout.flush()
+    return 0
+
+
+def _service(view: NetworkView, wanted: str | None) -> str:
+    services = view.services()
+    if not services:
+        raise RequestFailed("no box of the network serves a model: there is nothing to plan")
+    if wanted is not None and wanted not in services:
+        raise UsageError(f"model: the network does not serve {wanted!r}, but {', '.join(services)}")
+    if wanted is None and len(services) > 1:
+        raise UsageError(f"model: the network serves several, choose one with --model: {', '.join(services)}")
+    return wanted or services[0]
+
+
+def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
+    """The plan as it would do now, and the best found: starting afresh or from the plan, whatever is better."""
+    running = _running(network, plan)
+    starts = [best_phases(network)]
+    if running is not None and len(running) == len(network.heads):
+        starts.append(reschedule(network.problem, network.evaluator, running, margin=0.0).solution)
+    solution = max(starts, key=lambda start: network.evaluator.score(start).objective)
+    epoch, version = plan.number if plan is not None else (0, 0)
+    best = network.evaluator.propose(solution, epoch=epoch, version=version + 1)[0]
+    expected = _expected(network, plan, running) if plan is not None and running is not None else None
+    before = {head: plan.phase_of(head) if plan is not None else None for head in network.heads}
+    changes = tuple(
+        Change(replica=head, was=before[head], now=phase)
+        for head, phase in network.phases(solution).items()
+        if before[head] is not phase
+    )
+    return LivePlans(network=network, plan=plan, running=expected, best=best, changes=changes)
+
+
+def _running(network: NetworkProblem, plan: Plan | None) -> Solution | None:
+    """Those replicas of the plan that are there; None where they cannot serve."""
+    if plan is None:
+        return None
+    phases = {head: phase for head in network.heads if (phase := plan.phase_of(head)) is not None}
+    if Phase.MIXED not in phases.values() and len(set(phases.values())) < len((Phase.PREFILL, Phase.DECODE)):
+        return None
+    return network.solution(phases)
+
+
+def _expected(network: NetworkProblem, plan: Plan, running: Solution) -> Proposal:
+    """With the plan's own shares of the requests: of as many as the planner would serve in one of its ways."""
+    there = {replica.id for replica in plan.replicas} & set(network.ids(running))
+    left = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= there]
+    total = sum(pair.weight for pair in left)
+    served = [network.evaluator.orchestrate(running, solver=solver)[0].flow.served for solver in (fill, solve)]
+    routes = [routed_as(network, running, left, rate / total) for rate in served if total and rate]
+    return network.evaluator.propose(running, epoch=plan.epoch, version=plan.version, solvers=routes or (fill, solve))[
+        0
+    ]
+
+
+def live_json(found: LivePlans) -> dict[str, Any]:
+    """Everything, for programs."""
+    service = found.network.service
+    return {
+        "service": service.name,
+        "rate": service.workload.rate,
+        "asked": found.network.asked,
+        "lengths": service.workload.name,
+        "slo": msgspec.to_builtins(service.slo),
+        "plan": msgspec.to_builtins(found.plan),
+        "running": msgspec.to_builtins(found.running),
+        "best": msgspec.to_builtins(found.best),
+        "changes": msgspec.to_builtins(found.changes),
+        "why": list(found.network.why),
+    }
+
+
+def print_live(found: LivePlans, console: Console) -> None:
+    """For people."""
+    network, problem = found.network, found.network.problem
+    console.print(
+        f"{problem.cluster.gpus} GPUs or processors in {len(problem.cluster.boxes)} boxes, "
+        f"{network.asked:.3g} requests/s asked for; estimates, not measurements"
+    )
+    named = partial(shortened, peers=[box.id for box in problem.cluster.boxes])
+    for line in network.why:
+        console.print(f"  {named(line)}")
+    if found.plan is None:
+        console.print("\nno plan is running")
+    elif found.running is None:
+        number = f"{found.plan.epoch}.{found.plan.version}"
+        console.print(f"\nplan {number} is running; those of its replicas that are there cannot serve")
+    else:
+        console.print(f"\nplan {found.plan.epoch}.{found.plan.version} is running:", end="")
+        print_service(network.service, problem, found.running, console, named)
+    if found.running is not None and not found.changes:
+        console.print("\nno better plan was found: every replica does what is best")
+        return
+    console.print("\nbest found:", end="")
+    print_service(network.service, problem, found.best, console, named)
+    console.print()
+    for change in found.changes:
+        console.print(f"would change: {short(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")
+    if found.running is not None:
+        was, now = found.running, found.best
+        console.print(
+            f"would give: attainment {was.attainment:.1%} -> {now.attainment:.1%}, at most "
+            f"{was.max_rate:.2f} -> {now.max_rate:.2f} requests/s in time"
+        )

@@ -1,0 +1,1 @@
+"""One replica's engine in virtual time."""

@@ -1,0 +1,1 @@
+"""Routing policies that only simulations use, for comparison."""

@@ -1,0 +1,244 @@
+"""What comes out of a simulation, and the figures that people ask of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+from typing import Final, NamedTuple, final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...coordinator.plan import Phase
+from ...coordinator.planning.model.workload import Service, Slo
+from ..engine.values import StepRecord, Tally
+from ..records import Outcomes
+from ..scenario import ServiceRun, SimSettings
+
+__all__ = [
+    "Distribution",
+    "ReplicaOutcome",
+    "ServiceLog",
+    "ServiceOutcome",
+    "SimResult",
+    "StepLog",
+    "Summary",
+    "TransferRecord",
+    "attainment",
+    "deadline_scale",
+    "meets",
+    "summarise",
+]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PERCENTILES: Final = (50.0, 90.0, 99.0)
+
+
+class StepLog(NamedTuple):
+    """What a replica (its number in the result) did in one go."""
+
+    replica: int
+    step: StepRecord
+
+
+class TransferRecord(NamedTuple):
+    """KV of one request (row of its trace) between two replicas (numbers), from its first byte until it had landed."""
+
+    row: int
+    source: int
+    target: int
+    start_s: float
+    end_s: float
+    tokens: int
+
+
+@final
+class ServiceLog:
+    """Filled while the simulation runs; a row for each request of the trace."""
+
+    def __init__(self, run: ServiceRun) -> None:
+        count = len(run.trace)
+        self._run = run
+        self.ttft_s = array("d", [nan]) * count
+        self.e2e_s = array("d", [nan]) * count
+        self.kv_s = array("d", [0.0]) * count
+        self.prefill = array("q", [-1]) * count
+        self.decode = array("q", [-1]) * count
+        self.replays = array("q", [0]) * count
+        self.refused = 0
+
+    def outcome(self) -> ServiceOutcome:
+        """As values."""
+        return ServiceOutcome(
+            service=self._run.service,
+            outcomes=Outcomes(trace=self._run.trace, ttft_s=np.array(self.ttft_s), e2e_s=np.array(self.e2e_s)),
+            kv_s=np.array(self.kv_s),
+            prefill=np.array(self.prefill, dtype=np.int64),
+            decode=np.array(self.decode, dtype=np.int64),
+            replays=np.array(self.replays, dtype=np.int64),
+            refused=self.refused,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServiceOutcome:
+    """What became of a service's requests, row by row.
+
+    `kv_s`: seconds from the end of reading the prompt until its KV had landed (the visible part of the transfer).
+    `prefill`, `decode`: numbers of the replicas that read the prompt and wrote the last token; -1 for none.
+    `replays`: how often a lost box made it start again. `refused`: requests longer than their replica's KV memory.
+    """
+
+    service: Service
+    outcomes: Outcomes
+    kv_s: Floats
+    prefill: Ints
+    decode: Ints
+    replays: Ints
+    refused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOutcome:
+    """One replica; `times` says where its step times are from, `phase` is its last."""
+
+    id: str
+    service: str
+    phase: Phase
+    boxes: tuple[str, ...]
+    times: str
+    tally: Tally
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SimResult:
+    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if they were kept."""
+
+    services: tuple[ServiceOutcome, ...]
+    replicas: tuple[ReplicaOutcome, ...]
+    boxes: tuple[str, ...]
+    settings: SimSettings
+    events: int
+    end_s: float
+    sent_bytes: Mapping[tuple[int, int], float]
+    traffic_usd: float
+    steps: tuple[StepLog, ...]
+    transfers: tuple[TransferRecord, ...]
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds, over the requests that ended; NaN if none did."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A service in figures.
+
+    Rates are per second of `span_s`, from the first arrival to the last request's end. `attainment`: the share of all
+    requests that met every deadline; `goodput_s`: how many of those per second. `lengths`, `arrivals` and `times` say
+    what went in.
+    """
+
+    service: str
+    model: str
+    lengths: str
+    arrivals: str
+    times: tuple[str, ...]
+    requests: int
+    completed: int
+    refused: int
+    replayed: int
+    span_s: float
+    offered_s: float
+    completed_s: float
+    output_tokens_s: float
+    prompt_tokens_s: float
+    ttft_s: Distribution
+    tpot_s: Distribution
+    e2e_s: Distribution
+    kv_visible_s: Distribution
+    attainment: float
+    goodput_s: float
+    slo: dict[str, float]
+
+
+def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]:
+    """Which requests met all deadlines, each `scale` times as long. One that never ended met none."""
+    return (
+        (outcomes.ttft_s <= slo.ttft_s * scale)
+        & (outcomes.tpot_s <= slo.tpot_s * scale)
+        & (outcomes.e2e_s <= slo.e2e_s * scale)
+    )
+
+
+def attainment(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> float:
+    """The share of all requests that met all deadlines, each `scale` times as long."""
+    return float(meets(outcomes, slo, scale).mean())
+
+
+def deadline_scale(outcomes: Outcomes, slo: Slo, target: float | None = None) -> float:
+    """How many times as long the deadlines would have to be for `target` (the objective's own) of all requests to
+    meet them; infinite where too few ended at all."""
+    each = np.maximum.reduce(
+        [
+            outcomes.ttft_s / slo.ttft_s,
+            outcomes.tpot_s / slo.tpot_s,
+            outcomes.e2e_s / slo.e2e_s,
+        ]
+    )
+    ordered = np.sort(np.where(np.isnan(each), np.inf, each))
+    needed = int(np.ceil((slo.target if target is None else target) * len(ordered) - 1e-9))
+    return float(ordered[max(0, needed - 1)])
+
+
+def summarise(outcome: ServiceOutcome, result: SimResult) -> Summary:
+    """The figures of one service of a result."""
+    outcomes, service = outcome.outcomes, outcome.service
+    trace, done = outcomes.trace, outcomes.completed
+    ends = trace.arrival_s[done] + outcomes.e2e_s[done]
+    first = float(trace.arrival_s[0])
+    span = max(float(ends.max()) - first, 1e-12) if len(ends) else nan
+    offered_span = float(trace.arrival_s[-1]) - first
+    met = meets(outcomes, service.slo)
+    split = done & (outcome.prefill != outcome.decode)
+    slo = service.slo
+    return Summary(
+        service=service.name,
+        model=service.model.name,
+        lengths=trace.lengths,
+        arrivals=trace.arrivals,
+        times=tuple(sorted({replica.times for replica in result.replicas if replica.service == service.name})),
+        requests=len(trace),
+        completed=int(done.sum()),
+        refused=outcome.refused,
+        replayed=int((outcome.replays > 0).sum()),
+        span_s=span,
+        offered_s=(len(trace) - 1) / offered_span if offered_span > 0.0 else nan,
+        completed_s=float(done.sum()) / span,
+        output_tokens_s=float(trace.output[done].sum()) / span,
+        prompt_tokens_s=float(trace.prompt[done].sum()) / span,
+        ttft_s=_distribution(outcomes.ttft_s[done]),
+        tpot_s=_distribution(outcomes.tpot_s[done & (trace.output > 1)]),
+        e2e_s=_distribution(outcomes.e2e_s[done]),
+        kv_visible_s=_distribution(outcome.kv_s[split]),
+        attainment=float(met.mean()),
+        goodput_s=float(met.sum()) / span,
+        slo={"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s, "target": slo.target},
+    )
+
+
+def _distribution(values: Floats) -> Distribution:
+    if not len(values):
+        return Distribution(mean=nan, p50=nan, p90=nan, p99=nan)
+    p50, p90, p99 = (float(figure) for figure in np.percentile(values, PERCENTILES))
+    return Distribution(mean=float(values.mean()), p50=p50, p90=p90, p99=p99)

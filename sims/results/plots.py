@@ -1,0 +1,99 @@
+"""Pictures of results: how many requests meet deadlines of any length, and what went on over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...coordinator.planning.model.workload import Slo
+from ..records import Outcomes
+from .outcomes import ServiceOutcome, attainment
+from .report import ReportError
+
+__all__ = ["Timeline", "attainment_curve", "plot_attainment", "plot_timeline"]
+
+Floats = NDArray[np.float64]
+
+SCALES: Final = np.geomspace(0.1, 10.0, 81)
+"""Deadlines that a curve shows, as multiples of the service's."""
+
+BINS: Final = 120
+
+
+def attainment_curve(outcomes: Outcomes, slo: Slo, scales: Floats = SCALES) -> Floats:
+    """The share of requests that meet the deadlines, for every multiple of them."""
+    return np.array([attainment(outcomes, slo, float(scale)) for scale in scales])
+
+
+class Timeline:
+    """A service over time, in `bins` equal spans: their starts, requests and tokens per second, requests in the system
+    at each span's end, and the mean TTFT of those that arrived in it (NaN for none)."""
+
+    def __init__(self, outcomes: Outcomes, bins: int = BINS) -> None:
+        trace, done = outcomes.trace, outcomes.completed
+        ends = trace.arrival_s + outcomes.e2e_s
+        last = max(float(trace.arrival_s[-1]), float(ends[done].max()) if done.any() else 0.0)
+        edges = np.linspace(0.0, max(last, 1e-9), bins + 1)
+        width = edges[1] - edges[0]
+        arrived, _ = np.histogram(trace.arrival_s, edges)
+        finished, _ = np.histogram(ends[done], edges)
+        tokens, _ = np.histogram(ends[done], edges, weights=trace.output[done].astype(np.float64))
+        waited, _ = np.histogram(trace.arrival_s[done], edges, weights=outcomes.ttft_s[done])
+        counted, _ = np.histogram(trace.arrival_s[done], edges)
+        self.start_s: Floats = edges[:-1]
+        self.arrived_s: Floats = arrived / width
+        self.finished_s: Floats = finished / width
+        self.tokens_s: Floats = tokens / width
+        self.present: Floats = np.cumsum(arrived - finished).astype(np.float64)
+        self.ttft_s: Floats = np.divide(waited, counted, out=np.full(bins, np.nan), where=counted > 0)
+
+
+def plot_attainment(curves: Mapping[str, ServiceOutcome], path: Path) -> None:
+    """A PNG with a curve for each named outcome. Raises ReportError."""
+    figure, axes = _figure(1)
+    axes = axes[0]
+    for name, outcome in curves.items():
+        axes.plot(SCALES, attainment_curve(outcome.outcomes, outcome.service.slo), label=name)
+    for target in sorted({outcome.service.slo.target for outcome in curves.values()}):
+        axes.axhline(target, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", xlabel="deadlines, as multiples of the service's", ylabel="requests in time", ylim=(0, 1.02))
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_timeline(curves: Mapping[str, ServiceOutcome], path: Path) -> None:
+    """A PNG with arrivals and completions, requests in the system, and TTFT over time. Raises ReportError."""
+    figure, axes = _figure(3)
+    for name, outcome in curves.items():
+        line = Timeline(outcome.outcomes)
+        (drawn,) = axes[0].plot(line.start_s, line.finished_s, label=f"{name}: served")
+        axes[0].plot(line.start_s, line.arrived_s, color=drawn.get_color(), linestyle=":", label=f"{name}: arrived")
+        axes[1].plot(line.start_s, line.present, label=name)
+        axes[2].plot(line.start_s, line.ttft_s, label=name)
+    for at, label in enumerate(("requests/s", "requests present", "mean TTFT (s)")):
+        axes[at].set_ylabel(label)
+    axes[0].legend()
+    axes[2].set_xlabel("simulated seconds")
+    _save(figure, path)
+
+
+def _figure(rows: int) -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # of the extra `plots`, and slow to import
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ReportError("pictures need matplotlib: pip install 'p2pserve[plots]'") from error
+    figure = Figure(figsize=(7.0, 1.6 + 2.2 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, 1, squeeze=False, sharex=True)[:, 0]
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120, metadata={"Software": None})
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror or error}") from error

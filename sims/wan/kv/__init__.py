@@ -1,0 +1,1 @@
+"""KV transfers over an emulated wide-area network."""

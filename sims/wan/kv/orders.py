@@ -1,0 +1,127 @@
+"""What the owner of an emulated network tells the KV program in each box, and what that answers: JSON lines."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ....kvtransport.link.dialling import Path
+from ....kvtransport.link.permits import Permit
+from ....kvtransport.probing.burst_ticket import BurstTicket
+from ....kvtransport.probing.estimates import BurstSample
+from ....kvtransport.wire.tickets import LinkTicket, TransferTicket
+
+__all__ = ["Answer", "Bulk", "Order", "TransferState"]
+
+
+class Bulk(msgspec.Struct, frozen=True):
+    """One transfer: its ticket and how many frames of 1 MiB it has."""
+
+    ticket: TransferTicket
+    frames: int
+
+
+class Listen(msgspec.Struct, frozen=True, tag="listen"):
+    """Open the receiving end of a link, whose connections will come to the data port."""
+
+    link: LinkTicket
+
+
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """Receive these transfers on a link that was opened to listen, check what comes and acknowledge it."""
+
+    link: bytes
+    transfers: list[Bulk]
+
+
+class Connect(msgspec.Struct, frozen=True, tag="connect"):
+    """Open the sending end of a link and wait until all its connections are up."""
+
+    link: LinkTicket
+    paths: list[Path]
+
+
+class Send(msgspec.Struct, frozen=True, tag="send"):
+    """Start these transfers at once; answered when they have started."""
+
+    link: bytes
+    transfers: list[Bulk]
+
+
+class SetPaths(msgspec.Struct, frozen=True, tag="set_paths"):
+    """Carry everything of a link over these paths from now on."""
+
+    link: bytes
+    paths: list[Path]
+
+
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Say how far the transfers of a link are."""
+
+    link: bytes
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Close a link."""
+
+    link: bytes
+
+
+class Admit(msgspec.Struct, frozen=True, tag="admit"):
+    """Relay under this permit."""
+
+    permit: Permit
+
+
+class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
+    """Say how many bytes were relayed, under all permits."""
+
+
+class PingOrder(msgspec.Struct, frozen=True, tag="ping"):
+    """Measure `count` round trips to another box's data port."""
+
+    host: str
+    port: int
+    count: int
+
+
+class ExpectBurst(msgspec.Struct, frozen=True, tag="expect_burst"):
+    """Count what a burst of another box brings. Answered at once."""
+
+    ticket: BurstTicket
+
+
+class SendBurst(msgspec.Struct, frozen=True, tag="send_burst"):
+    """Send a burst to another box's data port; answered when it is over, with what the receiver counted."""
+
+    ticket: BurstTicket
+    host: str
+    port: int
+
+
+Order = (
+    Listen | Expect | Connect | Send | SetPaths | Watch | Forget | Admit | Relayed | PingOrder | ExpectBurst | SendBurst
+)
+
+
+class TransferState(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer at its sender: `state` is open, delivered or failed; seconds from its start to its end or to now."""
+
+    state: str
+    reason: str
+    seconds: float
+    bytes: int
+    acknowledged: int
+    resent: int
+    by_path: dict[str, int]
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an order: an error in one line, or what was asked for."""
+
+    error: str = ""
+    port: int = 0
+    rtt_s: list[float] = []
+    burst: BurstSample | None = None
+    transfers: list[TransferState] = []
+    connections: dict[str, int] = {}
+    relayed: int = 0

@@ -1,0 +1,58 @@
+"""The self-test with real engines: passes with the vLLM that is installed, and notices KV that is not the prompt's."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import trio
+
+from p2pserve.node.engine.protocol import HowToLeave
+from p2pserve.node.engine.trials import selftest
+from p2pserve.node.engine.trials.selftest import Verdict, run_selftest
+from p2pserve.node.engine.trials.trial import Answer, Trial, TrialEngine
+from p2pserve.node.replica.engine_link import open_fork_server
+
+
+async def verdict_of(channel: int) -> Verdict:
+    async with open_fork_server(log=None, threads=1, channel=channel) as server:
+        return await run_selftest(server)
+
+
+def test_this_vllm_works(engine_channels: list[int]) -> None:
+    verdict = trio.run(verdict_of, engine_channels.pop())
+    assert verdict.passed, verdict.reason
+    assert verdict.reason == ""
+    assert verdict.versions.vllm.startswith(selftest.PINNED)
+
+
+def test_the_fork_server_has_one_thread(engine_channels: list[int]) -> None:
+    """A fork has the locks of all threads and only one of them: what it imports must have started none."""
+
+    async def main() -> int:
+        async with open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server:
+            await server.wait_ready()
+            servers = [
+                process
+                for process in psutil.Process().children()
+                if "p2pserve.node.engine.forkserver" in process.cmdline()
+            ]
+            assert len(servers) == 1
+            return int(servers[0].num_threads())
+
+    assert trio.run(main) == 1
+
+
+def test_kv_of_another_prompt_is_noticed(engine_channels: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_over = selftest._hand_over
+
+    async def of_another(
+        trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: HowToLeave
+    ) -> Answer:
+        submit = prefill.submit
+        monkeypatch.setattr(prefill, "submit", lambda tokens, *more, **named: submit(tokens[::-1], *more, **named))
+        return await hand_over(trial, prefill, decode, prompt, way)
+
+    monkeypatch.setattr(selftest, "_hand_over", of_another)
+    verdict = trio.run(verdict_of, engine_channels.pop())
+    assert not verdict.passed
+    assert verdict.reason.startswith("handing over KV (layerwise): token ")

@@ -1,0 +1,169 @@
+"""Parallel configurations: order of stages, layers, widths, and which one is best for what."""
+
+from dataclasses import replace
+from itertools import pairwise, permutations
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from p2pserve.coordinator.costs.gpus import GpuSpec, Specs, gpu_table
+from p2pserve.coordinator.costs.model_shape import ModelShape, model_shape
+from p2pserve.coordinator.costs.replica import Hop
+from p2pserve.coordinator.plan import Phase
+from p2pserve.coordinator.planning.lower.behaviour import LOADS
+from p2pserve.coordinator.planning.lower.parallel import (
+    Configuration,
+    Demand,
+    Options,
+    Part,
+    Parts,
+    best_order,
+    fits,
+    split_layers,
+)
+from p2pserve.coordinator.planning.model.length_classes import classes_of
+from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
+
+Matrix = NDArray[np.float64]
+
+A40 = gpu_table().find("A40-48GB", Specs.TABLE1)
+TI = gpu_table().find("RTX-3090TI-24GB", Specs.TABLE1)
+
+
+def demand(model: ModelShape, slo: Slo | None = None, prompt: int = 1024, output: int = 64) -> Demand:
+    workload = Workload(name="x", prompts=np.full(8, prompt), outputs=np.full(8, output), rate=1.0)
+    service = Service(name="s", model=model, workload=workload, slo=slo or Slo())
+    return Demand(service, classes_of(workload), prompt + output)
+
+
+def box(gpu: GpuSpec, gpus: int, *, atomic: bool = False) -> Parts:
+    return Parts((Part(gpu, gpus, 160.0, atomic),), ())
+
+
+def pair(gbps: float, rtt_s: float = 1e-3) -> Parts:
+    hop = Hop(rtt_s, gbps)
+    return Parts((Part(A40, 2, 160.0, False), Part(TI, 2, 160.0, False)), ((hop, hop), (hop, hop)))
+
+
+def configure(parts: Parts, phase: Phase, wanted: Demand) -> Configuration | None:
+    return Options(parts, wanted).best(phase)
+
+
+def length(costs: Matrix, order: tuple[int, ...], cycle: bool) -> float:
+    return float(sum(costs[a, b] for a, b in pairwise(order + order[:1] * cycle)))
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_the_order_is_the_best_of_all_orders(cycle: bool) -> None:
+    rng = np.random.default_rng(5)
+    for size in (2, 3, 5, 6):
+        costs = rng.exponential(size=(size, size))
+
+        found = best_order(costs, cycle=cycle)
+        assert found is not None
+        assert length(costs, found, cycle) == pytest.approx(
+            min(length(costs, order, cycle) for order in permutations(range(size)))
+        )
+
+
+def test_a_cycle_takes_the_dearest_hop_on_its_way_back() -> None:
+    costs = np.array([[0, 1, 9], [9, 0, 5], [1, 9, 0]], dtype=float)
+    assert best_order(costs, cycle=True) == (2, 0, 1)
+
+
+def test_boxes_without_a_way_between_them_have_no_order() -> None:
+    assert best_order(np.array([[0, inf], [1, 0]]), cycle=True) is None
+    assert best_order(np.array([[0, inf], [1, 0]]), cycle=False) == (1, 0)
+    assert configure(pair(0.0), Phase.PREFILL, demand(model_shape("llama-7b"))) is None
+
+
+def test_many_boxes_are_ordered_greedily() -> None:
+    places = np.arange(14.0)
+    costs = np.abs(places[:, None] - places)
+    order = best_order(costs, cycle=False)
+    assert order is not None
+    assert sorted(order) == list(range(14))
+    assert length(costs, order, False) <= 2 * 13
+
+
+def test_layers_by_speed_within_memory() -> None:
+    assert split_layers(60, [2.0, 1.0], [60, 60]) == (40, 20)
+    assert split_layers(60, [2.0, 1.0], [30, 60]) == (30, 30)
+    assert split_layers(5, [1.0, 1.0, 1.0], [5, 5, 5]) in {(2, 2, 1), (2, 1, 2), (1, 2, 2)}
+
+
+@given(st.integers(3, 40), st.lists(st.floats(0.1, 10), min_size=1, max_size=3))
+def test_no_other_split_has_a_faster_slowest_stage(layers: int, rates: list[float]) -> None:
+    held = split_layers(layers, rates, [layers] * len(rates))
+    assert sum(held) == layers
+    worst = max((count / rate for count, rate in zip(held, rates, strict=True) if count > 1), default=0.0)
+    # with one layer more, any stage would be as slow as the slowest that has one to give, or slower
+    assert all((count + 1) / rate >= worst - 1e-9 for count, rate in zip(held, rates, strict=True))
+
+
+def test_memory_is_looked_at_first() -> None:
+    big, small = demand(model_shape("llama-30b")), demand(model_shape("llama-7b"))
+    assert not fits(box(TI, 2).parts, big)
+    assert configure(box(TI, 2), Phase.DECODE, big) is None
+    assert configure(box(TI, 2), Phase.DECODE, small) is not None
+    # the weights fit, a prompt of a hundred thousand tokens does not
+    assert configure(box(A40, 2), Phase.DECODE, demand(model_shape("llama-30b"), prompt=100_000)) is None
+
+
+def test_the_width_divides_the_heads() -> None:
+    found = configure(box(A40, 8), Phase.PREFILL, demand(model_shape("llama-30b")))  # 52 heads
+    assert found is not None
+    assert {tp for _, tp, _ in found.stages} <= {1, 2, 4}
+    assert sum(tp for _, tp, _ in found.stages) == 8
+    assert sum(layers for _, _, layers in found.stages) == 60
+
+
+def test_an_atomic_box_is_one_stage() -> None:
+    found = configure(box(A40, 4, atomic=True), Phase.MIXED, demand(model_shape("llama-30b")))
+    assert found is not None
+    assert found.stages == ((0, 4, 60),)
+
+
+def test_tight_deadlines_ask_for_speed_and_loose_ones_for_throughput() -> None:
+    model = model_shape("llama-30b")
+    loose = configure(box(A40, 4), Phase.PREFILL, demand(model))
+    tight = configure(box(A40, 4), Phase.PREFILL, demand(model, Slo(ttft_s=0.6)))
+    assert loose is not None
+    assert tight is not None
+    assert len(loose.stages) > len(tight.stages)
+    assert loose.behaviour.read > tight.behaviour.read
+    classes = demand(model).classes
+    assert tight.behaviour.alone_s(classes) < loose.behaviour.alone_s(classes)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("slo", [Slo(), Slo(ttft_s=0.6, tpot_s=0.05), Slo(e2e_s=6.0)])
+def test_no_other_shape_carries_clearly_more(phase: Phase, slo: Slo) -> None:
+    wanted = demand(model_shape("llama-30b"), slo)
+
+    def carried(parts: Parts) -> float:
+        found = configure(parts, phase, wanted)
+        assert found is not None
+        behaves = found.behaviour
+        half = slo if behaves.reads and behaves.writes else replace(slo, e2e_s=slo.e2e_s / 2)
+        return float((LOADS * behaves.rate * wanted.in_time([behaves], half, (1, 1))).max())
+
+    shapes = (((0, 1, 15),) * 4, ((0, 2, 30),) * 2, ((0, 4, 60),))
+    each = [carried(box(A40, 4)._replace(loaded=(stages,))) for stages in shapes]
+    assert len(set(each)) == 3
+    assert carried(box(A40, 4)) >= 0.98 * max(each)
+
+
+def test_across_boxes_the_faster_cards_hold_more_layers() -> None:
+    found = configure(pair(40.0), Phase.PREFILL, demand(model_shape("llama-30b")))
+    assert found is not None
+    held = {part: sum(layers for p, _, layers in found.stages if p == part) for part in (0, 1)}
+    assert held[0] > held[1]
+    spans = found.spans
+    assert spans[0][1] == 0.0
+    assert spans[-1][2] == 1.0
+    assert all(before[2] == after[1] for before, after in pairwise(spans))

@@ -1,0 +1,248 @@
+"""Routes: tables for each preference, properties for exclusion and for the shares of the plan."""
+
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pserve.coordinator import Load, LoadError, NoRoute, Pairing, Phase, Plan, Replica, Route, Router, Stage, route
+
+P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
+
+
+def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float]) -> Plan:
+    replicas = tuple(
+        Replica(id=name, phase=phase, stages=(Stage(peer=name, tp=1, first_layer=0, last_layer=4),))
+        for name, phase in phases.items()
+    )
+    pairings = tuple(Pairing(prefill=p, decode=d, weight=weight) for (p, d), weight in weights.items())
+    return Plan(epoch=2, version=5, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=())
+
+
+def load(replica: str, requests: int = 0, unread: int = 0, free: int = 10_000) -> Load:
+    return Load(replica=replica, outstanding=requests, unread_tokens=unread, kv_free_tokens=free)
+
+
+TWO_BY_TWO = plan_of(
+    {"p1": P, "p2": P, "d1": D, "d2": D},
+    {("p1", "d1"): 0.3, ("p1", "d2"): 0.3, ("p2", "d1"): 0.2, ("p2", "d2"): 0.2},
+)
+WITH_MIXED = plan_of({"p": P, "d": D, "m": M}, {("p", "d"): 0.6, ("m", "m"): 0.4})
+FEW_WRITERS = plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5})
+ALONE = plan_of({"m": M}, {("m", "m"): 1.0})
+
+
+@pytest.mark.parametrize(
+    ("plan", "loads", "exclude", "expected"),
+    [
+        (ALONE, [], "", (None, "m")),
+        (TWO_BY_TWO, [], "", ("p1", "d1")),  # idle: by share, then by id
+        (TWO_BY_TWO, [load("p1", 1, 300), load("p2")], "", ("p2", "d1")),  # p1 has the longer queue
+        (TWO_BY_TWO, [load("p1", 1, 400), load("p2", 9, 200)], "", ("p2", "d1")),  # by tokens
+        (TWO_BY_TWO, [load("d1", 2), load("d2")], "", ("p1", "d2")),
+        (TWO_BY_TWO, [load("d1"), load("d2", free=10)], "", ("p1", "d1")),
+        (TWO_BY_TWO, [load("d1", 9), load("d2", free=10)], "", ("p1", "d1")),  # no room is worse than a queue
+        (TWO_BY_TWO, [load("p1", 2, 500)], "", ("p1", "d1")),  # p2, d1, d2 are silent: as busy as p1
+        (TWO_BY_TWO, [], "p1", ("p2", "d1")),
+        (TWO_BY_TWO, [], "p1 d1", ("p2", "d2")),
+        (TWO_BY_TWO, [load("d1", 3), load("d2")], "p1 p2", (None, "d2")),  # decode alone
+        (TWO_BY_TWO, [load("p1", 3, 300), load("p2")], "d1 d2", (None, "p2")),  # prefill alone
+        (TWO_BY_TWO, [], "p1 p2 d1", (None, "d2")),
+        (WITH_MIXED, [load("p"), load("d"), load("m", 9, 900)], "", ("p", "d")),
+        (WITH_MIXED, [load("p", 9, 900), load("d", 9), load("m")], "", (None, "m")),
+        (FEW_WRITERS, [load("p1", 1, 100), load("p2"), load("d1", 20), load("d2", 22)], "", ("p2", "d2")),  # p2 is free
+        (
+            FEW_WRITERS,
+            [load("p1", 1, 100), load("p2"), load("d1"), load("d2", 40)],
+            "",
+            ("p1", "d1"),
+        ),  # but d2 is too busy
+        (WITH_MIXED, [], "d", (None, "m")),  # mixed before a prefill box
+        (WITH_MIXED, [], "d m", (None, "p")),
+    ],
+)
+def test_routes(plan: Plan, loads: list[Load], exclude: str, expected: tuple[str | None, str]) -> None:
+    found = route(plan, loads, prompt_tokens=100, exclude=frozenset(exclude.split()))
+    assert (found.prefill, found.decode) == expected
+
+
+def test_no_route_says_so_in_one_line() -> None:
+    with pytest.raises(NoRoute) as caught:
+        route(ALONE, [], prompt_tokens=1, exclude=frozenset({"m", "x"}))
+    text = str(caught.value)
+    assert text == "no box can take a request for llama: all 1 replicas of plan 2.5 are excluded (m, x)"
+
+
+def test_a_replica_is_as_busy_as_it_reports_and_goes_with_its_first_lost_box() -> None:
+    stages = (
+        Stage(peer="a", tp=1, first_layer=0, last_layer=2),
+        Stage(peer="b", tp=1, first_layer=2, last_layer=4),
+    )
+    long = Replica(id="ab", phase=M, stages=stages)
+    short = Replica(id="c", phase=M, stages=(Stage(peer="c", tp=1, first_layer=0, last_layer=4),))
+    pairings = tuple(Pairing(prefill=item, decode=item, weight=0.5) for item in ("ab", "c"))
+    plan = Plan(epoch=1, version=1, service="s", replicas=(long, short), pairings=pairings, codec="raw", why=())
+    assert route(plan, [load("ab", 3), load("c", 2)], prompt_tokens=1).decode == "c"
+    assert route(plan, [load("ab", free=1), load("c", 2)], prompt_tokens=10).decode == "c"
+    other_stage = load("b", 5, free=0)  # it schedules nothing itself
+    assert route(plan, [load("ab"), other_stage, load("c", 2)], prompt_tokens=10).decode == "ab"
+    found = route(plan, [load("ab"), load("b"), load("c", 2)], prompt_tokens=1, exclude=frozenset("b"))
+    assert found == Route(prefill=None, decode="c")
+
+
+def test_a_pair_without_weight_is_not_used() -> None:
+    plan = plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5, ("p1", "d2"): 0.0})
+    assert route(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(prefill=None, decode="d2")
+
+
+@pytest.mark.parametrize("field", ["requests", "unread", "free"])
+def test_a_load_counts_things(field: str) -> None:
+    with pytest.raises(LoadError, match="negative"):
+        load("a", **{field: -1})
+    with pytest.raises(LoadError, match="replica"):
+        load("")
+
+
+def test_a_prompt_has_a_length() -> None:
+    with pytest.raises(ValueError, match="prompt_tokens"):
+        route(ALONE, [], prompt_tokens=-1)
+
+
+def test_shares_follow_the_plan_when_nothing_finishes() -> None:
+    running: Counter[str] = Counter({"p1": 0, "p2": 0, "d1": 0, "d2": 0})
+    for _ in range(200):
+        loads = [load(peer, count, count) for peer, count in running.items()]
+        found = route(TWO_BY_TWO, loads, prompt_tokens=1)
+        assert found.prefill is not None
+        running.update([found.prefill, found.decode])
+    assert running["p1"] == pytest.approx(120, abs=10)
+    assert running["d1"] == pytest.approx(100, abs=10)
+
+
+@given(st.integers(1, 5000), st.floats(min_value=1e-9, max_value=1.0))
+def test_the_split_is_a_share_of_the_prompt_in_whole_tokens(tokens: int, share: float) -> None:
+    plan = plan_of({"p": P, "d": D}, {("p", "d"): 1.0})
+    pairing = Pairing(prefill="p", decode="d", weight=1.0, prefill_share=share)
+    found = route(msgspec.structs.replace(plan, pairings=(pairing,)), [], prompt_tokens=tokens)
+    assert found.prefill == "p"
+    assert 1 <= found.split <= tokens
+    assert share * tokens <= found.split + 1e-6 * tokens
+    assert found.split - 1 < share * tokens
+    assert route(plan, [], prompt_tokens=tokens).split == tokens  # all of it, unless the plan says otherwise
+
+
+def test_a_replica_that_reads_the_whole_prompt_itself_splits_nothing() -> None:
+    assert route(ALONE, [], prompt_tokens=9).split == 0
+    assert route(TWO_BY_TWO, [], prompt_tokens=9, exclude=frozenset({"p1", "p2"})).split == 0
+
+
+counts = st.integers(min_value=0, max_value=50)
+peers = st.sampled_from(["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"])
+reports = st.lists(
+    st.builds(load, peers, counts, st.integers(0, 9000), st.integers(0, 300)), unique_by=lambda item: item.replica
+)
+plans = st.sampled_from([ALONE, TWO_BY_TWO, WITH_MIXED])
+
+
+@given(plans, reports, st.frozensets(peers), st.integers(0, 400))
+def test_excluded_boxes_are_never_used(plan: Plan, loads: list[Load], exclude: frozenset[str], tokens: int) -> None:
+    try:
+        found = route(plan, loads, prompt_tokens=tokens, exclude=exclude)
+    except NoRoute:
+        assert set(plan.peers) <= exclude
+        return
+    assert found.decode in set(plan.peers) - exclude
+    assert found.prefill is None or found.prefill in set(plan.peers) - exclude
+    assert found.prefill != found.decode
+    assert route(plan, loads[::-1], prompt_tokens=tokens, exclude=exclude) == found
+
+
+def plainly(
+    plan: Plan, loads: list[Load], tokens: int, exclude: frozenset[str], sent: dict[tuple[str, str], float]
+) -> tuple[str, str] | None:
+    """The rule as one would say it: all candidates of the best kind that has any, the least of them. `sent`: how many
+    of the latest requests each took."""
+    usable = {item.id: item for item in plan.replicas if exclude.isdisjoint(item.peers)}
+    told = {load.replica: load for load in loads if load.replica in usable}
+    busiest = max((load.outstanding for load in told.values()), default=0)
+    longest = max((load.unread_tokens for load in told.values()), default=0)
+    requests = {name: 1 + (told[name].outstanding if name in told else busiest) for name in usable}
+    unread = {name: tokens + (told[name].unread_tokens if name in told else longest) for name in usable}
+    unfit = {name: name in told and told[name].kv_free_tokens < tokens for name in usable}
+    routes = {
+        (pair.prefill, pair.decode): pair.weight
+        for pair in plan.pairings
+        if pair.weight and pair.prefill in usable and pair.decode in usable
+    }
+    for kinds in ((D, M), (P,)):
+        routes = routes or {
+            (name, name): sum(pair.weight for pair in plan.pairings if name in (pair.prefill, pair.decode))
+            for name in usable
+            if usable[name].phase in kinds
+        }
+
+    def beside_mean(queue: dict[str, int], end: int, name: str) -> float:
+        share = sum(weight for route, weight in routes.items() if route[end] == name) / sum(routes.values())
+        return queue[name] / share / sum(queue[other] for other in {route[end] for route in routes})
+
+    latest = max(sum(sent.get(pair, 0.0) for pair in routes), 32.0)
+
+    def beyond(pair: tuple[str, str]) -> float:
+        if pair[0] == pair[1]:
+            return 0.0
+        return max(0.0, sent.get(pair, 0.0) / latest / (routes[pair] / sum(routes.values())) - 1.5)
+
+    ranked = [
+        (
+            unfit[reader] + unfit[writer],
+            round(beside_mean(unread, 0, reader) + beside_mean(requests, 1, writer) + beyond((reader, writer)), 9),
+            (reader, writer),
+        )
+        for reader, writer in routes
+    ]
+    return min(ranked)[2] if ranked else None
+
+
+def test_a_router_decides_as_the_rule_says_whatever_it_heard_before() -> None:
+    rng = random.Random(5)
+    names = ["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"]
+    for plan in (ALONE, TWO_BY_TWO, WITH_MIXED):
+        router, sent = Router(plan), dict[tuple[str, str], float]()
+        for _ in range(200):
+            told = rng.sample(names, rng.randint(0, len(names)))
+            loads = [load(name, rng.randint(0, 4), rng.randint(0, 999), rng.choice((0, 100, 200))) for name in told]
+            exclude = frozenset(rng.sample(names, rng.choice((0, 0, 1, 2, 3))))
+            tokens = rng.choice((1, 150, 250))
+            router.report(loads)
+            expected = plainly(plan, loads, tokens, exclude, sent)
+            if expected is None:
+                with pytest.raises(NoRoute):
+                    router.route(tokens, exclude)
+            else:
+                found = router.route(tokens, exclude)
+                assert (found.prefill or found.decode, found.decode) == expected
+                sent = {pair: times * (1 - 1 / 128) for pair, times in sent.items()}
+                sent[expected] = sent.get(expected, 0.0) + 1.0
+
+
+def test_idle_ends_of_a_thin_link_do_not_fill_it() -> None:
+    shares = {("p1", "d1"): 0.49, ("p2", "d2"): 0.49, ("p1", "d2"): 0.02}
+    router = Router(plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, shares))
+    router.report([load("p1"), load("d2"), load("p2", 5, 5000), load("d1", 5)])
+    found = [router.route(1000) for _ in range(1000)]
+    thin = sum((one.prefill, one.decode) == ("p1", "d2") for one in found)
+    assert 20 <= thin <= 80
+    assert router.route(1000, frozenset({"p2", "d1"})).decode == "d2"  # the only one left takes them all
+
+
+def test_a_note_changes_one_replica_alone() -> None:
+    router = Router(TWO_BY_TWO)
+    router.report([load("p1"), load("p2"), load("d1"), load("d2")])
+    assert router.route(1).decode == "d1"
+    router.note("d1", 5, 0, 10_000)
+    assert router.route(1) == Route(prefill="p1", decode="d2", split=1)
+    router.note("d2", 0, 0, 0)  # the prompt would have to wait there
+    assert router.route(1).decode == "d1"

@@ -1,0 +1,309 @@
+"""What links are made of, one by one: channels, permits, dialling, the fuzzer's short run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from p2pserve.kvtransport import (
+    LinkTicket,
+    Path,
+    Permit,
+    ProtocolError,
+    Refusal,
+    RelayRefused,
+    TicketError,
+    TransferTicket,
+)
+from p2pserve.kvtransport.dev.fuzz import fuzz
+from p2pserve.kvtransport.link.dialling import Dialler
+from p2pserve.kvtransport.link.permits import RelayLedger, pack_relay_hello
+from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, Channel, LinkHello, Role, parse_link_hello
+from p2pserve.kvtransport.wire.ciphers import RekeyBounds
+from p2pserve.kvtransport.wire.signals import (
+    MAX_CHUNK_BYTES,
+    Abort,
+    Chunk,
+    Credit,
+    End,
+    Goodbye,
+    Greeting,
+    Ping,
+    Pong,
+    Progress,
+    Result,
+    Signal,
+    pack,
+    payload_bytes,
+    unpack,
+)
+
+TICKET = LinkTicket(bytes(range(16)), bytes(range(32)), 60.0)
+KEY = b"t" * 16
+
+
+def channels(bounds: RekeyBounds | None = None) -> tuple[Channel, Channel]:
+    """A sender that dials and a receiver, the handshake behind them."""
+    hello = LinkHello(TICKET.link, b"d" * 16, Role.SENDER)
+    dials = Channel(TICKET, Role.SENDER, hello.nonce, label="direct", bounds=bounds)
+    accepts = Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello, bounds=bounds)
+    assert dials.opening() == hello.pack()
+    assert give(dials, accepts.opening()) == [Greeting("")]
+    assert give(accepts, bytes(dials.seal(Greeting("direct")))) == [Greeting("direct")]
+    assert accepts.label == "direct"
+    return dials, accepts
+
+
+def give(channel: Channel, data: bytes, payload: bytearray | None = None) -> list[Signal]:
+    found: list[Signal] = []
+    view = memoryview(data)
+    while view:
+        space = channel.space()
+        count = min(len(space), len(view))
+        space[:count] = view[:count]
+        view = view[count:]
+        channel.received(count)
+        while (signal := channel.next_signal()) is not None:
+            found.append(signal)
+            if isinstance(signal, Chunk):
+                channel.open_payload(payload if payload is not None else bytearray(signal.length))
+    return found
+
+
+@pytest.mark.parametrize(
+    "signal",
+    [
+        Chunk(KEY, 3, 4096, 5000, 12, bytes(18), 904),
+        End(KEY, 1500, 32),
+        Abort(KEY, "für immer"),
+        Credit(KEY, 1 << 40, 0),
+        Credit(KEY, 5, (1 << 32) - 1),
+        Result(KEY, True, ""),
+        Result(KEY, False, "no blocks"),
+        Progress(1 << 40, 1 << 50),
+        Ping(7),
+        Pong(7),
+        Greeting("relay"),
+        Goodbye("the engine stops"),
+    ],
+)
+def test_a_signal_survives_its_head(signal: Signal) -> None:
+    head, text = pack(signal)
+    assert len(head) == 54
+    assert payload_bytes(head, MAX_CHUNK_BYTES) == (904 if isinstance(signal, Chunk) else len(text))
+    assert unpack(head, text) == signal
+
+
+def test_long_reasons_are_cut_and_bad_text_is_refused() -> None:
+    head, text = pack(Abort(KEY, "ü" * 600))
+    assert len(text) == 512
+    assert unpack(head, text) == Abort(KEY, "ü" * 256)
+    with pytest.raises(ProtocolError, match="UTF-8"):
+        unpack(head, b"\xff" * 512)
+
+
+def test_channels_carry_signals_and_payloads_both_ways() -> None:
+    dials, accepts = channels()
+    payload = random.Random(1).randbytes(5000)
+    chunk = Chunk(KEY, 0, 0, 5000, 20, bytes(18), 5000)
+    into = bytearray(5000)
+    data = bytes(dials.seal(chunk, memoryview(payload))) + bytes(dials.seal(Ping(3)))
+    assert payload[100:132] not in data, "nothing travels in the clear"
+    assert give(accepts, data, into) == [chunk, Ping(3)]
+    assert into == payload
+    assert give(dials, bytes(accepts.seal(Credit(KEY, 5, 0)))) == [Credit(KEY, 5, 0)]
+
+
+def test_keys_are_replaced_at_the_bounds_on_both_sides() -> None:
+    dials, accepts = channels(RekeyBounds(seals=5, bytes=1 << 30))
+    for n in range(40):
+        assert give(accepts, bytes(dials.seal(Ping(n)))) == [Ping(n)]
+    assert dials.rekeyed == accepts.rekeyed == 8
+    dials, accepts = channels(RekeyBounds(seals=1 << 30, bytes=54 * 4))
+    for n in range(20):
+        assert give(accepts, bytes(dials.seal(Ping(n)))) == [Ping(n)]
+    assert dials.rekeyed == accepts.rekeyed > 3
+
+
+def test_ends_with_other_bounds_or_secrets_do_not_understand_each_other() -> None:
+    hello = LinkHello(TICKET.link, b"d" * 16, Role.SENDER)
+    other = LinkTicket(TICKET.link, bytes(32), 60.0)
+    dials = Channel(other, Role.SENDER, hello.nonce)
+    accepts = Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello)
+    with pytest.raises(ProtocolError, match="does not open"):
+        give(dials, accepts.opening())
+    assert dials.damaged
+
+
+def test_a_reflected_record_does_not_open() -> None:
+    dials, _ = channels()
+    with pytest.raises(ProtocolError, match="does not open"):
+        give(dials, bytes(dials.seal(Ping(1))))
+
+
+def test_a_second_greeting_and_a_missing_one_are_refused() -> None:
+    dials, accepts = channels()
+    with pytest.raises(ProtocolError, match="greeting"):
+        give(accepts, bytes(dials.seal(Greeting("again"))))
+    assert not accepts.damaged, "the peer said this under its own key"
+    hello = LinkHello(TICKET.link, b"d" * 16, Role.SENDER)
+    rude = Channel(TICKET, Role.SENDER, hello.nonce)
+    accepts = Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello)
+    opening = accepts.opening()
+    give(rude, opening)
+    with pytest.raises(ProtocolError, match="greeting"):
+        give(accepts, bytes(rude.seal(Ping(1))))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"p2pKV/1\n" + bytes(40), b"p2pKV/2\n" + bytes(32) + b"\2" + bytes(7), b"p2pKV/2\n" + bytes(39) + b"\1"],
+)
+def test_what_is_no_hello(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        parse_link_hello(data)
+
+
+def test_a_hello_survives_and_names_its_end() -> None:
+    hello = LinkHello(TICKET.link, b"n" * 16, Role.RECEIVER)
+    assert len(hello.pack()) == LINK_HELLO_BYTES
+    assert parse_link_hello(hello.pack()) == hello
+    with pytest.raises(ProtocolError, match="same end"):
+        Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello)
+
+
+def permit(**changed: object) -> Permit:
+    values: dict[str, object] = {
+        "permit": b"p" * 16,
+        "secret": b"s" * 32,
+        "next_host": "10.0.0.2",
+        "next_port": 7000,
+        "byte_budget": 1000,
+        "bytes_per_s": 100.0,
+        "expires_at": 50.0,
+    }
+    return Permit(**(values | changed))  # type: ignore[arg-type]
+
+
+def refusal(ledger: RelayLedger, hello: bytes, now: float) -> Refusal:
+    with pytest.raises(RelayRefused) as caught:
+        ledger.enter(hello, now)
+    return Refusal(caught.value.code)
+
+
+def test_the_ledger_knows_its_permits_and_nobody_elses() -> None:
+    ledger = RelayLedger()
+    ledger.admit(permit(), 0.0)
+    hello = pack_relay_hello(permit(), b"1" * 16)
+    assert ledger.enter(hello, 1.0) == permit()
+    assert refusal(ledger, hello, 1.0) == Refusal.FORGED, "a nonce serves once"
+    assert refusal(ledger, pack_relay_hello(permit(secret=b"x" * 32), b"2" * 16), 1.0) == Refusal.FORGED
+    assert refusal(ledger, pack_relay_hello(permit(permit=b"x" * 16), b"3" * 16), 1.0) == Refusal.UNKNOWN
+    assert refusal(ledger, b"GET / HTTP/1.1", 1.0) == Refusal.FORGED
+    assert refusal(ledger, pack_relay_hello(permit(), b"4" * 16), 50.0) == Refusal.EXPIRED
+    assert ledger.statistics()[0].connections == 1
+    assert ledger.strangers == 2
+
+
+def test_the_ledger_holds_a_rate_and_a_budget() -> None:
+    ledger = RelayLedger()
+    ledger.admit(permit(), 0.0)
+    ledger.enter(pack_relay_hello(permit(), b"1" * 16), 0.0)
+    waits, now = 0.0, 0.0
+    for _ in range(10):
+        wait = ledger.spend(permit().permit, 100, now)
+        waits += wait
+        now += wait
+    assert waits == pytest.approx(1000 / 100, rel=0.01), "1000 bytes at 100 B/s, less the burst"
+    with pytest.raises(RelayRefused, match="budget of 1000"):
+        ledger.spend(permit().permit, 1, now)
+    assert refusal(ledger, pack_relay_hello(permit(), b"2" * 16), now) == Refusal.SPENT
+    ledger.admit(permit(byte_budget=2000), now)
+    ledger.enter(pack_relay_hello(permit(), b"3" * 16), now)
+    ledger.spend(permit().permit, 100, now)
+    ledger.revoke(permit().permit)
+    with pytest.raises(RelayRefused, match="revoked"):
+        ledger.spend(permit().permit, 100, now)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"permit": b""}, {"next_host": ""}, {"next_port": 0}, {"byte_budget": 0}, {"bytes_per_s": 0.0}],
+)
+def test_permits_that_permit_nothing(changed: dict[str, object]) -> None:
+    with pytest.raises(TicketError):
+        permit(**changed)
+    assert "s" * 32 not in repr(permit())
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: LinkTicket(b"", bytes(32), 1.0), "link id"),
+        (lambda: LinkTicket(bytes(16), b"", 1.0), "secret"),
+        (lambda: LinkTicket(bytes(16), bytes(32), 0.0), "lease"),
+        (lambda: TransferTicket(bytes(16), bytes(16), "raw", 1.0), "transfer id"),
+        (lambda: TransferTicket(KEY, b"", "raw", 1.0), "link id"),
+        (lambda: TransferTicket(KEY, bytes(16), "zip", 1.0), "codec"),
+        (lambda: TransferTicket(KEY, bytes(16), "raw", float("nan")), "deadline"),
+        (lambda: Path("", 1), "host"),
+        (lambda: Path("h", 0), "port"),
+        (lambda: Path("h", 1, label=""), "label"),
+        (lambda: Path("h", 1, streams=65), "streams"),
+        (lambda: Path("h", 1, pace_bytes_s=-1), "pace_bytes_s"),
+    ],
+)
+def test_tickets_and_paths_name_what_is_wrong_with_them(make: object, field: str) -> None:
+    assert callable(make)
+    with pytest.raises(TicketError, match=field):
+        make()
+    assert TICKET.secret.hex() not in repr(TICKET)
+
+
+def test_the_dialler_dials_what_is_missing_and_waits_longer_each_time() -> None:
+    dialler = Dialler(random.Random(1))
+    path = Path("h", 1, streams=2)
+    dialler.set_paths([path], 0.0)
+    first, second = dialler.due(0.0)
+    assert dialler.due(0.0) == []
+    assert dialler.up(first.slot, 7)
+    times, now = [], 0.0
+    for _ in range(8):
+        dialler.down(second.slot, "refused", now)
+        assert dialler.failures == {"direct": "refused"}
+        times.append(dialler.wake_at() - now)
+        now = dialler.wake_at()
+        assert [attempt.slot for attempt in dialler.due(now)] == [second.slot]
+    assert times[0] <= 0.1
+    assert 2.5 <= times[-1] <= 5.0
+    assert dialler.up(second.slot, 8)
+    assert dialler.failures == {}
+    assert dialler.paths == (path,)
+
+
+def test_former_paths_leave_when_a_new_one_is_up() -> None:
+    dialler = Dialler(random.Random(1))
+    old, new = Path("a", 1, streams=3), Path("b", 1, label="relay")
+    dialler.set_paths([old], 0.0)
+    for number, attempt in enumerate(dialler.due(0.0)):
+        dialler.up(attempt.slot, number)
+    dialler.set_paths([Path("a", 1), new], 1.0)
+    assert sorted(dialler.leaving()) == [1, 2], "one that is wanted is up already"
+    dialler.set_paths([new], 2.0)
+    assert dialler.leaving() == []
+    (attempt,) = dialler.due(2.0)
+    assert dialler.up(attempt.slot, 9)
+    assert dialler.leaving() == [0]
+    dialler.set_paths([], 3.0)
+    assert dialler.leaving() == [9]
+    assert not dialler.up(attempt.slot, 10)
+
+
+def test_a_short_fuzz_finds_nothing() -> None:
+    report = fuzz(20_000, seed=7)
+    assert report.inputs >= 20_000
+    assert len(report.by_mutation) == 14
+    assert report.refused > 1000
+    assert report.delivered > 10
+    assert fuzz(2_000, seed=7).by_mutation == fuzz(2_000, seed=7).by_mutation

@@ -1,0 +1,208 @@
+"""Requests: what is refused and how, and that tokens survive every change of engine."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
+from p2pserve.node.models import BUNDLED
+from p2pserve.node.requests.request import DEFAULT_MAX_TOKENS, MAX_SEED, MAX_STOPS, LiveRequest, check, tokenize
+from p2pserve.node.requests.text import PromptError, TextModel
+
+TEXT = TextModel(BUNDLED)
+NAN, INF = float("nan"), float("inf")
+
+
+def ask(**settings: Any) -> Generate:
+    if "messages" not in settings:
+        settings.setdefault("prompt", "def f(")
+    return Generate(request="r", **settings)
+
+
+def chat(*contents: str, role: str = "user") -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(role=role, content=content) for content in contents)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": "a", "messages": chat("a")}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "a" * (MAX_PROMPT_BYTES + 1)}, "prompt"),
+        ({"prompt": "\u4e16" * (MAX_PROMPT_BYTES // 3 + 1)}, "prompt"),  # the bound is of bytes
+        ({"messages": ()}, "messages"),
+        ({"messages": chat("", "")}, "messages"),
+        ({"messages": chat("a", "\udfff")}, "messages"),
+        ({"messages": chat("a", role="\udfff")}, "messages"),
+        ({"messages": chat("a", "a" * MAX_PROMPT_BYTES)}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": NAN}, "temperature"),
+        ({"temperature": INF}, "temperature"),
+        ({"temperature": 2.01}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": NAN}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"seed": MAX_SEED + 1}, "seed"),
+        ({"stop": ("a", "")}, "stop"),
+        ({"stop": ("a",) * (MAX_STOPS + 1)}, "stop"),
+        ({"stop": ("\ud800",)}, "stop"),
+        ({"deadline_s": 0.0}, "deadline_s"),
+        ({"deadline_s": -1.0}, "deadline_s"),
+        ({"deadline_s": 86401.0}, "deadline_s"),
+        ({"deadline_s": NAN}, "deadline_s"),
+        ({"deadline_s": INF}, "deadline_s"),
+    ],
+)
+def test_a_bad_parameter_is_named_first(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        check(ask(**settings))
+    assert str(caught.value).startswith(f"{field}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_size_of_a_prompt_is_in_bytes_of_all_its_text() -> None:
+    assert check(ask(prompt="né")) == 3
+    assert check(ask(messages=chat("né", "x"))) == 3 + 1 + 2 * len("user")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"messages": chat("", "a")},
+        {"prompt": "a" * MAX_PROMPT_BYTES},
+        {"max_tokens": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "deadline_s": 0.001},
+        {"temperature": 2.0, "top_p": 0.01, "top_k": 10_000, "seed": MAX_SEED, "deadline_s": 86400.0},
+        {"stop": ("\n",) * MAX_STOPS},
+    ],
+)
+def test_limits_themselves_are_allowed(settings: dict[str, Any]) -> None:
+    check(ask(**settings))
+
+
+PROMPT = "def f(x):\n    return x + 1\n"
+LENGTH = len(TEXT.encode(PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "room", "expected"),
+    [(None, 5, 5), (None, 1, 1), (None, 5000, DEFAULT_MAX_TOKENS), (5, 5, 5), (1, 5, 1), (5000, 5000, 5000)],
+)
+def test_tokenize_fits_the_answer_into_the_model(max_tokens: int | None, room: int, expected: int) -> None:
+    prompt, count = tokenize(ask(prompt=PROMPT, max_tokens=max_tokens), TEXT, LENGTH + room)
+    assert (prompt, count) == (TEXT.encode(PROMPT), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_model_len", "field"),
+    [
+        ({"prompt": PROMPT}, LENGTH, "prompt"),
+        ({"prompt": PROMPT}, 1, "prompt"),
+        ({"messages": chat(PROMPT)}, LENGTH, "messages"),
+        ({"prompt": PROMPT, "max_tokens": 6}, LENGTH + 5, "max_tokens"),
+    ],
+)
+def test_tokenize_names_what_does_not_fit(settings: dict[str, Any], max_model_len: int, field: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        tokenize(ask(**settings), TEXT, max_model_len)
+    assert str(caught.value).startswith(f"{field}: ")
+    assert str(max_model_len) in str(caught.value)
+
+
+def test_tokenize_puts_messages_through_the_template() -> None:
+    prompt, _ = tokenize(ask(messages=chat("hi")), TEXT, 100)
+    assert prompt == TEXT.encode_chat([{"role": "user", "content": "hi"}])
+
+
+# ---- a live request ---------------------------------------------------------------------------------------
+
+ANSWER = TEXT.encode("def add(a, b):\n    # π ≈ 3.14 🙂\n    return a + b\n")
+WHOLE = TEXT._tokenizer.decode(list(ANSWER))
+
+
+def live(max_tokens: int = 500, **settings: Any) -> LiveRequest:
+    return LiveRequest(ask(**settings), (7, 8, 9), max_tokens, TEXT.decoder())
+
+
+@given(cuts=st.lists(st.integers(0, 6), max_size=20))
+def test_no_token_is_lost_or_repeated_over_engines(cuts: list[int]) -> None:
+    """Each engine continues where the last one stopped: what it is asked for is the prompt and all tokens so far."""
+    request = live(len(ANSWER))
+    text = ""
+    for size in [*cuts, len(ANSWER)]:
+        if request.finish is not None:
+            break
+        prompt, sampling = request.replay()
+        done = len(request.tokens)
+        assert prompt == (7, 8, 9, *ANSWER[:done])
+        assert sampling.max_tokens == len(ANSWER) - done
+        text += request.on_tokens(ANSWER[done : done + size], None)
+    assert tuple(request.tokens) == ANSWER
+    assert request.finish == "length"
+    assert text == WHOLE
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_an_engines_finish_is_the_requests(finish: str) -> None:
+    request = live()
+    text = request.on_tokens(ANSWER[:3], None) + request.on_tokens(ANSWER[3:5], finish)
+    assert request.finish == finish
+    assert text == TEXT._tokenizer.decode(list(ANSWER[:5]))
+    assert request.on_tokens(ANSWER[5:], None) == ""
+    assert tuple(request.tokens) == ANSWER[:5]
+
+
+def test_the_limit_holds_also_for_an_engine_that_does_not_know_it() -> None:
+    request = live(4)
+    request.on_tokens(ANSWER[:2], None)
+    text = request.on_tokens(ANSWER[2:9], None)
+    assert tuple(request.tokens) == ANSWER[:4]
+    assert request.finish == "length"
+    assert text == TEXT._tokenizer.decode(list(ANSWER[2:4]))
+
+
+def test_what_is_half_a_character_is_shown_at_the_end() -> None:
+    start = TEXT.encode("🙂")[:2]
+    request = live(2)
+    text = request.on_tokens(start, None)
+    assert request.finish == "length"
+    assert text == TEXT._tokenizer.decode(list(start))
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, len(ANSWER)])
+def test_a_stop_string_is_found_over_engines(engines: int) -> None:
+    stop = "3.14 🙂\n   "
+    request = live(stop=("nowhere", stop))
+    text = ""
+    size = -(-len(ANSWER) // engines)
+    for at in range(0, len(ANSWER), size):
+        text += request.on_tokens(ANSWER[at : at + size], None)
+        request.replay()
+    assert request.finish == "stop"
+    assert text == WHOLE[: WHOLE.index(stop)]
+
+
+def test_a_stop_string_in_what_was_held_back_ends_the_answer() -> None:
+    """The last engine says `length` while the text so far could still become a stop string."""
+    request = live(stop=("x + 12", "z"))
+    tokens = TEXT.encode("x + 1")
+    assert request.on_tokens(tokens, "length") == "x + 1"
+    assert request.finish == "length"
+
+
+def test_sampling_is_passed_on_wherever_the_answer_goes_on() -> None:
+    request = live(10, temperature=0.7, top_p=0.9, top_k=40, seed=5)
+    _, first = request.replay()
+    assert (first.temperature, first.top_p, first.top_k, first.seed) == (0.7, 0.9, 40, 5)
+    request.on_tokens(ANSWER[:3], None)
+    _, second = request.replay()
+    assert (second.temperature, second.top_p, second.top_k, second.seed) == (0.7, 0.9, 40, 5)
+    assert second.max_tokens == first.max_tokens - 3

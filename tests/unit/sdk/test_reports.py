@@ -1,0 +1,253 @@
+"""What `status` and `demo` show, as text from plain values."""
+
+import io
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.engine.protocol import EngineStats
+from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
+from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.sdk.commands.network import figures_line
+from p2pserve.sdk.commands.status_view import COLUMNS, node_row, plan_lines, print_status
+from p2pserve.sdk.demo.demo import run_demo
+from p2pserve.sdk.demo.report import (
+    Asked,
+    RequestReport,
+    Watcher,
+    agreeing,
+    covers,
+    problems,
+    report_request,
+    request_table,
+)
+from p2pserve.sdk.errors import UsageError
+from p2pserve.sdk.requests import Generation
+
+BOOT, FIRST, SECOND = "12D3boot01", "12D3first1", "12D3second"
+MODEL = ModelInfo(
+    service="m-1",
+    shape=ModelShape(name="m", layers=2, hidden=8, heads=1, kv_heads=1, head_dim=4, intermediate=8, vocabulary=9),
+    max_model_len=99,
+    weights=WeightSizes(layers=(1,) * 2, embeddings=1, head=1),
+)
+
+
+def advert(state: str = "ready", **changes: Any) -> Advert:
+    made = Advert(
+        hardware=Hardware(cores=8, memory_gib=31.2, processor="x", gpus=(Gpu(name="A40", memory_gib=45, uuid="u"),)),
+        draining=False,
+        model=MODEL,
+        engine=EngineAdvert(state=state, engine="vllm 0.32.0", device="cuda", dtype="float32"),
+        stats=EngineStats(1, 2, 0.25, 300),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def node(peer: str, role: str = "worker", state: str = "alive", rtt: float | None = 0.0125, **kind: Any) -> NodeStatus:
+    return NodeStatus(peer=peer, role=role, state=state, address="1.2.3.4:5", rtt_s=rtt, advert=kind.get("advert"))
+
+
+def plan(*phases: tuple[str, Phase], version: int = 1) -> Plan:
+    replicas = tuple(
+        Replica(id=peer, phase=phase, stages=(Stage(peer=peer, tp=1, first_layer=0, last_layer=2),))
+        for peer, phase in phases
+    )
+    pair = Pairing(prefill=phases[0][0], decode=phases[-1][0], weight=1.0)
+    return Plan(
+        epoch=3, version=version, service="m-1", replicas=replicas, pairings=(pair,), codec="kv4", why=("a reason",)
+    )
+
+
+SPLIT = plan((FIRST, Phase.PREFILL), (SECOND, Phase.DECODE))
+
+
+def status(*nodes: NodeStatus, plan: Plan | None = None, coordinator: str | None = BOOT) -> Status:
+    return Status(answered_by=BOOT, coordinator=coordinator, epoch=3, nodes=nodes, plan=plan)
+
+
+def test_a_row_has_every_column() -> None:
+    found = dict(zip(COLUMNS, node_row(node(FIRST, advert=advert()), status(plan=SPLIT)), strict=True))
+    assert found == {
+        "node": "..first1",
+        "role": "worker",
+        "phase": "prefill",
+        "state": "alive",
+        "address": "1.2.3.4:5",
+        "rtt": "12.5 ms",
+        "hardware": "1x A40 (45 GiB)",
+        "engine": "ready, vllm 0.32.0 on cuda",
+        "model": "m-1",
+        "load": "1 running, 2 waiting, KV 25%",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pinned", "shown"), [(Phase.PREFILL, "prefill, pinned"), (Phase.DECODE, "prefill, pinned to decode")]
+)
+def test_a_pinned_node_is_shown_as_such(pinned: Phase, shown: str) -> None:
+    assert node_row(node(FIRST, advert=advert(phase=pinned)), status(plan=SPLIT))[2] == shown
+
+
+def test_rows_of_nodes_that_say_little() -> None:
+    coordinator = node_row(node(BOOT, "admin", rtt=None), status())
+    assert coordinator[0] == "..boot01*"
+    assert coordinator[5] == "here"
+    leaving = advert(draining=True, model=None, engine=None, stats=None)
+    assert node_row(node(FIRST, advert=leaving), status(plan=SPLIT))[3] == "draining"
+    broken = advert(engine=EngineAdvert(state="failed", detail="no memory"))
+    assert node_row(node(FIRST, advert=broken), status())[7] == "failed, no memory"
+
+
+def test_the_page_shows_plan_pairings_and_reasons() -> None:
+    page = io.StringIO()
+    clients = (node("one client", "client"), node("another", "client", "suspect"))
+    shown = status(node(BOOT, "admin"), node(FIRST, advert=advert()), *clients, plan=SPLIT)
+    print_status(shown, Console(file=page, width=200))
+    text = page.getvalue()
+    for part in (f"coordinator*: {BOOT} (epoch 3)", "plan 3.1 for m-1, KV as kv4", "why: a reason"):
+        assert part in text
+    assert "100% of requests prefill on ..first1, decode on ..second" in text
+    assert "clients of the answering node: 1\n" in text
+    assert "..client" not in text
+    lines = plan_lines(status(coordinator=None))
+    assert (lines[0], lines[-1]) == ("coordinator: none is elected", "plan: none yet")
+    assert "  100% of requests on ..first1" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
+    why = msgspec.structs.replace(SPLIT, why=(f"{FIRST} takes prefill from {SECOND}",))
+    assert plan_lines(status(plan=why))[-1] == "  why: ..first1 takes prefill from ..second"
+
+
+def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:
+    stages = (
+        Stage(peer=FIRST, tp=1, first_layer=0, last_layer=10),
+        Stage(peer=SECOND, tp=1, first_layer=10, last_layer=22),
+        Stage(peer=BOOT, tp=1, first_layer=22, last_layer=32),
+    )
+    engine = EngineAdvert(state="loading", detail="downloads a.safetensors: 45 % of 3.1 GB", stages=stages)
+    row = node_row(node(SECOND, advert=advert(engine=engine)), status())
+    assert row[7] == "loading, stage 2/3 layers 10-21, downloads a.safetensors: 45 % of 3.1 GB"
+    replica = Replica(id=FIRST, phase=Phase.MIXED, stages=stages)
+    pair = Pairing(prefill=FIRST, decode=FIRST, weight=1.0)
+    spread = Plan(epoch=3, version=1, service="m-1", replicas=(replica,), pairings=(pair,), codec="kv4", why=())
+    expected = (
+        "  replica ..first1 spans boxes: 1/3 layers 0-9 on ..first1, 2/3 layers 10-21 on ..second, "
+        "3/3 layers 22-31 on ..boot01"
+    )
+    assert expected in plan_lines(status(plan=spread))
+
+
+def test_a_split_of_prompts_is_shown() -> None:
+    pair = Pairing(prefill=FIRST, decode=SECOND, weight=1.0, prefill_share=0.4)
+    lines = plan_lines(status(plan=msgspec.structs.replace(SPLIT, pairings=(pair,))))
+    assert "  100% of requests prefill the first 40% of the prompt on ..first1, decode on ..second" in lines
+
+
+def test_the_watcher_says_each_thing_once() -> None:
+    watcher = Watcher()
+    starting = status(node(BOOT, "admin"), node(FIRST, advert=advert("starting")), node("c", "client"))
+    assert watcher.on_status(status(node(BOOT, "admin"), coordinator=None)) == ["joined: ..boot01 at 1.2.3.4:5 (admin)"]
+    assert watcher.on_status(starting) == ["joined: ..first1 at 1.2.3.4:5 (worker)", "coordinator: ..boot01 (epoch 3)"]
+    assert watcher.on_status(starting) == []
+    ready = status(node(BOOT, "admin"), node(FIRST, advert=advert()), plan=plan((FIRST, Phase.MIXED)))
+    assert watcher.on_status(ready) == [
+        "engine ready: ..first1 runs vllm 0.32.0 on cuda in float32",
+        "plan 3.1: ..first1 mixed",
+    ]
+    lost = status(node(FIRST, advert=advert(engine=EngineAdvert(state="restarting", detail="it died"))))
+    assert watcher.on_status(lost) == ["engine restarting: ..first1 it died"]
+
+
+def test_a_plan_covers_when_all_run_and_nobody_else_is_in_it() -> None:
+    both = (node(FIRST, advert=advert()), node(SECOND, advert=advert()))
+    assert covers(status(*both, plan=SPLIT), frozenset({FIRST, SECOND}))
+    assert not covers(status(*both, plan=None), frozenset({FIRST, SECOND}))
+    assert not covers(status(*both, plan=SPLIT), frozenset({FIRST}))
+    starting = (node(FIRST, advert=advert()), node(SECOND, advert=advert("starting")))
+    assert not covers(status(*starting, plan=SPLIT), frozenset({FIRST, SECOND}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [((), (), 0), ((1, 2), (1, 2), 2), ((1, 2), (1, 3), 1), ((1,), (1, 2), 1), ((2, 1), (1, 1), 0)],
+)
+def test_agreement_ends_where_two_answers_part(one: tuple[int, ...], other: tuple[int, ...], shared: int) -> None:
+    assert agreeing(one, other) == shared
+
+
+FIGURES = RequestFigures(
+    prompt_tokens=100,
+    completion_tokens=3,
+    ttft_s=0.5,
+    tpot_s=0.01,
+    e2e_s=0.52,
+    prefill_node=FIRST,
+    decode_node=SECOND,
+    codec="kv4",
+    attempts=1,
+    recovered=(),
+    cached_tokens=99,
+    transfer=TransferFigures(
+        raw_bytes=6400, wire_bytes=900, frames=4, span_s=0.2, visible_s=0.05, hidden_fraction=0.75
+    ),
+)
+ASKED = Asked(name="code", prompt="x", messages=None, tokens=(1,))
+
+
+def reported(single: tuple[int, ...], **changes: Any) -> RequestReport:
+    figures = msgspec.structs.replace(FIGURES, **changes)
+    return report_request(ASKED, Generation("abc", (1, 2, 3), "length", figures), single, MODEL, "float32")
+
+
+def test_a_request_is_reported_with_its_bits_per_element() -> None:
+    report = reported((1, 2, 9))
+    assert report.kv_bits_per_element == pytest.approx(900 * 8 / 1600)
+    assert (report.identical_to_single_engine, report.tokens_agreeing) == (False, 2)
+    assert reported((1, 2, 3)).identical_to_single_engine
+    assert reported((1, 2, 3), transfer=None).kv_bits_per_element is None
+
+
+def test_problems_are_named() -> None:
+    assert problems((reported((1, 2, 3)),), nodes=2, codec="raw") == ()
+    assert problems((reported((9,)),), nodes=2, codec="kv4") == ()
+    assert problems((reported((9,)),), nodes=2, codec="raw") == ("code: parts from the single engine after 0 tokens",)
+    unsplit = reported((1, 2, 3), prefill_node=None, transfer=None)
+    assert problems((unsplit,), nodes=1, codec="raw") == ()
+    assert "was not split" in problems((unsplit,), nodes=2, codec="raw")[0]
+    assert "no KV arrived" in problems((reported((1, 2, 3), transfer=None),), nodes=2, codec="raw")[0]
+    assert "needed 2 attempts: x" in problems((reported((), recovered=("x",), attempts=2),), nodes=2, codec="kv4")[0]
+    empty = reported((), completion_tokens=0)
+    assert "ended with 'length' after 0 tokens" in problems((empty,), nodes=2, codec="kv4")[0]
+
+
+def test_the_table_and_the_line_have_the_figures() -> None:
+    page = io.StringIO()
+    Console(file=page, width=200).print(request_table((reported((1, 2, 3)), reported((), transfer=None))))
+    for part in ("500 ms", "10.0 ms", "..first1 -> ..second", "0.01 MB", "4.50", "75%", "3 of 3 tokens"):
+        assert part in page.getvalue()
+    line = figures_line(FIGURES)
+    assert "prefill on ..first1, decode on ..second" in line
+    assert "75% of it hidden" in line
+    alone = msgspec.structs.replace(FIGURES, prefill_node=None, transfer=None, recovered=("a death",))
+    assert "computed on ..second; recovered: a death" in figures_line(alone)
+
+
+def test_the_demo_refuses_before_it_starts_anything(tmp_path: Path) -> None:
+    arguments = Namespace(
+        nodes=0,
+        prompt=None,
+        codec="raw",
+        max_tokens=1,
+        model=str(tmp_path),
+        timeout_s=1.0,
+        format="json",
+        debug=True,
+    )
+    with pytest.raises(UsageError, match="nodes: 0"):
+        run_demo(arguments)
