@@ -16,7 +16,7 @@ from trio.testing import MockClock
 from p2pserve.bootstrap import Address, NetworkError, PeerId, RemoteError, Unreachable
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.link.permits import Permit
 from p2pserve.kvtransport.probing.estimates import LinkEstimator
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, Source
@@ -83,7 +83,7 @@ class World:
     links: dict[PeerId, LinkTicket] = field(default_factory=dict)
     faults: dict[PeerId, NetworkError] = field(default_factory=dict)
     asked: list[tuple[PeerId, str]] = field(default_factory=list)
-    paths: list[tuple[bytes, tuple[Path, ...]]] = field(default_factory=list)
+    paths: list[tuple[bytes, tuple[DialPath, ...]]] = field(default_factory=list)
     delay_s: float = 0.01
     wall: float = 1e9
 
