@@ -65,6 +65,10 @@ class OutgoingChunk:
         self.copies = 0
         self.done = False
 
+    @property
+    def is_wanted(self) -> bool:
+        return not self.done and self.source.view is not None
+
 
 @dataclass(frozen=True, slots=True)
 class SendProgress:
@@ -333,12 +337,7 @@ class SendMachine(LinkMachine[Cargo]):
             for item, _, sent_at in other.flight:
                 if sent_at > late or (best is not None and sent_at >= best[0]):
                     break  # they are in the order of sending
-                if (
-                    isinstance(item, OutgoingChunk)
-                    and item.copies == 1
-                    and not item.done
-                    and item.source.view is not None
-                ):
+                if isinstance(item, OutgoingChunk) and item.copies == 1 and item.is_wanted:
                     best = (sent_at, item)
         if best is None:
             return None
@@ -463,8 +462,6 @@ class SendMachine(LinkMachine[Cargo]):
         if any(lane.flight for lane in self.lanes.values()) and len(self.lanes) > 1:
             at = min(at, now + self.settings.hedge_s / 2)
         return at
-
-    # ---- inside ---------------------------------------------------------------------------------------------
 
     def _settle(self, outgoing: _Outgoing, state: EndState) -> None:
         """The one place where a transfer ends."""
