@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Unreachable
+from ...bootstrap.methods import Messenger
 from ...kernels.format import Codec, WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
 from ...kvtransport.link.dialling import Path
@@ -31,6 +32,7 @@ from ...kvtransport.routing.steering import PathController
 from ...kvtransport.wire.tickets import LinkTicket
 from .. import messages
 from ..engine import protocol
+from ..methods import LINK_OPEN, RELAY_OPEN
 from ..models import ModelInfo
 from .kv_links import Ends, OutgoingLinks
 
@@ -56,8 +58,6 @@ NEWS = 0.2  # figures are worth telling again when one has moved by this fractio
 DIRECT = "direct"
 _WARM_S = 60.0
 _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": WireDtype.BF16}
-
-Ask = Callable[..., Awaitable[messages.Message]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,25 +98,24 @@ class _Way:
 
 @final
 class KvWays:
-    """One per node. `ask` is the network's request; `where` gives the address of a member (None: unknown).
+    """One per node. `where` gives the address of a member (None: unknown).
 
     `set_paths(link, paths)` tells the engine; `wall` is seconds since 1970, by which permits expire.
     """
 
     def __init__(
         self,
-        own: PeerId,
         *,
         settings: WaySettings,
-        ask: Ask,
+        messenger: Messenger,
         where: Callable[[PeerId], Address | None],
         set_paths: Callable[[bytes, tuple[Path, ...]], None],
         nursery: trio.Nursery,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.own = own
+        self.own = messenger.peer_id
         self.settings = settings
-        self._ask = ask
+        self._messenger = messenger
         self._where = where
         self._set_paths = set_paths
         self._nursery = nursery
@@ -355,8 +354,7 @@ class KvWays:
 
     async def _open_link(self, ends: Ends) -> LinkTicket:
         body = messages.LinkOpen(service=self._service, source=ends.source, target=ends.target)
-        opened = await self._ask(ends.peer, "link.open", body, messages.LinkOpened, timeout=ASK_TIMEOUT_S)
-        assert isinstance(opened, messages.LinkOpened)
+        opened = await self._messenger.request(ends.peer, LINK_OPEN, body, ASK_TIMEOUT_S)
         return opened.link
 
     def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
@@ -414,8 +412,7 @@ class KvWays:
         known = self._permits.get((relay, target))
         if known is None or known.expires_at - self._wall() < PERMIT_MARGIN_S:
             body = messages.RelayOpen(target=target)
-            opened = await self._ask(relay, "relay.open", body, messages.RelayOpened, timeout=ASK_TIMEOUT_S)
-            assert isinstance(opened, messages.RelayOpened)
+            opened = await self._messenger.request(relay, RELAY_OPEN, body, ASK_TIMEOUT_S)
             known = self._permits[relay, target] = opened.permit
         return known
 
