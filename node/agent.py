@@ -25,7 +25,7 @@ from ..bootstrap.addresses import default_route_address
 from ..bootstrap.members.membership import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Phase, PlanError
-from ..kvtransport.link.dialling import Path as KvPath
+from ..kvtransport.link.dialling import DialPath as KvPath
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods

@@ -16,7 +16,7 @@ import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Messenger
-from ...kvtransport.link.dialling import Path
+from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.tickets import issue_link
 from .. import messages
 from ..engine.protocol import BatchLimits, EngineConfig, PipeEnd
@@ -185,13 +185,13 @@ class Stages:
         """The ends with the addresses of those stages that this one dials. Raises EngineStartError."""
         found = []
         for end in ends:
-            dial: Path | None = None
+            dial: DialPath | None = None
             if end.stage > stage:
                 peer = PeerId(place.stages[end.stage].peer)
                 address = self._where(peer)
                 if address is None or not address.port:
                     raise EngineStartError(f"stage {end.stage + 1} on {peer} has no address that could be dialled")
-                dial = Path(address.host, address.port)
+                dial = DialPath(address.host, address.port)
             found.append(msgspec.structs.replace(end, dial=dial))
         return tuple(found)
 

@@ -11,7 +11,7 @@ import msgspec
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.dialling import Path
+from ...kvtransport.link.dialling import DialPath
 from .. import messages, methods
 from ..engine import protocol
 from ..learning import Learner
@@ -106,7 +106,7 @@ class Worker:
         for link in self._hand_offs.peer_lost(peer):
             self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
-    def set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
+    def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         """Take other ways for what the engine sends over a link."""
         self._send(protocol.SetPaths(link=link, paths=paths))
 

@@ -19,7 +19,7 @@ from p2pserve.kvtransport.probing.burst import BurstGate
 from p2pserve.kvtransport.probing.burst_ticket import BURST_MAGIC, BurstHello, issue_burst, pack_hello
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello
-from p2pserve.kvtransport.wire.channel import Role as LinkRole
+from p2pserve.kvtransport.wire.channel import LinkRole as LinkRole
 from p2pserve.node import messages
 from p2pserve.node.links import data_port
 from p2pserve.node.links.data_port import MAX_PENDING_HELLOS, DataPort, RelayDesk

@@ -16,7 +16,7 @@ from p2pserve.bootstrap import NetworkError, PeerId, RemoteError, RequestTimeout
 from p2pserve.bootstrap.methods import Messenger
 from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
@@ -87,7 +87,7 @@ class ScriptedWays:
     async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
         piece = part.piece
         link = await self._links.to(Ends(PeerId(piece.target_peer), piece.source, piece.target), 1)
-        paths = (Path(f"{piece.target_peer}.example", 1),)
+        paths = (DialPath(f"{piece.target_peer}.example", 1),)
         return protocol.Outlet(
             rank=piece.source, slice=piece.slice, ticket=part.ticket, link=link, paths=paths, gbps=1.0, rtt_s=0.1
         )

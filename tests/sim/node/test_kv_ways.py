@@ -17,7 +17,7 @@ from trio.testing import MockClock
 from p2pserve.bootstrap import Address, NetworkError, PeerId, RemoteError, Role, Unreachable
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.link.permits import Permit
 from p2pserve.kvtransport.probing.estimates import LinkEstimator
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, Source
@@ -85,7 +85,7 @@ class World:
     addresses: dict[PeerId, Address] = field(default_factory=dict)
     links: dict[PeerId, LinkTicket] = field(default_factory=dict)
     faults: dict[PeerId, NetworkError] = field(default_factory=dict)
-    paths: list[tuple[bytes, tuple[Path, ...]]] = field(default_factory=list)
+    paths: list[tuple[bytes, tuple[DialPath, ...]]] = field(default_factory=list)
     wall: float = 1e9
 
     def __post_init__(self) -> None:

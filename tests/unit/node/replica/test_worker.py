@@ -14,7 +14,7 @@ from p2pserve.bootstrap import PeerId, RemoteError, RequestTimeout, Role, Unreac
 from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
@@ -60,7 +60,7 @@ MODEL = ModelInfo(
 )
 WHOLE = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)
 RANK = protocol.Rank()
-PATHS = (Path("192.0.2.7", 4321, streams=2),)
+PATHS = (DialPath("192.0.2.7", 4321, streams=2),)
 
 T = TypeVar("T")
 
