@@ -49,7 +49,7 @@ class EngineLost(EngineError):
 
 
 @final
-class ForkServer:
+class ForkServerLink:
     """Connection to a fork server, this node's own or one shared by the nodes of a box."""
 
     def __init__(self, channel: trio.socket.SocketType, nursery: trio.Nursery, log: Path | None) -> None:
@@ -132,7 +132,7 @@ class ForkServer:
 @asynccontextmanager
 async def open_fork_server(
     *, log: Path | None, threads: int, channel: int | None = None, emulated: bool = False
-) -> AsyncIterator[ForkServer]:
+) -> AsyncIterator[ForkServerLink]:
     """A fork server for the body; `channel` is the descriptor of a shared one, else one is started: `emulated`, one
     without vLLM, for emulated engines only.
 
@@ -185,9 +185,9 @@ async def start_fork_server_process(
 
 
 @asynccontextmanager
-async def _connected(channel: socket.socket, log: Path | None) -> AsyncIterator[ForkServer]:
+async def _connected(channel: socket.socket, log: Path | None) -> AsyncIterator[ForkServerLink]:
     async with trio.open_nursery() as nursery:
-        server = ForkServer(trio.socket.from_stdlib_socket(channel), nursery, log)
+        server = ForkServerLink(trio.socket.from_stdlib_socket(channel), nursery, log)
         nursery.start_soon(server.serve)
         try:
             yield server

@@ -23,7 +23,7 @@ import trio
 
 from ....kvtransport.errors import TransferError
 from ...box.hardware import probe
-from ...replica.engine_link import EngineError, EngineStartError, ForkServer, open_fork_server
+from ...replica.engine_link import EngineError, EngineStartError, ForkServerLink, open_fork_server
 from .. import protocol
 from .random_model import TINY, make_model
 from .trial import Answer, Trial, TrialEngine, open_trial
@@ -57,7 +57,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-async def require_known_to_work(server: ForkServer, memory: Path | None = None) -> None:
+async def require_known_to_work(server: ForkServerLink, memory: Path | None = None) -> None:
     """Return if vLLM is the pinned version, or passes the self-test, or has passed it before.
 
     `memory` is the file that remembers this, by default one in the user's cache: the nodes of a box, which may start
@@ -78,7 +78,7 @@ async def require_known_to_work(server: ForkServer, memory: Path | None = None) 
         passed.append(verdict.versions)
 
 
-async def run_selftest(server: ForkServer) -> Verdict:
+async def run_selftest(server: ForkServerLink) -> Verdict:
     """Test this installation. Raises EngineStartError when vLLM cannot even be imported."""
     await server.wait_ready()
     began = trio.current_time()
@@ -125,7 +125,7 @@ def _make_folder(folder: Path) -> None:
         raise EngineStartError(f"{folder}: {error.strerror}; name another folder with XDG_CACHE_HOME") from error
 
 
-async def _complaint(server: ForkServer) -> str:
+async def _complaint(server: ForkServerLink) -> str:
     """What is wrong, in one line; "" if nothing."""
     prompts = [random.Random(seed).choices(range(1, TINY.vocabulary), k=PROMPT_TOKENS) for seed in (7, 8)]
     doing = "an engine"

@@ -17,7 +17,7 @@ from ....kvtransport.errors import TransferError
 from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
-from ...replica.engine_link import EngineError, EngineLink, EngineLost, ForkServer
+from ...replica.engine_link import EngineError, EngineLink, EngineLost, ForkServerLink
 from .. import protocol
 
 LEASE_S = 600.0
@@ -163,7 +163,7 @@ class TrialEngine:
 class Trial:
     """Starts engines and joins them by links over loopback. Made by `open_trial`."""
 
-    def __init__(self, server: ForkServer, nursery: trio.Nursery, port: int) -> None:
+    def __init__(self, server: ForkServerLink, nursery: trio.Nursery, port: int) -> None:
         self._server = server
         self._nursery = nursery
         self._port = port
@@ -244,7 +244,7 @@ class Trial:
 
 
 @asynccontextmanager
-async def open_trial(server: ForkServer) -> AsyncIterator[Trial]:
+async def open_trial(server: ForkServerLink) -> AsyncIterator[Trial]:
     """A trial with its listener. The engines end with the fork server."""
     listener = trio.socket.from_stdlib_socket(socket.create_server(("127.0.0.1", 0)))
     with listener:

@@ -26,7 +26,7 @@ from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine import protocol
-from p2pserve.node.replica.engine_link import EngineLink, EngineStartError, ForkServer, open_fork_server
+from p2pserve.node.replica.engine_link import EngineLink, EngineStartError, ForkServerLink, open_fork_server
 
 from .devices import BLOCK, SETTINGS, require_devices
 
@@ -258,7 +258,7 @@ async def engines(channels: list[int], model: Path, **config: object) -> AsyncIt
         yield lambda **changes: start(server, protocol.EngineConfig(**{**settings, **changes}))
 
 
-async def start(server: ForkServer, config: protocol.EngineConfig) -> Engine:
+async def start(server: ForkServerLink, config: protocol.EngineConfig) -> Engine:
     engine = Engine()
     with trio.fail_after(100):
         engine.link = await server.start_engine(config, engine.on_message)
