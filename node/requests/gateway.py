@@ -20,7 +20,7 @@ from typing import final
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
-from ...coordinator import Demand, DemandMeter, NoRoute, Router
+from ...coordinator import Demand, DemandMeter, NoRoute, Router, RoutingSettings
 from .. import messages
 from ..models import ModelInfo
 from ..view import NetworkView, Queue
@@ -68,6 +68,7 @@ class Gateway:
     Args:
         view: the network, kept up to date by the agent.
         nursery: runs one task per request; cancelling it ends them all.
+        routing: the policy that requests are routed by.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Gateway:
         model: ModelInfo,
         text: TextModel,
         nursery: trio.Nursery,
+        routing: RoutingSettings | None = None,
     ) -> None:
+        self._routing = routing or RoutingSettings()
         self._view = view
         self._connections = connections
         self._model = model
@@ -270,9 +273,9 @@ class Gateway:
         }
         tokens = len(live.prompt) + len(live.tokens)
         if self._router is None or self._router.plan is not plan:
-            self._router = Router(plan)
+            self._router = Router(plan, self._routing)
         self._router.report(view.loads(self._queues()))
-        found = self._router.route(tokens, frozenset(unusable))
+        found = self._router.route(tokens, frozenset(unusable), now=trio.current_time())
         decode = plan.replica(found.decode)
         prefill = plan.replica(found.prefill) if found.prefill is not None else None
         assert decode is not None  # the router names replicas of the plan
