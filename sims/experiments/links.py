@@ -22,7 +22,7 @@ from ...coordinator.routing import RoutingSettings
 from ..policies import SHARES
 from ..records import Trace
 from ..scenario import SimSettings
-from .page import Page, Row, Table
+from .page import Page, ResultRow, Table
 from .setting import COLUMNS, Deployed, Scope, group, run, shapes
 
 __all__ = ["LinkRow", "ShareRow", "link_rows", "links"]
@@ -74,7 +74,7 @@ REMARKS: Final = """\
 """
 
 
-class LinkRow(Row, frozen=True):
+class LinkRow(ResultRow, frozen=True):
     """One deployment: a request that is alone (ms), and the tokens per second, in and out, when they never end."""
 
     column: str
@@ -92,7 +92,7 @@ class LinkRow(Row, frozen=True):
     paper_tokens_per_s: str
 
 
-class ShareRow(Row, frozen=True):
+class ShareRow(ResultRow, frozen=True):
     """The KV transfer's part of one request's end-to-end time, when it starts after the prompt is read."""
 
     column: str

@@ -20,7 +20,7 @@ from ...coordinator.costs.tables import SplitwiseTimes
 from ...coordinator.routing import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace
-from .cluster import Cluster
+from .cluster import SplitwiseCluster
 from .machine import Machine
 from .setups import (
     KV_TRANSFER_BYTES_S,
@@ -85,7 +85,7 @@ def run_setup(
     times = {gpu: SplitwiseTimes(model, gpu, TENSOR_PARALLEL, axis) for gpu, _ in places}
     iterations = {gpu: _Iterations(times[gpu]) for gpu in times}
     boxes = [Machine(iterations[gpu], kv_tokens) for gpu, _ in places]
-    cluster = Cluster(
+    cluster = SplitwiseCluster(
         trace, boxes, _policy(known, counts), kv_tokens=kv_tokens, kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S
     )
     events = cluster.run()
