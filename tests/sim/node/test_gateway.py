@@ -227,7 +227,7 @@ class World:
             raise PeerLost(f"{peer} is gone")
         self.notices.append((peer, method, message))
         if isinstance(message, messages.AnswerUpdate):
-            assert method == "chunk"
+            assert method == "answer"
             if peer != CLIENT:
                 return
             assert message.request not in self.ended, "a chunk after the last one"
