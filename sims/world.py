@@ -21,7 +21,7 @@ from typing import Final, final
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.router import NoRoute
+from ..coordinator.routing import NoRoute
 from .deployment import NEVER, Assignment, Deployment, ReplicaHost, SimRequest, Split, check_plans
 from .engine.engine import Engine
 from .engine.sequence import Sequence as Work
@@ -219,7 +219,7 @@ class _World:
         deployment = self._deployments[request.service]
         known = request.prompt + request.generated
         try:
-            route = deployment.route(known)
+            route = deployment.route(known, now)
         except NoRoute:
             deployment.backlog.append(request)
             return
