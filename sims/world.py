@@ -114,19 +114,6 @@ class _WorldEvent:
 
 
 @final
-@dataclass(slots=True)
-class _KvLanded:
-    """All KV of a request has arrived, one round trip after its last byte was sent."""
-
-    world: _World
-    transfer: KVTransfer
-
-    def happen(self, now: float) -> Iterable[Scheduled]:
-        self.world.complete_transfer(self.transfer, now)
-        return self.world.take_following()
-
-
-@final
 class _World:
     """The state of a simulation; its methods are what events do."""
 
@@ -322,7 +309,9 @@ class _World:
         for flow in self._network.advance(now):
             transfer = self._transfers.end_flow(flow)
             if transfer is not None:
-                self._follow.append(Scheduled(now + transfer.links.rtt_s, _KvLanded(self, transfer)))
+                self._follow.append(
+                    Scheduled(now + transfer.links.rtt_s, _WorldEvent(self, partial(self.complete_transfer, transfer)))
+                )
 
     def _end_prefill(self, host: ReplicaHost, assignment: Assignment | None, prefill_seq: Work, now: float) -> None:
         host.outstanding -= 1
