@@ -17,7 +17,8 @@ import msgspec
 import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Unreachable
-from ...kernels.format import Codec, WireDtype, payload_bytes
+from ...kernels.codecs import codec_named
+from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
 from ...kvtransport.link.dialling import Path
 from ...kvtransport.link.permits import Permit
@@ -364,7 +365,7 @@ class KvWays:
         if model is None:
             return max(1, tokens)
         one = payload_bytes(
-            Codec(codec), self._dtype, start=0, tokens=tokens, heads=len(piece.heads), head_dim=model.head_dim
+            codec_named(codec), self._dtype, start=0, tokens=tokens, heads=len(piece.heads), head_dim=model.head_dim
         )
         return one * len(piece.layers)
 

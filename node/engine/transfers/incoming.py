@@ -17,7 +17,9 @@ from typing import final
 
 import torch
 
-from ....kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from ....kernels.codec import decode, torch_dtype
+from ....kernels.codecs import codec_from_wire
+from ....kernels.format import dtype_from_wire
 from ....kvtransport.errors import FiguresError, TransferError
 from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.receive_link import Incoming as ReceivingEnd

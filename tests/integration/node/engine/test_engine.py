@@ -18,7 +18,9 @@ import pytest
 import torch
 import trio
 
-from p2pserve.kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from p2pserve.kernels.codec import decode, torch_dtype
+from p2pserve.kernels.codecs import codec_from_wire
+from p2pserve.kernels.format import dtype_from_wire
 from p2pserve.kvtransport.link.dialling import Path as KvPath
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.reslice import ShardLayout, reslice
