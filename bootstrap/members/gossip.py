@@ -13,7 +13,8 @@ import trio
 
 from ..errors import DECODE_ERRORS, NetworkError, PeerLost
 from ..handlers import Handlers
-from ..links import Links, Session
+from ..methods import EVERYONE, Method, Notice
+from ..sessions import PeerSession, PeerSessions
 from ..streams.control import encode_body, encode_notice
 from ..trust.keys import PeerId
 from ..trust.tokens import Role
@@ -27,8 +28,6 @@ _log = logging.getLogger(__name__)
 GOSSIP_SECONDS: Final = 1.0
 GOSSIP_PARTNERS: Final = 2
 SYNC_SECONDS: Final = 5.0
-_SYNC: Final = "p2p.sync"
-_ENTRIES: Final = "p2p.entries"
 
 
 class _Sync(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -46,6 +45,8 @@ class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     entries: tuple[Entry, ...]
 
 
+_SYNC: Final = Method("p2p.sync", _Sync, _SyncReply, EVERYONE)
+_ENTRIES: Final = Notice("p2p.entries", _Entries, EVERYONE)
 _sync_replies = msgspec.msgpack.Decoder(_SyncReply)
 
 
@@ -59,34 +60,34 @@ class Gossip:
     def __init__(
         self,
         membership: Membership,
-        links: Links,
+        links: PeerSessions,
         handlers: Handlers,
         rng: random.Random,
         on_news: Callable[[bool], None],
     ) -> None:
         self.forged = 0
         self._membership = membership
-        self._links = links
+        self._sessions = links
         self._rng = rng
         self._on_news = on_news
-        handlers.add_request(_SYNC, _Sync, self._serve_sync, client=True)
-        handlers.add_notice(_ENTRIES, _Entries, self._take_entries, client=True)
+        handlers.add_request(_SYNC, self._serve_sync)
+        handlers.add_notice(_ENTRIES, self._take_entries)
 
     async def run(self) -> None:
         """Gossip for ever."""
         while True:
             await trio.sleep(GOSSIP_SECONDS * self._rng.uniform(0.9, 1.1))
-            partners = [each for each in self._links.sessions.values() if each.role is not Role.CLIENT]
+            partners = [each for each in self._sessions.by_peer.values() if each.role is not Role.CLIENT]
             async with trio.open_nursery() as nursery:
                 for session in self._rng.sample(partners, min(GOSSIP_PARTNERS, len(partners))):
                     nursery.start_soon(self.sync, session)
 
-    async def sync(self, session: Session) -> None:
+    async def sync(self, session: PeerSession) -> None:
         """One exchange. A failure is the next round's business."""
         now = trio.current_time()
         ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
         try:
-            reply = _sync_replies.decode(await session.control.request(_SYNC, ask, SYNC_SECONDS))
+            reply = _sync_replies.decode(await session.control.request(_SYNC.name, ask, SYNC_SECONDS))
         except DECODE_ERRORS as error:
             session.control.blame()
             _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
@@ -103,16 +104,16 @@ class Gossip:
         """Urgent: to everybody now, instead of within seconds."""
         batch = self._tellable(entries)
         if batch:
-            self._links.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+            self._sessions.broadcast(encode_notice(_ENTRIES.name, encode_body(_Entries(batch))))
         self._on_news(True)
 
     def push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
         """The same to one peer."""
         batch = self._tellable(entries)
-        session = self._links.sessions.get(peer)
+        session = self._sessions.by_peer.get(peer)
         if batch and session is not None:
             try:
-                session.control.send_nowait(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+                session.control.send_nowait(encode_notice(_ENTRIES.name, encode_body(_Entries(batch))))
             except PeerLost as error:
                 _log.debug("not pushed: %s", error)
 
@@ -135,11 +136,11 @@ class Gossip:
         return _SyncReply(self._membership.digest(), self._membership.vouchers(now), tuple(delta))
 
     def _take_entries(self, peer: PeerId, role: Role, notice: _Entries) -> None:
-        session = self._links.sessions.get(peer)
+        session = self._sessions.by_peer.get(peer)
         if session is not None:
             self._merge(session, notice.entries)
 
-    def _merge(self, session: Session, entries: Iterable[Entry]) -> None:
+    def _merge(self, session: PeerSession, entries: Iterable[Entry]) -> None:
         private = session.peer if session.role is Role.CLIENT else None
         result = self._membership.merge(entries, trio.current_time(), from_origin=private)
         if result.forged:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...kernels.codecs import codec_from_wire
 from ...kernels.errors import PayloadError
 from ...kernels.format import dtype_from_wire
-from ..errors import ProtocolError
+from ..errors import KVProtocolError
 
 __all__ = ["MAX_PAYLOAD_BYTES", "MAX_REASON_BYTES", "KVFrame"]
 
@@ -53,7 +53,7 @@ class KVFrame:
             codec_from_wire(self.codec)
             dtype_from_wire(self.dtype)
         except PayloadError as error:
-            raise ProtocolError(f"KV frame of layer {self.layer}: {error}") from error
+            raise KVProtocolError(f"KV frame of layer {self.layer}: {error}") from error
 
     @property
     def heads(self) -> int:
@@ -73,4 +73,4 @@ class KVFrame:
 
 def _bounded(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise ProtocolError(f"{name} is {value}, outside {low}..{high}")
+        raise KVProtocolError(f"{name} is {value}, outside {low}..{high}")

@@ -13,8 +13,8 @@ from typing import Final
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
 from ..engine.values import EngineSettings
-from ..policies.dispatch import Dispatch
-from .setting import Case, Deployed, Scope, group, highest_rate, most
+from ..policies import PLAN, SHARES
+from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
 
 __all__ = ["IN_HOUSE", "SYSTEMS", "TRIALS", "WHOLE", "System", "best_dispatch", "chosen", "systems"]
 
@@ -33,11 +33,11 @@ class System:
 
     name: str
     deployed: Deployed
-    dispatch: Dispatch
+    dispatch: str
     engine: EngineSettings | None = None
 
 
-def systems(case: Case, scope: Scope) -> Iterator[System]:
+def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
     """All for one case of the cloud."""
     colocated = most(replace(case, mixed_only=True), scope.steps)
     yield _system("ours", chosen(case, scope), scope)
@@ -50,7 +50,7 @@ def systems(case: Case, scope: Scope) -> Iterator[System]:
 
 
 @cache
-def chosen(case: Case, scope: Scope) -> Deployed:
+def chosen(case: PlannedCase, scope: Scope) -> Deployed:
     """Of what is planned for the case's rate and up, what is planned for the rate that colocated serving carries and
     up, and colocated serving itself: the one that carries most in simulations of requests that nothing is reported
     about."""
@@ -58,18 +58,18 @@ def chosen(case: Case, scope: Scope) -> Deployed:
     carried = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
     plans = [most(case, scope.steps), most(carried, scope.steps)]
     plans.append(Deployed(plans[0].problem, colocated.solution))
-    return max(plans, key=lambda plan: _carried(plan, scope, Dispatch.PLAN))
+    return max(plans, key=lambda plan: _carried(plan, scope, PLAN))
 
 
 @cache
-def _carried(deployed: Deployed, scope: Scope, dispatch: Dispatch, engine: EngineSettings | None = None) -> float:
+def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: EngineSettings | None = None) -> float:
     """The highest rate in trials: the mean of as many as are reported, because one alone cannot tell a few percent."""
     return fmean(highest_rate(deployed, scope, TRIALS + seed, dispatch, engine) for seed in scope.seeds)
 
 
-def best_dispatch(deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> Dispatch:
+def best_dispatch(deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> str:
     """Whichever carries more in trials; the router by queues, which is the network's, where both carry as much."""
-    return max((Dispatch.PLAN, Dispatch.SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
+    return max((PLAN, SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
 
 
 def _system(name: str, deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> System:

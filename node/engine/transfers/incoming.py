@@ -22,7 +22,7 @@ from ....kernels.codecs import codec_from_wire
 from ....kernels.format import dtype_from_wire
 from ....kvtransport.errors import FiguresError, TransferError
 from ....kvtransport.link.budget import ByteBudget
-from ....kvtransport.link.receive_link import Incoming as ReceivingEnd
+from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
 from ....kvtransport.link.reslice import localise

@@ -25,7 +25,7 @@ from ....kernels.codecs import codec_named
 from ....kernels.format import GROUP_TOKENS, WINDOW_TOKENS, payload_bytes
 from ....kvtransport.errors import TransferError, TransferTimeout
 from ....kvtransport.link.lanes import EndState
-from ....kvtransport.link.send_link import Outgoing as SendingEnd
+from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
 from ....kvtransport.routing.report import TransferTimes

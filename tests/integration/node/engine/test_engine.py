@@ -21,7 +21,7 @@ import trio
 from p2pserve.kernels.codec import decode, torch_dtype
 from p2pserve.kernels.codecs import codec_from_wire
 from p2pserve.kernels.format import dtype_from_wire
-from p2pserve.kvtransport.link.dialling import Path as KvPath
+from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.reslice import ShardLayout, reslice
 from p2pserve.kvtransport.wire.channel import parse_link_hello
