@@ -359,7 +359,7 @@ class KvWays:
         assert isinstance(opened, messages.LinkOpened)
         return opened.link
 
-    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
+    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.KvSlice) -> int:
         model = self._model
         if model is None:
             return max(1, tokens)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from p2pserve.coordinator.costs.step_times import DecodeLine, chunk_pairs
 from p2pserve.node.engine.emulated.batching import Batch, Batcher, Piece, Sequence, step_s
-from p2pserve.node.engine.emulated.tokens import Answer
+from p2pserve.node.engine.emulated.tokens import HashedTokens
 
 
 def batcher(blocks: int = 100, block_size: int = 4, max_tokens: int = 10, max_requests: int = 8) -> Batcher:
@@ -286,13 +286,13 @@ def test_every_request_gets_all_its_tokens_whatever_the_memory(
 
 def test_an_answer_goes_on_from_any_of_its_tokens() -> None:
     prompt = (5, 9, 2)
-    whole = Answer(prompt, vocabulary=50)
+    whole = HashedTokens(prompt, vocabulary=50)
     tokens = [whole.next() for _ in range(40)]
     assert all(1 <= token < 50 for token in tokens)
     assert len(set(tokens)) > 10
     for at in (0, 1, 17):
-        rest = Answer((*prompt, *tokens[:at]), vocabulary=50)
+        rest = HashedTokens((*prompt, *tokens[:at]), vocabulary=50)
         assert [rest.next() for _ in range(40 - at)] == tokens[at:]
-    other, seeded = Answer((5, 9, 3), vocabulary=50), Answer(prompt, vocabulary=50, seed=1)
+    other, seeded = HashedTokens((5, 9, 3), vocabulary=50), HashedTokens(prompt, vocabulary=50, seed=1)
     assert [other.next() for _ in range(40)] != tokens
     assert [seeded.next() for _ in range(40)] != tokens

@@ -17,9 +17,9 @@ from p2pserve.node.box.emulation import emulated_hardware, emulated_model, parse
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, modelled
-from p2pserve.node.engine.emulated.tokens import Answer
-from p2pserve.node.engine.emulated.transfers import Chunk
+from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, model_capacity
+from p2pserve.node.engine.emulated.tokens import HashedTokens
+from p2pserve.node.engine.emulated.transfers import ComputedSpan
 from p2pserve.node.models import BUNDLED, ModelError
 from p2pserve.node.replica.hosting import EngineKnobs, look_at
 
@@ -31,7 +31,7 @@ EMULATION = protocol.Emulation(model=SHAPE, gpu=GPU, gpu_link_gbps=100.0, vocabu
 TIMES = replica_times(SHAPE, (StageHardware(GPU, 1, 8, 100.0),))
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
 TICKET = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="kv4", deadline_s=30.0)
-ALL = protocol.Slice(first_layer=0, last_layer=8, first_head=0, last_head=4)
+ALL = protocol.KvSlice(first_layer=0, last_layer=8, first_head=0, last_head=4)
 OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(Path("192.0.2.1", 1),), gbps=1.0, rtt_s=0.01)
 INLET = protocol.Inlet(slice=ALL, ticket=TICKET, link=LINK)
 
@@ -67,16 +67,16 @@ class FakeWays:
     refuse: bool = False
     sends: dict[bytes, Callable[[], None]] = field(default_factory=dict)
     withdrawn: list[bytes] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ComputedSpan] = field(default_factory=list)
     arrivals: list[FakeArrivals] = field(default_factory=list)
     forgotten: list[bytes] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    orders: list[protocol.Message] = field(default_factory=list)
+    orders: list[protocol.EngineMessage] = field(default_factory=list)
 
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
         self.sends[outlets[0].ticket.transfer] = on_end
 
-    def compute(self, transfer: bytes, chunk: Chunk) -> None:
+    def compute(self, transfer: bytes, chunk: ComputedSpan) -> None:
         assert transfer in self.sends
         self.chunks.append(chunk)
 
@@ -95,7 +95,7 @@ class FakeWays:
     def abort(self, transfer: bytes, reason: str) -> None:
         self.aborted.append(reason)
 
-    def carry_out(self, order: protocol.SetPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
+    def carry_out(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         self.orders.append(order)
 
 
@@ -105,7 +105,7 @@ class Bench:
     def __init__(self, **settings: object) -> None:
         self.now = 100.0
         self.ways = FakeWays()
-        self.said: list[protocol.Message] = []
+        self.said: list[protocol.EngineMessage] = []
         self.woken: list[KvEnded | KvSent] = []
         config = msgspec.structs.replace(protocol.EngineConfig(model="small", emulation=EMULATION), **settings)
         self.engine = EmulatedEngine(config, self.ways, tell=self.said.append, wake=self.woken.append)
@@ -142,7 +142,7 @@ class Bench:
 def test_an_answer_takes_as_long_as_the_model_says_and_ends_with_its_length() -> None:
     bench = Bench()
     prompt = bench.submit("r", 700, 4)
-    answer = Answer(prompt, 900)
+    answer = HashedTokens(prompt, 900)
     assert bench.step() == pytest.approx(TIMES.prefill_s(512, chunk_pairs(0, 512)))
     assert bench.outputs() == []
     assert bench.step() == pytest.approx(TIMES.prefill_s(188, chunk_pairs(512, 188)))
@@ -306,7 +306,7 @@ def test_kv_from_elsewhere_leaves_one_position_to_compute() -> None:
     arrivals.on_end()
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
     (told,) = bench.outputs()
-    assert (told.tokens, told.cached_tokens) == ((Answer(prompt, 900).next(),), 600)
+    assert (told.tokens, told.cached_tokens) == ((HashedTokens(prompt, 900).next(),), 600)
     assert bench.ways.forgotten == [TICKET.transfer]
 
 
@@ -328,7 +328,7 @@ def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
     """Whichever comes first; the last position of the prompt is not computed again."""
     bench = Bench()
     prompt, arrivals = told_first(bench)
-    told = protocol.FirstToken(request="r", token=77)
+    told = protocol.SetFirstToken(request="r", token=77)
     if first == "token":
         bench.engine.take(told, bench.now)
         assert bench.step() is None
@@ -339,7 +339,7 @@ def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
         bench.engine.take(told, bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(600))
     bench.step()
-    answer = Answer((*prompt, 77), 900)
+    answer = HashedTokens((*prompt, 77), 900)
     outputs = bench.outputs()
     assert [output.tokens for output in outputs] == [(77, answer.next()), (answer.next(),)]
     assert outputs[-1].finish == "length"
@@ -356,9 +356,9 @@ def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
         bench.engine.take(protocol.AbortTransfer(transfer=TICKET.transfer, reason="it was lost"), bench.now)
         assert bench.ways.orders
     else:
-        bench.engine.take(protocol.FirstToken(request="r", token=900), bench.now)
+        bench.engine.take(protocol.SetFirstToken(request="r", token=900), bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
-    assert bench.outputs()[0].tokens == (Answer(prompt, 900).next(),)
+    assert bench.outputs()[0].tokens == (HashedTokens(prompt, 900).next(),)
 
 
 def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None:
@@ -366,9 +366,9 @@ def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None
     prompt, arrivals = told_first(bench)
     arrive(arrivals, 37)
     assert bench.step() == pytest.approx(TIMES.prefill_s(568, chunk_pairs(32, 568)))
-    bench.engine.take(protocol.FirstToken(request="r", token=77), bench.now)
+    bench.engine.take(protocol.SetFirstToken(request="r", token=77), bench.now)
     bench.step()
-    answer = Answer(prompt, 900)
+    answer = HashedTokens(prompt, 900)
     assert [output.tokens for output in bench.outputs()] == [(answer.next(),), (answer.next(),)]
 
 
@@ -454,7 +454,7 @@ def test_it_says_that_it_is_emulated_and_what_it_holds() -> None:
     assert (ready.tflops, ready.memory_gbps, ready.vocabulary) == (GPU.tflops, GPU.memory_gbps, 900)
     big = msgspec.structs.replace(EMULATION, model=msgspec.structs.replace(SHAPE, layers=2000))
     with pytest.raises(EmulationError, match="no room for KV"):
-        modelled(big, tp=1, kv_cache_mib=None)
+        model_capacity(big, tp=1, kv_cache_mib=None)
 
 
 HARDWARE = Hardware(cores=2, memory_gib=8.0, processor="x")
