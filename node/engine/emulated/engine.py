@@ -15,11 +15,11 @@ from .. import protocol
 from ..stats import StepTotals
 from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
-from .batching import Sequence as Work
-from .tokens import HashedTokens
+from .batching import BatchedRequest as Work
+from .tokens import EmulatedAnswer
 from .transfers import ComputedSpan
 
-__all__ = ["EmulatedEngine", "EmulationError", "ExpectedKv", "KvEnded", "KvSent", "KvTransfers", "model_capacity"]
+__all__ = ["EmulatedEngine", "EmulationError", "ExpectedKv", "KvEnded", "KvSent", "TransferPort", "model_capacity"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ExpectedKv(Protocol):
         ...
 
 
-class KvTransfers(Protocol):
+class TransferPort(Protocol):
     """The transfers of the engine; see `transfers.Transfers`."""
 
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class KvTransfers(Protocol):
 @dataclass(slots=True)
 class _Request:
     work: Work
-    answer: HashedTokens
+    answer: EmulatedAnswer
     deadline: float
     sends: bytes | None = None  # the transfer of its prompt's KV
     expected: ExpectedKv | None = None
@@ -124,7 +124,7 @@ class EmulatedEngine:
     def __init__(
         self,
         config: protocol.EngineConfig,
-        ways: KvTransfers,
+        ways: TransferPort,
         *,
         tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
@@ -296,7 +296,7 @@ class EmulatedEngine:
         sampling, prompt = submit.sampling, len(submit.prompt)
         wanted = min(sampling.max_tokens, self._longest - prompt)
         seed = sampling.seed or 0 if sampling.temperature > 0 else 0
-        answer = HashedTokens(submit.prompt, self._emulation.vocabulary, seed)
+        answer = EmulatedAnswer(submit.prompt, self._emulation.vocabulary, seed)
         live = _Request(Work(submit.request, prompt, wanted), answer, now + submit.deadline_s)
         if submit.send:
             sent = KvSent(live.work)

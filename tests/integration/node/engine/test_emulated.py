@@ -28,7 +28,7 @@ from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.tokens import HashedTokens
+from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.replica.engine_link import EngineStartError, open_fork_server
@@ -49,7 +49,7 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 def answer_to(prompt: tuple[int, ...], tokens: int) -> list[int]:
-    answer = HashedTokens(prompt, 1000)
+    answer = EmulatedAnswer(prompt, 1000)
     return [answer.next() for _ in range(tokens)]
 
 

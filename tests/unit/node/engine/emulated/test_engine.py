@@ -18,7 +18,7 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, model_capacity
-from p2pserve.node.engine.emulated.tokens import HashedTokens
+from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan
 from p2pserve.node.models import BUNDLED, ModelError
 from p2pserve.node.replica.hosting import EngineKnobs, look_at
@@ -142,7 +142,7 @@ class Bench:
 def test_an_answer_takes_as_long_as_the_model_says_and_ends_with_its_length() -> None:
     bench = Bench()
     prompt = bench.submit("r", 700, 4)
-    answer = HashedTokens(prompt, 900)
+    answer = EmulatedAnswer(prompt, 900)
     assert bench.step() == pytest.approx(TIMES.prefill_s(512, chunk_pairs(0, 512)))
     assert bench.outputs() == []
     assert bench.step() == pytest.approx(TIMES.prefill_s(188, chunk_pairs(512, 188)))
@@ -306,7 +306,7 @@ def test_kv_from_elsewhere_leaves_one_position_to_compute() -> None:
     arrivals.on_end()
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
     (told,) = bench.outputs()
-    assert (told.tokens, told.cached_tokens) == ((HashedTokens(prompt, 900).next(),), 600)
+    assert (told.tokens, told.cached_tokens) == ((EmulatedAnswer(prompt, 900).next(),), 600)
     assert bench.ways.forgotten == [TICKET.transfer]
 
 
@@ -339,7 +339,7 @@ def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
         bench.engine.take(told, bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(600))
     bench.step()
-    answer = HashedTokens((*prompt, 77), 900)
+    answer = EmulatedAnswer((*prompt, 77), 900)
     outputs = bench.outputs()
     assert [output.tokens for output in outputs] == [(77, answer.next()), (answer.next(),)]
     assert outputs[-1].finish == "length"
@@ -358,7 +358,7 @@ def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
     else:
         bench.engine.take(protocol.SetFirstToken(request="r", token=900), bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
-    assert bench.outputs()[0].tokens == (HashedTokens(prompt, 900).next(),)
+    assert bench.outputs()[0].tokens == (EmulatedAnswer(prompt, 900).next(),)
 
 
 def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None:
@@ -368,7 +368,7 @@ def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None
     assert bench.step() == pytest.approx(TIMES.prefill_s(568, chunk_pairs(32, 568)))
     bench.engine.take(protocol.SetFirstToken(request="r", token=77), bench.now)
     bench.step()
-    answer = HashedTokens(prompt, 900)
+    answer = EmulatedAnswer(prompt, 900)
     assert [output.tokens for output in bench.outputs()] == [(answer.next(),), (answer.next(),)]
 
 
