@@ -25,10 +25,10 @@ from ..bootstrap.addresses import default_route_address
 from ..bootstrap.members.membership import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Phase, PlanError
-from ..kvtransport.link.dialling import Path as KvPath
+from ..kvtransport.link.dialling import DialPath as KvPath
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.probe import Activity
-from . import messages
+from . import messages, methods
 from .box import hardware
 from .box.emulation import emulated_hardware, parse_cards
 from .box.home import NodeError, leave_node, locked
@@ -180,7 +180,7 @@ class Node:
 
     def _serve(self, network: Network, address: Address, nursery: trio.Nursery) -> None:
         """Register what other nodes and clients may ask for, and start the engine."""
-        network.handle("status", messages.StatusQuery, self._on_status(network), client=True)
+        network.handle(methods.STATUS, self._on_status(network))
         network.on_peer_lost(self._on_peer_lost)
         ways = self._ways = self._measure(network, nursery)
         offer = self._offer
@@ -199,15 +199,15 @@ class Node:
         host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,
-            connections=Connections(network.request, network.notify, wait_changed),
+            connections=Connections(network, wait_changed),
             model=offer.model.info,
             text=offer.text,
             nursery=nursery,
         )
-        network.handle("generate", messages.Generate, gateway.generate, client=True)
-        network.on_notice("generate.stop", messages.StopRequest, gateway.stop, client=True)
-        network.on_notice("tokens", messages.Tokens, gateway.on_tokens)
-        network.on_notice("prefill.ended", messages.PrefillEnded, gateway.on_prefill_ended)
+        network.handle(methods.GENERATE, gateway.generate)
+        network.on_notice(methods.GENERATE_STOP, gateway.stop)
+        network.on_notice(methods.TOKENS, gateway.on_tokens)
+        network.on_notice(methods.PREFILL_ENDED, gateway.on_prefill_ended)
 
         nursery.start_soon(partial(host.run, log, self._settings.engine_channel, self._on_engine))
 
@@ -216,23 +216,22 @@ class Node:
         settings = self._settings.ways
         relay = Relay()
         nursery.start_soon(_close_in_the_end, relay)
-        desk = self._desk = RelayDesk(relay, settings.box)
+        desk = self._desk = RelayDesk(relay, settings.box, network)
 
         def set_paths(link: bytes, paths: tuple[KvPath, ...]) -> None:
             if self._host is not None:
                 self._host.worker.set_paths(link, paths)
 
         ways = KvWays(
-            network.peer_id,
+            messenger=network,
             settings=settings,
-            ask=network.request,
             where=desk.address_of,
             set_paths=set_paths,
             nursery=nursery,
         )
         prober = Prober(
             ways,
-            ask=network.request,
+            messenger=network,
             neighbours=lambda: [
                 Neighbour(member.peer_id, member.address, member.rtt_s)
                 for member in _others(network.peer_id, network.members(), MemberState.ALIVE)
@@ -243,8 +242,6 @@ class Node:
             nursery=nursery,
             rng=random.Random(),
         )
-        network.handle("relay.open", messages.RelayOpen, desk.on_open)
-        network.handle("probe.open", messages.ProbeOpen, prober.on_open)
         self._port = DataPort(
             nursery, relay=relay, prober=prober, worker=lambda: self._host.worker if self._host else None
         )

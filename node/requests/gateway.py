@@ -20,8 +20,10 @@ from typing import final
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...bootstrap.methods import Body, Messenger, Notice
 from ...coordinator import Demand, DemandMeter, NoRoute, Router
 from .. import messages
+from ..methods import CHUNK, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
 from ..models import ModelInfo
 from ..view import NetworkView, Queue
 from .attempt import Attempt, Chosen, Event, First, Progress
@@ -45,19 +47,10 @@ class _Refused(Exception):
 
 @final
 class Connections:
-    """How a gateway reaches peers: `request` awaits an answer, `notify` does not; both serve this node too.
+    """How a gateway reaches peers, this node too, and hears that the view of the network has changed."""
 
-    `notify` raises PeerLost for a peer that is gone or does not read.
-    """
-
-    def __init__(
-        self,
-        request: Callable[..., Awaitable[messages.Message]],
-        notify: Callable[[PeerId, str, messages.Message], None],
-        wait_changed: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.request = request
-        self.notify = notify
+    def __init__(self, messenger: Messenger, wait_changed: Callable[[], Awaitable[None]]) -> None:
+        self.messenger = messenger
         self.wait_changed = wait_changed
 
 
@@ -239,9 +232,9 @@ class Gateway:
             del self._attempts[attempt.id]
             stop = messages.StopRequest(request=attempt.id)
             if not complete:
-                self._tell(attempt.decode, "request.stop", stop)
+                self._tell(attempt.decode, REQUEST_STOP, stop)
             if attempt.prefill is not None and attempt.prefill_open:
-                self._tell(attempt.prefill, "request.stop", stop)
+                self._tell(attempt.prefill, REQUEST_STOP, stop)
 
     async def _choose(self, live: LiveRequest, progress: Progress) -> Chosen:
         """Route the request; waits for an engine while one may come. Raises NoRoute."""
@@ -288,9 +281,9 @@ class Gateway:
         prompt, sampling = live.replay()
         deadline_s = max(0.05, progress.deadline - trio.current_time())
         try:
-            opened = await self._connections.request(
+            opened = await self._connections.messenger.request(
                 attempt.decode,
-                "decode.open",
+                DECODE_OPEN,
                 messages.DecodeOpen(
                     request=attempt.id,
                     service=self._model.service,
@@ -302,20 +295,18 @@ class Gateway:
                     prefill=attempt.route.stages,
                     told_first=attempt.route.prefill_writes,
                 ),
-                messages.DecodeOpened,
-                timeout=OPEN_TIMEOUT_S,
+                OPEN_TIMEOUT_S,
             )
         except NetworkError as error:
             self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {error}")
             return False
-        assert isinstance(opened, messages.DecodeOpened)
         if attempt.prefill is None or not opened.parts:
             return True
         attempt.prefill_open = True  # from now on it may be at work, whether or not its answer gets here
         try:
-            await self._connections.request(
+            await self._connections.messenger.request(
                 attempt.prefill,
-                "prefill.open",
+                PREFILL_OPEN,
                 messages.PrefillOpen(
                     request=attempt.id,
                     service=self._model.service,
@@ -324,11 +315,10 @@ class Gateway:
                     parts=opened.parts,
                     sampling=sampling if attempt.route.prefill_writes else None,
                 ),
-                messages.Opened,
-                timeout=OPEN_TIMEOUT_S,
+                OPEN_TIMEOUT_S,
             )
         except NetworkError as error:
-            self._tell(attempt.prefill, "request.stop", messages.StopRequest(request=attempt.id))
+            self._tell(attempt.prefill, REQUEST_STOP, messages.StopRequest(request=attempt.id))
             self._without_kv(attempt, progress, str(error))
         return True
 
@@ -374,7 +364,7 @@ class Gateway:
         self._show(attempt.shown, told.finish, live, progress)
         if live.finish is None:
             first = messages.FirstToken(request=attempt.id, token=attempt.shown[0])
-            self._tell(attempt.decode, "decode.first", first)
+            self._tell(attempt.decode, DECODE_FIRST, first)
 
     def _on_decoded(self, event: messages.Tokens, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
         """The client sees what is new. False when that would contradict what it has seen."""
@@ -429,7 +419,7 @@ class Gateway:
         attempt.unread[attempt.decode] += attempt.route.split
         self._blame(progress, attempt.prefill, f"prefill node {_short(attempt.prefill)}: {reason}")
         stop = messages.StopTransfer(request=attempt.id, reason=reason)
-        self._tell(attempt.decode, "transfer.stop", stop)
+        self._tell(attempt.decode, TRANSFER_STOP, stop)
 
     def _prefill_over(self, attempt: Attempt) -> None:
         """The prefill node has no more to do with it: routes that are chosen from now on may count on that."""
@@ -459,12 +449,12 @@ class Gateway:
 
     def _notify(self, client: PeerId, chunk: messages.Chunk) -> None:
         scope = self._scopes.get((client, chunk.request))
-        if not self._tell(client, "chunk", chunk) and scope is not None:
+        if not self._tell(client, CHUNK, chunk) and scope is not None:
             scope.cancel()  # a client that is gone, or does not read, must not get an answer with a gap
 
-    def _tell(self, peer: PeerId, method: str, message: messages.Message) -> bool:
+    def _tell(self, peer: PeerId, notice: Notice[Body], message: Body) -> bool:
         try:
-            self._connections.notify(peer, method, message)
+            self._connections.messenger.notify(peer, notice, message)
         except PeerLost:
             return False
         return True
