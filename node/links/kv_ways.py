@@ -18,7 +18,8 @@ import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Unreachable
 from ...bootstrap.methods import Messenger
-from ...kernels.format import Codec, WireDtype, payload_bytes
+from ...kernels.codecs import codec_named
+from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
 from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.link.permits import Permit
@@ -361,14 +362,19 @@ class KvWays:
         opened = await self._messenger.request(ends.peer, LINK_OPEN, body, ASK_TIMEOUT_S)
         return opened.link
 
-    def _kv_bytes(self, codec: str, tokens: int, rank_slice: protocol.Slice) -> int:
+    def _kv_bytes(self, codec: str, tokens: int, held: protocol.KvSlice) -> int:
         model = self._model
         if model is None:
             return max(1, tokens)
         one = payload_bytes(
-            Codec(codec), self._dtype, start=0, tokens=tokens, heads=len(rank_slice.heads), head_dim=model.head_dim
+            codec_named(codec),
+            self._dtype,
+            start=0,
+            tokens=tokens,
+            heads=len(held.heads),
+            head_dim=model.head_dim,
         )
-        return one * len(rank_slice.layers)
+        return one * len(held.layers)
 
     def _relays(self, target: PeerId) -> frozenset[str]:
         """Members that forward, that both ends have figures of, and that have not refused lately."""

@@ -10,7 +10,7 @@ from ...coordinator import Phase, Plan, PlanError, Replica, Stage
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.link.reslice import ShardLayout, reslice
 from ...kvtransport.link.reslice import ShardRank as LayoutRank
-from ..engine.protocol import Rank, Slice
+from ..engine.protocol import KvSlice, WorkerRank
 from ..messages import RankSlice, TicketedSlice
 
 __all__ = ["Place", "PlaceError", "check_sends", "place_in", "slices_between"]
@@ -81,10 +81,10 @@ def slices_between(
     return tuple(
         RankSlice(
             source_peer=prefill[found.source.stage].peer,
-            source=Rank(stage=found.source.stage, tp=found.source.tp),
+            source=WorkerRank(stage=found.source.stage, tp=found.source.tp),
             target_peer=decode[found.target.stage].peer,
-            target=Rank(stage=found.target.stage, tp=found.target.tp),
-            slice=Slice(
+            target=WorkerRank(stage=found.target.stage, tp=found.target.tp),
+            slice=KvSlice(
                 first_layer=found.layers.start,
                 last_layer=found.layers.stop,
                 first_head=found.heads.start,
