@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -17,7 +17,9 @@ import msgspec
 import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Unreachable
-from ...kernels.format import Codec, WireDtype, payload_bytes
+from ...bootstrap.methods import Messenger
+from ...kernels.codecs import codec_named
+from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
 from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.link.permits import Permit
@@ -31,10 +33,11 @@ from ...kvtransport.routing.steering import PathController
 from ...kvtransport.wire.tickets import LinkTicket
 from .. import messages
 from ..engine import protocol
+from ..methods import LINK_OPEN, RELAY_OPEN
 from ..models import ModelInfo
 from .kv_links import Ends, OutgoingLinks
 
-__all__ = ["MAX_TRANSFER_S", "KvWays", "WaySettings"]
+__all__ = ["MAX_TRANSFER_S", "KvWays", "LinkSettings"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +60,9 @@ DIRECT = "direct"
 _WARM_S = 60.0
 _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": WireDtype.BF16}
 
-Ask = Callable[..., Awaitable[messages.Message]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaySettings:
+class LinkSettings:
     """What the box's owner says of it: its site, its caps and prices, and what a path may cost."""
 
     site: str = ""
@@ -98,25 +99,24 @@ class _Way:
 
 @final
 class KvWays:
-    """One per node. `ask` is the network's request; `where` gives the address of a member (None: unknown).
+    """One per node. `where` gives the address of a member (None: unknown).
 
     `set_paths(link, paths)` tells the engine; `wall` is seconds since 1970, by which permits expire.
     """
 
     def __init__(
         self,
-        own: PeerId,
         *,
-        settings: WaySettings,
-        ask: Ask,
+        settings: LinkSettings,
+        messenger: Messenger,
         where: Callable[[PeerId], Address | None],
         set_paths: Callable[[bytes, tuple[DialPath, ...]], None],
         nursery: trio.Nursery,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.own = own
+        self.own = messenger.peer_id
         self.settings = settings
-        self._ask = ask
+        self._messenger = messenger
         self._where = where
         self._set_paths = set_paths
         self._nursery = nursery
@@ -227,19 +227,19 @@ class KvWays:
 
     # ---- a transfer -----------------------------------------------------------------------------------------
 
-    async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
+    async def outlet(self, ticketed: messages.TicketedSlice, service: str, tokens: int) -> protocol.Outlet:
         """The link for a part of a prompt of so many tokens, and the paths to take.
 
         Raises NetworkError when the link cannot be had, TransferError when there is no path.
         """
         self._service = service
-        piece, ticket = part.piece, part.ticket
-        ends = Ends(PeerId(piece.target_peer), piece.source, piece.target)
+        rank_slice, ticket = ticketed.rank_slice, ticketed.ticket
+        ends = Ends(PeerId(rank_slice.target_peer), rank_slice.source, rank_slice.target)
         link = await self._link(ends, ticket.link)
         job = PathQuery(
             source=self.own,
             target=ends.peer,
-            bytes=self._kv_bytes(ticket.codec, tokens, piece.slice),
+            bytes=self._kv_bytes(ticket.codec, tokens, rank_slice.slice),
             usd_per_s=self.settings.usd_per_s,
             max_usd_per_gb=self.settings.max_usd_per_gb,
         )
@@ -254,8 +254,8 @@ class KvWays:
         controller = PathController(job, choice, now=now)
         self._ways[link.link] = _Way(ends, job, choices, choice, controller, seen, seen, waiting, at, now)
         return protocol.Outlet(
-            rank=piece.source,
-            slice=piece.slice,
+            rank=rank_slice.source,
+            slice=rank_slice.slice,
             # What the receiver may ask for is bounded here too: our engine holds the prompt's blocks for so long.
             ticket=msgspec.structs.replace(ticket, deadline_s=min(ticket.deadline_s, MAX_TRANSFER_S)),
             link=link,
@@ -359,18 +359,22 @@ class KvWays:
 
     async def _open_link(self, ends: Ends) -> LinkTicket:
         body = messages.LinkOpen(service=self._service, source=ends.source, target=ends.target)
-        opened = await self._ask(ends.peer, "link.open", body, messages.LinkOpened, timeout=ASK_TIMEOUT_S)
-        assert isinstance(opened, messages.LinkOpened)
+        opened = await self._messenger.request(ends.peer, LINK_OPEN, body, ASK_TIMEOUT_S)
         return opened.link
 
-    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
+    def _kv_bytes(self, codec: str, tokens: int, held: protocol.KvSlice) -> int:
         model = self._model
         if model is None:
             return max(1, tokens)
         one = payload_bytes(
-            Codec(codec), self._dtype, start=0, tokens=tokens, heads=len(piece.heads), head_dim=model.head_dim
+            codec_named(codec),
+            self._dtype,
+            start=0,
+            tokens=tokens,
+            heads=len(held.heads),
+            head_dim=model.head_dim,
         )
-        return one * len(piece.layers)
+        return one * len(held.layers)
 
     def _relays(self, target: PeerId) -> frozenset[str]:
         """Members that forward, that both ends have figures of, and that have not refused lately."""
@@ -418,8 +422,7 @@ class KvWays:
         known = self._permits.get((relay, target))
         if known is None or known.expires_at - self._wall() < PERMIT_MARGIN_S:
             body = messages.RelayOpen(target=target)
-            opened = await self._ask(relay, "relay.open", body, messages.RelayOpened, timeout=ASK_TIMEOUT_S)
-            assert isinstance(opened, messages.RelayOpened)
+            opened = await self._messenger.request(relay, RELAY_OPEN, body, ASK_TIMEOUT_S)
             known = self._permits[relay, target] = opened.permit
         return known
 

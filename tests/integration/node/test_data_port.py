@@ -25,6 +25,7 @@ from p2pserve.node.links import data_port
 from p2pserve.node.links.data_port import MAX_PENDING_HELLOS, DataPort, RelayDesk
 from p2pserve.node.links.prober import Prober
 from p2pserve.node.replica.worker import Worker
+from p2pserve.node.testing import MemoryExchange
 
 pytestmark = pytest.mark.beside
 
@@ -264,7 +265,7 @@ class Admitted:
 
 def desk_of(**box: Any) -> tuple[RelayDesk, Admitted]:
     relay = Admitted()
-    desk = RelayDesk(cast(Relay, relay), BoxFigures(**box))
+    desk = RelayDesk(cast(Relay, relay), BoxFigures(**box), MemoryExchange().join(PeerId("relay")))
     desk.know({TARGET: Address("192.0.2.5", 7005), PeerId("nowhere"): Address("192.0.2.6", 0)})
     return desk, relay
 
