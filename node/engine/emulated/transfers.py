@@ -257,7 +257,7 @@ class PromptArrival:
     def progress(self) -> tuple[float, int]:
         """Which part of everything is there, and how many positions every layer and head has."""
         with self._lock:
-            parts = [assembly.part for _, _, assembly in self._ends]
+            parts = [assembly.fraction for _, _, assembly in self._ends]
             return sum(parts) / len(parts), min(assembly.complete_tokens() for _, _, assembly in self._ends)
 
     def abort(self, reason: str) -> None:
@@ -283,7 +283,7 @@ class PromptArrival:
 
     def _one_is_whole(self, assembly: Assembly) -> None:
         with self._lock:
-            if not assembly.done:
+            if not assembly.is_done:
                 raise TransferError(f"the transfer ended after {assembly.complete_tokens()} complete positions")
             self._coming -= 1
             if self._coming or self._over:
@@ -375,7 +375,7 @@ class EmulatedTransfers:
         for inlet in inlets:
             link = self._endpoint.link(inlet.link.link)
             if not isinstance(link, ReceiveLink) or link.ended is not None:
-                link = self._endpoint.receiving(inlet.link)
+                link = self._endpoint.open_receiver(inlet.link)
             links.append((inlet, link))
         arrivals = PromptArrival(links, tokens, self._limit, on_end)
         with self._lock:
@@ -396,7 +396,7 @@ class EmulatedTransfers:
         if isinstance(link, SendLink) and link.ended is None:
             link.set_paths(outlet.paths)
         else:
-            link = self._endpoint.sending(outlet.link, outlet.paths)
+            link = self._endpoint.open_sender(outlet.link, outlet.paths)
 
         def report(sent: TransferReport) -> None:
             with self._lock:
