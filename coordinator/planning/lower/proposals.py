@@ -56,9 +56,7 @@ class Proposer:
         for each, in their order. Raises UnservedError."""
         service, flow = orchestration.service, orchestration.flow
         if not flow.served > 0.0:
-            raise UnservedError(
-                f"service {service.name}: no prefill replica of the solution has a link to a decode replica"
-            )
+            raise UnservedError(f"service {service.name}: no prefill replica has a link to a decode replica")
         replicas = tuple(self._replica(replica, service.slo) for replica in orchestration.replicas)
         estimates = tuple(self._estimate(orchestration, number, replica.id) for number, replica in enumerate(replicas))
         carried = _at_most(orchestration, in_time=False)

@@ -243,7 +243,7 @@ def test_boxes_that_cannot_reach_each_other_cannot_split() -> None:
     lower = LowerLevel(problem(0.0, 1.0, SLO))
     assert lower.score(SPLIT).attainment == 0.0
     assert lower.score(BY_BOX).attainment > 0.9
-    with pytest.raises(UnservedError, match="service s: no replicas"):
+    with pytest.raises(UnservedError, match="service s: no prefill replica"):
         lower.propose(SPLIT, epoch=0, version=0)
 
 
