@@ -21,7 +21,7 @@ from typing import Final, final
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.router import NoRoute
+from ..coordinator.routing import NoRoute
 from .deployment import NEVER, Assignment, Deployment, ReplicaHost, SimRequest, Split, check_plans
 from .engine.engine import Engine
 from .engine.sequence import Sequence as Work
@@ -110,19 +110,6 @@ class _WorldEvent:
 
     def happen(self, now: float) -> Iterable[Scheduled]:
         self.act(now)
-        return self.world.take_following()
-
-
-@final
-@dataclass(slots=True)
-class _KvLanded:
-    """All KV of a request has arrived, one round trip after its last byte was sent."""
-
-    world: _World
-    transfer: KVTransfer
-
-    def happen(self, now: float) -> Iterable[Scheduled]:
-        self.world.complete_transfer(self.transfer, now)
         return self.world.take_following()
 
 
@@ -219,7 +206,7 @@ class _World:
         deployment = self._deployments[request.service]
         known = request.prompt + request.generated
         try:
-            route = deployment.route(known)
+            route = deployment.route(known, now)
         except NoRoute:
             deployment.backlog.append(request)
             return
@@ -322,7 +309,9 @@ class _World:
         for flow in self._network.advance(now):
             transfer = self._transfers.end_flow(flow)
             if transfer is not None:
-                self._follow.append(Scheduled(now + transfer.links.rtt_s, _KvLanded(self, transfer)))
+                self._follow.append(
+                    Scheduled(now + transfer.links.rtt_s, _WorldEvent(self, partial(self.complete_transfer, transfer)))
+                )
 
     def _end_prefill(self, host: ReplicaHost, assignment: Assignment | None, prefill_seq: Work, now: float) -> None:
         host.outstanding -= 1

@@ -18,7 +18,8 @@ import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Unreachable
 from ...bootstrap.methods import Messenger
-from ...kernels.format import Codec, WireDtype, payload_bytes
+from ...kernels.codecs import codec_named
+from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
 from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.link.permits import Permit
@@ -361,12 +362,12 @@ class KvWays:
         opened = await self._messenger.request(ends.peer, LINK_OPEN, body, ASK_TIMEOUT_S)
         return opened.link
 
-    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
+    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.KvSlice) -> int:
         model = self._model
         if model is None:
             return max(1, tokens)
         one = payload_bytes(
-            Codec(codec), self._dtype, start=0, tokens=tokens, heads=len(piece.heads), head_dim=model.head_dim
+            codec_named(codec), self._dtype, start=0, tokens=tokens, heads=len(piece.heads), head_dim=model.head_dim
         )
         return one * len(piece.layers)
 

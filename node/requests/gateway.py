@@ -21,7 +21,7 @@ import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
-from ...coordinator import Demand, DemandMeter, NoRoute, Router
+from ...coordinator import Demand, DemandMeter, NoRoute, Router, RoutingSettings
 from .. import messages
 from ..methods import CHUNK, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
 from ..models import ModelInfo
@@ -61,6 +61,7 @@ class Gateway:
     Args:
         view: the network, kept up to date by the agent.
         nursery: runs one task per request; cancelling it ends them all.
+        routing: the policy that requests are routed by.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Gateway:
         model: ModelInfo,
         text: TextModel,
         nursery: trio.Nursery,
+        routing: RoutingSettings | None = None,
     ) -> None:
+        self._routing = routing or RoutingSettings()
         self._view = view
         self._connections = connections
         self._model = model
@@ -263,9 +266,9 @@ class Gateway:
         }
         tokens = len(live.prompt) + len(live.tokens)
         if self._router is None or self._router.plan is not plan:
-            self._router = Router(plan)
+            self._router = Router(plan, self._routing)
         self._router.report(view.loads(self._queues()))
-        found = self._router.route(tokens, frozenset(unusable))
+        found = self._router.route(tokens, frozenset(unusable), now=trio.current_time())
         decode = plan.replica(found.decode)
         prefill = plan.replica(found.prefill) if found.prefill is not None else None
         assert decode is not None  # the router names replicas of the plan

@@ -13,8 +13,8 @@ from ....coordinator.costs.replica import ReplicaError, StageHardware, kv_capaci
 from ....coordinator.costs.step_times import StepTimes
 from ....kvtransport.errors import TransferError
 from .. import protocol
-from ..stats import Tally
-from ..transfers.patience import Patience
+from ..stats import StepTotals
+from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
 from .batching import BatchedRequest as Work
 from .tokens import EmulatedAnswer
@@ -28,7 +28,7 @@ __all__ = [
     "KvEnded",
     "KvSent",
     "TransferPort",
-    "emulated_capacity",
+    "model_capacity",
 ]
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class TransferPort(Protocol):
         """End a transfer."""
         ...
 
-    def obey(self, order: protocol.SetPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
+    def obey(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         """Do what the agent wants of a link or a transfer."""
         ...
 
@@ -144,7 +144,7 @@ class EmulatedEngine:
         config: protocol.EngineConfig,
         transfers: TransferPort,
         *,
-        tell: Callable[[protocol.Message], None],
+        tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
         settings: EmulationSettings = EmulationSettings(),
     ) -> None:
@@ -153,7 +153,7 @@ class EmulatedEngine:
         self._tp = config.tp
         self._settings = settings
         self._transfers, self._tell, self._wake = transfers, tell, wake
-        capacity, self._times = emulated_capacity(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)
+        capacity, self._times = model_capacity(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)
         block_size = config.block_size or settings.block_size
         self._batcher = Batcher(
             blocks=capacity // block_size,
@@ -164,8 +164,8 @@ class EmulatedEngine:
         self._kv_tokens = self._batcher.free_tokens
         self._longest = min(config.max_model_len or self._kv_tokens, self._kv_tokens)
         self._requests: dict[str, _Request] = {}
-        self._patience = Patience()
-        self._tally = Tally()
+        self._wait_limits = WaitLimits()
+        self._tally = StepTotals()
         self._reported: protocol.EngineStats | None = None
         self._checked_at = -settings.check_interval_s
         self._batch: Batch | None = None
@@ -185,10 +185,10 @@ class EmulatedEngine:
         """Whether there are no requests."""
         return not self._requests
 
-    def ready(self, load_s: float) -> protocol.Ready:
+    def ready(self, load_s: float) -> protocol.EngineReady:
         """Describe the engine; the speeds are those of the cards on paper."""
         model, gpu = self._emulation.model, self._emulation.gpu
-        return protocol.Ready(
+        return protocol.EngineReady(
             pid=os.getpid(),
             engine=self.name,
             device="cpu",
@@ -215,7 +215,7 @@ class EmulatedEngine:
                     self._tell(protocol.Step(outputs=(refused,), stats=self._stats()))
                 else:
                     self._submit(message, now)
-            case protocol.FirstToken():
+            case protocol.SetFirstToken():
                 self._on_first_token(message)
             case protocol.Cancel(request=request):
                 self._drop(request, "the request was cancelled")
@@ -223,7 +223,7 @@ class EmulatedEngine:
                 self._on_kv(request)
             case KvSent(work=work):
                 self._batcher.release_sent(work)
-            case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+            case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._stop_waiting_for_token(message.transfer)
                 self._transfers.obey(message)
@@ -243,7 +243,7 @@ class EmulatedEngine:
             live = self._requests[request]
             if live.expected is not None:
                 live.expected.start()
-                self._patience.begin(request, 0, live.work.external, now)
+                self._wait_limits.begin(request, 0, live.work.external, now)
         for request in batch.preempted:
             if (transfer := self._requests[request].sends) is not None:
                 self._transfers.withdraw(transfer)
@@ -276,7 +276,7 @@ class EmulatedEngine:
                 del self._requests[work.request]
         sample = batch.sample(max(0.0, now - began))
         self._tally.add(sample, len(batch.preempted))
-        self._patience.on_prefill(sample.prefill_tokens, sample.seconds)
+        self._wait_limits.on_prefill(sample.prefill_tokens, sample.seconds)
         self._publish(outputs, now)
 
     def check_deadlines(self, now: float) -> None:
@@ -290,10 +290,10 @@ class EmulatedEngine:
             self._drop(request, "the request's deadline has passed")
         for request, live in self._requests.items():
             if live.expected is not None:
-                self._patience.on_arrival(request, *live.expected.progress(), now)
+                self._wait_limits.on_arrival(request, *live.expected.progress(), now)
                 if now > live.expected.deadline:
                     live.expected.abort("no KV arrived before the transfer's deadline")
-        for request, reason in self._patience.give_up(now).items():
+        for request, reason in self._wait_limits.give_up(now).items():
             expected = self._requests[request].expected
             if expected is not None:
                 expected.abort(reason)
@@ -352,7 +352,7 @@ class EmulatedEngine:
         if live is None or live.expected is None:
             return
         expected, live.expected = live.expected, None
-        self._patience.end(request)
+        self._wait_limits.end(request)
         self._transfers.forget(expected.transfer)
         fraction, tokens = expected.progress()
         if fraction < 1.0:
@@ -362,7 +362,7 @@ class EmulatedEngine:
         if live.first_token_from is None:
             self._batcher.receive_kv(request, tokens)
 
-    def _on_first_token(self, told: protocol.FirstToken) -> None:
+    def _on_first_token(self, told: protocol.SetFirstToken) -> None:
         """The prefill engine has generated the first token of this answer: go on from it. The
         tokens are hashes, so an engine that computes the prompt itself generates the same one."""
         live = self._requests.get(told.request)
@@ -391,7 +391,7 @@ class EmulatedEngine:
         if live is None:
             return
         self._batcher.remove(request)
-        self._patience.end(request)
+        self._wait_limits.end(request)
         if live.sends is not None and live.work.computed < live.work.prompt:
             self._transfers.abort(live.sends, reason)
         if live.expected is not None:
@@ -416,7 +416,7 @@ class EmulatedEngine:
         )
 
 
-def emulated_capacity(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
+def model_capacity(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
     """Tokens of KV that the GPUs hold beside the model, and their step times. Raises
     EmulationError."""
     model, gpu = emulation.model, emulation.gpu

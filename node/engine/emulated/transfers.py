@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, final
 
-from ....kernels.format import KEY_SPAN_TOKENS, Codec, WireDtype, payload_bytes
+from ....kernels.codecs import codec_named
+from ....kernels.format import WINDOW_TOKENS, WireDtype, payload_bytes
 from ....kvtransport.errors import FiguresError, KVProtocolError, TransferError
 from ....kvtransport.link.endpoint import Endpoint
 from ....kvtransport.link.lanes import EndState, LinkSettings
@@ -35,10 +36,10 @@ from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.channel import parse_link_hello
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
-from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
-from ..transfers.reports import REPORT_INTERVAL_S, Sent, link_report, not_opened, sent_report
+from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
+from ..transfers.reports import REPORT_INTERVAL_S, SentTotals, link_report, sent_report, unopened_report
 
-__all__ = ["ComputedSpan", "EmulatedTransfers", "PromptReceiver"]
+__all__ = ["ComputedSpan", "EmulatedTransfers", "PromptArrival"]
 
 DTYPE: Final = WireDtype.BF16
 _CONTENT: Final = memoryview(bytes(MAX_PAYLOAD_BYTES))
@@ -79,7 +80,7 @@ class Countdown:
 
 
 @final
-class PromptSender:
+class EmulatedSend:
     """Sends a prompt's KV to one worker of another engine. Exactly one report is made, whatever
     happens."""
 
@@ -95,7 +96,7 @@ class PromptSender:
         self._withdrawn = 0  # number of preemptions; spans computed before the last one are lost
         self._sent_up_to = dict.fromkeys(outlet.slice.layers, 0)  # tokens of each layer
         self._ended = threading.Event()
-        self._sent = Sent(0, 0, 0)
+        self._sent = SentTotals(0, 0, 0)
         self._first_at = 0.0  # when the first frame could leave
         self._waiting_since: float | None = None  # for the receiver's credit
         self._waited_s = 0.0
@@ -189,9 +190,9 @@ class PromptSender:
         self._waiting_since, self._waited_s = None, self._waited_s + time.monotonic() - began
 
     def _layer(self, layer: int, first: int, last: int) -> Iterator[KVFrame]:
-        held, codec = self.outlet.slice, Codec(self.outlet.ticket.codec)
+        held, codec = self.outlet.slice, codec_named(self.outlet.ticket.codec)
         heads = held.last_head - held.first_head
-        most = max(1, MAX_PAYLOAD_BYTES // 2 // self._bytes(heads) // KEY_SPAN_TOKENS) * KEY_SPAN_TOKENS
+        most = max(1, MAX_PAYLOAD_BYTES // 2 // self._bytes(heads) // WINDOW_TOKENS) * WINDOW_TOKENS
         for start in range(first, last, most):
             tokens = min(most, last - start)
             size = payload_bytes(codec, DTYPE, start=start, tokens=tokens, heads=heads, head_dim=self._head_dim)
@@ -215,11 +216,11 @@ class PromptSender:
         raw = frame.tokens * self._bytes(frame.heads)
         wire = self.link.wire_bytes(memoryview(frame.payload).nbytes)
         sent = self._sent
-        self._sent = Sent(sent.raw_bytes + raw, sent.wire_bytes + wire, sent.frames + 1)
+        self._sent = SentTotals(sent.raw_bytes + raw, sent.wire_bytes + wire, sent.frames + 1)
 
 
 @final
-class PromptReceiver:
+class PromptArrival:
     """What comes for one prompt, from all workers of the other engine; `on_end` is called once, by
     one of its threads or by whoever gives it up."""
 
@@ -315,8 +316,8 @@ class EmulatedTransfers:
         self._report = report
         self.endpoint = Endpoint(settings=LinkSettings(limit_bytes=limit_bytes))
         self._lock = threading.Lock()
-        self._senders: dict[tuple[bytes, bytes], PromptSender] = {}  # (transfer, link)
-        self._arrivals: dict[bytes, PromptReceiver] = {}
+        self._senders: dict[tuple[bytes, bytes], EmulatedSend] = {}  # (transfer, link)
+        self._arrivals: dict[bytes, PromptArrival] = {}
         self._sending = threading.Event()
         threading.Thread(target=self._report_links, name="kv-reporter", daemon=True).start()
 
@@ -331,11 +332,11 @@ class EmulatedTransfers:
         except KVProtocolError:
             connection.close()
 
-    def obey(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+    def obey(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """Do what the agent wants of a link or a transfer; one that is not known here is
         ignored."""
         match order:
-            case SetPaths(link=link, paths=paths):
+            case SetLinkPaths(link=link, paths=paths):
                 known = self.endpoint.link(link)
                 if isinstance(known, SendLink):
                     known.set_paths(paths)
@@ -363,7 +364,7 @@ class EmulatedTransfers:
             try:
                 self._open(outlet, ended)
             except TransferError as error:
-                self._report(not_opened(outlet, str(error)))
+                self._report(unopened_report(outlet, str(error)))
                 ended.count_down()
 
     def send_span(self, transfer: bytes, span: ComputedSpan) -> None:
@@ -377,7 +378,7 @@ class EmulatedTransfers:
         for sender in self.senders_of(transfer):
             sender.withdraw()
 
-    def expect(self, inlets: Sequence[Inlet], tokens: int, on_end: Callable[[], None]) -> PromptReceiver:
+    def expect(self, inlets: Sequence[Inlet], tokens: int, on_end: Callable[[], None]) -> PromptArrival:
         """Open the receiving ends for the first `tokens` tokens of a prompt. Raises TransferError."""
         links = []
         for inlet in inlets:
@@ -385,7 +386,7 @@ class EmulatedTransfers:
             if not isinstance(link, ReceiveLink) or link.ended is not None:
                 link = self.endpoint.receiving(inlet.link)
             links.append((inlet, link))
-        arrivals = PromptReceiver(links, tokens, self._limit, on_end)
+        arrivals = PromptArrival(links, tokens, self._limit, on_end)
         with self._lock:
             self._arrivals[arrivals.transfer] = arrivals
         return arrivals
@@ -395,7 +396,7 @@ class EmulatedTransfers:
         with self._lock:
             self._arrivals.pop(transfer, None)
 
-    def senders_of(self, transfer: bytes) -> list[PromptSender]:
+    def senders_of(self, transfer: bytes) -> list[EmulatedSend]:
         """Those of one transfer that have not ended, one for each worker of the receiver."""
         with self._lock:
             return [sender for (found, _), sender in self._senders.items() if found == transfer]
@@ -416,12 +417,12 @@ class EmulatedTransfers:
             ended.count_down()
 
         with self._lock:  # the sender's thread may end and call `report` before it is listed here
-            self._senders[outlet.ticket.transfer, outlet.ticket.link] = PromptSender(outlet, link, self._shape, report)
+            self._senders[outlet.ticket.transfer, outlet.ticket.link] = EmulatedSend(outlet, link, self._shape, report)
             self._sending.set()
 
     def _report_links(self) -> None:
         """Report the progress of links with open transfers, while there are any."""
-        blocked_s: dict[PromptSender, float] = {}
+        blocked_s: dict[EmulatedSend, float] = {}
         while True:
             self._sending.wait()
             with self._lock:
