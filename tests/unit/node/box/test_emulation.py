@@ -9,7 +9,7 @@ from p2pserve.node.box.emulation import emulated_hardware, emulated_model, parse
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.models import BUNDLED, ModelError
-from p2pserve.node.replica.hosting import EngineKnobs, look_at
+from p2pserve.node.replica.hosting import EngineSettings, inspect_model
 
 HARDWARE = Hardware(cores=2, memory_gib=8.0, processor="x")
 
@@ -53,9 +53,9 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
 
 
 def test_a_box_offers_what_its_cards_hold() -> None:
-    knobs = EngineKnobs(emulate="4xA40")
+    knobs = EngineSettings(emulate="4xA40")
     box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
-    assert look_at("llama-30b", box, knobs).share.tp == 4
+    assert inspect_model("llama-30b", box, knobs).share.tp == 4
     for changes, words in (
         ({"emulate": "1xA40"}, "no room for KV"),
         ({"tp": 3}, "cannot share the 52 heads and 52 KV heads"),
@@ -64,4 +64,4 @@ def test_a_box_offers_what_its_cards_hold() -> None:
         changed = replace(knobs, **changes)
         here = emulated_hardware(parse_cards(changed.emulate or ""), HARDWARE)
         with pytest.raises(NodeError, match=words):
-            look_at("llama-30b", here, changed)
+            inspect_model("llama-30b", here, changed)
