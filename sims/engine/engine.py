@@ -1,7 +1,7 @@
 """One replica's engine, iteration by iteration: continuous batching, chunked prefill, KV memory,
 preemption.
 
-    engine = Engine(times, EngineSettings(), kv_tokens=100_000)
+    engine = Engine(times, SimEngineSettings(), kv_tokens=100_000)
     engine.submit(sequence, now)
     while engine.wake_at < inf:
         signals = engine.advance(engine.wake_at)
@@ -34,7 +34,7 @@ from typing import Final, NamedTuple, final
 from ...coordinator.costs.rounds import Chunk, round_s
 from ...coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
 from .sequence import DecodeBatch, Sequence
-from .values import EngineCounts, EngineSettings, EngineSignal, SignalKind, SimEngineError, StepRecord
+from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
 __all__ = ["Engine"]
 
@@ -65,7 +65,7 @@ class Engine:
     def __init__(
         self,
         times: StepTimes,
-        settings: EngineSettings,
+        settings: SimEngineSettings,
         *,
         kv_tokens: int,
         stages: int = 1,

@@ -24,7 +24,7 @@ import pytest
 from p2pserve.node.engine.emulated.batching import BatchedRequest, Batcher
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import Sequence
-from p2pserve.sims.engine.values import EngineSettings, EngineSignal, SignalKind, StepRecord
+from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineSettings, StepRecord
 from p2pserve.sims.testing import LinearTimes
 
 BLOCK_SIZES = (1, 4, 16)
@@ -84,7 +84,7 @@ class Both:
         self.batcher = Batcher(
             blocks=load.blocks, block_size=load.block_size, max_tokens=load.budget, max_requests=load.places
         )
-        settings = EngineSettings(
+        settings = SimEngineSettings(
             max_batched_tokens=load.budget, max_sequences=load.places, block_tokens=load.block_size
         )
         self.records: list[StepRecord] = []
