@@ -21,9 +21,9 @@ from typing import Any
 from ..errors import TransferError
 from ..link.dialling import DialPath
 from ..link.endpoint import Endpoint
-from ..link.lanes import LinkSettings
 from ..link.receive_link import ReceiveLink
 from ..link.send_link import SendLink
+from ..link.settings import LinkSettings
 from ..wire.frames import KVFrame
 from ..wire.sockets import hang_up, pace, read_link_hello
 from ..wire.tickets import LinkTicket, TransferTicket

@@ -23,15 +23,16 @@ from ....kernels.codecs import codec_named
 from ....kernels.format import WINDOW_TOKENS, WireDtype, payload_bytes
 from ....kvtransport.errors import FiguresError, KVProtocolError, TransferError
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import EndState, LinkSettings
 from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
-from ....kvtransport.link.reslice import localise
 from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
+from ....kvtransport.link.settings import LinkSettings
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.routing.report import TransferTimes
+from ....kvtransport.routing.reslice import localise
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.channel import parse_link_hello
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame

@@ -25,7 +25,7 @@ from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
-from ....kvtransport.link.reslice import localise
+from ....kvtransport.routing.reslice import localise
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.frames import KVFrame
 from ..protocol import Inlet
