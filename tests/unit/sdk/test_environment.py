@@ -44,7 +44,7 @@ class TestClients:
 
     @pytest.mark.parametrize("where", [None, "", "  "])
     def test_no_address_at_all(self, client: Callable[..., object], where: str | None) -> None:
-        with pytest.raises(InvalidAddress, match="bootstrap: give the token .* or set P2PSERVE_BOOTSTRAP"):
+        with pytest.raises(InvalidAddress, match=r"bootstrap: give the token .* or set P2PSERVE_BOOTSTRAP"):
             client(where)
 
     def test_what_is_no_text(self, client: Callable[..., object]) -> None:
@@ -55,7 +55,7 @@ class TestClients:
 
     @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "10"])
     def test_a_timeout_that_is_none(self, client: Callable[..., object], timeout_s: object) -> None:
-        with pytest.raises(InvalidRequest, match="timeout_s: .* is not a number of seconds above 0"):
+        with pytest.raises(InvalidRequest, match=r"timeout_s: .* is not a number of seconds above 0"):
             client(ADDRESS, timeout_s=timeout_s)
 
 
