@@ -57,7 +57,8 @@ class _Connection:
     def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float) -> None:
         where, secret = network_address(bootstrap, token)
         check_target(where, secret)
-        if not (isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and timeout_s > 0):
+        given: object = timeout_s  # whatever an untyped program passes
+        if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
             raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a number of seconds above 0")
         self.connect = partial(open_session, where, secret, timeout_s)
         self._lock = threading.Lock()
