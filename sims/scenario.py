@@ -13,7 +13,7 @@ from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.routing import RoutingSettings
-from .engine.values import EngineSettings
+from .engine.values import SimEngineSettings
 from .records import Trace
 
 __all__ = [
@@ -58,7 +58,7 @@ class SimSettings:
     routed by, one of `policies.POLICIES`; `seed` is for policies that draw lots.
     """
 
-    engine: EngineSettings | None = None
+    engine: SimEngineSettings | None = None
     layerwise: bool = True
     streams: int | None = None
     decode_writes_first: bool = False
