@@ -75,12 +75,13 @@ class Sample:
     def labels(self) -> dict[str, str]:
         """What each figure was measured on."""
         return {
-            "bits_per_element": "measured: payload bytes of a 1500-token prompt in blocks of 512 tokens, 8 heads of 128, "
-            "bf16",
-            "logit_error_db": f"measured on synthetic bf16 tensors, {self.tensor_tokens} x 4 x 128: error variance of q.k "
-            "over its variance",
+            "bits_per_element": "measured: payload bytes of a 1500-token prompt in blocks of 512 tokens, "
+            "8 heads of 128, bf16",
+            "logit_error_db": f"measured on synthetic bf16 tensors, {self.tensor_tokens} x 4 x 128: "
+            "error variance of q.k over its variance",
             "relative_error": "measured on the same tensors: length of the error over length of the tensor",
-            "perplexity": "measured on the bundled model, its held-out modules: K (after RoPE) and V of all layers sent",
+            "perplexity": "measured on the bundled model, its held-out modules: K (after RoPE) and V of all layers "
+            "sent",
             "divergence": "measured on the same tokens: mean of KL(prediction after `raw` || after the codec), nats",
             "rouge": f"measured on the bundled model: {self.continuation_tokens} greedy tokens after sent prompts of "
             f"{PROMPT_TOKENS}, against those after `raw`",
