@@ -21,8 +21,9 @@ import msgspec
 import trio
 
 from ..bootstrap import Address, Identity, PeerId, Role, announced_address
+from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
-from ..bootstrap.members.membership import Member, MemberState
+from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Phase, PlanError
 from ..kvtransport.link.dialling import Path as KvPath
@@ -146,6 +147,8 @@ class Node:
 
         settings = self._settings
         identity = Identity.load_or_create(settings.home)
+        book = AddressBook(settings.home, self._membership.network)
+        remembered = await trio.to_thread.run_sync(book.load)
         announce = announced_address(settings.announce, os.environ, settings.listen, default_route_address)
         membership = self._membership
         transport = Libp2pTransport(identity, settings.listen, announce, self._on_data_socket)
@@ -157,6 +160,8 @@ class Node:
             role=membership.role,
             announce=announce,
             bootstraps=membership.bootstraps,
+            remembered=remembered,
+            book=book,
             rng=random.Random(),
             clock=time.time,
         )
@@ -165,7 +170,9 @@ class Node:
                 address = network.address
                 self._serve(network, address, nursery)
                 task_status.started(
-                    Started(peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity))
+                    Started(
+                        peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity, remembered)
+                    )
                 )
                 nursery.start_soon(self._advertise, network)
                 nursery.start_soon(self._tell_links, network)

@@ -11,7 +11,7 @@ from typing import NoReturn
 from .. import __version__
 from ..kernels.format import Codec
 from .commands.engine_parsers import add_engine_options
-from .commands.option_values import count, figure, positive, seconds
+from .commands.option_values import Listed, count, figure, positive, seconds
 from .commands.planning_parsers import add_live_option, add_plan_options, add_sim_options
 
 __all__ = ["main"]
@@ -361,14 +361,16 @@ def _add_home(parser: argparse.ArgumentParser, what: str) -> None:
 def _add_network(parser: argparse.ArgumentParser, token: str) -> None:
     parser.add_argument(
         "--bootstrap",
+        action=Listed,
         default=os.environ.get("P2PSERVE_BOOTSTRAP"),
         metavar="WHERE",
-        help=f"the join token ({token}), or host:port with --token (default: P2PSERVE_BOOTSTRAP)",
+        help=f"the join token ({token}); beside it, after a comma or with --bootstrap again, host:port of other "
+        "members to ask (default: P2PSERVE_BOOTSTRAP)",
     )
     parser.add_argument(
         "--token",
         default=os.environ.get("P2PSERVE_TOKEN"),
-        help="the join token, when --bootstrap is host:port (default: P2PSERVE_TOKEN)",
+        help="the join token, when --bootstrap names addresses only (default: P2PSERVE_TOKEN)",
     )
 
 

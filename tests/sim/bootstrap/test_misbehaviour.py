@@ -1,0 +1,99 @@
+"""Peers that send what they should not, and bugs of our own: each costs a session and no more."""
+
+import msgspec
+import pytest
+
+from p2pserve.bootstrap import (
+    PeerId,
+    Role,
+)
+from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
+from p2pserve.bootstrap.streams.control import encode_notice
+
+from .worlds import PEOPLE, Echo, elapse, simulate, world
+
+
+def test_a_client_that_claims_leads_nobody_and_is_thrown_out() -> None:
+    async def main() -> None:
+        async with world() as w:
+            for index in range(2):
+                await w.start(index)
+            client = await w.start(5, role=Role.CLIENT)
+            await elapse(5)
+            before = w.nodes[0].coordinator
+            session = client._sessions.by_peer[PEOPLE[0].peer_id]
+            for epoch in range(50, 70):
+                claim = client._membership.publish(CLAIM_KIND, encode_claim(epoch))
+                body = msgspec.msgpack.encode([[claim]])
+                session.control.connection.send_nowait(encode_notice("p2p.entries", body))
+            await elapse(5)
+            assert w.nodes[0].coordinator == w.nodes[1].coordinator == before
+            assert w.nodes[0].statistics().entries_forged >= 16
+            assert PEOPLE[5].peer_id not in w.nodes[0].connected()
+
+    simulate(main)
+
+
+def test_garbage_in_an_answer_to_gossip_costs_only_that_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with world() as w:
+            for index in range(2):
+                await w.start(index)
+            await elapse(1)
+
+            async def nonsense(method: str, body: msgspec.Raw) -> bytes:
+                return b"\x93\x81\xa1\xff\x92\x01\x80\x80\x90"  # a digest whose origin is no UTF-8
+
+            w.nodes[0]._sessions.by_peer[PEOPLE[1].peer_id].control._serve = nonsense
+            await elapse(5)
+            assert "answered a digest with nonsense" in caplog.text
+            assert await w.nodes[0].request(PEOPLE[1].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from worker")
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("dialler", [0, 1])
+def test_a_bug_in_a_session_costs_only_that_session(dialler: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever dialled: node 1 dialled node 0, its bootstrap."""
+
+    async def main() -> None:
+        async with world() as w:
+            for index in range(2):
+                await w.start(index)
+            await elapse(6)
+            victim, other = w.nodes[dialler], w.nodes[1 - dialler]
+            lost: list[PeerId] = []
+            victim.on_peer_lost(lost.append)
+
+            def fail(method: str, body: msgspec.Raw) -> None:
+                raise KeyError("a bug")
+
+            victim._sessions.by_peer[other.peer_id].control._notice = fail
+            other.publish("load", b"1")
+            await elapse(5)
+            assert lost == [other.peer_id]
+            assert victim.entries("load") == {other.peer_id: b"1"}, "connected again, and gossip brought it"
+            w.check_full_mesh()
+            assert "KeyError: 'a bug'" in caplog.text
+
+    simulate(main)
+
+
+def test_a_peer_that_sends_garbage_is_disconnected_and_the_rest_goes_on() -> None:
+    async def main() -> None:
+        async with world() as w:
+            for index in range(3):
+                await w.start(index)
+            await elapse(3)
+            session = w.nodes[1]._sessions.by_peer[PEOPLE[0].peer_id]
+            for _ in range(20):
+                session.control.connection.send_nowait(b"\xc1 nonsense")
+            await elapse(0.2)
+            assert PEOPLE[1].peer_id not in w.nodes[0].connected()
+            await elapse(30)
+            assert PEOPLE[1].peer_id not in w.nodes[0].connected(), "banned for a minute"
+            assert w.nodes[0].connected() == {PEOPLE[2].peer_id}
+            await elapse(90)
+            w.check_full_mesh()
+
+    simulate(main)
