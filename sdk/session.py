@@ -29,7 +29,8 @@ from ..bootstrap import (
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.members.states import MemberState
 from ..bootstrap.network import Network
-from ..node.messages import ADVERT, Chunk, Generate, Generating, Status, StatusQuery, StopRequest
+from ..node.messages import ADVERT, AnswerUpdate, Generate, Status, StatusQuery, StopRequest
+from ..node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
 from ..node.view import NetworkView
 from .errors import (
     ClientError,
@@ -137,7 +138,7 @@ class _Inbox:
     """Where the chunks of one attempt go; None is the loss of its gateway."""
 
     gateway: PeerId
-    send: trio.MemorySendChannel[Chunk | None]
+    send: trio.MemorySendChannel[AnswerUpdate | None]
 
 
 @final
@@ -155,7 +156,7 @@ class Session:
         self._view = NetworkView()
         self._inboxes: dict[str, _Inbox] = {}
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
-        network.on_notice("chunk", Chunk, self._on_chunk)
+        network.on_notice(ANSWER, self._on_chunk)
         network.on_peer_lost(self._on_peer_lost)
 
     def __repr__(self) -> str:
@@ -169,9 +170,7 @@ class Session:
             revision = self._network.revision
             for candidate in sorted(self._candidates(), key=_nearness):
                 try:
-                    return await self._network.request(
-                        candidate.peer, "status", StatusQuery(), Status, timeout=STATUS_TIMEOUT_S
-                    )
+                    return await self._network.request(candidate.peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
                 except NetworkError as error:
                     reason = str(error)
             with trio.move_on_at(min(give_up, trio.current_time() + 1.0)):
@@ -211,7 +210,7 @@ class Session:
     async def _attempt(
         self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[Piece], None]
     ) -> Generation:
-        send, receive = trio.open_memory_channel[Chunk | None](float("inf"))
+        send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
         self._inboxes[body.request] = _Inbox(gateway, send)
         replay.restart()
         running = True
@@ -235,7 +234,7 @@ class Session:
 
     async def _open(self, gateway: PeerId, body: Generate) -> None:
         try:
-            await self._network.request(gateway, "generate", body, Generating, timeout=ACCEPT_TIMEOUT_S)
+            await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
         except RemoteError as error:
             if error.code in ELSEWHERE:
                 raise _GatewayLost(error.message) from error
@@ -247,7 +246,7 @@ class Session:
 
     def _stop(self, gateway: PeerId, request: str) -> None:
         try:
-            self._network.notify(gateway, "generate.stop", StopRequest(request=request))
+            self._network.notify(gateway, GENERATE_STOP, StopRequest(request=request))
         except NetworkError:
             return  # it has lost us as well, and with us the reason for the request
 
@@ -283,7 +282,7 @@ class Session:
             async def ask(peer: PeerId) -> None:
                 began = trio.current_time()
                 try:
-                    await self._network.request(peer, "status", StatusQuery(), Status, timeout=STATUS_TIMEOUT_S)
+                    await self._network.request(peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
                 except NetworkError:
                     return  # whoever comes first is asked; if nobody does, the request itself finds out why
                 self._measured[peer] = trio.current_time() - began
@@ -304,7 +303,7 @@ class Session:
             if member.state is MemberState.ALIVE and member.role is not Role.CLIENT
         ]
 
-    def _on_chunk(self, peer: PeerId, role: Role, chunk: Chunk) -> None:
+    def _on_chunk(self, peer: PeerId, role: Role, chunk: AnswerUpdate) -> None:
         inbox = self._inboxes.get(chunk.request)
         if inbox is not None and inbox.gateway == peer:
             inbox.send.send_nowait(chunk)
@@ -315,7 +314,7 @@ class Session:
                 inbox.send.send_nowait(None)
 
 
-def _finished(chunk: Chunk, replay: Replay) -> Generation:
+def _finished(chunk: AnswerUpdate, replay: Replay) -> Generation:
     if chunk.finish == "error":
         if chunk.error.startswith("deadline"):
             raise DeadlineExceeded(chunk.error)

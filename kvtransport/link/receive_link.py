@@ -9,26 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from ..errors import ProtocolError, TransferAborted, TransferError, TransferTimeout
-from ..wire.channel import Role
+from ..errors import KVProtocolError, TransferAborted, TransferError, TransferTimeout
+from ..wire.channel import LinkRole
 from ..wire.frames import KVFrame
 from ..wire.signals import Chunk, Signal, frame_of
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
-from .dialling import Path
-from .lanes import EndState, Event, FrameReady, LinkSettings, TransferComplete, TransferEnded
-from .links import LinkRim, Wire
+from .dialling import DialPath
+from .links import LinkConnection, ThreadedLink
 from .receiving import ReceiveMachine, ReceiveProgress
+from .settings import LinkSettings
+from .transfers import EndState, FrameReady, LinkEvent, TransferComplete, TransferEnded
 
-__all__ = ["DEFAULT_WINDOW_BYTES", "Incoming", "ReceiveLink"]
+__all__ = ["IncomingTransfer", "ReceiveLink"]
 
-DEFAULT_WINDOW_BYTES = 64 * 1024 * 1024
-_CHUNKS_PER_PROGRESS = 4
-_BYTES_PER_PROGRESS = 128 * 1024
-_CONFIRM_WITHIN_MS = 2
 _WAKE_BYTES = 128 * 1024
 _FAST_S = 0.01
-_POOLED_BYTES = 64 * 1024 * 1024
 
 
 class _BufferPool:
@@ -57,7 +53,7 @@ class _BufferPool:
             self._free.setdefault(len(buffer), []).append(buffer)
 
 
-class Incoming:
+class IncomingTransfer:
     """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends exactly once."""
 
     def __init__(self, link: ReceiveLink, ticket: TransferTicket, on_ready: Callable[[], None] | None) -> None:
@@ -72,7 +68,9 @@ class Incoming:
         self._last: ReceiveProgress | None = None
 
     def __repr__(self) -> str:
-        return f"<Incoming {self.ticket.transfer.hex()[:8]} {self._state}{' complete' if self._complete else ''}>"
+        return (
+            f"<IncomingTransfer {self.ticket.transfer.hex()[:8]} {self._state}{' complete' if self._complete else ''}>"
+        )
 
     @property
     def state(self) -> EndState:
@@ -83,9 +81,10 @@ class Incoming:
         """Whether every frame has arrived. They may not have been taken yet."""
         return self._complete
 
-    def grant(self, window_bytes: int = DEFAULT_WINDOW_BYTES, first: int = 0) -> None:
+    def grant(self, window_bytes: int | None = None, first: int = 0) -> None:
         """There is a place for the KV: so many bytes may be here that have not been taken and used. Nothing comes
-        before the first grant, which also says that the positions before `first` are here already."""
+        before the first grant, which also says that the positions before `first` are here already. None: as many as the
+        link's settings say."""
         self._link.grant(self, window_bytes, first)
 
     def __iter__(self) -> Iterator[KVFrame]:
@@ -114,7 +113,7 @@ class Incoming:
 
     def consumed(self, frame: int) -> None:
         """The payload of a frame is no longer looked at: the sender may send as much more."""
-        self._link.consumed(self, frame)
+        self._link.consume(self, frame)
 
     def acknowledge(self) -> None:
         """All of it has been taken over: the transfer is delivered here, and soon at the sender.
@@ -154,27 +153,27 @@ class Incoming:
         return self._on_ready or (lambda: None)
 
 
-class ReceiveLink(LinkRim):
+class ReceiveLink(ThreadedLink):
     """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial itself."""
 
-    _role = Role.RECEIVER
+    _role = LinkRole.RECEIVER
 
     def __init__(
         self,
         ticket: LinkTicket,
-        paths: Sequence[Path] = (),
+        paths: Sequence[DialPath] = (),
         *,
         settings: LinkSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        self._pool = _BufferPool(_POOLED_BYTES)
         settings = LinkSettings() if settings is None else settings
+        self._pool = _BufferPool(settings.pooled_bytes)
         self._receiver = ReceiveMachine(settings, ticket.lease_s, clock(), self._pool.take)
-        self._transfers: dict[bytes, Incoming] = {}
+        self._transfers: dict[bytes, IncomingTransfer] = {}
         super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
 
-    def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> Incoming:
+    def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
         """A transfer will come. `on_ready` is called by a thread of the link, that must not be held up, whenever a
         frame has become whole or the transfer has ended.
 
@@ -182,8 +181,8 @@ class ReceiveLink(LinkRim):
         """
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
-        incoming = Incoming(self, ticket, on_ready)
-        with self._acting() as now:
+        incoming = IncomingTransfer(self, ticket, on_ready)
+        with self._use_machine() as now:
             self._receiver.expect(ticket.transfer, now + ticket.deadline_s, now)
             self._transfers[ticket.transfer] = incoming
             self._timer.notify_all()
@@ -191,30 +190,31 @@ class ReceiveLink(LinkRim):
 
     # ---- for Incoming ---------------------------------------------------------------------------------------
 
-    def grant(self, incoming: Incoming, window_bytes: int, first: int) -> None:
-        """See `Incoming.grant`."""
-        with self._acting():
-            self._receiver.grant(incoming.ticket.transfer, window_bytes, first)
+    def grant(self, incoming: IncomingTransfer, window_bytes: int | None, first: int) -> None:
+        """See `IncomingTransfer.grant`."""
+        with self._use_machine():
+            window = self._receiver.settings.window_bytes if window_bytes is None else window_bytes
+            self._receiver.grant(incoming.ticket.transfer, window, first)
 
-    def consumed(self, incoming: Incoming, frame: int) -> None:
-        """See `Incoming.consumed`."""
-        with self._acting():
-            memory = self._receiver.consumed(incoming.ticket.transfer, frame)
+    def consume(self, incoming: IncomingTransfer, frame: int) -> None:
+        """See `IncomingTransfer.consumed`."""
+        with self._use_machine():
+            memory = self._receiver.consume(incoming.ticket.transfer, frame)
             if memory is not None:
                 self._pool.give(memory)
 
-    def acknowledge(self, incoming: Incoming) -> None:
-        """See `Incoming.acknowledge`."""
-        with self._acting():
+    def acknowledge(self, incoming: IncomingTransfer) -> None:
+        """See `IncomingTransfer.acknowledge`."""
+        with self._use_machine():
             self._receiver.acknowledge(incoming.ticket.transfer)
 
-    def abort(self, incoming: Incoming, reason: str) -> None:
-        """See `Incoming.abort`."""
-        with self._acting():
+    def abort(self, incoming: IncomingTransfer, reason: str) -> None:
+        """See `IncomingTransfer.abort`."""
+        with self._use_machine():
             self._receiver.abort(incoming.ticket.transfer, reason)
 
-    def progress(self, incoming: Incoming) -> ReceiveProgress:
-        """See `Incoming.progress`."""
+    def progress(self, incoming: IncomingTransfer) -> ReceiveProgress:
+        """See `IncomingTransfer.progress`."""
         with self._lock:
             progress = self._receiver.progress(incoming.ticket.transfer)
         last = incoming._last  # noqa: SLF001 (ended between the two looks)
@@ -228,10 +228,10 @@ class ReceiveLink(LinkRim):
 
     # ---- for LinkRim ----------------------------------------------------------------------------------------
 
-    def _open_transfers(self) -> int:
+    def _count_open(self) -> int:
         return len(self._transfers)
 
-    def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
+    def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         call: Callable[[], None] | None = None
         match event:
             case FrameReady(transfer):
@@ -251,40 +251,40 @@ class ReceiveLink(LinkRim):
         if call is not None:
             later.append(call)
 
-    def _began(self, wire: Wire) -> None:
+    def _on_connection(self, wire: LinkConnection) -> None:
         wire.scratch = memoryview(bytearray(self._receiver.settings.chunk_bytes))
 
-    def _chunk(self, wire: Wire, chunk: Chunk, now: float) -> None:
+    def _take_chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
         with self._lock:
-            placement = self._receiver.place(wire.number, chunk, now)
+            placement = self._receiver.place_chunk(wire.number, chunk, now)
         if placement is None:
             if len(wire.scratch) < chunk.length:
                 wire.scratch = memoryview(bytearray(chunk.length))
             wire.channel.open_payload(wire.scratch[: chunk.length])
             with self._lock:
-                self._receiver.dropped(wire.number)
+                self._receiver.skip_chunk(wire.number)
             return
         try:
             wire.channel.open_payload(placement.into)
-        except ProtocolError:
-            with self._acting():
-                self._receiver.spoiled(placement)
+        except KVProtocolError:
+            with self._use_machine():
+                self._receiver.reject_chunk(placement)
             raise
         later: list[Callable[[], None]] = []
         with self._lock:
-            self._receiver.placed(wire.number, placement, now)
+            self._receiver.finish_chunk(wire.number, placement, now)
             if self._receiver.has_events:
-                self._settle(later)
+                self._handle_events(later)
         for call in later:
             call()
 
     def _flush(self) -> None:
         """Say what is to be said on the connection that was heard last."""
-        if not self._receiver.has_words:
+        if not self._receiver.has_control:
             return
         with self._lock:
-            lanes = sorted(self._receiver.lanes.values(), key=lambda lane: -lane.heard_at)
-            wire = next((self._wires[lane.number] for lane in lanes if lane.number in self._wires), None)
+            heard = sorted(self._receiver.connections.values(), key=lambda each: -each.heard_at)
+            wire = next((self._wires[each.number] for each in heard if each.number in self._wires), None)
         if wire is not None:
             self._pump(wire)
 
@@ -294,19 +294,19 @@ class ReceiveLink(LinkRim):
         for wire in wires:
             self._pump(wire)
 
-    def _before_read(self, wire: Wire) -> None:
+    def _before_read(self, wire: LinkConnection) -> None:
         """Confirm what has come: not each chunk while they come fast, but at once when no more does."""
-        lane = self._receiver.lanes.get(wire.number)
-        if lane is None:
+        connection = self._receiver.connections.get(wire.number)
+        if connection is None:
             return
         # On a long way the kernel opens the window only as bytes are taken out: waiting for more would starve it.
         if wire.near:
             self._mark(wire)
-        news = lane.handled - lane.told
-        if news >= _CHUNKS_PER_PROGRESS:
+        news, settings = connection.handled - connection.told, self._receiver.settings
+        if news >= settings.ack_chunks:
             self._pump(wire)
-        elif news or lane.bytes_in - lane.bytes_told >= _BYTES_PER_PROGRESS:
-            if wire.poll.poll(_CONFIRM_WITHIN_MS):
+        elif news or connection.bytes_in - connection.bytes_told >= settings.ack_bytes:
+            if wire.poll.poll(settings.ack_within_ms):
                 return
             self._pump(wire)
         if wire.wakes_at > 1:
@@ -314,7 +314,7 @@ class ReceiveLink(LinkRim):
             # it wakes a reader only when as much as the mark is in the queue.
             wire.poll.poll()
 
-    def _mark(self, wire: Wire) -> None:
+    def _mark(self, wire: LinkConnection) -> None:
         """Let the kernel wake this thread when it is worth it. Each waking costs both sides more than the reading:
         while chunks come fast it sleeps until one is whole, else the sender is to hear of every 128 KiB."""
         now = self._clock()
@@ -326,14 +326,14 @@ class ReceiveLink(LinkRim):
             wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
             wire.wakes_at = enough
 
-    def _pump(self, wire: Wire) -> None:
+    def _pump(self, wire: LinkConnection) -> None:
         """Send what there is. It is little, and goes without waiting: a sender that lets this pile up is gone."""
         with wire.sending:
             with self._lock:
                 if wire.dead:
                     return
                 now, signals = self._clock(), list[Signal]()
-                while (signal := self._receiver.next(wire.number, now)) is not None:
+                while (signal := self._receiver.next_signal(wire.number, now)) is not None:
                     signals.append(signal)
                 over = self._receiver.ended is not None
             try:

@@ -9,13 +9,14 @@ from typing import final
 import msgspec
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.dialling import Path
-from .. import messages
+from ...kvtransport.link.dialling import DialPath
+from .. import messages, methods
 from ..engine import protocol
 from ..learning import Learner
 from .engine_link import EngineLink, EngineLost
-from .hand_off import Ended, HandOffs, Notify
+from .kv_transfers import Ended, KvTransfers
 from .place import Place
 
 UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
@@ -34,14 +35,13 @@ class _Job:
 class Worker:
     """The engine's side of requests. Called from the agent's event loop.
 
-    `notify(gateway, method, message)` sends to a gateway; it raises PeerLost for one that is gone or does not read.
-    `hand_offs` agrees with other boxes how KV passes between the engines.
+    `transfers` agrees with other boxes how KV passes between the engines.
     """
 
-    def __init__(self, *, service: str, hand_offs: HandOffs, notify: Notify) -> None:
+    def __init__(self, *, service: str, transfers: KvTransfers, messenger: Messenger) -> None:
         self._service = service
-        self._hand_offs = hand_offs
-        self._notify = notify
+        self._hand_offs = transfers
+        self._messenger = messenger
         self._engine: EngineLink | None = None
         self._pipes: frozenset[bytes] = frozenset()
         self._decodes: dict[str, _Job] = {}
@@ -50,6 +50,13 @@ class Worker:
         self._step_tokens = 0
         self.stats: protocol.EngineStats | None = None
         self.learner = Learner()
+        messenger.handle(methods.DECODE_OPEN, self.open_decode)
+        messenger.handle(methods.PREFILL_OPEN, self.open_prefill)
+        messenger.on_notice(methods.REQUEST_STOP, self.stop_request)
+        messenger.on_notice(methods.TRANSFER_STOP, self.stop_transfer)
+        messenger.on_notice(methods.DECODE_FIRST, self.first_token)
+        messenger.on_notice(methods.STAGE_TRANSFER, self.stage_transfer)
+        messenger.on_notice(methods.STAGE_ABORT, self.stage_abort)
 
     def __repr__(self) -> str:
         return f"<Worker {self._service} decoding={len(self._decodes)} prefilling={len(self._prefills)}>"
@@ -86,9 +93,9 @@ class Worker:
         prefills, self._prefills = self._prefills, {}
         failed = f"the engine process {how}"
         for job in decodes.values():
-            self._tell(job.gateway, "tokens", messages.Tokens(request=job.request, failed=failed))
+            self._tell(job.gateway, methods.TOKENS, messages.Tokens(request=job.request, failed=failed))
         for job in prefills.values():
-            self._tell(job.gateway, "prefill.ended", messages.PrefillEnded(request=job.request, failed=failed))
+            self._tell(job.gateway, methods.PREFILL_ENDED, messages.PrefillEnded(request=job.request, failed=failed))
 
     def peer_lost(self, peer: PeerId) -> None:
         """Nobody waits for these requests any more, and no KV goes to or comes from there."""
@@ -99,9 +106,9 @@ class Worker:
         for link in self._hand_offs.peer_lost(peer):
             self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
-    def set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
+    def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         """Take other ways for what the engine sends over a link."""
-        self._send(protocol.SetPaths(link=link, paths=paths))
+        self._send(protocol.SetLinkPaths(link=link, paths=paths))
 
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
         """Queue a request; with `receive_tokens`, first make tickets for its KV."""
@@ -112,11 +119,11 @@ class Worker:
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = _Job(gateway, body.request)
         inlets: tuple[protocol.Inlet, ...] = ()
-        parts: tuple[messages.Part, ...] = ()
+        slices: tuple[messages.TicketedSlice, ...] = ()
         try:
             if body.receive_tokens and body.prefill:
-                inlets, parts = await self._hand_offs.receive(body)
-                job.transfer = parts[0].ticket.transfer
+                inlets, slices = await self._hand_offs.receive(body)
+                job.transfer = slices[0].ticket.transfer
             self._submit(
                 job,
                 self._decodes,
@@ -136,17 +143,17 @@ class Worker:
             if isinstance(error, NetworkError) and not isinstance(error, RemoteError):
                 raise RemoteError("no-stage", f"a stage of this replica does not answer: {error}") from error
             raise
-        return messages.DecodeOpened(parts=parts)
+        return messages.DecodeOpened(slices=slices)
 
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
-        """Compute a prompt's KV and push it where the parts say; tell the gateway the first token if it is wanted."""
+        """Compute a prompt's KV and push it where the slices say; tell the gateway the first token if it is wanted."""
         self._engine_for(body.service)
         _refuse_known(body.request, self._prefills)
-        transfer = body.parts[0].ticket.transfer
+        transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
         job = self._prefills[body.request] = _Job(gateway, body.request, transfer, writes=body.sampling is not None)
         try:
-            outlets = await self._hand_offs.send(body.parts, len(body.prompt))
+            outlets = await self._hand_offs.send(body.slices, len(body.prompt))
             self._submit(
                 job,
                 self._prefills,
@@ -163,7 +170,7 @@ class Worker:
             if self._prefills.get(body.request) is job:
                 del self._prefills[body.request]
             if isinstance(error, NetworkError | TransferError) and not isinstance(error, RemoteError):
-                decode = body.parts[0].piece.target_peer
+                decode = body.slices[0].rank_slice.target_peer
                 raise RemoteError("no-path", f"no KV can be pushed to {decode}: {error}") from error
             raise
         return messages.Opened()
@@ -172,7 +179,7 @@ class Worker:
         """The answer to this request has begun at its prefill node."""
         job = self._decodes.get(body.request)
         if job is not None and job.gateway == gateway and job.transfer is not None:
-            told = protocol.FirstToken(request=_decode_id(body.request), token=body.token)
+            told = protocol.SetFirstToken(request=_decode_id(body.request), token=body.token)
             self._send(told)
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
@@ -223,7 +230,7 @@ class Worker:
                 self._on_ended(self._hand_offs.on_report(message))
             case protocol.LinkReport():
                 self._hand_offs.on_link_report(message)
-            case protocol.Ready() | protocol.StartFailed():
+            case protocol.EngineReady() | protocol.StartFailed():
                 pass  # the link has dealt with these
 
     def _on_tokens(self, output: protocol.NewTokens) -> None:
@@ -240,7 +247,7 @@ class Worker:
         refused = (output.reason or "no reason given") if output.finish == "refused" else ""
         told = self._tell(
             job.gateway,
-            "tokens",
+            methods.TOKENS,
             messages.Tokens(
                 request=request,
                 tokens=output.tokens,
@@ -264,7 +271,7 @@ class Worker:
             # It ends by its length here: of the answer, the gateway knows that.
             finish = "stop" if output.finish == "stop" else None
             if not self._tell(
-                job.gateway, "tokens", messages.Tokens(request=request, tokens=output.tokens, finish=finish)
+                job.gateway, methods.TOKENS, messages.Tokens(request=request, tokens=output.tokens, finish=finish)
             ):
                 self._cancel_prefill(request)
             elif job.figures is not None:
@@ -290,11 +297,11 @@ class Worker:
             if failed and job.transfer is not None:
                 self._hand_offs.abort(job.transfer, failed)
             ended = messages.PrefillEnded(request=request, failed=failed, figures=figures)
-            self._tell(job.gateway, "prefill.ended", ended)
+            self._tell(job.gateway, methods.PREFILL_ENDED, ended)
 
-    def _tell(self, gateway: PeerId, method: str, message: messages.Message) -> bool:
+    def _tell(self, gateway: PeerId, notice: Notice[Body], message: Body) -> bool:
         try:
-            self._notify(gateway, method, message)
+            self._messenger.notify(gateway, notice, message)
         except PeerLost:
             return False
         return True
@@ -334,7 +341,7 @@ class Worker:
         self._send(protocol.AbortTransfer(transfer=transfer, reason=reason))
         self._hand_offs.abort(transfer, reason)
 
-    def _send(self, message: protocol.Message) -> None:
+    def _send(self, message: protocol.EngineMessage) -> None:
         if self._engine is not None and self._engine.running:
             self._engine.send(message)
 

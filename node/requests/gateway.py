@@ -20,8 +20,10 @@ from typing import final
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
-from ...coordinator import Demand, DemandMeter, NoRoute, Router
+from ...bootstrap.methods import Body, Messenger, Notice
+from ...coordinator import Demand, DemandMeter, NoRoute, Router, RoutingSettings
 from .. import messages
+from ..methods import ANSWER, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
 from ..models import ModelInfo
 from ..view import NetworkView, Queue
 from .attempt import Attempt, Chosen, Event, First, Progress
@@ -45,19 +47,10 @@ class _Refused(Exception):
 
 @final
 class Connections:
-    """How a gateway reaches peers: `request` awaits an answer, `notify` does not; both serve this node too.
+    """How a gateway reaches peers, this node too, and hears that the view of the network has changed."""
 
-    `notify` raises PeerLost for a peer that is gone or does not read.
-    """
-
-    def __init__(
-        self,
-        request: Callable[..., Awaitable[messages.Message]],
-        notify: Callable[[PeerId, str, messages.Message], None],
-        wait_changed: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.request = request
-        self.notify = notify
+    def __init__(self, messenger: Messenger, wait_changed: Callable[[], Awaitable[None]]) -> None:
+        self.messenger = messenger
         self.wait_changed = wait_changed
 
 
@@ -68,6 +61,7 @@ class Gateway:
     Args:
         view: the network, kept up to date by the agent.
         nursery: runs one task per request; cancelling it ends them all.
+        routing: the policy that requests are routed by.
     """
 
     def __init__(
@@ -78,7 +72,9 @@ class Gateway:
         model: ModelInfo,
         text: TextModel,
         nursery: trio.Nursery,
+        routing: RoutingSettings | None = None,
     ) -> None:
+        self._routing = routing or RoutingSettings()
         self._view = view
         self._connections = connections
         self._model = model
@@ -209,7 +205,7 @@ class Gateway:
                 error += f" ({'; '.join(progress.recovered)})"
         self._notify(
             progress.client,
-            messages.Chunk(
+            messages.AnswerUpdate(
                 request=live.id,
                 finish="error" if error else live.finish,
                 error=error,
@@ -239,9 +235,9 @@ class Gateway:
             del self._attempts[attempt.id]
             stop = messages.StopRequest(request=attempt.id)
             if not complete:
-                self._tell(attempt.decode, "request.stop", stop)
+                self._tell(attempt.decode, REQUEST_STOP, stop)
             if attempt.prefill is not None and attempt.prefill_open:
-                self._tell(attempt.prefill, "request.stop", stop)
+                self._tell(attempt.prefill, REQUEST_STOP, stop)
 
     async def _choose(self, live: LiveRequest, progress: Progress) -> Chosen:
         """Route the request; waits for an engine while one may come. Raises NoRoute."""
@@ -270,9 +266,9 @@ class Gateway:
         }
         tokens = len(live.prompt) + len(live.tokens)
         if self._router is None or self._router.plan is not plan:
-            self._router = Router(plan)
+            self._router = Router(plan, self._routing)
         self._router.report(view.loads(self._queues()))
-        found = self._router.route(tokens, frozenset(unusable))
+        found = self._router.route(tokens, frozenset(unusable), now=trio.current_time())
         decode = plan.replica(found.decode)
         prefill = plan.replica(found.prefill) if found.prefill is not None else None
         assert decode is not None  # the router names replicas of the plan
@@ -288,9 +284,9 @@ class Gateway:
         prompt, sampling = live.replay()
         deadline_s = max(0.05, progress.deadline - trio.current_time())
         try:
-            opened = await self._connections.request(
+            opened = await self._connections.messenger.request(
                 attempt.decode,
-                "decode.open",
+                DECODE_OPEN,
                 messages.DecodeOpen(
                     request=attempt.id,
                     service=self._model.service,
@@ -302,33 +298,30 @@ class Gateway:
                     prefill=attempt.route.stages,
                     told_first=attempt.route.prefill_writes,
                 ),
-                messages.DecodeOpened,
-                timeout=OPEN_TIMEOUT_S,
+                OPEN_TIMEOUT_S,
             )
         except NetworkError as error:
             self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {error}")
             return False
-        assert isinstance(opened, messages.DecodeOpened)
-        if attempt.prefill is None or not opened.parts:
+        if attempt.prefill is None or not opened.slices:
             return True
         attempt.prefill_open = True  # from now on it may be at work, whether or not its answer gets here
         try:
-            await self._connections.request(
+            await self._connections.messenger.request(
                 attempt.prefill,
-                "prefill.open",
+                PREFILL_OPEN,
                 messages.PrefillOpen(
                     request=attempt.id,
                     service=self._model.service,
                     prompt=prompt[: attempt.route.split],
                     deadline_s=deadline_s,
-                    parts=opened.parts,
+                    slices=opened.slices,
                     sampling=sampling if attempt.route.prefill_writes else None,
                 ),
-                messages.Opened,
-                timeout=OPEN_TIMEOUT_S,
+                OPEN_TIMEOUT_S,
             )
         except NetworkError as error:
-            self._tell(attempt.prefill, "request.stop", messages.StopRequest(request=attempt.id))
+            self._tell(attempt.prefill, REQUEST_STOP, messages.StopRequest(request=attempt.id))
             self._without_kv(attempt, progress, str(error))
         return True
 
@@ -374,7 +367,7 @@ class Gateway:
         self._show(attempt.shown, told.finish, live, progress)
         if live.finish is None:
             first = messages.FirstToken(request=attempt.id, token=attempt.shown[0])
-            self._tell(attempt.decode, "decode.first", first)
+            self._tell(attempt.decode, DECODE_FIRST, first)
 
     def _on_decoded(self, event: messages.Tokens, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
         """The client sees what is new. False when that would contradict what it has seen."""
@@ -411,7 +404,7 @@ class Gateway:
         text = live.on_tokens(tokens, finish)
         tokens = tuple(live.tokens[before:])
         if tokens or text:
-            self._notify(progress.client, messages.Chunk(request=live.id, text=text, tokens=tokens))
+            self._notify(progress.client, messages.AnswerUpdate(request=live.id, text=text, tokens=tokens))
 
     def _on_prefill(self, event: messages.PrefillEnded, attempt: Attempt, progress: Progress) -> None:
         if not attempt.prefill_open:
@@ -429,7 +422,7 @@ class Gateway:
         attempt.unread[attempt.decode] += attempt.route.split
         self._blame(progress, attempt.prefill, f"prefill node {_short(attempt.prefill)}: {reason}")
         stop = messages.StopTransfer(request=attempt.id, reason=reason)
-        self._tell(attempt.decode, "transfer.stop", stop)
+        self._tell(attempt.decode, TRANSFER_STOP, stop)
 
     def _prefill_over(self, attempt: Attempt) -> None:
         """The prefill node has no more to do with it: routes that are chosen from now on may count on that."""
@@ -457,14 +450,14 @@ class Gateway:
         progress.failed[peer] = self._view.starts(peer)
         progress.recovered.append(what)
 
-    def _notify(self, client: PeerId, chunk: messages.Chunk) -> None:
+    def _notify(self, client: PeerId, chunk: messages.AnswerUpdate) -> None:
         scope = self._scopes.get((client, chunk.request))
-        if not self._tell(client, "chunk", chunk) and scope is not None:
+        if not self._tell(client, ANSWER, chunk) and scope is not None:
             scope.cancel()  # a client that is gone, or does not read, must not get an answer with a gap
 
-    def _tell(self, peer: PeerId, method: str, message: messages.Message) -> bool:
+    def _tell(self, peer: PeerId, notice: Notice[Body], message: Body) -> bool:
         try:
-            self._connections.notify(peer, method, message)
+            self._connections.messenger.notify(peer, notice, message)
         except PeerLost:
             return False
         return True

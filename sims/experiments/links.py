@@ -18,10 +18,11 @@ from ...coordinator.planning.model.cluster_file import packaged_cluster
 from ...coordinator.planning.model.problem import Problem, Solution
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
-from ..policies.dispatch import Dispatch
+from ...coordinator.routing import RoutingSettings
+from ..policies import SHARES
 from ..records import Trace
 from ..scenario import SimSettings
-from .page import Page, Row, Table
+from .page import Page, ResultRow, Table
 from .setting import COLUMNS, Deployed, Scope, group, run, shapes
 
 __all__ = ["LinkRow", "ShareRow", "link_rows", "links"]
@@ -73,7 +74,7 @@ REMARKS: Final = """\
 """
 
 
-class LinkRow(Row, frozen=True):
+class LinkRow(ResultRow, frozen=True):
     """One deployment: a request that is alone (ms), and the tokens per second, in and out, when they never end."""
 
     column: str
@@ -91,7 +92,7 @@ class LinkRow(Row, frozen=True):
     paper_tokens_per_s: str
 
 
-class ShareRow(Row, frozen=True):
+class ShareRow(ResultRow, frozen=True):
     """The KV transfer's part of one request's end-to-end time, when it starts after the prompt is read."""
 
     column: str
@@ -198,7 +199,12 @@ def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[fl
     total = np.zeros(3)
     for pair in plan.pairings:
         only = msgspec.structs.replace(plan, pairings=(msgspec.structs.replace(pair, weight=1.0),))
-        found = run(problem, only, _requests(1, prompt, output), SimSettings(layerwise=False, dispatch=Dispatch.SHARES))
+        found = run(
+            problem,
+            only,
+            _requests(1, prompt, output),
+            SimSettings(layerwise=False, routing=RoutingSettings(policy=SHARES)),
+        )
         read, sent = float(found.outcomes.ttft_s[0]), float(found.kv_s[0])
         total += pair.weight * np.array([read, sent, float(found.outcomes.e2e_s[0]) - read - sent])
     figures = (1e3 * total).tolist()
@@ -207,7 +213,7 @@ def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[fl
 
 def _tokens_s(problem: Problem, plan: Plan) -> float:
     """In and out, when BURST requests come at once."""
-    found = run(problem, plan, _requests(BURST, PROMPT, OUTPUT), SimSettings(dispatch=Dispatch.SHARES))
+    found = run(problem, plan, _requests(BURST, PROMPT, OUTPUT), SimSettings(routing=RoutingSettings(policy=SHARES)))
     return BURST * (PROMPT + OUTPUT) / float(found.outcomes.e2e_s.max())
 
 

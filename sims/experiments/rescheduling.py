@@ -15,11 +15,23 @@ from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.upper.light import keeping, reschedule, surviving
 from ...coordinator.planning.upper.search import search
-from ..policies.dispatch import Dispatch
+from ..policies import PLAN
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
-from .page import Page, Row, Table
-from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, counts, highest_rate, outcome, spread
+from .page import Page, ResultRow, Table
+from .setting import (
+    CLOUD,
+    COLUMNS,
+    WORKLOADS,
+    Deployed,
+    PlannedCase,
+    Scope,
+    at_rate,
+    counts,
+    highest_rate,
+    outcome,
+    spread,
+)
 
 __all__ = ["RescheduleRow", "reschedule_rows", "rescheduling"]
 
@@ -32,7 +44,7 @@ PAPER: Final = {
 }
 
 
-class RescheduleRow(Row, frozen=True):
+class RescheduleRow(ResultRow, frozen=True):
     """What serves after the loss. `attainment` at the same rate for all, mean over seeds (least-most)."""
 
     column: str
@@ -51,15 +63,15 @@ class RescheduleRow(Row, frozen=True):
 def reschedule_rows(scope: Scope) -> tuple[RescheduleRow, ...]:
     """Both workloads under both columns."""
     return tuple(row for specs in COLUMNS for workload in WORKLOADS for row in _rows(
-        Case(specs=specs, workload=workload, rate=RATES[workload]), scope
+        PlannedCase(specs=specs, workload=workload, rate=RATES[workload]), scope
     ))  # fmt: skip
 
 
-def _rows(case: Case, scope: Scope) -> list[RescheduleRow]:
+def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     whole = case.problem()
     running = papers_solution(whole.cluster, case.workload)
     deployed = Deployed(whole, running)
-    rate = LOAD * highest_rate(deployed, scope, scope.seeds[0], Dispatch.PLAN)
+    rate = LOAD * highest_rate(deployed, scope, scope.seeds[0], PLAN)
     before, whole = deployed.at(rate), at_rate(whole, rate)
     less = replace(whole, cluster=whole.cluster.without(frozenset({LOST})))
     left, old = surviving(running, whole.cluster, less.cluster), LowerLevel(whole)
@@ -98,10 +110,10 @@ def _without(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, replicas=replicas, pairings=scaled)
 
 
-def _row(case: Case, problem: Problem, plan: Plan, what: tuple[str, str, float], scope: Scope) -> RescheduleRow:
+def _row(case: PlannedCase, problem: Problem, plan: Plan, what: tuple[str, str, float], scope: Scope) -> RescheduleRow:
     name, flips, cpu_s = what
     service = problem.services[0]
-    found = [outcome(problem, plan, scope, seed, dispatch=Dispatch.PLAN) for seed in scope.seeds]
+    found = [outcome(problem, plan, scope, seed, dispatch=PLAN) for seed in scope.seeds]
     return RescheduleRow(
         column=case.specs.value,
         workload=case.workload,

@@ -21,8 +21,9 @@ from ...coordinator.planning.model.problem import Group, Problem, Proposal, Slic
 from ...coordinator.planning.model.slo import scaled_slo
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
-from ..engine.values import EngineSettings
-from ..policies.dispatch import Dispatch
+from ...coordinator.routing import RoutingSettings
+from ..engine.values import SimEngineSettings
+from ..policies import SHARES
 from ..records import Trace
 from ..results.outcomes import ServiceOutcome, attainment
 from ..scenario import ServiceRun, SimSettings
@@ -30,8 +31,24 @@ from ..workloads import Lengths, azure, draw
 from ..world import simulate
 
 __all__ = [
-    "CLOUD", "COLUMNS", "TARGET", "WORKLOADS", "Case", "Deployed", "Scope", "at_rate", "counts", "group",
-    "highest_rate", "lengths", "most", "outcome", "planned", "run", "shapes", "spread",
+    "CLOUD",
+    "COLUMNS",
+    "TARGET",
+    "WORKLOADS",
+    "Deployed",
+    "PlannedCase",
+    "Scope",
+    "at_rate",
+    "counts",
+    "group",
+    "highest_rate",
+    "lengths",
+    "most",
+    "outcome",
+    "planned",
+    "run",
+    "shapes",
+    "spread",
 ]  # fmt: skip
 
 CLOUD: Final = "thunderserve-cloud-32"
@@ -63,7 +80,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PlannedCase:
     """A problem by its names. `scale`: deadlines as multiples of a lone request's times on A100s. `gbps`: between
     boxes, instead of the cluster file's. `mixed_only`: no replica of one phase, which is colocated serving."""
 
@@ -122,7 +139,7 @@ def lengths(workload: str) -> Lengths:
 
 
 @cache
-def planned(case: Case, steps: int | None) -> Deployed:
+def planned(case: PlannedCase, steps: int | None) -> Deployed:
     """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
     problem = case.problem()
     found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=steps)
@@ -130,7 +147,7 @@ def planned(case: Case, steps: int | None) -> Deployed:
 
 
 @cache
-def most(case: Case, steps: int | None) -> Deployed:
+def most(case: PlannedCase, steps: int | None) -> Deployed:
     """What is expected to carry most: planned for the case's rate, and again for the rate that is expected of what was
     found, while that helps."""
     best = planned(case, steps)
@@ -158,8 +175,8 @@ def outcome(
     seed: int,
     *,
     rate: float | None = None,
-    dispatch: Dispatch = Dispatch.SHARES,
-    engine: EngineSettings | None = None,
+    dispatch: str = SHARES,
+    engine: SimEngineSettings | None = None,
 ) -> ServiceOutcome:
     """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All plans meet the same
     requests at the same seed and rate. `engine`: the same for all replicas, whatever the plan says of their steps."""
@@ -170,7 +187,7 @@ def outcome(
     drawn = Lengths(workload.prompts, workload.outputs, workload.name)
     rng = np.random.default_rng([17, seed])
     trace = draw(drawn, rate=rate or workload.rate, rng=rng, seconds=scope.seconds)
-    return run(problem, plan, trace, SimSettings(engine=engine, dispatch=dispatch, seed=seed))
+    return run(problem, plan, trace, SimSettings(engine=engine, routing=RoutingSettings(policy=dispatch), seed=seed))
 
 
 def _with_steps_of_engines(plan: Plan) -> Plan:
@@ -191,8 +208,8 @@ def highest_rate(
     deployed: Deployed,
     scope: Scope,
     seed: int,
-    dispatch: Dispatch = Dispatch.SHARES,
-    engine: EngineSettings | None = None,
+    dispatch: str = SHARES,
+    engine: SimEngineSettings | None = None,
 ) -> float:
     """Requests per second at which TARGET of them still meet all deadlines, by halving around the planner's estimate;
     the lowest rate tried where even that is too much."""

@@ -12,9 +12,9 @@ from typing import Final
 
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
-from ..engine.values import EngineSettings
-from ..policies.dispatch import Dispatch
-from .setting import Case, Deployed, Scope, group, highest_rate, most
+from ..engine.values import SimEngineSettings
+from ..policies import PLAN, SHARES
+from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
 
 __all__ = ["IN_HOUSE", "SYSTEMS", "TRIALS", "WHOLE", "System", "best_dispatch", "chosen", "systems"]
 
@@ -33,16 +33,16 @@ class System:
 
     name: str
     deployed: Deployed
-    dispatch: Dispatch
-    engine: EngineSettings | None = None
+    dispatch: str
+    engine: SimEngineSettings | None = None
 
 
-def systems(case: Case, scope: Scope) -> Iterator[System]:
+def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
     """All for one case of the cloud."""
     colocated = most(replace(case, mixed_only=True), scope.steps)
     yield _system("ours", chosen(case, scope), scope)
     yield _system("HexGen-like", colocated, scope)
-    yield _system(WHOLE, colocated, scope, EngineSettings(max_batched_tokens=2048))
+    yield _system(WHOLE, colocated, scope, SimEngineSettings(max_batched_tokens=2048))
     in_house = replace(case, cluster=IN_HOUSE, gbps=None).problem()
     for name, solutions in (("DistServe-like", _split(in_house)), ("vLLM-like", _colocated(in_house))):
         every = [Deployed(in_house, solution) for solution in solutions]
@@ -50,7 +50,7 @@ def systems(case: Case, scope: Scope) -> Iterator[System]:
 
 
 @cache
-def chosen(case: Case, scope: Scope) -> Deployed:
+def chosen(case: PlannedCase, scope: Scope) -> Deployed:
     """Of what is planned for the case's rate and up, what is planned for the rate that colocated serving carries and
     up, and colocated serving itself: the one that carries most in simulations of requests that nothing is reported
     about."""
@@ -58,21 +58,21 @@ def chosen(case: Case, scope: Scope) -> Deployed:
     carried = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
     plans = [most(case, scope.steps), most(carried, scope.steps)]
     plans.append(Deployed(plans[0].problem, colocated.solution))
-    return max(plans, key=lambda plan: _carried(plan, scope, Dispatch.PLAN))
+    return max(plans, key=lambda plan: _carried(plan, scope, PLAN))
 
 
 @cache
-def _carried(deployed: Deployed, scope: Scope, dispatch: Dispatch, engine: EngineSettings | None = None) -> float:
+def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: SimEngineSettings | None = None) -> float:
     """The highest rate in trials: the mean of as many as are reported, because one alone cannot tell a few percent."""
     return fmean(highest_rate(deployed, scope, TRIALS + seed, dispatch, engine) for seed in scope.seeds)
 
 
-def best_dispatch(deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> Dispatch:
+def best_dispatch(deployed: Deployed, scope: Scope, engine: SimEngineSettings | None = None) -> str:
     """Whichever carries more in trials; the router by queues, which is the network's, where both carry as much."""
-    return max((Dispatch.PLAN, Dispatch.SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
+    return max((PLAN, SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
 
 
-def _system(name: str, deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> System:
+def _system(name: str, deployed: Deployed, scope: Scope, engine: SimEngineSettings | None = None) -> System:
     return System(name, deployed, best_dispatch(deployed, scope, engine), engine)
 
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from ...coordinator.costs.step_times import StepTimes
 from ...coordinator.costs.tables import SplitwiseTimes
-from ..policies.pools import Pools, SharedPool, SplitPools
+from ...coordinator.routing import RoutingPolicy
+from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace
-from .cluster import Cluster
+from .cluster import SplitwiseCluster
 from .machine import Machine
 from .setups import (
     KV_TRANSFER_BYTES_S,
@@ -84,7 +85,9 @@ def run_setup(
     times = {gpu: SplitwiseTimes(model, gpu, TENSOR_PARALLEL, axis) for gpu, _ in places}
     iterations = {gpu: _Iterations(times[gpu]) for gpu in times}
     boxes = [Machine(iterations[gpu], kv_tokens) for gpu, _ in places]
-    cluster = Cluster(trace, boxes, _pools(known, counts, kv_tokens), kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S)
+    cluster = SplitwiseCluster(
+        trace, boxes, _policy(known, counts), kv_tokens=kv_tokens, kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S
+    )
     events = cluster.run()
     return SplitwiseResult(
         outcomes=Outcomes(
@@ -135,14 +138,12 @@ def _places(setup: Setup, counts: tuple[int, int]) -> list[tuple[str, PoolName]]
     return places
 
 
-def _pools(setup: Setup, counts: tuple[int, int], kv_tokens: float) -> Pools:
+def _policy(setup: Setup, counts: tuple[int, int]) -> RoutingPolicy:
     """The policy that the setup is scheduled by."""
     prompt, decode = counts
     if setup.decode_gpu is None:
-        return SharedPool(prompt + decode)
-    return SplitPools(
-        range(prompt), range(prompt, prompt + decode), kv_tokens=kv_tokens, max_pending=MAX_PENDING_TOKENS
-    )
+        return SharedPool()
+    return SplitPools(range(prompt), range(prompt, prompt + decode), max_pending=MAX_PENDING_TOKENS)
 
 
 class _Iterations:

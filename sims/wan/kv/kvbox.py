@@ -21,18 +21,17 @@ import msgspec
 
 from ....kvtransport import KVFrame, TransferError
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import EndState
 from ....kvtransport.link.permits import RELAY_MAGIC
-from ....kvtransport.link.receive_link import Incoming, ReceiveLink
+from ....kvtransport.link.receive_link import IncomingTransfer, ReceiveLink
 from ....kvtransport.link.relay import Relay
-from ....kvtransport.link.send_link import Outgoing, SendLink
+from ....kvtransport.link.send_link import OutgoingTransfer, SendLink
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hello, receive_burst, send_burst
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
 from ....kvtransport.wire.sockets import read_link_hello, receive_exactly
 from .orders import (
     Admit,
-    Answer,
     Bulk,
     Connect,
     Expect,
@@ -40,11 +39,12 @@ from .orders import (
     Forget,
     Listen,
     Order,
+    OrderReply,
     PingOrder,
     Relayed,
     Send,
     SendBurst,
-    SetPaths,
+    SetPathsOrder,
     TransferState,
     Watch,
 )
@@ -70,7 +70,7 @@ class KVBox:
         self._endpoint = Endpoint()
         self._relay = Relay()
         self._bursts: dict[bytes, BurstGate] = {}
-        self._sent: dict[bytes, list[tuple[Outgoing, float, list[float]]]] = {}
+        self._sent: dict[bytes, list[tuple[OutgoingTransfer, float, list[float]]]] = {}
         block = random.Random(0).randbytes(FRAME_BYTES)
         self._numbers = memoryview(block + block)
         self._sums: dict[int, int] = {}
@@ -83,7 +83,7 @@ class KVBox:
         self._listener.close()
         self._endpoint.close()
 
-    def obey(self, order: Order) -> Answer:
+    def obey(self, order: Order) -> OrderReply:
         """Carry out an order. Raises TransferError or OSError."""
         match order:
             case Listen(ticket):
@@ -97,7 +97,7 @@ class KVBox:
                     raise TransferError(f"not all connections are up after {CONNECT_S:g} s: {why}")
             case Send(link, transfers):
                 self._send(link, transfers)
-            case SetPaths(link, paths):
+            case SetPathsOrder(link, paths):
                 self._sender(link).set_paths(paths)
             case Watch(link):
                 return self._watch(link)
@@ -107,16 +107,16 @@ class KVBox:
             case Admit(permit):
                 self._relay.admit(permit)
             case Relayed():
-                return Answer(relayed=sum(use.bytes_forwarded for use in self._relay.statistics()))
+                return OrderReply(relayed=sum(use.bytes_forwarded for use in self._relay.statistics()))
             case PingOrder(host, port, count):
-                return Answer(rtt_s=_ping(host, port, count))
+                return OrderReply(rtt_s=_ping(host, port, count))
             case ExpectBurst(burst):
                 self._bursts[burst.burst] = BurstGate(burst)
                 threading.Thread(target=self._receive_burst, args=(burst,), daemon=True).start()
             case SendBurst(burst, host, port):
                 with dial_burst(burst, host, port, CONNECT_S) as ends:
-                    return Answer(burst=send_burst(ends))
-        return Answer()
+                    return OrderReply(burst=send_burst(ends))
+        return OrderReply()
 
     def _payload(self, frame: int) -> memoryview:
         start = frame * STEP % FRAME_BYTES
@@ -145,7 +145,7 @@ class KVBox:
             self._sent.setdefault(link, []).append((outgoing, time.monotonic(), ended))
             threading.Thread(target=self._push, args=(outgoing, bulk.frames), daemon=True).start()
 
-    def _push(self, outgoing: Outgoing, frames: int) -> None:
+    def _push(self, outgoing: OutgoingTransfer, frames: int) -> None:
         try:
             for number in range(frames):
                 layer, piece = number % LAYERS, number // LAYERS
@@ -155,7 +155,7 @@ class KVBox:
         except TransferError as error:
             outgoing.abort(str(error))
 
-    def _watch(self, link: bytes) -> Answer:
+    def _watch(self, link: bytes) -> OrderReply:
         states = []
         for outgoing, started, ended in self._sent.get(link, []):
             progress, state = outgoing.progress(), outgoing.state
@@ -171,7 +171,7 @@ class KVBox:
                 )
             )
         paths = self._sender(link).statistics().paths
-        return Answer(transfers=states, connections={label: path.connections for label, path in paths.items()})
+        return OrderReply(transfers=states, connections={label: path.connections for label, path in paths.items()})
 
     # ---- receiving ------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class KVBox:
             incoming.grant(WINDOW_BYTES)
             threading.Thread(target=self._take, args=(incoming, bulk.frames), daemon=True).start()
 
-    def _take(self, incoming: Incoming, frames: int) -> None:
+    def _take(self, incoming: IncomingTransfer, frames: int) -> None:
         seen = set()
         try:
             for frame in incoming:
@@ -240,7 +240,7 @@ class KVBox:
             del self._bursts[ticket.burst]
 
 
-def _note_end(moments: list[float], outgoing: Outgoing, state: EndState) -> None:
+def _note_end(moments: list[float], outgoing: OutgoingTransfer, state: EndState) -> None:
     moments.append(time.monotonic())
 
 
@@ -267,12 +267,12 @@ def main(argv: list[str]) -> int:
     """Run the box's program at the address `argv[0]`."""
     box = KVBox(argv[0])
     say = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    say.write(msgspec.json.encode(Answer(port=box.port)) + b"\n")
+    say.write(msgspec.json.encode(OrderReply(port=box.port)) + b"\n")
     for line in sys.stdin.buffer:
         try:
             answer = box.obey(msgspec.json.decode(line, type=Order))
         except (TransferError, OSError) as error:
-            answer = Answer(error=str(error))
+            answer = OrderReply(error=str(error))
         say.write(msgspec.json.encode(answer) + b"\n")
     box.close()
     return 0

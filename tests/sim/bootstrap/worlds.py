@@ -19,6 +19,7 @@ from p2pserve.bootstrap import (
     PeerId,
     Role,
 )
+from p2pserve.bootstrap.methods import EVERYONE, MEMBERS, Method, Notice
 
 KEY = NetworkKey(b"n" * 32)
 # In the order of their peer ids, so that names tell who wins an election.
@@ -27,6 +28,18 @@ PEOPLE = sorted((Identity(bytes([seed]) * 32) for seed in range(1, 17)), key=lam
 
 class Echo(msgspec.Struct, frozen=True):
     text: str
+
+
+class Wrong(msgspec.Struct, frozen=True):
+    number: int
+
+
+def asking(name: str, callers: frozenset[Role] = MEMBERS) -> Method[Echo, Echo]:
+    return Method(name, Echo, Echo, callers)
+
+
+def telling(name: str) -> Notice[Echo]:
+    return Notice(name, Echo)
 
 
 async def elapse(seconds: float) -> None:
@@ -79,7 +92,7 @@ class World:
         async def echo(peer: PeerId, role: Role, body: Echo) -> Echo:
             return Echo(f"{body.text} from {role.value}")
 
-        network.handle("echo", Echo, echo, client=True)
+        network.handle(asking("echo", EVERYONE), echo)
         return network
 
     async def start(self, index: int, **options: object) -> Network:

@@ -14,12 +14,13 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role
+from p2pserve.bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.engine.protocol import Rank, Slice
+from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.requests.gateway import FIGURES_GRACE_S, NO_ENGINE_GRACE_S, SHORT_BYTES, Connections, Gateway
 from p2pserve.node.requests.request import tokenize
@@ -43,13 +44,13 @@ ANSWER = TEXT.encode(SOURCE)
 CLIENT = PeerId("client")
 P, P2, D, D2 = PeerId("p1"), PeerId("p2"), PeerId("d1"), PeerId("d2")
 TICKET = TransferTicket(transfer=b"t" * 16, link=b"l" * 16, codec="raw", deadline_s=30.0)
-PART = messages.Part(
-    piece=messages.Piece(
+PART = messages.TicketedSlice(
+    rank_slice=messages.RankSlice(
         source_peer="p",
-        source=Rank(),
+        source=WorkerRank(),
         target_peer="d",
-        target=Rank(),
-        slice=Slice(first_layer=0, last_layer=4, first_head=0, last_head=2),
+        target=WorkerRank(),
+        slice=KvSlice(first_layer=0, last_layer=4, first_head=0, last_head=2),
     ),
     ticket=TICKET,
 )
@@ -122,7 +123,7 @@ class World:
     view: NetworkView = field(default_factory=NetworkView)
     faults: defaultdict[PeerId, list[str]] = field(default_factory=lambda: defaultdict(list))
     jobs: dict[tuple[PeerId, str, str], Job] = field(default_factory=dict)
-    chunks: defaultdict[str, list[messages.Chunk]] = field(default_factory=lambda: defaultdict(list))
+    chunks: defaultdict[str, list[messages.AnswerUpdate]] = field(default_factory=lambda: defaultdict(list))
     ended: dict[str, float] = field(default_factory=dict)
     opened: list[tuple[str, PeerId, messages.Message]] = field(default_factory=list)
     notices: list[tuple[PeerId, str, messages.Message]] = field(default_factory=list)
@@ -134,13 +135,32 @@ class World:
         self._changed = trio.Event()
         self.gateway = Gateway(
             view=self.view,
-            connections=Connections(self._request, self._notify, self._wait_changed),
+            connections=Connections(self, self._wait_changed),
             model=MODEL,
             text=TEXT,
             nursery=self.nursery,
         )
 
     # ---- the network ----------------------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> PeerId:
+        return PeerId("gateway")
+
+    async def request(self, peer: PeerId, method: Method[Body, Answer], body: Body, timeout: float) -> Answer:
+        found = await self._request(peer, method.name, body, timeout=timeout)
+        assert isinstance(found, method.answer)
+        return found
+
+    def notify(self, peer: PeerId, notice: Notice[Body], body: Body) -> None:
+        assert isinstance(body, messages.Message)
+        self._notify(peer, notice.name, body)
+
+    def handle(self, method: Method[Body, Answer], handler: AsyncHandler[Body, Answer]) -> None:
+        raise AssertionError
+
+    def on_notice(self, notice: Notice[Body], handler: NoticeHandler[Body]) -> None:
+        raise AssertionError
 
     def set_engine(self, peer: PeerId, state: str = "ready", *, starts: int = 1, draining: bool = False) -> None:
         """What the peer advertises from now on."""
@@ -206,8 +226,8 @@ class World:
         if peer in self.dead:
             raise PeerLost(f"{peer} is gone")
         self.notices.append((peer, method, message))
-        if isinstance(message, messages.Chunk):
-            assert method == "chunk"
+        if isinstance(message, messages.AnswerUpdate):
+            assert method == "answer"
             if peer != CLIENT:
                 return
             assert message.request not in self.ended, "a chunk after the last one"
@@ -234,9 +254,7 @@ class World:
             if job is not None:
                 job.word.set()
 
-    async def _request(
-        self, peer: PeerId, method: str, body: Any, answer: type[messages.Message], *, timeout: float
-    ) -> messages.Message:
+    async def _request(self, peer: PeerId, method: str, body: Any, *, timeout: float) -> messages.Message:
         kind = method.removesuffix(".open")
         if peer in self.dead:
             raise PeerLost(f"{peer} is gone")
@@ -261,7 +279,7 @@ class World:
         self.nursery.start_soon(run, job, body, fault)
         if kind == "prefill":
             return messages.Opened()
-        return messages.DecodeOpened(parts=(PART,) if body.receive_tokens else ())
+        return messages.DecodeOpened(slices=(PART,) if body.receive_tokens else ())
 
     # ---- the workers ----------------------------------------------------------------------------------------
 
@@ -355,7 +373,7 @@ class World:
         assert accepted == messages.Generating(service=SERVICE, prompt_tokens=len(PROMPT_TOKENS))
         return name
 
-    async def answer(self, **settings: Any) -> messages.Chunk:
+    async def answer(self, **settings: Any) -> messages.AnswerUpdate:
         """Send a request and wait for its last chunk."""
         name = await self.ask(**settings)
         await self.settle()
@@ -405,7 +423,7 @@ def text_of(count: int) -> str:
     return TEXT._tokenizer.decode(list(ANSWER[:count]))
 
 
-def figures_of(chunk: messages.Chunk) -> messages.RequestFigures:
+def figures_of(chunk: messages.AnswerUpdate) -> messages.RequestFigures:
     assert chunk.figures is not None
     return chunk.figures
 
@@ -595,7 +613,7 @@ def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int
             assert decode.told_first is whole
             assert [stage.peer for stage in decode.prefill] == [P]
             assert isinstance(prefill, messages.PrefillOpen)
-            assert (prefill.prompt, prefill.parts) == (PROMPT_TOKENS[:split], (PART,))
+            assert (prefill.prompt, prefill.slices) == (PROMPT_TOKENS[:split], (PART,))
             assert prefill.sampling == (decode.sampling if whole else None)
             assert world.sent("decode.first") == ([D] if whole else [])
 

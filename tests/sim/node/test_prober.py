@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +23,13 @@ from p2pserve.kvtransport.probing.figures import BoxFigures, Source
 from p2pserve.kvtransport.probing.probe import Activity, BurstRequest, ProbeSettings
 from p2pserve.node import messages
 from p2pserve.node.links import prober
-from p2pserve.node.links.kv_ways import KvWays, WaySettings
+from p2pserve.node.links.kv_ways import KvWays, LinkSettings
 from p2pserve.node.links.prober import Neighbour, Prober
+from p2pserve.node.methods import PROBE_OPEN
+from p2pserve.node.testing import MemoryExchange
 
 ME, A, B = PeerId("me"), PeerId("a"), PeerId("b")
+CROWD = tuple(PeerId(f"n{i}") for i in range(6))
 SETTINGS = ProbeSettings()
 BURST_S = 0.5
 MB = 1_000_000
@@ -56,7 +60,7 @@ class World:
     """A prober among neighbours: how they answer, and how bursts go."""
 
     nursery: trio.Nursery
-    settings: WaySettings = field(default_factory=WaySettings)
+    settings: LinkSettings = field(default_factory=LinkSettings)
     neighbours: list[Neighbour] = field(default_factory=lambda: [Neighbour(A, ADDRESS, 0.02)])
     answers: list[messages.ProbeOpened | NetworkError] = field(default_factory=list)
     outcomes: list[BurstSample | Exception] = field(default_factory=list)
@@ -66,17 +70,20 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(4)
+        self.exchange = MemoryExchange(latency_s=0.02)
+        messenger = self.exchange.join(ME)
+        for peer in (A, B, *CROWD):
+            self.exchange.join(peer).handle(PROBE_OPEN, partial(self._answer, peer))
         self.ways = KvWays(
-            ME,
+            messenger=messenger,
             settings=self.settings,
-            ask=self._ask,
             where=lambda peer: ADDRESS,
             set_paths=lambda link, paths: None,
             nursery=self.nursery,
         )
         self.prober = Prober(
             self.ways,
-            ask=self._ask,
+            messenger=messenger,
             neighbours=lambda: self.neighbours,
             activity=lambda: self.activity,
             nursery=self.nursery,
@@ -88,13 +95,8 @@ class World:
         fields = {"streams": request.streams, "seconds": request.seconds, "max_bytes": request.max_bytes, **changes}
         return issue_burst(rtt_s=0.02, random=self.rng.randbytes, **fields)
 
-    async def _ask(
-        self, peer: PeerId, method: str, body: messages.Message, answer: type[messages.Message], *, timeout: float
-    ) -> messages.Message:
-        assert (method, answer) == ("probe.open", messages.ProbeOpened)
-        assert isinstance(body, messages.ProbeOpen)
+    async def _answer(self, peer: PeerId, source: PeerId, role: Role, body: messages.ProbeOpen) -> messages.ProbeOpened:
         self.asked.append((trio.current_time(), peer, body.burst))
-        await elapse(0.02)
         found = self.answers.pop(0) if self.answers else messages.ProbeOpened(ticket=self.ticket(body.burst))
         if isinstance(found, NetworkError):
             raise found
@@ -135,15 +137,15 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
 
     @asynccontextmanager
-    async def opened(settings: WaySettings) -> AsyncIterator[World]:
+    async def opened(settings: LinkSettings) -> AsyncIterator[World]:
         async with trio.open_nursery() as nursery:
             worlds.append(World(nursery, settings))
             yield worlds[0]
             nursery.cancel_scope.cancel()
 
-    def run(scenario: Callable[[World], Coroutine[Any, Any, None]], settings: WaySettings | None = None) -> None:
+    def run(scenario: Callable[[World], Coroutine[Any, Any, None]], settings: LinkSettings | None = None) -> None:
         async def main() -> None:
-            async with opened(settings or WaySettings()) as world:
+            async with opened(settings or LinkSettings()) as world:
                 await scenario(world)
 
         trio.run(main, clock=MockClock(autojump_threshold=0))
@@ -175,7 +177,7 @@ def test_a_burst_measures_the_link_and_is_not_repeated_soon(play: Callable[..., 
 
 def test_bursts_do_not_meet_each_other(play: Callable[..., None]) -> None:
     async def scenario(world: World) -> None:
-        world.neighbours = [Neighbour(PeerId(f"n{i}"), ADDRESS, 0.01) for i in range(6)]
+        world.neighbours = [Neighbour(peer, ADDRESS, 0.01) for peer in CROWD]
         await world.until(lambda: world.prober.statistics().bursts == 6)
         times = sorted(at for at, _, _ in world.bursts)
         assert len(times) == 6
@@ -336,5 +338,5 @@ def test_what_is_refused_is_said_with_its_reason(play: Callable[..., None], case
         assert (found.ticket is None) == bool(said)
         assert world.reserved == (None if said else A)
 
-    price = WaySettings(box=BoxFigures(down_usd_per_gb=500.0)) if case == "no money" else None
+    price = LinkSettings(box=BoxFigures(down_usd_per_gb=500.0)) if case == "no money" else None
     play(scenario, price)

@@ -21,15 +21,16 @@ from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kernels.format import Codec, WireDtype, payload_bytes
+from p2pserve.kernels.codecs import codec_named
+from p2pserve.kernels.format import WireDtype, payload_bytes
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path as KvPath
+from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.tokens import Answer
-from p2pserve.node.engine.emulated.transfers import Chunk, Transfers
+from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
+from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.replica.engine_link import EngineStartError, open_fork_server
 
@@ -49,7 +50,7 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 def answer_to(prompt: tuple[int, ...], tokens: int) -> list[int]:
-    answer = Answer(prompt, 1000)
+    answer = EmulatedAnswer(prompt, 1000)
     return [answer.next() for _ in range(tokens)]
 
 
@@ -86,7 +87,7 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
             assert report.raw_bytes == length * SHAPE.kv_bytes_per_token
             chunks = [min(256, length - start) for start in range(0, length, 256)]
             sizes = [
-                payload_bytes(Codec(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
+                payload_bytes(codec_named(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
                 for n, tokens in enumerate(chunks)
             ]
             assert sum(report.paths.values()) == SHAPE.layers * sum(sizes)
@@ -180,13 +181,13 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
     limit, tokens, bytes_s = 2 << 20, 300, 30_000_000
     reports: queue.SimpleQueue[protocol.TransferReport | protocol.LinkReport] = queue.SimpleQueue()
     sender, receiver = (
-        Transfers(layers=SHAPE.layers, head_dim=SHAPE.head_dim, limit_bytes=limit, report=report)
+        EmulatedTransfers(layers=SHAPE.layers, head_dim=SHAPE.head_dim, limit_bytes=limit, report=report)
         for report in (reports.put, lambda _: None)
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         path = KvPath("127.0.0.1", listener.getsockname()[1], pace_bytes_s=bytes_s)
         link = issue_link(600.0, secrets.token_bytes)
-        whole = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=0, last_head=SHAPE.kv_heads)
+        whole = protocol.KvSlice(first_layer=0, last_layer=SHAPE.layers, first_head=0, last_head=SHAPE.kv_heads)
         ended, whole_prompts = threading.Semaphore(0), threading.Semaphore(0)
         arrivals = []
         for _ in range(6):
@@ -196,14 +197,14 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
             outlet = protocol.Outlet(slice=whole, ticket=ticket, link=link, paths=(path,), gbps=1.0, rtt_s=0.001)
             sender.send([outlet], ended.release)
             now = time.monotonic()
-            sender.compute(ticket.transfer, Chunk(0, tokens, now, now, final=True))
+            sender.send_span(ticket.transfer, ComputedSpan(0, tokens, now, now, final=True))
         connection, _ = listener.accept()
         receiver.attach(read_link_hello(connection, PATIENCE_S).pack(), connection)
         for each in reversed(arrivals):  # whoever has a place first goes first, whatever was computed first
             each.start()
         held = 0
         while any(each.progress()[0] < 1.0 for each in arrivals):
-            held = max(held, sender._endpoint.budget.held)
+            held = max(held, sender.endpoint.budget.held)
             time.sleep(0.001)
         for count in (ended, whole_prompts):
             assert all(count.acquire(timeout=PATIENCE_S) for _ in arrivals)
@@ -213,7 +214,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
     assert [report.reason for report in found] == [""] * 6
     assert sum(report.raw_bytes for report in found) == 6 * tokens * SHAPE.kv_bytes_per_token > 6 * limit
     for end in (sender, receiver):
-        end._endpoint.close("the test is over")
+        end.endpoint.close("the test is over")
 
 
 def test_workers_of_different_widths() -> None:
@@ -228,9 +229,9 @@ def test_workers_of_different_widths() -> None:
         for rank in range(4):
             (outlet,), (inlet,) = trial.hand_off(trial.join(narrow), "kv4", narrow.ready)
             transfer = transfer or outlet.ticket.transfer
-            part = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
+            part = protocol.KvSlice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
             ticket = msgspec.structs.replace(outlet.ticket, transfer=transfer)
-            source, target = protocol.Rank(tp=rank), protocol.Rank(tp=rank // 2)
+            source, target = protocol.WorkerRank(tp=rank), protocol.WorkerRank(tp=rank // 2)
             send.append(msgspec.structs.replace(outlet, rank=source, slice=part, ticket=ticket))
             receive.append(msgspec.structs.replace(inlet, rank=target, slice=part, ticket=ticket))
         prompt = prompt_of(400)

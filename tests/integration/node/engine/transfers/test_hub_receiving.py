@@ -13,17 +13,18 @@ from typing import get_args
 import pytest
 import torch
 
-from p2pserve.kernels.codec import Codec, encode, wire_dtype
+from p2pserve.kernels.codec import encode, wire_dtype
+from p2pserve.kernels.codecs import RAW
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES
-from p2pserve.kvtransport.link.send_link import Outgoing as SendingEnd
+from p2pserve.kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from p2pserve.kvtransport.link.send_link import SendLink
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node.engine.protocol import CloseLink
 from p2pserve.node.engine.transfers.hub import GPU_STAGED_BYTES, TransferHub, transfer_memory
-from p2pserve.node.engine.transfers.incoming import LayerPiece
+from p2pserve.node.engine.transfers.incoming import LayerKv
 from p2pserve.node.engine.vllm.device import DeviceKind
 
 from .hubs import (
@@ -64,10 +65,10 @@ def frame(layer: int, start: int, tokens: int) -> KVFrame:
         head_last=HEADS,
         start=start,
         tokens=tokens,
-        codec=Codec.RAW.wire,
+        codec=RAW.wire,
         dtype=wire_dtype(keys.dtype).wire,
         head_dim=HEAD_DIM,
-        payload=encode(Codec.RAW, keys, -keys, start=start, layer=layer),
+        payload=encode(RAW, keys, -keys, start=start, layer=layer),
     )
 
 
@@ -319,7 +320,7 @@ def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
     hub = make_hub(host_bytes=1 << 20, staged_bytes=limit)
     tickets = [ticket_of(seed) for seed in range(3)]
     incoming = [started(hub, inlet_of(ticket), tokens=tokens) for ticket in tickets]
-    arrived: dict[bytes, list[LayerPiece]] = {each.transfer: [] for each in incoming}
+    arrived: dict[bytes, list[LayerKv]] = {each.transfer: [] for each in incoming}
     with connected(hub) as sender:
         ends = [sender.open(ticket) for ticket in tickets]
         for end in ends:

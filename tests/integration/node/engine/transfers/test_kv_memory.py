@@ -19,10 +19,10 @@ import psutil
 import pytest
 import torch
 
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
-from p2pserve.node.engine.protocol import Inlet, LinkReport, Outlet, Slice, TransferReport
+from p2pserve.node.engine.protocol import Inlet, KvSlice, LinkReport, Outlet, TransferReport
 from p2pserve.node.engine.transfers.hub import TransferHub, TransferMemory
 from p2pserve.node.engine.transfers.outgoing import Prefilled
 from p2pserve.node.engine.vllm.device import CpuDevice
@@ -37,7 +37,7 @@ LINK_BYTES_S = 500e6  # 4 Gb/s: less than either end can do
 DEADLINE_S = 240.0
 
 SHARD = Shard(layers=range(LAYERS), heads=range(HEADS), head_dim=HEAD_DIM, dtype=torch.bfloat16)
-WHOLE = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
+WHOLE = KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 LINK = issue_link(600.0, random.Random(1).randbytes)
 TICKET = issue_transfer(LINK.link, "raw", DEADLINE_S, random.Random(2).randbytes)
 
@@ -73,7 +73,7 @@ def send(port: int) -> dict[str, object]:
     hub = TransferHub(SHARD, device, lambda layer, _, first, last: values(layer, first, last), MEMORY, tell)
     before = now_mib()
     outlet = Outlet(
-        slice=WHOLE, ticket=TICKET, link=LINK, paths=(Path("127.0.0.1", port, streams=2),), gbps=4.0, rtt_s=0.001
+        slice=WHOLE, ticket=TICKET, link=LINK, paths=(DialPath("127.0.0.1", port, streams=2),), gbps=4.0, rtt_s=0.001
     )
     hub.send(outlet, TOKENS)
     (outgoing,) = hub.outgoing(TICKET.transfer)
