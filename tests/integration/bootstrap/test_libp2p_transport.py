@@ -25,6 +25,7 @@ from p2pserve.bootstrap import (
     AddressError,
     Bootstrap,
     Identity,
+    IdentityInUse,
     MemberState,
     Network,
     NetworkKey,
@@ -112,19 +113,21 @@ def build(
     bootstrap: Network | Bootstrap | None,
     *,
     key: NetworkKey = KEY,
+    token: str | None = None,
+    identity: Identity | None = None,
     listen: Address = LOOPBACK,
     role: Role = Role.WORKER,
     transport: type[Libp2pTransport] = Libp2pTransport,
     settings: NetworkSettings = PATIENT,
 ) -> Network:
-    identity = Identity.generate()
+    identity = identity or Identity.generate()
     if isinstance(bootstrap, Network):
         bootstrap = Bootstrap(bootstrap.address.host, bootstrap.address.port, bootstrap.peer_id)
     bootstraps = () if bootstrap is None else (bootstrap,)
     network = Network(
         transport=transport(identity, listen, LOOPBACK, settings=UNHURRIED),
         identity=identity,
-        token=key.issue(bootstraps, role, time.time() + 60),
+        token=token or key.issue(bootstraps, role, time.time() + 60),
         network_key_public=key.public,
         role=role,
         announce=LOOPBACK,
@@ -248,6 +251,48 @@ def test_why_a_dial_fails() -> None:
                 assert "\n" not in str(caught.value)
             for listener in silent:
                 await listener.aclose()
+
+    run(main)
+
+
+def test_who_answers_at_an_address_is_found_out_without_knowing_its_id() -> None:
+    async def main() -> None:
+        async with echo_server(settings=TransportSettings(dial_s=10.0)) as (address, server, dialling):
+            assert await dialling.identify(address) == server.peer_id
+            for _ in range(70):  # each leaves nothing behind: more than there may be strangers at a time
+                await dialling.identify(address)
+            connection = await dialling.dial(address, server.peer_id)
+            await connection.send(b"still here")
+            assert await connection.receive() == b"still here"
+            with pytest.raises(Unreachable, match=r"cannot reach a member at 127\.0\.0\.1:1: .*connection refused"):
+                await dialling.identify(Address("127.0.0.1", 1))
+            garbage = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            async with trio.open_nursery() as nursery:
+
+                async def answer(stream: trio.SocketStream) -> None:
+                    await stream.send_all(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+                nursery.start_soon(trio.serve_listeners, answer, garbage)
+                place = Address("127.0.0.1", garbage[0].socket.getsockname()[1])
+                with pytest.raises(Unreachable, match="something other than a p2pserve node answers there"):
+                    await dialling.identify(place)
+                nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_member_is_joined_by_its_address_and_a_clone_is_refused() -> None:
+    async def main() -> None:
+        async with build(None) as one, build(one) as two:
+            await until(two.connected)
+            anybody = Bootstrap(two.address.host, two.address.port)
+            async with build(anybody, token=KEY.issue((), Role.WORKER, time.time() + 60)) as three:
+                await until(lambda: len(one.connected()) == len(three.connected()) == 2)
+                clone = build(one, identity=three.identity)
+                with pytest.raises(IdentityInUse, match=r"delete identity\.key"):
+                    async with clone:
+                        pass
+                assert three.connected() == {one.peer_id, two.peer_id}
 
     run(main)
 
