@@ -30,15 +30,15 @@ from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box import hardware
-from .box.emulation import emulated_hardware, parse_cards
 from .box.home import NodeError, leave_node, locked
-from .box.start_checks import require_engine, require_shared_memory
 from .coordination import QUIET_S, Coordinator
+from .engine.backend import ServableModel
+from .engine.backends import find_backend
 from .joining import Invitation, accept, new_network, tokens
 from .links.data_port import DataPort, RelayDesk
 from .links.kv_ways import KvWays, WaySettings
 from .links.prober import Neighbour, Prober
-from .replica.hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
+from .replica.hosting import EngineKnobs, Host, describe_length, engine_config
 from .requests.gateway import Connections, Gateway
 from .view import NetworkView
 
@@ -96,19 +96,14 @@ async def run_node(
     """
     # What the user may have mistyped is looked at before anything is made or taken.
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
-    found = hardware.probe()
-    if settings.engine.emulate is not None:
-        found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
-    elif settings.model is not None:
-        require_engine(found, os.environ)
-    offer: Offer | None = None
+    backend = find_backend(settings.engine.backend)
+    found = backend.hardware(hardware.probe(), settings.engine)
+    servable: ServableModel | None = None
     if settings.model is not None:
-        offer = await trio.to_thread.run_sync(look_at, settings.model, found, settings.engine)
-        if settings.engine.emulate is None:
-            require_shared_memory(found, offer.share.tp)
+        servable = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
-        await Node(settings, membership, found, offer, say).run(stop, task_status)
+        await Node(settings, membership, found, servable, say).run(stop, task_status)
 
 
 @final
@@ -120,14 +115,14 @@ class Node:
         settings: NodeSettings,
         membership: Invitation,
         found: hardware.Hardware,
-        offer: Offer | None,
+        servable: ServableModel | None,
         say: Say,
     ) -> None:
         self._settings = settings
         self._membership = membership
         self._hardware = found
         self._say = say
-        self._offer = offer
+        self._servable = servable
         self._view = NetworkView()
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
@@ -184,25 +179,25 @@ class Node:
         network.handle(methods.STATUS, self._on_status(network))
         network.on_peer_lost(self._on_peer_lost)
         ways = self._ways = self._measure(network, nursery)
-        offer = self._offer
-        if offer is None:
+        servable = self._servable
+        if servable is None:
             return
-        ways.serve(offer.model.info)
+        ways.serve(servable.model.info)
 
         async def wait_changed() -> None:
             await network.wait_changed(network.revision)
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
-        config = engine_config(offer, self._hardware, self._settings.engine, log)
-        if (shortened := describe_length(offer, self._settings.engine)) is not None:
+        config = engine_config(servable, self._hardware, self._settings.engine, log)
+        if (shortened := describe_length(servable, self._settings.engine)) is not None:
             self._say(shortened)
-        host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
+        host = self._host = Host(servable, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,
             connections=Connections(network, wait_changed),
-            model=offer.model.info,
-            text=offer.text,
+            model=servable.model.info,
+            text=servable.text,
             nursery=nursery,
             routing=self._settings.routing,
         )
@@ -328,7 +323,7 @@ class Node:
         return messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            model=self._offer.model.info if self._offer is not None else None,
+            model=self._servable.model.info if self._servable is not None else None,
             engine=self._engine,
             stats=self._host.worker.stats if self._host is not None else None,
             rtt_s=rtts,

@@ -33,7 +33,7 @@ from ...coordinator.planning.model.cluster_file import card_link_gbps
 from ...coordinator.planning.model.workload import Service
 from ...kernels.format import Codec, WireDtype, payload_bytes
 from ...kvtransport.probing.figures import Source
-from ...node.box.emulation import Cards, emulated_model, parse_cards
+from ...node.engine.emulated.model import Cards, emulated_model, parse_cards
 from ...node.messages import Status
 from ...sims.engine.values import EngineSettings
 from ...sims.records import Outcomes, Trace

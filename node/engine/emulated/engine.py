@@ -124,13 +124,13 @@ class EmulatedEngine:
     def __init__(
         self,
         config: protocol.EngineConfig,
+        emulation: protocol.Emulation,
         ways: TransferPort,
         *,
         tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
     ) -> None:
-        assert config.emulation is not None
-        self._emulation = emulation = config.emulation
+        self._emulation = emulation
         self._tp = config.tp
         self._ways, self._tell, self._wake = ways, tell, wake
         capacity, self._times = model_capacity(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)

@@ -19,9 +19,10 @@ from p2pserve.node.box.fitting import (
     step_tokens_on,
 )
 from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.engine.backend import ServableModel
 from p2pserve.node.engine.protocol import BatchLimits
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import EngineKnobs, Offer, describe_length, engine_config, share_of
+from p2pserve.node.replica.hosting import EngineKnobs, describe_length, engine_config, share_of
 
 GIB = 1 << 30
 
@@ -171,9 +172,9 @@ def test_layers_that_look_back_through_a_window_need_less() -> None:
 def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
     model, box = known_model("Llama-3.1-8B"), box_with(1, 24)
 
-    def offer(hardware: Hardware, knobs: EngineKnobs) -> Offer:
+    def offer(hardware: Hardware, knobs: EngineKnobs) -> ServableModel:
         found: Any = type("Found", (), {"info": model, "folder": "/model"})()
-        return Offer(found, None, share_of(model, hardware, knobs))  # type: ignore[arg-type]
+        return ServableModel(model=found, text=None, share=share_of(model, hardware, knobs))  # type: ignore[arg-type]
 
     def started(hardware: Hardware, knobs: EngineKnobs) -> tuple[int | None, bool, str | None]:
         made = offer(hardware, knobs)

@@ -13,15 +13,15 @@ from p2pserve.coordinator.costs.step_times import chunk_pairs
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
-from p2pserve.node.box.emulation import emulated_hardware, emulated_model, parse_cards
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
+from p2pserve.node.box.shares import EngineKnobs
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, model_capacity
+from p2pserve.node.engine.emulated.model import emulated_hardware, emulated_model, inspect_model, parse_cards
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan
 from p2pserve.node.models import BUNDLED, ModelError
-from p2pserve.node.replica.hosting import EngineKnobs, look_at
 
 SHAPE = ModelShape(
     name="small", layers=8, hidden=1024, heads=8, kv_heads=4, head_dim=128, intermediate=4096, vocabulary=1000
@@ -107,8 +107,8 @@ class Bench:
         self.ways = FakeWays()
         self.said: list[protocol.EngineMessage] = []
         self.woken: list[KvEnded | KvSent] = []
-        config = msgspec.structs.replace(protocol.EngineConfig(model="small", emulation=EMULATION), **settings)
-        self.engine = EmulatedEngine(config, self.ways, tell=self.said.append, wake=self.woken.append)
+        config = msgspec.structs.replace(protocol.EngineConfig(model="small", backend="emulated"), **settings)
+        self.engine = EmulatedEngine(config, EMULATION, self.ways, tell=self.said.append, wake=self.woken.append)
 
     def submit(self, request: str, length: int, count: int, **settings: object) -> tuple[int, ...]:
         """Take in a request; returns its prompt."""
@@ -501,7 +501,7 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
 def test_a_box_offers_what_its_cards_hold() -> None:
     knobs = EngineKnobs(emulate="4xA40")
     box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
-    assert look_at("llama-30b", box, knobs).share.tp == 4
+    assert inspect_model("llama-30b", box, knobs).share.tp == 4
     for changes, words in (
         ({"emulate": "1xA40"}, "no room for KV"),
         ({"tp": 3}, "cannot share the 52 heads and 52 KV heads"),
@@ -510,4 +510,4 @@ def test_a_box_offers_what_its_cards_hold() -> None:
         changed = replace(knobs, **changes)
         here = emulated_hardware(parse_cards(changed.emulate or ""), HARDWARE)
         with pytest.raises(NodeError, match=words):
-            look_at("llama-30b", here, changed)
+            inspect_model("llama-30b", here, changed)
