@@ -257,7 +257,7 @@ def test_a_model_that_does_not_fit_is_one_line() -> None:
 
 def test_a_network_of_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) -> None:
     """KV goes from prefill to decode; kill -9 of the decoding engine changes no token; everything says `emulated`."""
-    knobs = ({"emulate": "2xL4", "kv_cache_mib": None},) * 2
+    knobs = ({"backend": "emulated", "emulate": "2xL4", "kv_cache_mib": None},) * 2
 
     async def main() -> None:
         async with open_cluster(None, tmp_path, "qwen2-7b", 2, codec="kv4", knobs=knobs) as network:

@@ -499,7 +499,7 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
 
 
 def test_a_box_offers_what_its_cards_hold() -> None:
-    knobs = EngineKnobs(emulate="4xA40")
+    knobs = EngineKnobs(backend="emulated", emulate="4xA40")
     box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
     assert inspect_model("llama-30b", box, knobs).share.tp == 4
     for changes, words in (
