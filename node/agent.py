@@ -32,17 +32,17 @@ from . import messages, methods
 from .box import hardware
 from .box.home import NodeError, leave_node, locked
 from .coordination import QUIET_S, Coordinator
-from .engine.backend import ServableModel
+from .engine.backend import ServedModel
 from .engine.backends import find_backend
 from .joining import Invitation, accept, new_network, tokens
 from .links.data_port import DataPort, RelayDesk
-from .links.kv_ways import KvWays, WaySettings
+from .links.kv_ways import KvWays, LinkSettings
 from .links.prober import Neighbour, Prober
-from .replica.hosting import EngineKnobs, Host, describe_length, engine_config
+from .replica.hosting import EngineSettings, Host, describe_length, engine_config
 from .requests.gateway import Connections, Gateway
 from .view import NetworkView
 
-__all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
+__all__ = ["EngineSettings", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
 
 ADVERT_INTERVAL_S = 1.0
 WATCH_INTERVAL_S = 0.05
@@ -64,8 +64,8 @@ class NodeSettings:
     token: str | None = None
     model: str | None = None
     codec: str = "kv4"
-    ways: WaySettings = field(default_factory=WaySettings)
-    engine: EngineKnobs = field(default_factory=EngineKnobs)
+    ways: LinkSettings = field(default_factory=LinkSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     drain_s: float = 30.0
     phase: Phase | None = None  # what the box is to do, whatever would be best
@@ -98,12 +98,12 @@ async def run_node(
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)
     found = backend.hardware(hardware.probe(), settings.engine)
-    servable: ServableModel | None = None
+    served: ServedModel | None = None
     if settings.model is not None:
-        servable = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
+        served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
-        await Node(settings, membership, found, servable, say).run(stop, task_status)
+        await Node(settings, membership, found, served, say).run(stop, task_status)
 
 
 @final
@@ -115,14 +115,14 @@ class Node:
         settings: NodeSettings,
         membership: Invitation,
         found: hardware.Hardware,
-        servable: ServableModel | None,
+        served: ServedModel | None,
         say: Say,
     ) -> None:
         self._settings = settings
         self._membership = membership
         self._hardware = found
         self._say = say
-        self._servable = servable
+        self._served = served
         self._view = NetworkView()
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
@@ -179,25 +179,25 @@ class Node:
         network.handle(methods.STATUS, self._on_status(network))
         network.on_peer_lost(self._on_peer_lost)
         ways = self._ways = self._measure(network, nursery)
-        servable = self._servable
-        if servable is None:
+        served = self._served
+        if served is None:
             return
-        ways.serve(servable.model.info)
+        ways.serve(served.model.info)
 
         async def wait_changed() -> None:
             await network.wait_changed(network.revision)
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
-        config = engine_config(servable, self._hardware, self._settings.engine, log)
-        if (shortened := describe_length(servable, self._settings.engine)) is not None:
+        config = engine_config(served, self._hardware, self._settings.engine, log)
+        if (shortened := describe_length(served, self._settings.engine)) is not None:
             self._say(shortened)
-        host = self._host = Host(servable, config, network=network, ways=ways, where=self._desk.address_of)
+        host = self._host = Host(served, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,
             connections=Connections(network, wait_changed),
-            model=servable.model.info,
-            text=servable.text,
+            model=served.model.info,
+            text=served.text,
             nursery=nursery,
             routing=self._settings.routing,
         )
@@ -323,7 +323,7 @@ class Node:
         return messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            model=self._servable.model.info if self._servable is not None else None,
+            model=self._served.model.info if self._served is not None else None,
             engine=self._engine,
             stats=self._host.worker.stats if self._host is not None else None,
             rtt_s=rtts,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
-from ..kernels.format import Codec
+from ..kernels.codecs import CODEC_NAMES
 from .commands.engine_parsers import add_engine_options
 from .commands.option_values import count, figure, positive, seconds
 from .commands.planning_parsers import add_live_option, add_plan_options, add_sim_options
@@ -375,7 +375,7 @@ def _add_network(parser: argparse.ArgumentParser, token: str) -> None:
 def _add_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--codec",
-        choices=tuple(codec.value for codec in Codec),
+        choices=CODEC_NAMES,
         default="kv4",
         help="how KV travels: kv4 in 4 bits and a little (default), kivi4 as published, fp8, or raw bit by bit",
     )

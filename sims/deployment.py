@@ -1,4 +1,4 @@
-"""A service at work: its plan, the engines of its replicas, and the router that knows how busy they are."""
+"""One service in a simulation: its plan, its replicas' engines, and the router with their loads."""
 
 from __future__ import annotations
 
@@ -21,68 +21,70 @@ from .policies import POLICIES
 from .results.outcomes import ReplicaOutcome, ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
 
-__all__ = ["NEVER", "Assignment", "Deployment", "SimReplica", "SimRequest", "Split", "check_plans"]
+__all__ = ["NEVER", "Assignment", "Deployment", "ReplicaHost", "SimRequest", "Split", "check_plans"]
 
 NEVER: Final = -1.0
 
-Woke = Callable[["SimReplica", float], list[Scheduled]]
-"""What happens when a replica wants to go on, and what follows from it."""
+AdvanceHost = Callable[["ReplicaHost", float], list[Scheduled]]
+"""Called when a replica's engine is due; returns the events that follow."""
 
 
 @final
-class SimReplica:
-    """A replica at work. As an event, it is its engine's alarm."""
+class ReplicaHost:
+    """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_woke", "alarm", "engine", "lost", "number", "outstanding", "replica", "service", "stranded", "unread"
+        "_advance", "alarm", "engine", "is_lost", "number", "outstanding", "prefill_tokens", "replica",
+        "service", "stranded"
     )  # fmt: skip
 
-    def __init__(self, number: int, service: int, replica: Replica, engine: Engine, woke: Woke) -> None:
+    def __init__(self, number: int, service: int, replica: Replica, engine: Engine, advance: AdvanceHost) -> None:
         self.number = number
         self.service = service
         self.replica = replica
         self.engine = engine
-        self.alarm = NEVER  # the moment at which the queue wakes it next
-        self.outstanding = 0
-        self.unread = 0  # tokens of their prompts
-        self.lost = False  # with one of its boxes
-        self.stranded: list[SimRequest] = []  # were here then, or were sent here before it was noticed
-        self._woke = woke
+        self.alarm = NEVER  # when the queue advances it next
+        self.outstanding = 0  # requests
+        self.prefill_tokens = 0  # of their prompts, still to be computed here
+        self.is_lost = False  # one of its boxes has failed
+        self.stranded: list[SimRequest] = []  # held when it failed, or routed here before anybody noticed
+        self._advance = advance
 
     def happen(self, now: float) -> Iterable[Scheduled]:
-        """Its engine wants to go on, unless it has changed its mind since."""
+        """Advance the engine, unless its next event has moved since this alarm was set."""
         if self.engine.wake_at != now:
             return ()
         self.alarm = NEVER
-        return self._woke(self, now)
+        return self._advance(self, now)
 
     def check_integrity(self) -> None:
         """Nothing is left when all requests have ended. Raises SimEngineError."""
         self.engine.check_integrity()
-        if self.outstanding or self.unread:
+        if self.outstanding or self.prefill_tokens:
             raise SimEngineError(
-                f"{self.replica.id} is left with {self.outstanding} requests, {self.unread} tokens to read"
+                f"{self.replica.id} is left with {self.outstanding} requests, {self.prefill_tokens} tokens to prefill"
             )
 
     def outcome(self, service: str) -> ReplicaOutcome:
-        """What it has done."""
+        """Its figures for the result."""
         return ReplicaOutcome(
             id=self.replica.id,
             service=service,
             phase=self.replica.phase,
             boxes=self.replica.peers,
             times=self.engine.times.source,
-            tally=self.engine.tally,
+            counts=self.engine.counts,
             blocks=self.engine.blocks,
         )
 
 
 @final
 class SimRequest:
-    """One that has come and has not ended. `written` tokens its gateway has got, as of its latest route or the end of
-    reading; the first of them came at `first_at`, which may lie ahead by a step."""
+    """A request between its arrival and its last token. `generated`: tokens that its gateway has,
+    as of its latest route or the end of its prefill; the first of them at `first_at`, which may lie
+    ahead by a step."""
 
-    __slots__ = ("arrival", "first_at", "output", "prompt", "row", "service", "written")
+    __slots__ = ("arrival", "first_at", "generated", "output", "prompt", "row", "service")
 
     def __init__(self, service: int, row: int, arrival: float, prompt: int, output: int) -> None:
         self.service = service
@@ -90,125 +92,130 @@ class SimRequest:
         self.arrival = arrival
         self.prompt = prompt
         self.output = output
-        self.written = 0
+        self.generated = 0
         self.first_at: float | None = None
 
 
 class Split(NamedTuple):
-    """The reading half of a request whose prompt is read elsewhere, until its KV has landed."""
+    """The prefill half of a request on two replicas, until its KV has been transferred."""
 
-    prefill: SimReplica
-    reader: Sequence
-    handover: KVTransfer
+    prefill: ReplicaHost
+    prefill_seq: Sequence
+    transfer: KVTransfer
 
 
 @final
 class Assignment:
-    """A request on its route: who writes its answer, and who reads its prompt if that is another. `unread` tokens are
-    for the one who writes, until the first token."""
+    """A request on its route: its decode replica and, if that is another, its prefill replica.
+    `prefill_tokens`: what the decode replica has to compute of the prompt itself, until the first
+    token."""
 
-    __slots__ = ("decode", "prefill_number", "request", "split", "unread", "writer")
+    __slots__ = ("decode", "decode_seq", "prefill_number", "prefill_tokens", "request", "split")
 
-    def __init__(self, request: SimRequest, decode: SimReplica, writer: Sequence, split: Split | None) -> None:
+    def __init__(self, request: SimRequest, decode: ReplicaHost, decode_seq: Sequence, split: Split | None) -> None:
         self.request = request
         self.decode = decode
-        self.writer = writer
+        self.decode_seq = decode_seq
         self.split = split
-        self.unread = writer.known - writer.incoming
+        self.prefill_tokens = decode_seq.known - decode_seq.external
         self.prefill_number = decode.number if split is None else split.prefill.number
 
-    def taken_up(self) -> None:
-        """All sides have it to do now."""
+    def add_load(self) -> None:
+        """Count it in the loads of its replicas."""
         for host, _ in self.sides():
             host.outstanding += 1
-        self.decode.unread += self.unread
+        self.decode.prefill_tokens += self.prefill_tokens
         if self.split is not None:
-            self.split.prefill.unread += self.split.reader.known
+            self.split.prefill.prefill_tokens += self.split.prefill_seq.known
 
-    def read(self) -> None:
-        """The one who writes has nothing left to read."""
-        self.decode.unread -= self.unread
-        self.unread = 0
+    def end_prefill(self) -> None:
+        """The decode replica has computed all of the prompt that it has to."""
+        self.decode.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
 
-    def let_go(self) -> None:
-        """The one who writes has no more to do with it."""
-        self.read()
+    def remove_load(self) -> None:
+        """Take it out of the decode replica's load."""
+        self.end_prefill()
         self.decode.outstanding -= 1
 
-    def sides(self) -> Iterator[tuple[SimReplica, Sequence]]:
-        """The replicas that take part, each with its sequence."""
+    def sides(self) -> Iterator[tuple[ReplicaHost, Sequence]]:
+        """The replicas of the route, each with its sequence."""
         if self.split is not None:
-            yield self.split.prefill, self.split.reader
-        yield self.decode, self.writer
+            yield self.split.prefill, self.split.prefill_seq
+        yield self.decode, self.decode_seq
 
 
 @final
 class Deployment:
-    """See the module. `excluded` are the boxes and replicas that requests must not be sent to."""
+    """See the module."""
 
     def __init__(self, number: int, run: ServiceRun, cluster: Cluster, settings: SimSettings) -> None:
         self.number = number
         self.service: Service = run.service
         self.trace = run.trace
         self.plan = run.plan
-        self.hosts: dict[str, SimReplica] = {}
-        self.backlog: deque[SimRequest] = deque()  # nobody can take them now
+        self.hosts: dict[str, ReplicaHost] = {}
+        self.backlog: deque[SimRequest] = deque()  # no replica can take them now
         self.log = ServiceLog(run)
         self.token_bytes = run.service.model.kv_bytes_per_token * run.service.kv_bits / 16.0
         self._cluster = cluster
         self._settings = settings
         self._rng = np.random.default_rng((settings.seed, number))
         self._router = Router(run.plan, settings.routing, policies=POLICIES, rng=self._rng)
-        self._excluded: frozenset[str] = frozenset()
+        self._excluded: frozenset[str] = frozenset()  # boxes and replicas that get no requests
         self._not_ready: set[str] = set()
         self._missing: frozenset[str] = frozenset()
-        self._changed: dict[str, SimReplica] = {}  # since the router last heard of them
-        self._ways: dict[tuple[str, str], TransferLinks] = {}
+        self._changed: dict[str, ReplicaHost] = {}  # since the router last heard of them
+        self._links: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
     def route(self, tokens: int, now: float) -> Route:
-        """By the loads as they are now. Raises NoRoute."""
+        """Choose replicas by the loads as they are now. Raises NoRoute."""
         loads = self._router.loads
         for name, host in self._changed.items():
-            loads.note(name, host.outstanding, host.unread, host.engine.free_tokens)
+            loads.note(name, host.outstanding, host.prefill_tokens, host.engine.free_tokens)
         self._changed.clear()
         return self._router.route(tokens, self._excluded, now=now)
 
-    def changed(self, host: SimReplica) -> None:
-        """The load of this replica is another than before."""
+    def note_load(self, host: ReplicaHost) -> None:
+        """The router is to hear of this replica's load before it routes the next request."""
         if self.hosts.get(host.replica.id) is host:
             self._changed[host.replica.id] = host
 
-    def ways(self, prefill: Replica, decode: Replica) -> TransferLinks:
-        """How KV gets from one to the other."""
+    def transfer_links(self, prefill: Replica, decode: Replica) -> TransferLinks:
+        """The links that KV takes from one replica to the other."""
         key = (prefill.id, decode.id)
-        found = self._ways.get(key)
+        found = self._links.get(key)
         if found is None:
-            found = self._ways[key] = links_between(self._cluster, prefill, decode)
+            found = self._links[key] = links_between(self._cluster, prefill, decode)
         return found
 
     def check_links(self) -> None:
-        """Raise WorldError for a pair of replicas that the plan gives requests and no link joins."""
+        """Raise WorldError for a pair of replicas that the plan gives requests and no link
+        joins."""
         by_id = {replica.id: replica for replica in self.plan.replicas}
         for pair in self.plan.pairings:
             if pair.prefill != pair.decode and pair.weight > 0.0:
-                self.ways(by_id[pair.prefill], by_id[pair.decode])
+                self.transfer_links(by_id[pair.prefill], by_id[pair.decode])
 
-    def boxes_missing(self, missing: frozenset[str]) -> None:
-        """It is known now that these boxes are not there."""
+    def set_missing(self, missing: frozenset[str]) -> None:
+        """Route around these boxes from now on."""
         self._missing = missing
         self._excluded = missing | self._not_ready
 
-    def ready(self, replica: str) -> None:
-        """A replica has loaded its weights."""
+    def mark_ready(self, replica: str) -> None:
+        """A replica has loaded its weights: it may get requests."""
         self._not_ready.discard(replica)
         self._excluded = self._missing | self._not_ready
 
-    def follow(self, plan: Plan, start: Callable[[Replica], SimReplica]) -> tuple[list[SimReplica], list[SimReplica]]:
-        """Follow another plan. Returns the hosts that it has no use for, and those that `start` made, which are not
-        used before they are told to be `ready`.
+    def follow_plan(
+        self, plan: Plan, start: Callable[[Replica], ReplicaHost]
+    ) -> tuple[list[ReplicaHost], list[ReplicaHost]]:
+        """Follow another plan. Returns the hosts that it does not use any more, and those that
+        `start` made, which get no requests before `mark_ready`.
 
-        A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are now.
+        A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are
+        now.
         """
         running = {host.replica.stages: host for host in self.hosts.values()}
         self.hosts, begun = {}, []
@@ -223,9 +230,9 @@ class Deployment:
         self._not_ready = {host.replica.id for host in begun} | (old & self.hosts.keys())
         self.plan = plan
         self._router = Router(plan, self._settings.routing, policies=POLICIES, rng=self._rng)
-        self._ways.clear()
+        self._links.clear()
         self._changed = dict(self.hosts)
-        self.boxes_missing(self._missing)
+        self.set_missing(self._missing)
         self.check_links()
         return list(running.values()), begun
 

@@ -21,9 +21,9 @@ from typing import Any
 from ..errors import TransferError
 from ..link.dialling import DialPath
 from ..link.endpoint import Endpoint
-from ..link.lanes import LinkSettings
 from ..link.receive_link import ReceiveLink
 from ..link.send_link import SendLink
+from ..link.settings import LinkSettings
 from ..wire.frames import KVFrame
 from ..wire.sockets import hang_up, pace, read_link_hello
 from ..wire.tickets import LinkTicket, TransferTicket
@@ -137,9 +137,10 @@ def _opaque_frames(end: _End, command: dict[str, Any]) -> Any:
 
 
 def _kv_frames(end: _End, command: dict[str, Any]) -> Any:
-    from ...kernels.codec import Codec, encode, wire_dtype
+    from ...kernels.codec import encode, wire_dtype
+    from ...kernels.codecs import codec_named
 
-    codec = Codec(command["codec"])
+    codec = codec_named(command["codec"])
     for layer in range(command["bytes"] // SHAPE.layer_bytes):
         k, v = end.layers[layer % len(end.layers)]
         payload = encode(codec, k, v, start=0, layer=layer)
@@ -201,7 +202,9 @@ def _accept_links(end: _End, listener: socket.socket) -> None:
 
 
 def _decode(frame: KVFrame) -> None:
-    from ...kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+    from ...kernels.codec import decode, torch_dtype
+    from ...kernels.codecs import codec_from_wire
+    from ...kernels.format import dtype_from_wire
 
     decode(
         codec_from_wire(frame.codec),

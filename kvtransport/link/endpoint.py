@@ -15,22 +15,21 @@ from ..wire.channel import LinkHello
 from ..wire.tickets import LinkTicket
 from .budget import ByteBudget
 from .dialling import DialPath
-from .lanes import LinkSettings
 from .links import LinkStatistics
 from .receive_link import ReceiveLink
 from .send_link import SendLink
+from .settings import LinkSettings
 
 __all__ = ["Endpoint"]
 
 _MAX_EARLY = 256
-_EARLY_S = 30.0
 
 
 class Endpoint:
     """The links of a process, and the memory bound that those which send share.
 
-    A connection may come before its link is known here, while the engine is in a step: it is kept for 30 seconds;
-    beyond 256 of them the oldest goes.
+    A connection may come before its link is known here, while the engine is in a step: it is kept for
+    `settings.early_s`; beyond 256 of them the oldest goes.
     """
 
     def __init__(self, *, settings: LinkSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -145,5 +144,5 @@ class Endpoint:
         """Forget links that are over; return early connections nobody came for."""
         for key in [key for key, link in self._links.items() if link.ended is not None]:
             del self._links[key]
-        late = [key for key, (since, _, _) in self._early.items() if self._clock() - since > _EARLY_S]
+        late = [key for key, (since, _, _) in self._early.items() if self._clock() - since > self.settings.early_s]
         return [self._early.pop(key)[2] for key in late]

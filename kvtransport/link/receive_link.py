@@ -16,19 +16,15 @@ from ..wire.signals import Chunk, Signal, frame_of
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
 from .dialling import DialPath
-from .lanes import EndState, Event, FrameReady, LinkSettings, TransferComplete, TransferEnded
 from .links import LinkConnection, ThreadedLink
 from .receiving import ReceiveMachine, ReceiveProgress
+from .settings import LinkSettings
+from .transfers import EndState, FrameReady, LinkEvent, TransferComplete, TransferEnded
 
-__all__ = ["DEFAULT_WINDOW_BYTES", "IncomingTransfer", "ReceiveLink"]
+__all__ = ["IncomingTransfer", "ReceiveLink"]
 
-DEFAULT_WINDOW_BYTES = 64 * 1024 * 1024
-_CHUNKS_PER_PROGRESS = 4
-_BYTES_PER_PROGRESS = 128 * 1024
-_CONFIRM_WITHIN_MS = 2
 _WAKE_BYTES = 128 * 1024
 _FAST_S = 0.01
-_POOLED_BYTES = 64 * 1024 * 1024
 
 
 class _BufferPool:
@@ -85,9 +81,10 @@ class IncomingTransfer:
         """Whether every frame has arrived. They may not have been taken yet."""
         return self._complete
 
-    def grant(self, window_bytes: int = DEFAULT_WINDOW_BYTES, first: int = 0) -> None:
+    def grant(self, window_bytes: int | None = None, first: int = 0) -> None:
         """There is a place for the KV: so many bytes may be here that have not been taken and used. Nothing comes
-        before the first grant, which also says that the positions before `first` are here already."""
+        before the first grant, which also says that the positions before `first` are here already. None: as many as the
+        link's settings say."""
         self._link.grant(self, window_bytes, first)
 
     def __iter__(self) -> Iterator[KVFrame]:
@@ -116,7 +113,7 @@ class IncomingTransfer:
 
     def consumed(self, frame: int) -> None:
         """The payload of a frame is no longer looked at: the sender may send as much more."""
-        self._link.consumed(self, frame)
+        self._link.consume(self, frame)
 
     def acknowledge(self) -> None:
         """All of it has been taken over: the transfer is delivered here, and soon at the sender.
@@ -170,8 +167,8 @@ class ReceiveLink(ThreadedLink):
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        self._pool = _BufferPool(_POOLED_BYTES)
         settings = LinkSettings() if settings is None else settings
+        self._pool = _BufferPool(settings.pooled_bytes)
         self._receiver = ReceiveMachine(settings, ticket.lease_s, clock(), self._pool.take)
         self._transfers: dict[bytes, IncomingTransfer] = {}
         super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
@@ -185,7 +182,7 @@ class ReceiveLink(ThreadedLink):
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
         incoming = IncomingTransfer(self, ticket, on_ready)
-        with self._acting() as now:
+        with self._use_machine() as now:
             self._receiver.expect(ticket.transfer, now + ticket.deadline_s, now)
             self._transfers[ticket.transfer] = incoming
             self._timer.notify_all()
@@ -193,26 +190,27 @@ class ReceiveLink(ThreadedLink):
 
     # ---- for Incoming ---------------------------------------------------------------------------------------
 
-    def grant(self, incoming: IncomingTransfer, window_bytes: int, first: int) -> None:
+    def grant(self, incoming: IncomingTransfer, window_bytes: int | None, first: int) -> None:
         """See `IncomingTransfer.grant`."""
-        with self._acting():
-            self._receiver.grant(incoming.ticket.transfer, window_bytes, first)
+        with self._use_machine():
+            window = self._receiver.settings.window_bytes if window_bytes is None else window_bytes
+            self._receiver.grant(incoming.ticket.transfer, window, first)
 
-    def consumed(self, incoming: IncomingTransfer, frame: int) -> None:
+    def consume(self, incoming: IncomingTransfer, frame: int) -> None:
         """See `IncomingTransfer.consumed`."""
-        with self._acting():
-            memory = self._receiver.consumed(incoming.ticket.transfer, frame)
+        with self._use_machine():
+            memory = self._receiver.consume(incoming.ticket.transfer, frame)
             if memory is not None:
                 self._pool.give(memory)
 
     def acknowledge(self, incoming: IncomingTransfer) -> None:
         """See `IncomingTransfer.acknowledge`."""
-        with self._acting():
+        with self._use_machine():
             self._receiver.acknowledge(incoming.ticket.transfer)
 
     def abort(self, incoming: IncomingTransfer, reason: str) -> None:
         """See `IncomingTransfer.abort`."""
-        with self._acting():
+        with self._use_machine():
             self._receiver.abort(incoming.ticket.transfer, reason)
 
     def progress(self, incoming: IncomingTransfer) -> ReceiveProgress:
@@ -230,10 +228,10 @@ class ReceiveLink(ThreadedLink):
 
     # ---- for LinkRim ----------------------------------------------------------------------------------------
 
-    def _open_transfers(self) -> int:
+    def _count_open(self) -> int:
         return len(self._transfers)
 
-    def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
+    def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         call: Callable[[], None] | None = None
         match event:
             case FrameReady(transfer):
@@ -253,40 +251,40 @@ class ReceiveLink(ThreadedLink):
         if call is not None:
             later.append(call)
 
-    def _began(self, wire: LinkConnection) -> None:
+    def _on_connection(self, wire: LinkConnection) -> None:
         wire.scratch = memoryview(bytearray(self._receiver.settings.chunk_bytes))
 
-    def _chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
+    def _take_chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
         with self._lock:
-            placement = self._receiver.place(wire.number, chunk, now)
+            placement = self._receiver.place_chunk(wire.number, chunk, now)
         if placement is None:
             if len(wire.scratch) < chunk.length:
                 wire.scratch = memoryview(bytearray(chunk.length))
             wire.channel.open_payload(wire.scratch[: chunk.length])
             with self._lock:
-                self._receiver.dropped(wire.number)
+                self._receiver.skip_chunk(wire.number)
             return
         try:
             wire.channel.open_payload(placement.into)
         except KVProtocolError:
-            with self._acting():
-                self._receiver.spoiled(placement)
+            with self._use_machine():
+                self._receiver.reject_chunk(placement)
             raise
         later: list[Callable[[], None]] = []
         with self._lock:
-            self._receiver.placed(wire.number, placement, now)
+            self._receiver.finish_chunk(wire.number, placement, now)
             if self._receiver.has_events:
-                self._settle(later)
+                self._handle_events(later)
         for call in later:
             call()
 
     def _flush(self) -> None:
         """Say what is to be said on the connection that was heard last."""
-        if not self._receiver.has_words:
+        if not self._receiver.has_control:
             return
         with self._lock:
-            lanes = sorted(self._receiver.lanes.values(), key=lambda lane: -lane.heard_at)
-            wire = next((self._wires[lane.number] for lane in lanes if lane.number in self._wires), None)
+            heard = sorted(self._receiver.connections.values(), key=lambda each: -each.heard_at)
+            wire = next((self._wires[each.number] for each in heard if each.number in self._wires), None)
         if wire is not None:
             self._pump(wire)
 
@@ -298,17 +296,17 @@ class ReceiveLink(ThreadedLink):
 
     def _before_read(self, wire: LinkConnection) -> None:
         """Confirm what has come: not each chunk while they come fast, but at once when no more does."""
-        lane = self._receiver.lanes.get(wire.number)
-        if lane is None:
+        connection = self._receiver.connections.get(wire.number)
+        if connection is None:
             return
         # On a long way the kernel opens the window only as bytes are taken out: waiting for more would starve it.
         if wire.near:
             self._mark(wire)
-        news = lane.handled - lane.told
-        if news >= _CHUNKS_PER_PROGRESS:
+        news, settings = connection.handled - connection.told, self._receiver.settings
+        if news >= settings.ack_chunks:
             self._pump(wire)
-        elif news or lane.bytes_in - lane.bytes_told >= _BYTES_PER_PROGRESS:
-            if wire.poll.poll(_CONFIRM_WITHIN_MS):
+        elif news or connection.bytes_in - connection.bytes_told >= settings.ack_bytes:
+            if wire.poll.poll(settings.ack_within_ms):
                 return
             self._pump(wire)
         if wire.wakes_at > 1:
@@ -335,7 +333,7 @@ class ReceiveLink(ThreadedLink):
                 if wire.dead:
                     return
                 now, signals = self._clock(), list[Signal]()
-                while (signal := self._receiver.next(wire.number, now)) is not None:
+                while (signal := self._receiver.next_signal(wire.number, now)) is not None:
                     signals.append(signal)
                 over = self._receiver.ended is not None
             try:

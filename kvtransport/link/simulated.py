@@ -13,9 +13,10 @@ from ..wire.channel import Channel, LinkHello, LinkRole
 from ..wire.frames import KVFrame
 from ..wire.signals import Chunk, LinkGreeting, Signal, frame_of
 from ..wire.tickets import LinkTicket
-from .lanes import CloseConnection, EndState, Event, FrameReady, LinkSettings, Released, TransferComplete, TransferEnded
 from .receiving import ReceiveMachine
 from .sending import SendMachine
+from .settings import LinkSettings
+from .transfers import CloseConnection, EndState, FrameReady, LinkEvent, Released, TransferComplete, TransferEnded
 
 __all__ = ["SimulatedLink", "SimulatedWire"]
 
@@ -30,7 +31,7 @@ class SimulatedWire:
     rate: float
     delay: float
     channels: dict[LinkRole, Channel]
-    lanes: dict[LinkRole, int] = field(default_factory=dict)
+    numbers: dict[LinkRole, int] = field(default_factory=dict)
     flying: dict[LinkRole, deque[tuple[float, bytes]]] = field(default_factory=dict)  # by who sent it
     allowance: dict[LinkRole, float] = field(default_factory=dict)
     alive: bool = True
@@ -70,7 +71,7 @@ class SimulatedLink:
         second.next_signal()
         wire = SimulatedWire(label, rate, delay, {dials: first, accepts: second})
         for role in LinkRole:
-            wire.lanes[role] = self.machine(role).connected(label, self.now)
+            wire.numbers[role] = self.machine(role).add_connection(label, self.now)
             wire.flying[role] = deque()
             wire.allowance[role] = 0.0
         self.wires.append(wire)
@@ -82,7 +83,7 @@ class SimulatedLink:
             wire.alive = False
             self.wires.remove(wire)
             for role in LinkRole:
-                self.machine(role).lost(wire.lanes[role], self.now)
+                self.machine(role).remove_connection(wire.numbers[role], self.now)
 
     def machine(self, role: LinkRole) -> SendMachine | ReceiveMachine:
         """That end's machine."""
@@ -139,10 +140,10 @@ class SimulatedLink:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _tagged(self, role: LinkRole) -> list[tuple[LinkRole, Event]]:
-        return [(role, event) for event in self.machine(role).events()]
+    def _tagged(self, role: LinkRole) -> list[tuple[LinkRole, LinkEvent]]:
+        return [(role, event) for event in self.machine(role).take_events()]
 
-    def _handle(self, role: LinkRole, event: Event) -> None:
+    def _handle(self, role: LinkRole, event: LinkEvent) -> None:
         match event:
             case TransferEnded(transfer, state):
                 self.ends.setdefault((role, transfer), []).append(state)
@@ -150,15 +151,15 @@ class SimulatedLink:
                 frame = frame_of(header, payload)
                 self.arrived.setdefault(transfer, []).append((frame, bytes(payload)))
                 if self.consume:
-                    self.receiver.consumed(transfer, index)
+                    self.receiver.consume(transfer, index)
             case TransferComplete(transfer):
                 self.complete.add(transfer)
                 if self.acknowledge:
                     self.receiver.acknowledge(transfer)
             case Released():
                 self.released += 1
-            case CloseConnection(lane):
-                for wire in [wire for wire in self.wires if wire.lanes[role] == lane]:
+            case CloseConnection(number):
+                for wire in [wire for wire in self.wires if wire.numbers[role] == number]:
                     self.kill(wire)
 
     def _transmit(self, wire: SimulatedWire, role: LinkRole) -> None:
@@ -166,10 +167,10 @@ class SimulatedLink:
         wire.allowance[role] = min(wire.allowance[role] + wire.rate * _STEP_S, max(wire.rate * _STEP_S, 1.0))
         machine, channel = self.machine(role), wire.channels[role]
         while wire.allowance[role] > 0:
-            signal = machine.next(wire.lanes[role], self.now)
+            signal = machine.next_signal(wire.numbers[role], self.now)
             if signal is None:
                 return
-            payload = self.sender.payload(wire.lanes[role]) if isinstance(signal, Chunk) else None
+            payload = self.sender.payload(wire.numbers[role]) if isinstance(signal, Chunk) else None
             data = bytes(channel.seal(signal, payload))
             wire.allowance[role] -= len(data)
             wire.flying[role].append((self.now + wire.delay + len(data) / wire.rate, data))
@@ -189,32 +190,32 @@ class SimulatedLink:
         channel, machine = wire.channels[role], self.machine(role)
         wire.channels[role].space()[: len(piece)] = piece
         channel.received(len(piece))
-        machine.heard(wire.lanes[role], len(piece), self.now)
+        machine.note_heard(wire.numbers[role], len(piece), self.now)
         try:
             while (signal := channel.next_signal()) is not None:
                 self._signal(wire, role, signal)
         except KVProtocolError as error:
             if not channel.damaged:
-                machine.violated(error)
+                machine.end_for_violation(error)
             self.kill(wire)
 
     def _signal(self, wire: SimulatedWire, role: LinkRole, signal: Signal) -> None:
         if not isinstance(signal, Chunk):
-            self.machine(role).received(wire.lanes[role], signal, self.now)
+            self.machine(role).receive(wire.numbers[role], signal, self.now)
             return
         if role is LinkRole.SENDER:
             raise KVProtocolError("a chunk does not come from a receiver")
-        placement = self.receiver.place(wire.lanes[role], signal, self.now)
+        placement = self.receiver.place_chunk(wire.numbers[role], signal, self.now)
         if placement is None:
             wire.channels[role].open_payload(bytearray(signal.length))
-            self.receiver.dropped(wire.lanes[role])
+            self.receiver.skip_chunk(wire.numbers[role])
             return
         try:
             wire.channels[role].open_payload(placement.into)
         except KVProtocolError:
-            self.receiver.spoiled(placement)
+            self.receiver.reject_chunk(placement)
             raise
-        self.receiver.placed(wire.lanes[role], placement, self.now)
+        self.receiver.finish_chunk(wire.numbers[role], placement, self.now)
 
 
 def _pour(channel: Channel, data: bytes) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...kernels.codecs import codec_from_wire
 from ...kernels.errors import PayloadError
-from ...kernels.format import codec_from_wire, dtype_from_wire
+from ...kernels.format import dtype_from_wire
 from ..errors import KVProtocolError
 
 __all__ = ["MAX_PAYLOAD_BYTES", "MAX_REASON_BYTES", "KVFrame"]

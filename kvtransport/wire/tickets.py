@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...kernels.format import Codec
+from ...kernels.codecs import codec_named
+from ...kernels.errors import CodecError
 from ..errors import TicketError
 
 __all__ = [
@@ -71,8 +72,10 @@ class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TicketError(f"transfer id {self.transfer.hex()!r}: it must have {TRANSFER_ID_BYTES} bytes, not all 0")
         if len(self.link) != LINK_ID_BYTES:
             raise TicketError(f"link id has {len(self.link)} bytes; it must have {LINK_ID_BYTES}")
-        if self.codec not in tuple(Codec):
-            raise TicketError(f"codec {self.codec[:64]!r} is unknown; known are {', '.join(Codec)}")
+        try:
+            codec_named(self.codec)
+        except CodecError as error:
+            raise TicketError(str(error)) from None
         if not (math.isfinite(self.deadline_s) and 0 < self.deadline_s <= _DEADLINE_MAX_S):
             raise TicketError(f"deadline of {self.deadline_s} s is not in (0, {_DEADLINE_MAX_S:g}]")
 

@@ -1,6 +1,6 @@
 """An engine as the rest of a node sees it: one record. `backends` lists them; nobody else asks which one it is.
 
-    agent           hardware, inspect  -> ServableModel -> EngineConfig
+    agent           hardware, inspect  -> ServedModel -> EngineConfig
     fork server     preload, once
     engine process  run, in a fork of the server
     agent           self_test, before the first engine of a fork server serves
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..box.hardware import Hardware
-    from ..box.shares import EngineKnobs, Share
+    from ..box.shares import EngineSettings, Share
     from ..models import ModelInfo, Report
     from ..replica.engine_link import ForkServerClient
     from ..requests.text import TextModel
     from .process import AgentSockets
     from .protocol import EngineConfig
 
-__all__ = ["EngineBackend", "ModelFiles", "ServableModel"]
+__all__ = ["EngineBackend", "ModelFiles", "ServedModel"]
 
 
 class ModelFiles(Protocol):
@@ -49,7 +49,7 @@ class ModelFiles(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServableModel:
+class ServedModel:
     """What a box can serve: the model, its tokenizer, and how much of it fits. `options` are settings for the engines
     of this backend alone (`EngineConfig.options`)."""
 
@@ -81,6 +81,6 @@ class EngineBackend:
     environment: Mapping[str, str]
     preload: Callable[[], str]
     run: Callable[[EngineConfig, AgentSockets], int]
-    hardware: Callable[[Hardware, EngineKnobs], Hardware]
-    inspect: Callable[[str, Hardware, EngineKnobs], ServableModel]
+    hardware: Callable[[Hardware, EngineSettings], Hardware]
+    inspect: Callable[[str, Hardware, EngineSettings], ServedModel]
     self_test: Callable[[ForkServerClient], Awaitable[None]]

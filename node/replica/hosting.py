@@ -17,19 +17,19 @@ from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.hardware import Hardware
 from ..box.home import NodeError
-from ..box.shares import EngineKnobs, Share, share_of
+from ..box.shares import EngineSettings, Share, share_of
 from ..engine import protocol
-from ..engine.backend import ServableModel
+from ..engine.backend import ServedModel
 from ..links.kv_ways import KvWays
-from ..models import Progress, TerminalProgress
-from .hand_off import HandOffs
+from ..models import DownloadProgress, TerminalProgress
+from .kv_transfers import KvTransfers
 from .place import Place, place_in
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
 
 __all__ = [
-    "EngineKnobs",
+    "EngineSettings",
     "Host",
     "Share",
     "describe_length",
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 
-def describe_length(servable: ServableModel, knobs: EngineKnobs) -> str | None:
+def describe_length(served: ServedModel, knobs: EngineSettings) -> str | None:
     """For people, where nobody has said how long requests may be, and the model's own length does not fit."""
-    info, longest = servable.model.info, servable.share.limits.max_model_len
+    info, longest = served.model.info, served.share.limits.max_model_len
     if longest is None or knobs.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
 
 
-def engine_config(servable: ServableModel, hardware: Hardware, knobs: EngineKnobs, log: Path) -> protocol.EngineConfig:
+def engine_config(served: ServedModel, hardware: Hardware, knobs: EngineSettings, log: Path) -> protocol.EngineConfig:
     """The settings of this box's engine processes, whatever part of the model they get."""
-    model, share = servable.model, servable.share
+    model, share = served.model, served.share
     config = protocol.EngineConfig(
         model=str(model.folder),
         dtype=knobs.dtype,
@@ -61,7 +61,7 @@ def engine_config(servable: ServableModel, hardware: Hardware, knobs: EngineKnob
         threads=knobs.threads or max(1, hardware.cores - 1),
         log_file=str(log),
         backend=knobs.backend,
-        options=dict(servable.options),
+        options=dict(served.options),
     )
     return with_limits(config, share.limits)
 
@@ -80,19 +80,19 @@ class Host:
 
     def __init__(
         self,
-        servable: ServableModel,
+        served: ServedModel,
         config: protocol.EngineConfig,
         *,
         network: Network,
         ways: KvWays,
         where: Callable[[PeerId], Address | None],
     ) -> None:
-        model = self._model = servable.model
+        model = self._model = served.model
         self._config = config
         self._own = network.peer_id
-        self.share = servable.share
-        hand_offs = HandOffs(model=model.info, ways=ways, messenger=network)
-        self.worker = Worker(service=model.info.service, hand_offs=hand_offs, messenger=network)
+        self.share = served.share
+        transfers = KvTransfers(model=model.info, ways=ways, messenger=network)
+        self.worker = Worker(service=model.info.service, transfers=transfers, messenger=network)
         self._stages = Stages(
             service=model.info.service,
             messenger=network,
@@ -140,7 +140,7 @@ class Host:
         told = -1
         called_off = False
 
-        def report(progress: Progress) -> None:
+        def report(progress: DownloadProgress) -> None:
             nonlocal told
             if called_off:
                 raise NodeError("the download has been called off")

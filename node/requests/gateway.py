@@ -23,7 +23,7 @@ from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...coordinator import Demand, DemandMeter, NoRoute, Router, RoutingSettings
 from .. import messages
-from ..methods import CHUNK, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
+from ..methods import ANSWER, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
 from ..models import ModelInfo
 from ..view import NetworkView, Queue
 from .attempt import Attempt, Chosen, Event, First, Progress
@@ -205,7 +205,7 @@ class Gateway:
                 error += f" ({'; '.join(progress.recovered)})"
         self._notify(
             progress.client,
-            messages.Chunk(
+            messages.AnswerUpdate(
                 request=live.id,
                 finish="error" if error else live.finish,
                 error=error,
@@ -303,7 +303,7 @@ class Gateway:
         except NetworkError as error:
             self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {error}")
             return False
-        if attempt.prefill is None or not opened.parts:
+        if attempt.prefill is None or not opened.slices:
             return True
         attempt.prefill_open = True  # from now on it may be at work, whether or not its answer gets here
         try:
@@ -315,7 +315,7 @@ class Gateway:
                     service=self._model.service,
                     prompt=prompt[: attempt.route.split],
                     deadline_s=deadline_s,
-                    parts=opened.parts,
+                    slices=opened.slices,
                     sampling=sampling if attempt.route.prefill_writes else None,
                 ),
                 OPEN_TIMEOUT_S,
@@ -404,7 +404,7 @@ class Gateway:
         text = live.on_tokens(tokens, finish)
         tokens = tuple(live.tokens[before:])
         if tokens or text:
-            self._notify(progress.client, messages.Chunk(request=live.id, text=text, tokens=tokens))
+            self._notify(progress.client, messages.AnswerUpdate(request=live.id, text=text, tokens=tokens))
 
     def _on_prefill(self, event: messages.PrefillEnded, attempt: Attempt, progress: Progress) -> None:
         if not attempt.prefill_open:
@@ -450,9 +450,9 @@ class Gateway:
         progress.failed[peer] = self._view.starts(peer)
         progress.recovered.append(what)
 
-    def _notify(self, client: PeerId, chunk: messages.Chunk) -> None:
+    def _notify(self, client: PeerId, chunk: messages.AnswerUpdate) -> None:
         scope = self._scopes.get((client, chunk.request))
-        if not self._tell(client, CHUNK, chunk) and scope is not None:
+        if not self._tell(client, ANSWER, chunk) and scope is not None:
             scope.cancel()  # a client that is gone, or does not read, must not get an answer with a gap
 
     def _tell(self, peer: PeerId, notice: Notice[Body], message: Body) -> bool:

@@ -19,7 +19,7 @@ from ...coordinator.planning.lower.flow import fill, solve
 from ...coordinator.planning.model.problem import Proposal, Solution
 from ...coordinator.planning.model.slo import read_slo
 from ...coordinator.planning.upper.light import reschedule
-from ...kernels.format import Codec
+from ...kernels.codecs import DEFAULT
 from ...node.view import NetworkView
 from ..client import Client
 from ..commands.network import network_target
@@ -69,7 +69,7 @@ def run_live_plan(arguments: Namespace) -> int:
     plan = status.plan if status.plan is not None and status.plan.service == service else None
     network = network_problem(
         view.boxes(service), view.links(), view.demands(service),
-        service=service, codec=plan.codec if plan is not None else Codec.KV4.value, previous=plan, slo=slo, rate=rate,
+        service=service, codec=plan.codec if plan is not None else DEFAULT.name, previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
     if network is None:
         raise RequestFailed(f"no box of the network is ready to serve {service}: see `p2pserve status`")

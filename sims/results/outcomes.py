@@ -112,7 +112,7 @@ class ReplicaOutcome:
     phase: Phase
     boxes: tuple[str, ...]
     times: str
-    tally: EngineCounts
+    counts: EngineCounts
     blocks: int
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ..backend import EngineBackend, ServableModel
+from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
-    from ...box.shares import EngineKnobs
+    from ...box.shares import EngineSettings
     from ...replica.engine_link import ForkServerClient
     from ..process import AgentSockets
     from ..protocol import EngineConfig
@@ -29,13 +29,13 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     return run_emulated_engine(config, sockets)
 
 
-def _hardware(box: Hardware, knobs: EngineKnobs) -> Hardware:
+def _hardware(box: Hardware, knobs: EngineSettings) -> Hardware:
     from .model import emulated_hardware, parse_cards
 
     return emulated_hardware(parse_cards(knobs.emulate or "", knobs.emulate_specs), box)
 
 
-def _inspect(name: str, hardware: Hardware, knobs: EngineKnobs) -> ServableModel:
+def _inspect(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
     from .model import inspect_model
 
     return inspect_model(name, hardware, knobs)

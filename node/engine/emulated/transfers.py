@@ -19,18 +19,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, final
 
-from ....kernels.format import KEY_SPAN_TOKENS, Codec, WireDtype, payload_bytes
+from ....kernels.codecs import codec_named
+from ....kernels.format import WINDOW_TOKENS, WireDtype, payload_bytes
 from ....kvtransport.errors import FiguresError, KVProtocolError, TransferError
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import EndState, LinkSettings
 from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
-from ....kvtransport.link.reslice import localise
 from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
+from ....kvtransport.link.settings import LinkSettings
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.routing.report import TransferTimes
+from ....kvtransport.routing.reslice import localise
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.channel import parse_link_hello
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
@@ -185,9 +187,9 @@ class EmulatedSend:
         self._waits_since, self._waited_s = None, self._waited_s + time.monotonic() - began
 
     def _layer(self, layer: int, first: int, last: int) -> Iterator[KVFrame]:
-        part, codec = self.outlet.slice, Codec(self.outlet.ticket.codec)
+        part, codec = self.outlet.slice, codec_named(self.outlet.ticket.codec)
         heads = part.last_head - part.first_head
-        most = max(1, MAX_PAYLOAD_BYTES // 2 // self._bytes(heads) // KEY_SPAN_TOKENS) * KEY_SPAN_TOKENS
+        most = max(1, MAX_PAYLOAD_BYTES // 2 // self._bytes(heads) // WINDOW_TOKENS) * WINDOW_TOKENS
         for start in range(first, last, most):
             tokens = min(most, last - start)
             size = payload_bytes(codec, DTYPE, start=start, tokens=tokens, heads=heads, head_dim=self._head_dim)

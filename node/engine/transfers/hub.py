@@ -14,9 +14,9 @@ from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import LinkSettings
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.send_link import SendLink
+from ....kvtransport.link.settings import LinkSettings
 from ....kvtransport.wire.channel import parse_link_hello
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
 from ..vllm.device import Device, DeviceKind

@@ -17,13 +17,15 @@ from typing import final
 
 import torch
 
-from ....kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from ....kernels.codec import decode, torch_dtype
+from ....kernels.codecs import codec_from_wire
+from ....kernels.format import dtype_from_wire
 from ....kvtransport.errors import FiguresError, TransferError
 from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
-from ....kvtransport.link.reslice import localise
+from ....kvtransport.routing.reslice import localise
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.frames import KVFrame
 from ..protocol import Inlet

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from ..backend import EngineBackend, ServableModel
+from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
-    from ...box.shares import EngineKnobs
+    from ...box.shares import EngineSettings
     from ...replica.engine_link import ForkServerClient
     from ..process import AgentSockets
     from ..protocol import EngineConfig
@@ -29,7 +29,7 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     return run_engine(config, sockets)
 
 
-def _inspect(name: str, hardware: Hardware, knobs: EngineKnobs) -> ServableModel:
+def _inspect(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
     from ...box.shares import share_of
     from ...box.start_checks import require_engine, require_shared_memory
     from ...models import open_model
@@ -39,7 +39,7 @@ def _inspect(name: str, hardware: Hardware, knobs: EngineKnobs) -> ServableModel
     model = open_model(name)
     share = share_of(model.info, hardware, knobs)
     require_shared_memory(hardware, share.tp)
-    return ServableModel(model=model, text=TextModel(model.folder), share=share)
+    return ServedModel(model=model, text=TextModel(model.folder), share=share)
 
 
 async def _self_test(server: ForkServerClient) -> None:

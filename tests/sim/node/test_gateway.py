@@ -44,8 +44,8 @@ ANSWER = TEXT.encode(SOURCE)
 CLIENT = PeerId("client")
 P, P2, D, D2 = PeerId("p1"), PeerId("p2"), PeerId("d1"), PeerId("d2")
 TICKET = TransferTicket(transfer=b"t" * 16, link=b"l" * 16, codec="raw", deadline_s=30.0)
-PART = messages.Part(
-    piece=messages.Piece(
+PART = messages.TicketedSlice(
+    rank_slice=messages.RankSlice(
         source_peer="p",
         source=WorkerRank(),
         target_peer="d",
@@ -123,7 +123,7 @@ class World:
     view: NetworkView = field(default_factory=NetworkView)
     faults: defaultdict[PeerId, list[str]] = field(default_factory=lambda: defaultdict(list))
     jobs: dict[tuple[PeerId, str, str], Job] = field(default_factory=dict)
-    chunks: defaultdict[str, list[messages.Chunk]] = field(default_factory=lambda: defaultdict(list))
+    chunks: defaultdict[str, list[messages.AnswerUpdate]] = field(default_factory=lambda: defaultdict(list))
     ended: dict[str, float] = field(default_factory=dict)
     opened: list[tuple[str, PeerId, messages.Message]] = field(default_factory=list)
     notices: list[tuple[PeerId, str, messages.Message]] = field(default_factory=list)
@@ -226,8 +226,8 @@ class World:
         if peer in self.dead:
             raise PeerLost(f"{peer} is gone")
         self.notices.append((peer, method, message))
-        if isinstance(message, messages.Chunk):
-            assert method == "chunk"
+        if isinstance(message, messages.AnswerUpdate):
+            assert method == "answer"
             if peer != CLIENT:
                 return
             assert message.request not in self.ended, "a chunk after the last one"
@@ -279,7 +279,7 @@ class World:
         self.nursery.start_soon(run, job, body, fault)
         if kind == "prefill":
             return messages.Opened()
-        return messages.DecodeOpened(parts=(PART,) if body.receive_tokens else ())
+        return messages.DecodeOpened(slices=(PART,) if body.receive_tokens else ())
 
     # ---- the workers ----------------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class World:
         assert accepted == messages.Generating(service=SERVICE, prompt_tokens=len(PROMPT_TOKENS))
         return name
 
-    async def answer(self, **settings: Any) -> messages.Chunk:
+    async def answer(self, **settings: Any) -> messages.AnswerUpdate:
         """Send a request and wait for its last chunk."""
         name = await self.ask(**settings)
         await self.settle()
@@ -423,7 +423,7 @@ def text_of(count: int) -> str:
     return TEXT._tokenizer.decode(list(ANSWER[:count]))
 
 
-def figures_of(chunk: messages.Chunk) -> messages.RequestFigures:
+def figures_of(chunk: messages.AnswerUpdate) -> messages.RequestFigures:
     assert chunk.figures is not None
     return chunk.figures
 
@@ -613,7 +613,7 @@ def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int
             assert decode.told_first is whole
             assert [stage.peer for stage in decode.prefill] == [P]
             assert isinstance(prefill, messages.PrefillOpen)
-            assert (prefill.prompt, prefill.parts) == (PROMPT_TOKENS[:split], (PART,))
+            assert (prefill.prompt, prefill.slices) == (PROMPT_TOKENS[:split], (PART,))
             assert prefill.sampling == (decode.sampling if whole else None)
             assert world.sent("decode.first") == ([D] if whole else [])
 

@@ -423,10 +423,10 @@ def test_everything_ends_once_and_everything_is_given_back(kv_tokens: int, layer
     assert (outcome.replays > 0).any()
     assert (outcome.outcomes.ttft_s > 0.0).all()
     assert (outcome.outcomes.ttft_s <= outcome.outcomes.e2e_s).all()
-    written = sum(replica.tally.written_tokens for replica in result.replicas)
+    written = sum(replica.counts.output_tokens for replica in result.replicas)
     assert written <= trace.output.sum()  # those of hand-overs are written by no engine's decode
     if kv_tokens == 800:
-        assert sum(replica.tally.preemptions for replica in result.replicas) > 0
+        assert sum(replica.counts.preemptions for replica in result.replicas) > 0
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kernels.format import Codec, WireDtype, payload_bytes
+from p2pserve.kernels.codecs import codec_named
+from p2pserve.kernels.format import WireDtype, payload_bytes
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
@@ -89,7 +90,7 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
             assert report.raw_bytes == length * SHAPE.kv_bytes_per_token
             chunks = [min(256, length - start) for start in range(0, length, 256)]
             sizes = [
-                payload_bytes(Codec(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
+                payload_bytes(codec_named(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
                 for n, tokens in enumerate(chunks)
             ]
             assert sum(report.paths.values()) == SHAPE.layers * sum(sizes)

@@ -18,10 +18,12 @@ import pytest
 import torch
 import trio
 
-from p2pserve.kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from p2pserve.kernels.codec import decode, torch_dtype
+from p2pserve.kernels.codecs import codec_from_wire
+from p2pserve.kernels.format import dtype_from_wire
 from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.link.endpoint import Endpoint
-from p2pserve.kvtransport.link.reslice import ShardLayout, reslice
+from p2pserve.kvtransport.routing.reslice import ShardLayout, reslice
 from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer

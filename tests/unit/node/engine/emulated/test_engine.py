@@ -15,7 +15,7 @@ from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
-from p2pserve.node.box.shares import EngineKnobs
+from p2pserve.node.box.shares import EngineSettings
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, model_capacity
 from p2pserve.node.engine.emulated.model import emulated_hardware, emulated_model, inspect_model, parse_cards
@@ -499,7 +499,7 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
 
 
 def test_a_box_offers_what_its_cards_hold() -> None:
-    knobs = EngineKnobs(backend="emulated", emulate="4xA40")
+    knobs = EngineSettings(backend="emulated", emulate="4xA40")
     box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
     assert inspect_model("llama-30b", box, knobs).share.tp == 4
     for changes, words in (

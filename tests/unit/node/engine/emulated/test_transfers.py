@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from p2pserve.kvtransport.errors import TransferAborted
-from p2pserve.kvtransport.link.lanes import EndState
 from p2pserve.kvtransport.link.sending import SendProgress
+from p2pserve.kvtransport.link.transfers import EndState
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol

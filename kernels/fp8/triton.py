@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .fp8_layout import Fp8Layout
-from .fp8_reference import Sections
-from .triton_bits import clamped, finite, from_e4m3, power, raise_flag, rounded, to_e4m3
+from ..triton_bits import clamped, finite, from_e4m3, power, raise_flag, rounded, to_e4m3
+from .layout import Fp8Layout
+from .reference import Fp8Sections
 
 __all__ = ["dequantise", "quantise"]
 
@@ -25,31 +25,30 @@ _VARYING = ["tokens", "lead"]
 """What differs from block to block. Triton would compile a kernel anew for multiples of 16 and others, and for 1."""
 
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout, flag: torch.Tensor) -> None:
-    """As `fp8_reference.quantise`, for any values: raises `flag` if one is not finite or too large."""
+def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:
+    """Fill parameters and codes from `[tokens, heads, head_dim]` 16-bit values."""
+    into = Fp8Sections.of(payload, layout, k.dtype)
     row = layout.heads * layout.head_dim
     grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
     keys = (into.key_zeros, into.key_exponents, into.key_codes, flag)
-    _quantise_keys[grid](k.contiguous(), keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
+    quantise_keys_kernel[grid](k.contiguous(), keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
     rows = layout.tokens * layout.heads
     count = _rows_per_program(layout.head_dim)
     values = (into.value_exponents, into.value_codes, flag)
-    _quantise_values[(triton.cdiv(rows, count),)](v.contiguous(), values, rows, layout.head_dim, count)
+    quantise_values_kernel[(triton.cdiv(rows, count),)](v.contiguous(), values, rows, layout.head_dim, count)
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:
-    """As `fp8_reference.dequantise`; `k` and `v` must be contiguous.
-
-    Raises `flag` if there is a parameter that no encoder writes.
-    """
+def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:
+    """Write the `[tokens, heads, head_dim]` 16-bit values, both contiguous."""
+    sections = Fp8Sections.of(payload, layout, k.dtype)
     row = layout.heads * layout.head_dim
     grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
     keys = (sections.key_zeros, sections.key_exponents, sections.key_codes, flag)
-    _dequantise_keys[grid](k, keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
+    dequantise_keys_kernel[grid](k, keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
     rows = layout.tokens * layout.heads
     count = _rows_per_program(layout.head_dim)
     values = (sections.value_exponents, sections.value_codes, flag)
-    _dequantise_values[(triton.cdiv(rows, count),)](v, values, rows, layout.head_dim, count)
+    dequantise_values_kernel[(triton.cdiv(rows, count),)](v, values, rows, layout.head_dim, count)
 
 
 def _rows_per_program(head_dim: int) -> int:
@@ -57,7 +56,7 @@ def _rows_per_program(head_dim: int) -> int:
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
-def _quantise_keys(
+def quantise_keys_kernel(
     x: tl.tensor, into: tl.tensor, tokens: tl.tensor, lead: tl.tensor, width: tl.tensor, block: tl.constexpr
 ) -> None:
     zeros, exponents, codes, flag = into
@@ -97,7 +96,9 @@ def _quantise_keys(
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[misc]
-def _quantise_values(x: tl.tensor, into: tl.tensor, rows: tl.tensor, width: tl.constexpr, block: tl.constexpr) -> None:
+def quantise_values_kernel(
+    x: tl.tensor, into: tl.tensor, rows: tl.tensor, width: tl.constexpr, block: tl.constexpr
+) -> None:
     exponents, codes, flag = into
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     channel = tl.arange(0, triton.next_power_of_2(width))
@@ -113,7 +114,7 @@ def _quantise_values(x: tl.tensor, into: tl.tensor, rows: tl.tensor, width: tl.c
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
-def _dequantise_keys(
+def dequantise_keys_kernel(
     x: tl.tensor, stored: tl.tensor, tokens: tl.tensor, lead: tl.tensor, width: tl.tensor, block: tl.constexpr
 ) -> None:
     zeros, exponents, codes, flag = stored
@@ -136,7 +137,7 @@ def _dequantise_keys(
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[misc]
-def _dequantise_values(
+def dequantise_values_kernel(
     x: tl.tensor, stored: tl.tensor, rows: tl.tensor, width: tl.constexpr, block: tl.constexpr
 ) -> None:
     exponents, codes, flag = stored
@@ -160,5 +161,5 @@ def _exponent(reach: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[misc]
 def _out_of_range(exponent: tl.tensor) -> tl.tensor:
-    """Whether no encoder writes this exponent: `fp8_reference.EXPONENT_RANGE`."""
+    """Whether no encoder writes this exponent: `EXPONENT_RANGE` of the reference."""
     return (exponent < 32) | (exponent > 250)

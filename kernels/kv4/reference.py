@@ -1,4 +1,4 @@
-"""The steps of `kv4` in plain torch; `codec` specifies, bit for bit, the format that they produce.
+"""The steps of `kv4` in plain torch; the folder's docstring specifies the format that they produce.
 
 Everything is fp32 arithmetic whose result depends neither on the order of additions nor on whether a product
 and a sum are fused: sums are of integers below 2**24, and a product that is added to something is exact.
@@ -12,25 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from .blocks import within
-from .errors import PayloadError
-from .format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, Kv4Layout, value_groups
+from ..blocks import all_within, clamped, within
+from ..errors import PayloadError
+from .layout import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, LARGEST, Kv4Layout, value_groups
 
-__all__ = [
-    "LARGEST",
-    "Sections",
-    "dequantise_keys",
-    "dequantise_values",
-    "hadamard",
-    "power_of_two",
-    "quantise_keys",
-    "quantise_values",
-    "require_sound",
-    "unit_of",
-]
-
-LARGEST = 2.0**30
-"""Bound on |x|: up to here every unit is within the range of its 8 bits."""
+__all__ = ["Kv4Sections", "dequantise", "hadamard", "quantise", "require_sound"]
 
 CODE_MAX = 15
 STEP_MAX = 16
@@ -67,7 +53,7 @@ class Values(NamedTuple):
     codes: torch.Tensor  # u8 [groups * half, n], two channels in a byte
 
 
-class Sections(NamedTuple):
+class Kv4Sections(NamedTuple):
     """The parts of one payload, in order, as tensors of their own type and shape over its memory."""
 
     header: torch.Tensor
@@ -83,7 +69,7 @@ class Sections(NamedTuple):
     value_codes: torch.Tensor
 
     @classmethod
-    def of(cls, data: torch.Tensor, layout: Kv4Layout, sixteen: torch.dtype) -> Sections:
+    def of(cls, data: torch.Tensor, layout: Kv4Layout, sixteen: torch.dtype) -> Kv4Sections:
         """Exempt values `[e, heads, head_dim]`, K `[rows, heads * head_dim]`, V `[rows, coded * heads]`."""
         parts = torch.split_with_sizes(data, layout.section_bytes)
         exempt = (layout.exempt, layout.heads, layout.head_dim)
@@ -113,6 +99,28 @@ class Sections(NamedTuple):
     @property
     def values(self) -> Values:
         return Values(self.value_units, self.value_grids, self.value_codes)
+
+
+def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv4Layout) -> bool:
+    """Code `[coded, heads, head_dim]` 16-bit values. False: some are not finite or too large."""
+    if not (bool(all_within(k, LARGEST)) and bool(all_within(v, LARGEST))):
+        return False
+    into = Kv4Sections.of(payload, layout, k.dtype)
+    keys = quantise_keys(whole_spans(k.reshape(layout.coded, -1), layout))
+    for section, whole, rows in zip(into.keys, keys, stored_rows(layout), strict=True):
+        section.copy_(whole[rows])
+    for section, values in zip(into.values, quantise_values(v.reshape(-1, layout.head_dim)), strict=True):
+        section.copy_(values)
+    return True
+
+
+def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout) -> bool:
+    """Write the `[coded, heads, head_dim]` 16-bit values. False: no encoder wrote these sections."""
+    sections = Kv4Sections.of(payload, layout, k.dtype)
+    decoded = dequantise_keys(stored_keys(sections, layout))
+    k.copy_(clamped(decoded[layout.lead : layout.lead + layout.coded], k.dtype).view(k.shape))
+    v.copy_(clamped(dequantise_values(sections.values, layout.head_dim), v.dtype).view(v.shape))
+    return bool(all_within(sections.key_bases, LARGEST))
 
 
 def quantise_keys(k: torch.Tensor) -> Keys:
@@ -291,7 +299,7 @@ def stored_rows(layout: Kv4Layout) -> tuple[slice, ...]:
     return spans, spans, layout.group_rows, layout.step_rows, layout.code_rows
 
 
-def stored_keys(sections: Sections, layout: Kv4Layout) -> Keys:
+def stored_keys(sections: Kv4Sections, layout: Kv4Layout) -> Keys:
     """`Keys` of whole spans, with zeros where nothing is stored."""
     groups = layout.spans * KEY_SPAN_TOKENS // KEY_GROUP_TOKENS
     counts = (layout.spans, layout.spans, groups, groups // 2, groups * KEY_GROUP_TOKENS // 2)
@@ -305,29 +313,20 @@ def _placed(part: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
     return whole
 
 
-def require_sound(sections: Sections, layout: Kv4Layout, layer: int) -> None:
+def require_sound(payload: torch.Tensor, dtype: torch.dtype, layout: Kv4Layout, layer: int) -> None:
     """Raise `PayloadError` for the first parameter or 16-bit value that no encoder writes."""
-    heads, head_dim = layout.heads, layout.head_dim
-    at = _first(within(sections.exempt_keys, LARGEST))
-    if at is not None:
-        raise _corrupt("K", float(sections.exempt_keys[at]), (layout.start + at[0], *at[1:]), layer)
-    at = _first(within(sections.exempt_values, LARGEST))
-    if at is not None:
-        raise _corrupt("V", float(sections.exempt_values[at]), (layout.start + at[0], *at[1:]), layer)
-    at = _first(within(sections.key_bases, LARGEST).view(-1, heads, head_dim))
+    sections = Kv4Sections.of(payload, layout, dtype)
     first = layout.start + layout.exempt
-    if at is not None:
-        position = max(first, first - layout.lead + at[0] * KEY_SPAN_TOKENS)
-        raise _corrupt("K", float(sections.key_bases[at[0], at[1] * head_dim + at[2]]), (position, *at[1:]), layer)
-
-
-def _first(sound: torch.Tensor) -> tuple[int, ...] | None:
-    if bool(sound.all()):
-        return None
-    return tuple(int(i) for i in (~sound).nonzero()[0])
-
-
-def _corrupt(name: str, value: float, where: tuple[int, ...], layer: int) -> PayloadError:
-    position, head, channel = where
-    text = f"a parameter {value} at position {position}, head {head}, channel {channel}"
-    return PayloadError(f"layer {layer}: {name} has {text}; the kv4 payload is corrupt")
+    bases = sections.key_bases.view(-1, layout.heads, layout.head_dim)
+    for name, values, positions in (
+        ("K", sections.exempt_keys, range(layout.start, first)),
+        ("V", sections.exempt_values, range(layout.start, first)),
+        ("K", bases, [max(first, first - layout.lead + span * KEY_SPAN_TOKENS) for span in range(layout.spans)]),
+    ):
+        sound = within(values, LARGEST)
+        if bool(sound.all()):
+            continue
+        row, head, channel = (int(i) for i in (~sound).nonzero()[0])
+        where = f"position {positions[row]}, head {head}, channel {channel}"
+        found = float(values[row, head, channel])
+        raise PayloadError(f"layer {layer}: {name} has a parameter {found} at {where}; the kv4 payload is corrupt")

@@ -1,4 +1,4 @@
-"""`fp8` in plain torch, step by step; `fp8` specifies the format that these steps produce."""
+"""`fp8` in plain torch, step by step; the folder's docstring specifies the format that they produce."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from .blocks import all_within, clamped, within
-from .errors import PayloadError
-from .fp8_layout import FP8_GROUP_TOKENS, FP8_RUN_TOKENS, Fp8Layout
+from ..blocks import all_within, clamped, within
+from ..errors import PayloadError
+from .layout import GROUP_TOKENS, RUN_TOKENS, Fp8Layout
 
-__all__ = ["Sections", "dequantise", "is_sound", "quantise", "require_sound"]
+__all__ = ["Fp8Sections", "dequantise", "quantise", "require_sound"]
 
 BIAS = 135
 """Exponent bytes are those of fp32 (127) for a largest code of 2**8."""
@@ -22,7 +22,7 @@ EXPONENT_RANGE = (32, 250)
 _INFINITY = float("inf")
 
 
-class Sections(NamedTuple):
+class Fp8Sections(NamedTuple):
     """The parts of one payload, in order, as tensors of their own type and shape over its memory."""
 
     header: torch.Tensor
@@ -33,7 +33,7 @@ class Sections(NamedTuple):
     value_exponents: torch.Tensor
 
     @classmethod
-    def of(cls, data: torch.Tensor, layout: Fp8Layout, sixteen: torch.dtype) -> Sections:
+    def of(cls, data: torch.Tensor, layout: Fp8Layout, sixteen: torch.dtype) -> Fp8Sections:
         header, zeros, keys, key_codes, value_codes, values = torch.split_with_sizes(data, layout.section_bytes)
         groups = (layout.key_groups, layout.heads, layout.head_dim)
         shape = (layout.tokens, layout.heads, layout.head_dim)
@@ -47,8 +47,11 @@ class Sections(NamedTuple):
         )
 
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout) -> None:
-    """Fill parameters and codes from `[tokens, heads, head_dim]` 16-bit values, known to be finite."""
+def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp8Layout) -> bool:
+    """Fill parameters and codes from `[tokens, heads, head_dim]` 16-bit values. False: some are not finite."""
+    if not (bool(all_within(k)) and bool(all_within(v))):
+        return False
+    into = Fp8Sections.of(payload, layout, k.dtype)
     zeros, exponents, codes = _quantise_keys(k, layout)
     into.key_zeros.copy_(zeros)
     into.key_exponents.copy_(exponents)
@@ -57,6 +60,7 @@ def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Fp8Layout
     exponents = _exponents(reach)
     into.value_exponents.copy_(exponents)
     into.value_codes.copy_(_codes(v.to(torch.float32), exponents.unsqueeze(-1)))
+    return True
 
 
 def _quantise_keys(k: torch.Tensor, layout: Fp8Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,10 +76,14 @@ def _quantise_keys(k: torch.Tensor, layout: Fp8Layout) -> tuple[torch.Tensor, to
     return zeros, exponents, _codes(k.to(torch.float32) - wide[group], exponents[group])
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> None:
-    """Write the `[tokens, heads, head_dim]` 16-bit values of sound sections."""
+def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> bool:
+    """Write the `[tokens, heads, head_dim]` 16-bit values. False: no encoder wrote these sections."""
+    sections = Fp8Sections.of(payload, layout, k.dtype)
     k.copy_(_dequantise_keys(sections.key_zeros, sections.key_exponents, sections.key_codes, layout))
     v.copy_(clamped(_values(sections.value_codes, sections.value_exponents.unsqueeze(-1)), v.dtype))
+    return bool(all_within(sections.key_zeros)) and all(
+        bool(_in_range(exponents).all()) for exponents in (sections.key_exponents, sections.value_exponents)
+    )
 
 
 def _dequantise_keys(
@@ -86,17 +94,12 @@ def _dequantise_keys(
     return clamped(_values(codes, exponents[group]) + zeros.to(torch.float32)[group], zeros.dtype)
 
 
-def is_sound(sections: Sections) -> torch.Tensor:
-    """Whether an encoder could have written all parameters, as a bool on their device."""
-    keys, values = (_in_range(part).all() for part in (sections.key_exponents, sections.value_exponents))
-    return all_within(sections.key_zeros) & keys & values
-
-
-def require_sound(sections: Sections, layout: Fp8Layout, layer: int) -> None:
+def require_sound(payload: torch.Tensor, dtype: torch.dtype, layout: Fp8Layout, layer: int) -> None:
     """Raise `PayloadError` for the first parameter that no encoder writes."""
+    sections = Fp8Sections.of(payload, layout, dtype)
     zeros = sections.key_zeros.to(torch.float32)
     first = layout.start - layout.lead
-    groups = [max(layout.start, first + group * FP8_GROUP_TOKENS) for group in range(layout.key_groups)]
+    groups = [max(layout.start, first + group * GROUP_TOKENS) for group in range(layout.key_groups)]
     tokens = range(layout.start, layout.start + layout.tokens)
     for name, what, values, sound, positions in (
         ("K", "zero", zeros, within(zeros), groups),
@@ -113,13 +116,13 @@ def require_sound(sections: Sections, layout: Fp8Layout, layer: int) -> None:
 
 def _runs(k: torch.Tensor, missing: float, layout: Fp8Layout) -> torch.Tensor:
     """`[key_groups, runs, 32, heads, head_dim]`, cut at multiples of the position; `missing` fills the ends."""
-    tail = layout.key_groups * FP8_GROUP_TOKENS - layout.lead - layout.tokens
+    tail = layout.key_groups * GROUP_TOKENS - layout.lead - layout.tokens
     filled = pad(k, (0, 0, 0, 0, layout.lead, tail), value=missing)
-    return filled.view(layout.key_groups, -1, FP8_RUN_TOKENS, *k.shape[1:])
+    return filled.view(layout.key_groups, -1, RUN_TOKENS, *k.shape[1:])
 
 
 def _group_of_token(layout: Fp8Layout, device: torch.device) -> torch.Tensor:
-    return torch.arange(layout.lead, layout.lead + layout.tokens, device=device) // FP8_GROUP_TOKENS
+    return torch.arange(layout.lead, layout.lead + layout.tokens, device=device) // GROUP_TOKENS
 
 
 def _exponents(reach: torch.Tensor) -> torch.Tensor:

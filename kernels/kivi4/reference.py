@@ -1,4 +1,4 @@
-"""`kivi4` in plain torch, step by step; `kivi4` specifies the format that these steps produce."""
+"""`kivi4` in plain torch, step by step; the folder's docstring specifies the format that they produce."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional
 
-from .blocks import LARGEST, clamped
-from .errors import PayloadError
-from .kivi4_layout import KIVI4_GROUP, Kivi4Layout
+from ..blocks import all_within, clamped
+from ..errors import PayloadError
+from ..format import LARGEST
+from .layout import GROUP, Kivi4Layout
 
-__all__ = ["Sections", "dequantise", "is_sound", "quantise", "require_sound"]
+__all__ = ["Kivi4Sections", "dequantise", "quantise", "require_sound"]
 
 CODE_MAX = 15
 SMALLEST_SCALE = 2.0**-100
@@ -20,7 +21,7 @@ LARGEST_SCALE = 2.0**118
 """No encoder writes more: a range is at most 2 * `LARGEST`."""
 
 
-class Sections(NamedTuple):
+class Kivi4Sections(NamedTuple):
     """The parts of one payload, in order, as tensors of their own type and shape over its memory."""
 
     header: torch.Tensor
@@ -34,7 +35,7 @@ class Sections(NamedTuple):
     value_codes: torch.Tensor
 
     @classmethod
-    def of(cls, data: torch.Tensor, layout: Kivi4Layout, sixteen: torch.dtype) -> Sections:
+    def of(cls, data: torch.Tensor, layout: Kivi4Layout, sixteen: torch.dtype) -> Kivi4Sections:
         header, *parts, key_codes, value_codes = torch.split_with_sizes(data, layout.section_bytes)
         plain = (layout.residual, layout.heads, layout.head_dim)
         keys = (layout.key_groups, layout.heads, layout.head_dim)
@@ -42,41 +43,38 @@ class Sections(NamedTuple):
         shapes = (plain, plain, keys, keys, values, values)
         typed = [part.view(sixteen).view(shape) for part, shape in zip(parts, shapes, strict=True)]
         packed = (
-            key_codes.view(layout.key_groups, KIVI4_GROUP // 2, layout.heads, layout.head_dim),
+            key_codes.view(layout.key_groups, GROUP // 2, layout.heads, layout.head_dim),
             value_codes.view(*values, layout.value_code_bytes),
         )
         return cls._make((header, *typed, *packed))
 
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections) -> None:
-    """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values, known to be finite."""
-    groups = k.reshape(-1, KIVI4_GROUP, *k.shape[1:])
+def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout) -> bool:
+    """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values. False: some are not finite."""
+    if not (bool(all_within(k)) and bool(all_within(v))):
+        return False
+    into = Kivi4Sections.of(payload, layout, k.dtype)
+    groups = k.reshape(-1, GROUP, *k.shape[1:])
     _quantise(groups, 1, into.key_zeros, into.key_scales, into.key_codes)
     rows = v.reshape(*into.value_zeros.shape, -1)
     _quantise(rows, 3, into.value_zeros, into.value_scales, into.value_codes)
+    return True
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the `[coded, heads, head_dim]` 16-bit values of sound sections."""
-    groups = _dequantise(sections.key_codes, 1, KIVI4_GROUP, sections.key_zeros, sections.key_scales)
+def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout) -> bool:
+    """Write the `[coded, heads, head_dim]` 16-bit values. False: no encoder wrote these sections."""
+    sections = Kivi4Sections.of(payload, layout, k.dtype)
+    groups = _dequantise(sections.key_codes, 1, GROUP, sections.key_zeros, sections.key_scales)
     k.copy_(groups.view(k.shape))
     width = v.shape[-1] // sections.value_zeros.shape[-1]
     rows = _dequantise(sections.value_codes, 3, width, sections.value_zeros, sections.value_scales)
     v.copy_(rows.reshape(v.shape))
+    return all(bool(_between(values, bounds).all()) for _, _, values, bounds in _checks(sections))
 
 
-def is_sound(sections: Sections) -> torch.Tensor:
-    """Whether an encoder could have written all residual values and parameters, as a bool on their device."""
-    sound = [torch.ones((), dtype=torch.bool, device=sections.header.device)]
-    for _, _, values, (least, most) in _checks(sections):
-        if values.numel():
-            lowest, highest = (end.to(torch.float32) for end in values.aminmax())  # they pass NaN on, which is neither
-            sound.append((lowest >= least) & (highest <= most))
-    return torch.stack(sound).all()
-
-
-def require_sound(sections: Sections, layout: Kivi4Layout, layer: int) -> None:
+def require_sound(payload: torch.Tensor, dtype: torch.dtype, layout: Kivi4Layout, layer: int) -> None:
     """Raise `PayloadError` for the first residual value or parameter that no encoder writes."""
+    sections = Kivi4Sections.of(payload, layout, dtype)
     coded = range(layout.start + layout.lead, layout.start + layout.lead + layout.coded)
     residual = [*range(layout.start, coded.start), *range(coded.stop, layout.start + layout.tokens)]
     for name, what, values, bounds in _checks(sections):
@@ -85,14 +83,14 @@ def require_sound(sections: Sections, layout: Kivi4Layout, layer: int) -> None:
             continue
         row, head, index = (int(i) for i in (~sound).nonzero()[0])
         per_value = what == "value"
-        positions = residual if per_value else coded[::KIVI4_GROUP] if name == "K" else coded
+        positions = residual if per_value else coded[::GROUP] if name == "K" else coded
         last = "channel" if per_value or name == "K" else "group"
         where = f"position {positions[row]}, head {head}, {last} {index}"
         found = float(values[row, head, index])
         raise PayloadError(f"layer {layer}: {name} has the {what} {found} at {where}; the kivi4 payload is corrupt")
 
 
-def _checks(sections: Sections) -> Iterator[tuple[str, str, torch.Tensor, tuple[float, float]]]:
+def _checks(sections: Kivi4Sections) -> Iterator[tuple[str, str, torch.Tensor, tuple[float, float]]]:
     """Tensor, kind of value, values `[tokens or groups, heads, channels or groups]`, and what they lie between."""
     size, scale = (-LARGEST, LARGEST), (0.0, LARGEST_SCALE)
     yield "K", "value", sections.key_residual, size

@@ -1,8 +1,8 @@
-"""The KV hand-off between two replicas, from one box of one of them.
+"""The KV transfer between two replicas, from one box of one of them.
 
-Each worker of the prefill replica sends straight to the workers of the decode replica that need its part. The head of
-each replica puts the ends together: it knows its own box's, and asks the boxes of its other stages for theirs. The
-transfer of a request has ended when all its parts have, or when one has failed.
+Each worker of the prefill replica sends straight to the workers of the decode replica that need its share.
+The head of each replica puts the ends together: it knows its own box's, and asks the boxes of its other stages for
+theirs. The transfer of a request has ended when all its slices have, or when one has failed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..engine import protocol
 from ..links.kv_links import Ends, IncomingLinks
 from ..links.kv_ways import MAX_TRANSFER_S, KvWays
 from ..models import ModelInfo
-from .place import Place, PlaceError, check_sends, pieces_between
+from .place import Place, PlaceError, check_sends, slices_between
 
-__all__ = ["Ended", "HandOffs"]
+__all__ = ["Ended", "KvTransfers"]
 
 ASK_TIMEOUT_S = 8.0  # less than a gateway waits
 
@@ -52,7 +52,7 @@ class _Sending:
 
 
 @final
-class HandOffs:
+class KvTransfers:
     """One per node with an engine; asks and tells other boxes through `messenger`."""
 
     def __init__(self, *, model: ModelInfo, ways: KvWays, messenger: Messenger) -> None:
@@ -67,7 +67,7 @@ class HandOffs:
         messenger.handle(methods.STAGE_OUTLETS, self.open_outlets)
 
     def __repr__(self) -> str:
-        return f"<HandOffs sending={len(self._sending)} {self._incoming}>"
+        return f"<KvTransfers sending={len(self._sending)} {self._incoming}>"
 
     def use(self, place: Place, dtype: str) -> None:
         """The engine of this box has this place, and keeps KV in that dtype."""
@@ -96,14 +96,16 @@ class HandOffs:
 
     # ---- on a head --------------------------------------------------------------------------------------------
 
-    async def receive(self, body: messages.DecodeOpen) -> tuple[tuple[protocol.Inlet, ...], tuple[messages.Part, ...]]:
+    async def receive(
+        self, body: messages.DecodeOpen
+    ) -> tuple[tuple[protocol.Inlet, ...], tuple[messages.TicketedSlice, ...]]:
         """The receiving ends of a request's KV on every worker of this replica, and what its senders need to know.
 
         Raises RemoteError; NetworkError when a stage cannot be asked.
         """
         place = self._place_here()
         try:
-            pieces = pieces_between(
+            slices = slices_between(
                 body.prefill, place.stages, layers=self._model.layers, kv_heads=self._model.kv_heads
             )
             wanted = issue_transfer(
@@ -111,11 +113,11 @@ class HandOffs:
             )
         except (PlaceError, TicketError) as error:
             raise RemoteError("invalid", str(error)) from error
-        found: dict[messages.Piece, protocol.Inlet] = {}
+        found: dict[messages.RankSlice, protocol.Inlet] = {}
 
-        async def open_at(peer: PeerId, theirs: tuple[messages.Piece, ...]) -> None:
+        async def open_at(peer: PeerId, theirs: tuple[messages.RankSlice, ...]) -> None:
             request = messages.StageInlets(
-                transfer=wanted.transfer, codec=wanted.codec, deadline_s=wanted.deadline_s, pieces=theirs
+                transfer=wanted.transfer, codec=wanted.codec, deadline_s=wanted.deadline_s, slices=theirs
             )
             if peer == self._ways.own:
                 inlets = self._inlets(request)
@@ -123,47 +125,52 @@ class HandOffs:
                 opened = await self._messenger.request(peer, methods.STAGE_INLETS, request, ASK_TIMEOUT_S)
                 inlets = opened.inlets
             answered = [(inlet.rank, inlet.slice, inlet.ticket.transfer) for inlet in inlets]
-            if answered != [(piece.target, piece.slice, wanted.transfer) for piece in theirs]:
+            if answered != [(rank_slice.target, rank_slice.slice, wanted.transfer) for rank_slice in theirs]:
                 raise RemoteError("invalid", f"{peer} has opened other inlets than it was asked for")
             found.update(zip(theirs, inlets, strict=True))
 
-        await _at_each(open_at, [(PeerId(piece.target_peer), piece) for piece in pieces])
-        inlets = tuple(found[piece] for piece in pieces)
-        parts = tuple(
-            messages.Part(piece=piece, ticket=inlet.ticket) for piece, inlet in zip(pieces, inlets, strict=True)
+        await _at_each(open_at, [(PeerId(rank_slice.target_peer), rank_slice) for rank_slice in slices])
+        inlets = tuple(found[rank_slice] for rank_slice in slices)
+        ticketed = tuple(
+            messages.TicketedSlice(rank_slice=rank_slice, ticket=inlet.ticket)
+            for rank_slice, inlet in zip(slices, inlets, strict=True)
         )
-        return inlets, parts
+        return inlets, ticketed
 
-    async def send(self, parts: tuple[messages.Part, ...], tokens: int) -> tuple[protocol.Outlet, ...]:
+    async def send(self, slices: tuple[messages.TicketedSlice, ...], tokens: int) -> tuple[protocol.Outlet, ...]:
         """The sending ends on every worker of this replica for the KV of so many tokens.
 
         Raises RemoteError; NetworkError or TransferError when there is no way to one of the targets.
         """
         place = self._place_here()
         try:
-            check_sends(parts, place, kv_heads=self._model.kv_heads)
+            check_sends(slices, place, kv_heads=self._model.kv_heads)
         except PlaceError as error:
             raise RemoteError("invalid", str(error)) from error
-        found: dict[messages.Part, protocol.Outlet] = {}
+        found: dict[messages.TicketedSlice, protocol.Outlet] = {}
 
-        async def open_at(peer: PeerId, theirs: tuple[messages.Part, ...]) -> None:
-            request = messages.StageOutlets(tokens=tokens, parts=theirs)
+        async def open_at(peer: PeerId, theirs: tuple[messages.TicketedSlice, ...]) -> None:
+            request = messages.StageOutlets(tokens=tokens, slices=theirs)
             if peer == self._ways.own:
                 outlets = await self._outlets(request)
             else:
                 opened = await self._messenger.request(peer, methods.STAGE_OUTLETS, request, ASK_TIMEOUT_S)
                 outlets = opened.outlets
             answered = [(outlet.rank, outlet.slice, outlet.ticket) for outlet in outlets]
-            if answered != [(part.piece.source, part.piece.slice, part.ticket) for part in theirs]:
+            if answered != [
+                (ticketed.rank_slice.source, ticketed.rank_slice.slice, ticketed.ticket) for ticketed in theirs
+            ]:
                 raise RemoteError("invalid", f"{peer} has opened other outlets than it was asked for")
             found.update(zip(theirs, outlets, strict=True))
 
-        await _at_each(open_at, [(PeerId(part.piece.source_peer), part) for part in parts])
+        await _at_each(open_at, [(PeerId(ticketed.rank_slice.source_peer), ticketed) for ticketed in slices])
         if self.place == place:  # else the engine is gone meanwhile, and its requests with it
-            own = [part for part in parts if part.piece.source_peer == self._ways.own]
-            targets = {part.ticket.link: PeerId(part.piece.target_peer) for part in own}
-            self._sending[parts[0].ticket.transfer] = _Sending(targets, {part.ticket.link for part in parts}, None)
-        return tuple(found[part] for part in parts)
+            own = [ticketed for ticketed in slices if ticketed.rank_slice.source_peer == self._ways.own]
+            targets = {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in own}
+            self._sending[slices[0].ticket.transfer] = _Sending(
+                targets, {ticketed.ticket.link for ticketed in slices}, None
+            )
+        return tuple(found[ticketed] for ticketed in slices)
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """Tell the other stages of this replica that nothing more will be sent or expected."""
@@ -224,15 +231,15 @@ class HandOffs:
     async def open_inlets(self, peer: PeerId, role: Role, body: messages.StageInlets) -> messages.StageInletsOpened:
         """The head wants KV received here."""
         self._require_head(peer)
-        self._require_own(piece.target_peer for piece in body.pieces)
+        self._require_own(rank_slice.target_peer for rank_slice in body.slices)
         return messages.StageInletsOpened(inlets=self._inlets(body))
 
     async def open_outlets(self, peer: PeerId, role: Role, body: messages.StageOutlets) -> messages.StageOutletsOpened:
         """The head wants KV sent from here."""
         place = self._require_head(peer)
-        self._require_own(part.piece.source_peer for part in body.parts)
+        self._require_own(ticketed.rank_slice.source_peer for ticketed in body.slices)
         try:
-            check_sends(body.parts, place, kv_heads=self._model.kv_heads)
+            check_sends(body.slices, place, kv_heads=self._model.kv_heads)
         except PlaceError as error:
             raise RemoteError("invalid", str(error)) from error
         try:
@@ -243,8 +250,8 @@ class HandOffs:
             raise RemoteError("no-path", str(error)) from error
         if self.place != place:
             raise RemoteError("no-engine", "the engine process of this stage has ended")
-        targets = {part.ticket.link: PeerId(part.piece.target_peer) for part in body.parts}
-        self._sending[body.parts[0].ticket.transfer] = _Sending(targets, set(targets), peer)
+        targets = {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in body.slices}
+        self._sending[body.slices[0].ticket.transfer] = _Sending(targets, set(targets), peer)
         return messages.StageOutletsOpened(outlets=outlets)
 
     def is_head(self, peer: PeerId) -> bool:
@@ -256,14 +263,14 @@ class HandOffs:
     def _inlets(self, body: messages.StageInlets) -> tuple[protocol.Inlet, ...]:
         """Our own ends, each on the link of its two workers."""
         inlets = []
-        for piece in body.pieces:
-            link = self._incoming.of(Ends(PeerId(piece.source_peer), piece.source, piece.target))
+        for rank_slice in body.slices:
+            link = self._incoming.of(Ends(PeerId(rank_slice.source_peer), rank_slice.source, rank_slice.target))
             ticket = TransferTicket(body.transfer, link.link, body.codec, body.deadline_s)
-            inlets.append(protocol.Inlet(rank=piece.target, slice=piece.slice, ticket=ticket, link=link))
+            inlets.append(protocol.Inlet(rank=rank_slice.target, slice=rank_slice.slice, ticket=ticket, link=link))
         return tuple(inlets)
 
     async def _outlets(self, body: messages.StageOutlets) -> tuple[protocol.Outlet, ...]:
-        return tuple([await self._ways.outlet(part, self._model.service, body.tokens) for part in body.parts])
+        return tuple([await self._ways.outlet(ticketed, self._model.service, body.tokens) for ticketed in body.slices])
 
     def _part_ended(self, sending: _Sending, body: messages.StageTransfer) -> Ended | None:
         if body.link not in sending.pending:
@@ -324,7 +331,7 @@ async def _at_each(
 
 
 def _together(figures: Sequence[messages.TransferFigures]) -> messages.TransferFigures:
-    """The figures of a transfer from those of its parts, which ran beside each other."""
+    """The figures of a transfer from those of its slices, which ran beside each other."""
     first = figures[0]
     if len(figures) == 1:
         return first

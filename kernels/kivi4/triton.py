@@ -1,4 +1,4 @@
-"""`kivi4` for GPUs. Same bytes as `kivi4`, which says what they mean.
+"""`kivi4` for GPUs: the same bytes as the reference makes.
 
 One kernel serves K and V. It sees columns: a column is one group, its elements `inner` apart in memory. K's
 columns stand side by side (`inner` = heads * head_dim); V's lie one behind the other (`inner` = 1, which Triton
@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .kivi4_layout import KIVI4_GROUP
-from .kivi4_reference import Sections
-from .triton_bits import clamped, finite, nearby, raise_flag, rounded
+from ..triton_bits import clamped, finite, nearby, raise_flag, rounded
+from .layout import GROUP, Kivi4Layout
+from .reference import Kivi4Sections
 
 __all__ = ["dequantise", "quantise"]
 
@@ -24,38 +24,35 @@ _LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 """One warp: no reduction then needs shared memory or a barrier, and 16 wide loads per thread are under way at once."""
 
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, flag: torch.Tensor) -> None:
-    """As `kivi4_reference.quantise`, for any values: raises `flag` if one is not finite or too large."""
-    for x, zeros, packed, width in _parts(k, v, into):
+def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor) -> None:
+    """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values in whole groups."""
+    for x, zeros, packed, width in _groups(k, v, payload, layout):
         columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
         grid = (triton.cdiv(columns, COLUMNS),)
-        _quantise[grid](x.contiguous(), zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
+        quantise_kernel[grid](x.contiguous(), zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, flag: torch.Tensor) -> None:
-    """As `kivi4_reference.dequantise`; `k` and `v` must be contiguous.
-
-    Raises `flag` if there is a parameter that no encoder writes.
-    """
-    for x, zeros, packed, width in _parts(k, v, sections):
+def dequantise(
+    payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor
+) -> None:
+    """Write the `[coded, heads, head_dim]` 16-bit values in whole groups, both contiguous."""
+    for x, zeros, packed, width in _groups(k, v, payload, layout):
         columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
         grid = (triton.cdiv(columns, COLUMNS),)
-        _dequantise[grid](x, zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
+        dequantise_kernel[grid](x, zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
 
 
-def _parts(
-    k: torch.Tensor, v: torch.Tensor, sections: Sections
+def _groups(
+    k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], ...]:
     """Values, zeros (the scales stand right behind them), codes and width of the groups of K and of V."""
-    width = v.shape[-1] // sections.value_zeros.shape[-1]
-    return (
-        (k, sections.key_zeros, sections.key_codes, KIVI4_GROUP),
-        (v, sections.value_zeros, sections.value_codes, width),
-    )
+    sections = Kivi4Sections.of(payload, layout, k.dtype)
+    width = layout.head_dim // layout.value_groups
+    return (k, sections.key_zeros, sections.key_codes, GROUP), (v, sections.value_zeros, sections.value_codes, width)
 
 
 @triton.jit  # type: ignore[misc]
-def _quantise(
+def quantise_kernel(
     x: tl.tensor,
     zeros: tl.tensor,
     packed: tl.tensor,
@@ -90,7 +87,7 @@ def _quantise(
 
 
 @triton.jit  # type: ignore[misc]
-def _dequantise(
+def dequantise_kernel(
     x: tl.tensor,
     zeros: tl.tensor,
     packed: tl.tensor,
@@ -123,7 +120,7 @@ def _dequantise(
 
 @triton.jit  # type: ignore[misc]
 def _no_scale(scale: tl.tensor) -> tl.tensor:
-    """Whether no encoder writes this scale: beyond `kivi4_reference.LARGEST_SCALE`, less than 0 or NaN."""
+    """Whether no encoder writes this scale: beyond `LARGEST_SCALE` of the reference, less than 0 or NaN."""
     bits = scale.to(tl.int32, bitcast=True)
     return ((bits < 0) & (scale != 0.0)) | (bits > 0x7A800000)
 

@@ -1,4 +1,4 @@
-"""`kv4` for GPUs. Same bytes as `kv4_reference`; `codec` says what they mean.
+"""`kv4` for GPUs: the same bytes as the reference makes.
 
 K: one program per span of 256 tokens and 64 channels. It reads the span twice, once for its base and unit and
 once to code it, the second time from the caches. V: the Hadamard rotation is a product of fp16 matrices of whole
@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import constant
-from .format import Kv4Layout, value_groups
-from .kv4_reference import Sections, hadamard
-from .triton_bits import clamped, nearby, power, raise_flag, rounded
+from ..blocks import constant
+from ..triton_bits import clamped, nearby, power, raise_flag, rounded
+from .layout import Kv4Layout, value_groups
+from .reference import Kv4Sections, hadamard
 
 __all__ = ["dequantise", "quantise"]
 
@@ -32,29 +32,31 @@ _VARYING = ["coded", "lead", "code_first", "code_stop"]
 """What differs from block to block. Triton would compile a kernel anew for multiples of 16 and others, and for 1."""
 
 
-def quantise(k: torch.Tensor, v: torch.Tensor, into: Sections, layout: Kv4Layout, flag: torch.Tensor) -> None:
+def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
     """Code `[coded, heads, head_dim]` 16-bit values. Raises `flag` if one is not finite or too large."""
-    keys = (into.key_bases, into.key_units, into.key_zeros, into.key_steps, into.key_codes, flag)
+    into = Kv4Sections.of(payload, layout, k.dtype)
+    keys = (*into.keys, flag)
     row = layout.heads * layout.head_dim
     grid = (layout.spans, triton.cdiv(row, CHANNELS))
-    _quantise_keys[grid](k.contiguous(), keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
-    values = (into.value_units, into.value_grids, into.value_codes, flag)
+    quantise_keys_kernel[grid](k.contiguous(), keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
+    values = (*into.values, flag)
     programs, plan = _value_plan(layout, k.device)
-    _quantise_values[programs](v.contiguous(), values, *plan, num_stages=1, **_LAUNCH)
+    quantise_values_kernel[programs](v.contiguous(), values, *plan, num_stages=1, **_LAUNCH)
 
 
-def dequantise(sections: Sections, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
+def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
     """Write the `[coded, heads, head_dim]` 16-bit values; `k` and `v` must be contiguous.
 
     Raises `flag` if there is a parameter that no encoder writes.
     """
-    keys = (sections.key_bases, sections.key_units, sections.key_zeros, sections.key_steps, sections.key_codes, flag)
+    sections = Kv4Sections.of(payload, layout, k.dtype)
+    keys = (*sections.keys, flag)
     row = layout.heads * layout.head_dim
     grid = (layout.spans, triton.cdiv(row, CHANNELS))
-    _dequantise_keys[grid](k, keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
-    values = (sections.value_units, sections.value_grids, sections.value_codes)
+    dequantise_keys_kernel[grid](k, keys, *_key_rows(layout), row, CHANNELS, num_warps=1, **_LAUNCH)
+    values = tuple(sections.values)
     programs, plan = _value_plan(layout, k.device)
-    _dequantise_values[programs](v, values, *plan, num_stages=1, **_LAUNCH)
+    dequantise_values_kernel[programs](v, values, *plan, num_stages=1, **_LAUNCH)
 
 
 def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
@@ -63,7 +65,7 @@ def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
 
 
 @cache
-def _value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
+def value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
     """How vectors of V are cut into chunks, each of whole groups, that are rotated and coded at once.
 
     A chunk is the whole vector up to 128 channels, padded; of wider ones a run of channels that are rotated together,
@@ -94,20 +96,20 @@ def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tu
     """Grid, and what the kernels take from the matrix on. A program takes several tiles once they fill a GPU."""
     head_dim, vectors = layout.head_dim, layout.coded * layout.heads
     tiles = 8 if vectors >= 65536 else 1
-    shape = _value_shape(head_dim)
-    matrix = constant(("hadamard", head_dim), device, lambda: _small_hadamard(head_dim))
+    shape = value_shape(head_dim)
+    matrix = constant(("hadamard", head_dim), device, lambda: small_hadamard(head_dim))
     return (triton.cdiv(vectors, shape[-1].value * tiles),), (matrix, vectors, shape, tiles)
 
 
-def _small_hadamard(head_dim: int) -> torch.Tensor:
+def small_hadamard(head_dim: int) -> torch.Tensor:
     """fp16 `[side, side]`: Hadamard matrices of runs along the diagonal, or the corner of one, which is one as well."""
-    side, together = _value_shape(head_dim)[5].value, head_dim & -head_dim
+    side, together = value_shape(head_dim)[5].value, head_dim & -head_dim
     runs = side // together | 1  # an odd number of them, so that no more channels are rotated together
     return hadamard(runs * together)[:side, :side].to(torch.float16).contiguous()
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
-def _quantise_keys(
+def quantise_keys_kernel(
     x: tl.tensor,
     into: tl.tensor,
     coded: tl.tensor,
@@ -176,7 +178,7 @@ def _quantise_keys(
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]
-def _dequantise_keys(
+def dequantise_keys_kernel(
     x: tl.tensor,
     stored: tl.tensor,
     coded: tl.tensor,
@@ -219,7 +221,7 @@ def _dequantise_keys(
 
 
 @triton.jit  # type: ignore[misc]
-def _quantise_values(
+def quantise_values_kernel(
     x: tl.tensor, into: tl.tensor, matrix: tl.tensor, vectors: tl.tensor, shape: tl.constexpr, tiles: tl.constexpr
 ) -> None:
     units, grids, codes, flag = into
@@ -285,13 +287,13 @@ def _rotated(
         whole = nearby(_vectors(x, column, valid, begin + start, width, part) * factor)
         for other in range(1, together // side):
             values = _vectors(x, column, valid, begin + other * side, width, part)
-            whole += nearby(values * factor) * _sign(chunk, other)
+            whole += nearby(values * factor) * sign(chunk, other)
         y = tl.dot(signs, whole.to(tl.float16), y)
     return rounded(y, tl.bfloat16)
 
 
 @triton.jit  # type: ignore[misc]
-def _sign(line: tl.tensor, column: tl.tensor) -> tl.tensor:
+def sign(line: tl.tensor, column: tl.tensor) -> tl.tensor:
     """1 or -1: what Sylvester's matrix has in this line and this column, the latter below 8.
 
     The matrix of a longer run is that of 128 in all places, times these signs. So its parts are added with them, which
@@ -353,7 +355,7 @@ def _code_values(
 
 
 @triton.jit  # type: ignore[misc]
-def _dequantise_values(
+def dequantise_values_kernel(
     x: tl.tensor, stored: tl.tensor, matrix: tl.tensor, vectors: tl.tensor, shape: tl.constexpr, tiles: tl.constexpr
 ) -> None:
     units, grids, codes = stored
@@ -374,7 +376,7 @@ def _dequantise_values(
             whole = _whole((grids, codes), vectors, column, valid, begin + line, shape)
             for other in range(1, together // part):
                 values = _whole((grids, codes), vectors, column, valid, begin + other * part + line, shape)
-                whole += values * _sign(chunk, other)
+                whole += values * sign(chunk, other)
             signs = tl.load(matrix + line[None, :] * side + line[:, None])
             y = clamped(rounded(tl.dot(signs, whole.to(tl.float16)), tl.bfloat16) * unit, sixteen)
             mask = (channel < width)[:, None] & valid[None, :]

@@ -25,7 +25,7 @@ from p2pserve.node.links.kv_ways import KvWays
 from p2pserve.node.methods import LINK_OPEN
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.engine_link import EngineLink
-from p2pserve.node.replica.hand_off import HandOffs
+from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
 from p2pserve.node.testing import MemoryExchange, Sent
@@ -84,8 +84,8 @@ class ScriptedWays:
         body = messages.LinkOpen(service=SERVICE, source=ends.source, target=ends.target)
         return (await self._messenger.request(ends.peer, LINK_OPEN, body, 5)).link
 
-    async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
-        piece = part.piece
+    async def outlet(self, part: messages.TicketedSlice, service: str, tokens: int) -> protocol.Outlet:
+        piece = part.rank_slice
         link = await self._links.to(Ends(PeerId(piece.target_peer), piece.source, piece.target), 1)
         paths = (DialPath(f"{piece.target_peer}.example", 1),)
         return protocol.Outlet(
@@ -109,7 +109,7 @@ class ScriptedWays:
 class Box:
     """A node of a replica: its worker, and what its engine was asked for."""
 
-    hand_offs: HandOffs
+    transfers: KvTransfers
     worker: Worker
     engine: ScriptedEngine = field(default_factory=ScriptedEngine)
 
@@ -130,8 +130,8 @@ class World:
     def _add(self, own: PeerId, place: Place) -> None:
         messenger = self.exchange.join(own)
         ways = cast(KvWays, ScriptedWays(messenger))
-        hand_offs = HandOffs(model=MODEL, ways=ways, messenger=messenger)
-        box = Box(hand_offs, Worker(service=SERVICE, hand_offs=hand_offs, messenger=messenger))
+        transfers = KvTransfers(model=MODEL, ways=ways, messenger=messenger)
+        box = Box(transfers, Worker(service=SERVICE, transfers=transfers, messenger=messenger))
         box.worker.use(cast(EngineLink, box.engine), place)
         self.boxes[own] = box
 
@@ -162,13 +162,13 @@ class World:
         )
         return await self.boxes[D0].worker.open_decode(GATEWAY, Role.WORKER, body)
 
-    async def prefill(self, parts: tuple[messages.Part, ...], request: str = "r") -> None:
-        body = messages.PrefillOpen(request=request, service=SERVICE, prompt=(1, 2), deadline_s=60.0, parts=parts)
+    async def prefill(self, parts: tuple[messages.TicketedSlice, ...], request: str = "r") -> None:
+        body = messages.PrefillOpen(request=request, service=SERVICE, prompt=(1, 2), deadline_s=60.0, slices=parts)
         await self.boxes[P0].worker.open_prefill(GATEWAY, Role.WORKER, body)
 
-    async def both(self) -> tuple[messages.Part, ...]:
+    async def both(self) -> tuple[messages.TicketedSlice, ...]:
         """A request under way between the two replicas."""
-        parts = (await self.decode()).parts
+        parts = (await self.decode()).slices
         await self.prefill(parts)
         return parts
 
@@ -177,9 +177,9 @@ class World:
         assert isinstance(found, protocol.Submit)
         return found
 
-    def report(self, part: messages.Part, reason: str = "", size: int = 100, span_s: float = 1.0) -> None:
+    def report(self, part: messages.TicketedSlice, reason: str = "", size: int = 100, span_s: float = 1.0) -> None:
         """The engine of the part's source says how it ended."""
-        self.boxes[PeerId(part.piece.source_peer)].worker.on_engine_message(
+        self.boxes[PeerId(part.rank_slice.source_peer)].worker.on_engine_message(
             protocol.TransferReport(
                 transfer=part.ticket.transfer,
                 delivered=not reason,
@@ -206,34 +206,34 @@ def play(main: Callable[[World], Coroutine[Any, Any, None]]) -> None:
 def test_every_stage_sends_straight_to_the_stages_that_need_its_layers() -> None:
     async def main(world: World) -> None:
         parts = await world.both()
-        ways = [(p.piece.source_peer, p.piece.target_peer, list(p.piece.slice.layers)) for p in parts]
+        ways = [(p.rank_slice.source_peer, p.rank_slice.target_peer, list(p.rank_slice.slice.layers)) for p in parts]
         assert ways == [(P0, D0, [0]), (P1, D0, [1]), (P1, D1, [2, 3]), (P2, D1, [4, 5])]
         assert len({part.ticket.transfer for part in parts}) == 1
         assert len({part.ticket.link for part in parts}) == 4
         receive, send = world.submitted(D0), world.submitted(P0)
         assert [(inlet.rank.stage, inlet.slice, inlet.ticket) for inlet in receive.receive] == [
-            (part.piece.target.stage, part.piece.slice, part.ticket) for part in parts
+            (part.rank_slice.target.stage, part.rank_slice.slice, part.ticket) for part in parts
         ]
         assert [(outlet.rank.stage, outlet.slice, outlet.ticket) for outlet in send.send] == [
-            (part.piece.source.stage, part.piece.slice, part.ticket) for part in parts
+            (part.rank_slice.source.stage, part.rank_slice.slice, part.ticket) for part in parts
         ]
         assert [outlet.link for outlet in send.send] == [inlet.link for inlet in receive.receive]
-        assert [outlet.paths[0].host for outlet in send.send] == [f"{p.piece.target_peer}.example" for p in parts]
+        assert [outlet.paths[0].host for outlet in send.send] == [f"{p.rank_slice.target_peer}.example" for p in parts]
         for peer in (P1, P2, D1):
             assert world.boxes[peer].engine.take() == []  # its engine hears of it from the head's engine
         assert {(source, peer) for source, peer, method in world.asked if method == "stage.outlets"} == {
             (P0, P1),
             (P0, P2),
         }
-        assert world.boxes[D1].hand_offs.knows(parts[2].ticket.link)
-        assert not world.boxes[D0].hand_offs.knows(parts[2].ticket.link)
+        assert world.boxes[D1].transfers.knows(parts[2].ticket.link)
+        assert not world.boxes[D0].transfers.knows(parts[2].ticket.link)
 
     play(main)
 
 
 def test_stages_are_asked_at_the_same_time() -> None:
     async def main(world: World) -> None:
-        parts = (await world.decode()).parts
+        parts = (await world.decode()).slices
         begun = trio.current_time()
         await world.prefill(parts)
         assert trio.current_time() - begun == pytest.approx(2 * LATENCY_S + LATENCY_S)  # P1 asks for two links
@@ -245,7 +245,7 @@ def test_a_second_request_asks_for_no_link_again() -> None:
     async def main(world: World) -> None:
         await world.both()
         before = [method for _, _, method in world.asked]
-        parts = (await world.decode("s")).parts
+        parts = (await world.decode("s")).slices
         await world.prefill(parts, "s")
         after = [method for _, _, method in world.asked[len(before) :]]
         assert sorted(after) == ["stage.inlets", "stage.outlets", "stage.outlets"]
@@ -271,7 +271,7 @@ def test_the_transfer_has_ended_when_all_its_parts_have(seed: int) -> None:
         assert (figures.span_s, figures.visible_s, figures.hidden_fraction) == (4.0, 0.4, 0.9)
         assert (figures.paths, figures.usd, figures.mode) == ({"direct": 250}, 2.0, "layerwise")
         assert world.boxes[P0].worker.idle
-        assert all(not box.hand_offs._sending for box in world.boxes.values())
+        assert all(not box.transfers._sending for box in world.boxes.values())
 
     play(main)
 
@@ -293,7 +293,7 @@ def test_one_part_that_fails_ends_all_of_them(failing: int) -> None:
         for part in parts:
             world.report(part, "aborted")
         assert len(world.told) == 1
-        assert all(not box.hand_offs._sending for box in world.boxes.values())
+        assert all(not box.transfers._sending for box in world.boxes.values())
 
     play(main)
 
@@ -346,7 +346,7 @@ def test_what_is_stopped_while_stages_are_asked_never_starts(method: str) -> Non
         assert caught.value.code == "stopped"
         assert world.boxes[head].worker.idle
         assert not any(isinstance(message, protocol.Submit) for message in world.boxes[head].engine.take())
-        assert not any(world.boxes[each].hand_offs._sending for each in (P0, P1, P2))
+        assert not any(world.boxes[each].transfers._sending for each in (P0, P1, P2))
 
     play(main)
 
@@ -355,16 +355,16 @@ def test_only_the_head_is_obeyed_and_only_heads_take_requests() -> None:
     async def main(world: World) -> None:
         parts = await world.both()
         inlets = messages.StageInlets(
-            transfer=b"x" * 16, codec="raw", deadline_s=1.0, pieces=tuple(part.piece for part in parts[2:])
+            transfer=b"x" * 16, codec="raw", deadline_s=1.0, slices=tuple(part.rank_slice for part in parts[2:])
         )
-        outlets = messages.StageOutlets(tokens=1, parts=parts[1:3])
+        outlets = messages.StageOutlets(tokens=1, slices=parts[1:3])
         stranger = PeerId("stranger")
         for peer in (stranger, P0, D1, GATEWAY):
             with pytest.raises(RemoteError, match="not-head"):
-                await world.boxes[D1].hand_offs.open_inlets(peer, Role.WORKER, inlets)
+                await world.boxes[D1].transfers.open_inlets(peer, Role.WORKER, inlets)
         for peer in (stranger, D0, P1, GATEWAY):
             with pytest.raises(RemoteError, match="not-head"):
-                await world.boxes[P1].hand_offs.open_outlets(peer, Role.WORKER, outlets)
+                await world.boxes[P1].transfers.open_outlets(peer, Role.WORKER, outlets)
         world.boxes[P1].engine.take()
         abort = messages.StageAbort(transfer=parts[0].ticket.transfer, reason="mischief")
         world.boxes[P1].worker.stage_abort(stranger, Role.WORKER, abort)
@@ -379,7 +379,7 @@ def test_only_the_head_is_obeyed_and_only_heads_take_requests() -> None:
         )
         world.boxes[P0].worker.stage_transfer(stranger, Role.WORKER, forged)
         assert world.told == []
-        body = messages.PrefillOpen(request="z", service=SERVICE, prompt=(1,), deadline_s=1.0, parts=parts)
+        body = messages.PrefillOpen(request="z", service=SERVICE, prompt=(1,), deadline_s=1.0, slices=parts)
         with pytest.raises(RemoteError, match="not-head"):
             await world.boxes[P1].worker.open_prefill(GATEWAY, Role.WORKER, body)
 
@@ -390,12 +390,12 @@ def test_a_stage_answers_for_its_own_layers_only() -> None:
     async def main(world: World) -> None:
         parts = await world.both()
         with pytest.raises(RemoteError, match="invalid"):
-            await world.boxes[P1].hand_offs.open_outlets(
-                P0, Role.WORKER, messages.StageOutlets(tokens=1, parts=(parts[1], parts[3]))
+            await world.boxes[P1].transfers.open_outlets(
+                P0, Role.WORKER, messages.StageOutlets(tokens=1, slices=(parts[1], parts[3]))
             )
         wrong = messages.LinkOpen(service=SERVICE, source=protocol.WorkerRank(), target=protocol.WorkerRank(stage=1))
         with pytest.raises(RemoteError, match="no worker"):
-            await world.boxes[D0].hand_offs.open_link(P0, Role.WORKER, wrong)
+            await world.boxes[D0].transfers.open_link(P0, Role.WORKER, wrong)
 
     play(main)
 
@@ -405,12 +405,12 @@ def test_a_stage_whose_engine_is_lost_forgets_what_it_sent() -> None:
         parts = await world.both()
         world.boxes[P1].worker.engine_lost("ended")
         world.report(parts[1])
-        assert world.boxes[P0].hand_offs._sending
+        assert world.boxes[P0].transfers._sending
         world.boxes[P0].worker.engine_lost("lost a stage")
         ((_, _, ended),) = world.told
         assert isinstance(ended, messages.PrefillEnded)
         assert "lost a stage" in ended.failed
         with pytest.raises(RemoteError, match="no-engine"):
-            await world.boxes[P1].hand_offs.open_link(P0, Role.WORKER, messages.LinkOpen(service=SERVICE))
+            await world.boxes[P1].transfers.open_link(P0, Role.WORKER, messages.LinkOpen(service=SERVICE))
 
     play(main)
