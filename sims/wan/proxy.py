@@ -74,7 +74,7 @@ class ProxyEmulator:
         self._listeners: dict[int, tuple[socket.socket, str, str, int]] = {}
         self._routes: dict[tuple[str, str, int], int] = {}
         self._ends: dict[int, ProxyEnd] = {}
-        self._arrivals: list[tuple[float, int, ProxyEnd, int]] = []  # when the sending end learns that bytes have arrived
+        self._arrivals: list[tuple[float, int, ProxyEnd, int]] = []  # when a sender hears of an arrival
         self._sequence = 0
         self.strays = 0
 
@@ -99,7 +99,8 @@ class ProxyEmulator:
             timeout = IDLE_S if wake is None else max(0.0, wake - time.monotonic())
             readable_ends = [n for n, end in self._ends.items() if not end.read_all and end.under_way < WINDOW_BYTES]
             writable_ends = [n for n, end in self._ends.items() if end.unsent]
-            readable, writable, _ = select.select([control, *self._listeners, *readable_ends], writable_ends, [], timeout)
+            watched = [control, *self._listeners, *readable_ends]
+            readable, writable, _ = select.select(watched, writable_ends, [], timeout)
             now = time.monotonic()
             for number in readable:
                 if number == control:
