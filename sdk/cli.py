@@ -317,7 +317,8 @@ def _add_sim(commands: Commands[_Parser]) -> None:
     parser = _command(
         commands,
         "sim",
-        "simulate requests against a plan, in virtual time",
+        "simulate requests against a plan for a described cluster, in virtual time (for the running network: "
+        "p2pserve plan --live)",
         "p2pserve sim --cluster thunderserve-cloud-32 --model llama-30b --workload coding --rate 3 --plots out",
         ("table", "json"),
     )

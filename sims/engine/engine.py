@@ -31,7 +31,7 @@ from itertools import chain
 from math import ceil, inf, sqrt
 from typing import Final, NamedTuple, final
 
-from ...coordinator.costs.rounds import Chunk, round_s
+from ...coordinator.costs.rounds import PrefillChunk, round_s
 from ...coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
 from .sequence import DecodeBatch, Sequence
 from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
@@ -453,7 +453,7 @@ class Engine:
         )
 
 
-def _chunk_of(chunks: list[_PromptChunk]) -> Chunk:
+def _chunk_of(chunks: list[_PromptChunk]) -> PrefillChunk:
     """The prefill work of one batch in a step."""
     tokens = sum(chunk.tokens for chunk in chunks)
-    return Chunk(tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks))
+    return PrefillChunk(tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks))
