@@ -89,11 +89,11 @@ class KVBox:
         """Carry out an order. Raises TransferError or OSError."""
         match order:
             case Listen(ticket):
-                self._endpoint.receiving(ticket)
+                self._endpoint.open_receiver(ticket)
             case Expect(link, transfers):
                 self._receive(link, transfers)
             case Connect(ticket, paths):
-                opened = self._endpoint.sending(ticket, paths)
+                opened = self._endpoint.open_sender(ticket, paths)
                 if not opened.wait_connected(sum(path.streams for path in paths), CONNECT_S):
                     why = opened.statistics().failures
                     raise TransferError(f"not all connections are up after {CONNECT_S:g} s: {why}")
