@@ -263,7 +263,7 @@ class PromptArrival:
         """The fraction of all bytes that is here, and how many tokens are complete in all layers
         and heads."""
         with self._lock:
-            fractions = [assembly.part for _, _, assembly in self._ends]
+            fractions = [assembly.fraction for _, _, assembly in self._ends]
             return sum(fractions) / len(fractions), min(assembly.complete_tokens() for _, _, assembly in self._ends)
 
     def abort(self, reason: str) -> None:
@@ -289,7 +289,7 @@ class PromptArrival:
 
     def _complete_end(self, assembly: Assembly) -> None:
         with self._lock:
-            if not assembly.done:
+            if not assembly.is_done:
                 raise TransferError(f"the transfer ended after {assembly.complete_tokens()} complete positions")
             self._incomplete -= 1
             if self._incomplete or self._ended:
@@ -385,7 +385,7 @@ class EmulatedTransfers:
         for inlet in inlets:
             link = self.endpoint.link(inlet.link.link)
             if not isinstance(link, ReceiveLink) or link.ended is not None:
-                link = self.endpoint.receiving(inlet.link)
+                link = self.endpoint.open_receiver(inlet.link)
             links.append((inlet, link))
         arrivals = PromptArrival(links, tokens, self._limit, on_end)
         with self._lock:
@@ -407,7 +407,7 @@ class EmulatedTransfers:
         if isinstance(link, SendLink) and link.ended is None:
             link.set_paths(outlet.paths)
         else:
-            link = self.endpoint.sending(outlet.link, outlet.paths)
+            link = self.endpoint.open_sender(outlet.link, outlet.paths)
 
         def report(sent: TransferReport) -> None:
             with self._lock:

@@ -28,7 +28,8 @@ from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine import protocol
-from p2pserve.node.replica.engine_link import EngineLink, EngineStartError, ForkServerClient, open_fork_server
+from p2pserve.node.replica.engine_link import EngineLink, EngineStartError, ForkServerClient
+from p2pserve.node.replica.fork_server import open_fork_server
 
 from .devices import BLOCK, SETTINGS, require_devices
 
@@ -790,7 +791,7 @@ async def read_kv(engine: Engine, prompt: tuple[int, ...]) -> dict[int, tuple[to
     def receive(way: Way, hello: bytes, connection: socket.socket) -> None:
         with Endpoint() as endpoint:
             endpoint.attach(parse_link_hello(hello), connection)
-            incoming = endpoint.receiving(way.link).expect(way.ticket)
+            incoming = endpoint.open_receiver(way.link).expect(way.ticket)
             incoming.grant()
             for frame in incoming:
                 parts.setdefault(frame.layer, {})[frame.start] = decode(
