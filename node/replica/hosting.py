@@ -13,19 +13,20 @@ from typing import final
 import trio
 
 from ...bootstrap import Address, PeerId
-from ...bootstrap.network import Network
+from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.emulation import Cards, EmulatedModel, emulated_model, emulated_tp, parse_cards
 from ..box.fitting import requests_at_once, step_tokens_on
 from ..box.hardware import Hardware
 from ..box.home import NodeError
-from ..box.shares import EngineSettings, Share, choose_limits, share_of
+from ..box.shares import Share, choose_limits, share_of
 from ..engine import protocol
 from ..engine.emulated.engine import EmulationError, model_capacity
-from ..links.kv_ways import KvWays
+from ..links.kv_outlets import KvOutlets
 from ..models import DownloadProgress, OpenedModel, TerminalProgress, open_model
 from ..requests.text import TextModel
+from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
 from .place import Place, place_in
 from .stages import Stages, with_limits
@@ -33,7 +34,6 @@ from .supervisor import Supervisor
 from .worker import Worker
 
 __all__ = [
-    "EngineSettings",
     "Host",
     "ServedModel",
     "Share",
@@ -54,47 +54,49 @@ class ServedModel:
     share: Share
 
 
-def inspect_model(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
+def inspect_model(name: str, hardware: Hardware, settings: BoxEngineSettings) -> ServedModel:
     """Find the model and see how much of it fits; blocks. Raises ModelError, NodeError or GpuError."""
-    if knobs.emulate is not None:
-        return _inspect_emulated_model(name, hardware, parse_cards(knobs.emulate, knobs.emulate_specs), knobs)
+    if settings.emulate is not None:
+        return _inspect_emulated_model(name, hardware, parse_cards(settings.emulate, settings.emulate_specs), settings)
     model = open_model(name)
-    share = share_of(model.info, hardware, knobs)
+    share = share_of(model.info, hardware, settings)
     return ServedModel(model, TextModel(model.folder), share)
 
 
-def _inspect_emulated_model(name: str, hardware: Hardware, cards: Cards, knobs: EngineSettings) -> ServedModel:
+def _inspect_emulated_model(name: str, hardware: Hardware, cards: Cards, settings: BoxEngineSettings) -> ServedModel:
     model = emulated_model(name, cards)
-    tp = emulated_tp(hardware, knobs.tp, model.info)
+    tp = emulated_tp(hardware, settings.tp, model.info)
     try:
-        capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
+        capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=settings.kv_cache_mib)
     except EmulationError as error:
         raise NodeError(f"emulate: {error}") from error
-    limits = choose_limits(knobs, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))
-    share = Share(model.info.layers, tp, limits, knobs.kv_cache_mib)
+    limits = choose_limits(settings, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))
+    share = Share(model.info.layers, tp, limits, settings.kv_cache_mib)
     return ServedModel(model, TextModel(model.folder), share)
 
 
-def describe_length(served: ServedModel, knobs: EngineSettings) -> str | None:
+def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | None:
     """For people, where nobody has said how long requests may be, and the model's own length does not fit."""
     info, longest = served.model.info, served.share.limits.max_model_len
-    if longest is None or knobs.max_model_len is not None:
+    if longest is None or settings.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
 
 
-def engine_config(served: ServedModel, hardware: Hardware, knobs: EngineSettings, log: Path) -> protocol.EngineConfig:
+def engine_config(
+    served: ServedModel, hardware: Hardware, settings: BoxEngineSettings, log: Path
+) -> protocol.EngineConfig:
     """The settings of this box's engine processes, whatever part of the model they get."""
     model, share = served.model, served.share
     config = protocol.EngineConfig(
         model=str(model.folder),
-        dtype=knobs.dtype,
+        dtype=settings.dtype,
         # What fits is estimated here, and found out by the engine; what the owner wants fits or is refused.
-        shorten_to_fit=knobs.max_model_len is None
+        shorten_to_fit=settings.max_model_len is None
         and (bool(hardware.gpus) or share.layers < model.info.layers or share.limits.max_model_len is not None),
         kv_cache_mib=share.kv_cache_mib,
-        async_scheduling=knobs.async_scheduling,
-        threads=knobs.threads or max(1, hardware.cores - 1),
+        async_scheduling=settings.async_scheduling,
+        threads=settings.threads or max(1, hardware.cores - 1),
         log_file=str(log),
         emulation=model.emulation if isinstance(model, EmulatedModel) else None,
     )
@@ -118,50 +120,49 @@ class Host:
         served: ServedModel,
         config: protocol.EngineConfig,
         *,
-        network: Network,
-        ways: KvWays,
+        network: Messenger,
+        outlets: KvOutlets,
         where: Callable[[PeerId], Address | None],
+        log: Path,
+        on_change: Callable[[messages.EngineAdvert], None],
+        settings: NodeSettings,
     ) -> None:
-        model = self._model = served.model
-        self._config = config
-        self._own = network.peer_id
+        self._model = served.model
         self.share = served.share
-        transfers = KvTransfers(model=model.info, ways=ways, messenger=network)
-        self.worker = Worker(service=model.info.service, transfers=transfers, messenger=network)
-        self._stages = Stages(
-            service=model.info.service,
-            messenger=network,
-            where=where,
-            random=secrets.token_bytes,
-        )
-        self._supervisor: Supervisor | None = None
-
-    async def run(self, log: Path, channel: int | None, on_change: Callable[[messages.EngineAdvert], None]) -> None:
-        """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start
-        of a box that serves alone fails."""
-        supervisor = self._supervisor = Supervisor(
-            self._config,
+        info, tuning = served.model.info, settings.tuning
+        transfers = KvTransfers(model=info, outlets=outlets, messenger=network, tuning=tuning)
+        self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning)
+        outlets.set_paths = self.worker.set_paths
+        stages = Stages(service=info.service, messenger=network, where=where, random=secrets.token_bytes, tuning=tuning)
+        self._own = network.peer_id
+        self._supervisor = Supervisor(
+            config,
             worker=self.worker,
-            stages=self._stages,
+            stages=stages,
             fetch=self._fetch,
             log=log,
-            channel=channel,
+            channel=settings.engine_channel,
             on_change=on_change,
+            tuning=tuning,
         )
+
+    async def run(self) -> None:
+        """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start
+        of a box that serves alone fails."""
         if self._serves_alone:
             layers = self._model.info.layers
             stage = Stage(peer=self._own, tp=self.share.tp, first_layer=0, last_layer=layers)
-            supervisor.assign(Place((stage,), 0))
+            self._supervisor.assign(Place((stage,), 0))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.worker.learner.run)
-            nursery.start_soon(supervisor.run)
+            nursery.start_soon(self._supervisor.run)
 
     def follow(self, plan: Plan | None) -> None:
         """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""
         ours = plan is not None and plan.service == self._model.info.service
         replica = plan.replica_of(self._own) if plan is not None and ours else None
         self.worker.limit_steps(step_limit(replica, self._own))
-        if self._supervisor is not None and not self._serves_alone:
+        if not self._serves_alone:
             self._supervisor.assign(place_in(plan, self._own, self._model.info.service))
 
     @property

@@ -21,7 +21,8 @@ from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError,
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan
 from p2pserve.node.models import BUNDLED, ModelError
-from p2pserve.node.replica.hosting import EngineSettings, inspect_model
+from p2pserve.node.replica.hosting import inspect_model
+from p2pserve.node.settings import BoxEngineSettings
 
 SHAPE = ModelShape(
     name="small", layers=8, hidden=1024, heads=8, kv_heads=4, head_dim=128, intermediate=4096, vocabulary=1000
@@ -499,7 +500,7 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
 
 
 def test_a_box_offers_what_its_cards_hold() -> None:
-    knobs = EngineSettings(emulate="4xA40")
+    knobs = BoxEngineSettings(emulate="4xA40")
     box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
     assert inspect_model("llama-30b", box, knobs).share.tp == 4
     for changes, words in (
