@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, replica_times
-from ..coordinator.costs.rounds import CHUNKS, chunk_tokens
+from ..coordinator.costs.rounds import TOKEN_BUDGETS, choose_token_budget
 from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.routing import RoutingSettings
-from .engine.values import EngineSettings
+from .engine.values import SimEngineSettings
 from .records import Trace
 
 __all__ = [
@@ -58,7 +58,7 @@ class SimSettings:
     routed by, one of `policies.POLICIES`; `seed` is for policies that draw lots.
     """
 
-    engine: EngineSettings | None = None
+    engine: SimEngineSettings | None = None
     layerwise: bool = True
     streams: int | None = None
     decode_writes_first: bool = False
@@ -121,7 +121,7 @@ class ReplicaModel(NamedTuple):
 
     times: StepTimes
     kv_tokens: int
-    max_batched_tokens: int = CHUNKS[0]
+    max_batched_tokens: int = TOKEN_BUDGETS[0]
 
 
 def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> ReplicaModel:
@@ -149,4 +149,4 @@ def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> Repl
     times = replica_times(service.model, stages, hops)
     if replica.phase is Phase.PREFILL:
         return ReplicaModel(times, tokens)
-    return ReplicaModel(times, tokens, chunk_tokens(times, len(stages), service.slo.tpot_s))
+    return ReplicaModel(times, tokens, choose_token_budget(times, len(stages), service.slo.tpot_s))

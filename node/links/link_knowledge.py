@@ -107,7 +107,7 @@ class LinkKnowledge:
 
     def network(self, running: tuple[RunningTransfer, ...], now: float) -> NetworkView:
         """All links and boxes, with what flows from here."""
-        own = {peer: estimator.settled(now) for peer, estimator in self._estimators.items()}
+        own = {peer: estimator.stable_figures(now) for peer, estimator in self._estimators.items()}
         # Choices are cached for as long as these tables are the same objects, so they are made anew only for news.
         if self._joined is None or own != self._own_figures:
             self._own_figures, self._joined = own, self._join_tables(own)

@@ -13,7 +13,11 @@ import numpy as np
 from ...coordinator.plan import Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
-from ...coordinator.planning.upper.light import keeping, reschedule, surviving
+from ...coordinator.planning.upper.light_rescheduling import (
+    find_surviving_groups,
+    keep_loaded_stages,
+    reschedule_lightly,
+)
 from ...coordinator.planning.upper.search import search
 from ..policies import PLAN
 from ..results.outcomes import attainment
@@ -74,11 +78,11 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     rate = LOAD * highest_rate(deployed, scope, scope.seeds[0], PLAN)
     before, whole = deployed.at(rate), at_rate(whole, rate)
     less = replace(whole, cluster=whole.cluster.without(frozenset({LOST})))
-    left, old = surviving(running, whole.cluster, less.cluster), LowerLevel(whole)
+    left, old = find_surviving_groups(running, whole.cluster, less.cluster), LowerLevel(whole)
 
     start = process_time()
-    evaluator = keeping(less, running, old)
-    adjusted = reschedule(less, evaluator, left)
+    evaluator = keep_loaded_stages(less, running, old)
+    adjusted = reschedule_lightly(less, evaluator, left)
     (light,) = evaluator.propose(adjusted.solution, epoch=0, version=2)
     light_s = process_time() - start
     start = process_time()

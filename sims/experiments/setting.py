@@ -22,7 +22,7 @@ from ...coordinator.planning.model.slo import scaled_slo
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
 from ...coordinator.routing import RoutingSettings
-from ..engine.values import EngineSettings
+from ..engine.values import SimEngineSettings
 from ..policies import SHARES
 from ..records import Trace
 from ..results.outcomes import ServiceOutcome, attainment
@@ -176,7 +176,7 @@ def outcome(
     *,
     rate: float | None = None,
     dispatch: str = SHARES,
-    engine: EngineSettings | None = None,
+    engine: SimEngineSettings | None = None,
 ) -> ServiceOutcome:
     """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All plans meet the same
     requests at the same seed and rate. `engine`: the same for all replicas, whatever the plan says of their steps."""
@@ -209,7 +209,7 @@ def highest_rate(
     scope: Scope,
     seed: int,
     dispatch: str = SHARES,
-    engine: EngineSettings | None = None,
+    engine: SimEngineSettings | None = None,
 ) -> float:
     """Requests per second at which TARGET of them still meet all deadlines, by halving around the planner's estimate;
     the lowest rate tried where even that is too much."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
-from ..engine.values import EngineSettings
+from ..engine.values import SimEngineSettings
 from ..policies import PLAN, SHARES
 from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
 
@@ -34,7 +34,7 @@ class System:
     name: str
     deployed: Deployed
     dispatch: str
-    engine: EngineSettings | None = None
+    engine: SimEngineSettings | None = None
 
 
 def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
@@ -42,7 +42,7 @@ def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
     colocated = most(replace(case, mixed_only=True), scope.steps)
     yield _system("ours", chosen(case, scope), scope)
     yield _system("HexGen-like", colocated, scope)
-    yield _system(WHOLE, colocated, scope, EngineSettings(max_batched_tokens=2048))
+    yield _system(WHOLE, colocated, scope, SimEngineSettings(max_batched_tokens=2048))
     in_house = replace(case, cluster=IN_HOUSE, gbps=None).problem()
     for name, solutions in (("DistServe-like", _split(in_house)), ("vLLM-like", _colocated(in_house))):
         every = [Deployed(in_house, solution) for solution in solutions]
@@ -62,17 +62,17 @@ def chosen(case: PlannedCase, scope: Scope) -> Deployed:
 
 
 @cache
-def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: EngineSettings | None = None) -> float:
+def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: SimEngineSettings | None = None) -> float:
     """The highest rate in trials: the mean of as many as are reported, because one alone cannot tell a few percent."""
     return fmean(highest_rate(deployed, scope, TRIALS + seed, dispatch, engine) for seed in scope.seeds)
 
 
-def best_dispatch(deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> str:
+def best_dispatch(deployed: Deployed, scope: Scope, engine: SimEngineSettings | None = None) -> str:
     """Whichever carries more in trials; the router by queues, which is the network's, where both carry as much."""
     return max((PLAN, SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
 
 
-def _system(name: str, deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> System:
+def _system(name: str, deployed: Deployed, scope: Scope, engine: SimEngineSettings | None = None) -> System:
     return System(name, deployed, best_dispatch(deployed, scope, engine), engine)
 
 

@@ -24,10 +24,10 @@ from ....kernels.codec import encode_into, wire_dtype
 from ....kernels.codecs import codec_named
 from ....kernels.format import GROUP_TOKENS, WINDOW_TOKENS, payload_bytes
 from ....kvtransport.errors import TransferError, TransferTimeout
-from ....kvtransport.link.lanes import EndState
 from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..protocol import Outlet, TransferReport

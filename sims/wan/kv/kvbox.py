@@ -21,11 +21,11 @@ import msgspec
 
 from ....kvtransport import KVFrame, TransferError
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import EndState
 from ....kvtransport.link.permits import RELAY_MAGIC
 from ....kvtransport.link.receive_link import IncomingTransfer, ReceiveLink
 from ....kvtransport.link.relay import Relay
 from ....kvtransport.link.send_link import OutgoingTransfer, SendLink
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hello, receive_burst, send_burst
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
@@ -87,11 +87,11 @@ class KVBox:
         """Carry out an order. Raises TransferError or OSError."""
         match order:
             case Listen(ticket):
-                self._endpoint.receiving(ticket)
+                self._endpoint.open_receiver(ticket)
             case Expect(link, transfers):
                 self._receive(link, transfers)
             case Connect(ticket, paths):
-                opened = self._endpoint.sending(ticket, paths)
+                opened = self._endpoint.open_sender(ticket, paths)
                 if not opened.wait_connected(sum(path.streams for path in paths), CONNECT_S):
                     why = opened.statistics().failures
                     raise TransferError(f"not all connections are up after {CONNECT_S:g} s: {why}")

@@ -15,7 +15,7 @@ from p2pserve.kernels.codecs import CODECS
 from p2pserve.kernels.format import Codec
 from p2pserve.kvtransport import Assembly, KVFrame
 from p2pserve.kvtransport.errors import FiguresError
-from p2pserve.kvtransport.link.reslice import ShardLayout, ShardRank, ShardTransfer, localise, reslice
+from p2pserve.kvtransport.routing.reslice import ShardLayout, ShardRank, ShardTransfer, localise, reslice
 
 TPS, HEADS, PPS = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4)
 CUTS = [(tp, pp) for tp in TPS for pp in PPS]
@@ -215,5 +215,5 @@ def test_the_numbers_arrive(codec: Codec, source: ShardLayout, target: ShardLayo
                 got = decoded(codec, frame)
                 for part, full in zip(got, whole[frame.layer], strict=True):
                     assert torch.equal(part, full[:, frame.head_first : frame.head_last])
-        assert assembly.done
+        assert assembly.is_done
         assembly.check_integrity()

@@ -105,7 +105,7 @@ def test_a_lost_box_leaves_its_requests_undone(planned: Path, capsys: pytest.Cap
         ([*CLUSTER, *SERVICE, "--slo", "fast"], "slo: 'fast' is neither like 5x nor like ttft=2"),
         ([*CLUSTER, *SERVICE, "--pin", "x=prefill"], "box 'x' of --pin or --exclude is not in the cluster: a100"),
         ([*CLUSTER, *SERVICE, "--pin", "a100=fast"], "pin: 'a100=fast' is not like BOX=prefill"),
-        ([*CLUSTER, *SERVICE, "--pin", "a100=prefill"], "nobody writes tokens"),
+        ([*CLUSTER, *SERVICE, "--pin", "a100=prefill"], "nobody decodes"),
         ([*CLUSTER, *SERVICE, "--pin", "a100=mixed", "--pin", "a100=decode"], "pinned to mixed and to decode"),
         ([*CLUSTER, *SERVICE, "--pin", "a100=mixed", "--exclude", "a100"], "box a100 is excluded as well"),
         ([*CLUSTER, *SERVICE, "--exclude", "a100"], "every box of the cluster is excluded"),
