@@ -16,6 +16,7 @@ from typing import final
 import trio
 
 from ..bootstrap import Address, Identity, PeerId, announced_address
+from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..coordinator import PlanError
@@ -25,15 +26,14 @@ from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from . import messages
 from .box import hardware
-from .box.emulation import emulated_hardware, parse_cards
 from .box.home import NodeError, leave_node, locked
-from .box.start_checks import require_engine, require_shared_memory
 from .coordination import Coordinator
+from .engine.backend import ServedModel
+from .engine.backends import find_backend
 from .joined import Joined, Say
 from .joining import Invitation, accept, new_network, tokens
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
-from .replica.hosting import ServedModel, inspect_model
 from .serving import Serving
 from .settings import BoxEngineSettings, NodeSettings
 
@@ -65,16 +65,11 @@ async def run_node(
     """
     # What the user may have mistyped is looked at before anything is made or taken.
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
-    found = hardware.probe()
-    if settings.engine.emulate is not None:
-        found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
-    elif settings.model is not None:
-        require_engine(found, os.environ)
+    backend = find_backend(settings.engine.backend)
+    found = backend.hardware(hardware.probe(), settings.engine)
     served: ServedModel | None = None
     if settings.model is not None:
-        served = await trio.to_thread.run_sync(inspect_model, settings.model, found, settings.engine)
-        if settings.engine.emulate is None:
-            require_shared_memory(found, served.share.tp)
+        served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
         await _join(settings, membership, found, served, say, stop, task_status)
@@ -93,6 +88,8 @@ async def _join(
     from ..bootstrap.streams.libp2p_host import Libp2pTransport  # 0.4 s and 80 MB that only a running node pays
 
     identity = Identity.load_or_create(settings.home)
+    book = AddressBook(settings.home, membership.network)
+    remembered = await trio.to_thread.run_sync(book.load)
     announce = announced_address(settings.announce, os.environ, settings.listen, default_route_address)
     relay = Relay()
     async with trio.open_nursery() as nursery:
@@ -106,15 +103,16 @@ async def _join(
             role=membership.role,
             announce=announce,
             bootstraps=membership.bootstraps,
+            remembered=remembered,
+            book=book,
             rng=random.Random(),
             clock=time.time,
         )
         async with network:
             node = Node(Joined(network, settings, say), found, served, port, relay, nursery)
             address = network.address
-            task_status.started(
-                Started(peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity))
-            )
+            handed_out = tokens(membership, address, identity, remembered)
+            task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out))
             await stop.wait()
             await node.drain()
             await network.leave()

@@ -9,7 +9,7 @@ import msgspec
 import trio
 
 from ..bootstrap import Address, PeerId, Role
-from ..bootstrap.members.membership import Member, MemberState
+from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from . import messages, methods
 from .links.link_knowledge import LinkKnowledge

@@ -12,10 +12,11 @@ from ..bootstrap import PeerId
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box.hardware import Hardware
+from .engine.backend import ServedModel
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
-from .replica.hosting import Host, ServedModel, describe_length, engine_config
+from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Connections, Gateway
 
 __all__ = ["Serving"]

@@ -33,6 +33,7 @@ class BoxLinkSettings:
 class BoxEngineSettings:
     """What the box's owner says of its engine; see `engine.protocol.EngineConfig` for what it costs."""
 
+    backend: str = "vllm"  # the engine: a name of `engine.backends`
     dtype: str = "auto"
     kv_cache_mib: int | None = None  # None: 256 on a CPU, what is free on a GPU
     max_batched_tokens: int | None = None  # None: by the device
@@ -42,7 +43,7 @@ class BoxEngineSettings:
     threads: int | None = None  # of a CPU engine; None: all cores but one
     tp: int | None = None  # GPUs that share each layer; None: all that can
     memory_gib: float | None = None  # for weights and KV; None: what the box has
-    emulate: str | None = None  # GPUs that are only modelled, like 4xA40; None: the box's own
+    emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
 
 
