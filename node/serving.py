@@ -52,16 +52,14 @@ class Serving:
             nursery=nursery,
             tuning=settings.tuning,
         )
-        log = settings.home / "engine.log"
         if (shortened := describe_length(served, settings.engine)) is not None:
             joined.say(shortened)
         self.host = Host(
             served,
-            engine_config(served, hardware, settings.engine, log),
+            engine_config(served, hardware, settings.engine, settings.home / "engine.log"),
             network=network,
             outlets=outlets,
             where=joined.address_of,
-            log=log,
             on_change=self._on_engine,
             settings=settings,
         )

@@ -88,7 +88,6 @@ class Host:
         network: Messenger,
         outlets: KvOutlets,
         where: Callable[[PeerId], Address | None],
-        log: Path,
         on_change: Callable[[messages.EngineAdvert], None],
         settings: NodeSettings,
     ) -> None:
@@ -105,7 +104,6 @@ class Host:
             worker=self.worker,
             stages=stages,
             fetch=self._fetch,
-            log=log,
             channel=settings.engine_channel,
             on_change=on_change,
             tuning=tuning,

@@ -46,7 +46,6 @@ class Supervisor:
         worker: Worker,
         stages: Stages,
         fetch: Fetch,
-        log: Path,
         channel: int | None,
         on_change: Callable[[EngineAdvert], None],
         tuning: NodeTuning = WAN,
@@ -56,7 +55,7 @@ class Supervisor:
         self._worker = worker
         self._stages = stages
         self._fetch = fetch
-        self._log = log
+        self._log = Path(config.log_file) if config.log_file is not None else None
         self._channel = channel
         self._on_change = on_change
         self._tuning = tuning
