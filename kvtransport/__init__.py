@@ -1,7 +1,8 @@
-"""KV caches on the move: links and tickets, the two ends of a transfer, relays, and what is known of the ways between.
+"""KV transport: links and tickets, both ends of a transfer, relays, path choice and link
+measurement.
 
-Nothing here imports torch, so the agent process, which never does, can issue tickets and choose paths.
-Payloads are opaque bytes; `kernels.codec` makes and reads them.
+Nothing here imports torch, so the agent process, which never does, can issue tickets and choose
+paths. Payloads are opaque bytes; `kernels.codec` makes and reads them.
 """
 
 from __future__ import annotations

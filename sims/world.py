@@ -25,7 +25,7 @@ from ..coordinator.routing import NoRoute
 from .deployment import NEVER, Assignment, Deployment, ReplicaHost, SimRequest, Split, check_plans
 from .engine.engine import Engine
 from .engine.sequence import Sequence as Work
-from .engine.values import EngineSettings, SignalKind, StepRecord
+from .engine.values import SignalKind, SimEngineSettings, StepRecord
 from .events import EventQueue, Scheduled
 from .kv_transfers import KVTransfer, KVTransfers
 from .network import FluidNetwork, link_capacities
@@ -369,11 +369,11 @@ class _World:
         self._hosts.append(host)
         return host
 
-    def _engine_settings(self, replica: Replica, model: ReplicaModel) -> EngineSettings:
+    def _engine_settings(self, replica: Replica, model: ReplicaModel) -> SimEngineSettings:
         """The settings of all engines, with the token budget that the plan gives this replica."""
         common = self._settings.engine
         if common is None:
-            return EngineSettings(max_batched_tokens=replica.step_tokens or model.max_batched_tokens)
+            return SimEngineSettings(max_batched_tokens=replica.step_tokens or model.max_batched_tokens)
         if not replica.step_tokens:
             return common
         return replace(common, max_batched_tokens=min(replica.step_tokens, common.max_batched_tokens))

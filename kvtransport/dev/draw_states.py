@@ -1,4 +1,5 @@
-"""The diagram of a transfer's states in the docs, drawn from the tables that the link's machines run on.
+"""The diagram of a transfer's states in the docs, drawn from the tables that the link's machines
+run on.
 
     python -m p2pserve.kvtransport.dev.draw_states [docs/kvtransport.md]
 

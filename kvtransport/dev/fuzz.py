@@ -2,11 +2,12 @@
 
     python -m p2pserve.kvtransport.dev.fuzz --inputs 1000000 --seed 1 [--format json]
 
-Two kinds of attacker. *On the path*: records of an honest session are flipped, cut, joined, replayed, reordered and
-strewn with noise before a channel reads them; what comes out must be what was sent, or nothing. *The peer itself*:
-heads under the right key, mutated by bit or by field, replayed, out of turn, or made up; a machine may refuse with a
-ProtocolError, and nothing else. After each session every invariant is checked: one end state for each transfer, sums
-that agree, memory within its bound. Only mutated inputs are counted; the honest ones that bring a session to an
+Two kinds of attacker. *On the path*: records of an honest session are flipped, cut, joined,
+replayed, reordered and strewn with noise before a channel reads them; what comes out must be what
+was sent, or nothing. *The peer itself*: heads under the right key, mutated by bit or by field,
+replayed, out of turn, or made up; a machine may refuse with a ProtocolError, and nothing else.
+After each session every invariant is checked: one end state for each transfer, sums that agree,
+memory within its bound. Only mutated inputs are counted; the honest ones that bring a session to an
 interesting state are counted apart.
 """
 
@@ -95,8 +96,8 @@ class FuzzReport:
 
 
 def fuzz(inputs: int, seed: int, progress: Callable[[int], None] | None = None) -> FuzzReport:
-    """Run until so many mutated inputs have been read. Any exception but a ProtocolError, and any broken invariant,
-    comes out as it is."""
+    """Run until so many mutated inputs have been read. Any exception but a ProtocolError, and any
+    broken invariant, comes out as it is."""
     rng = random.Random(seed)
     report = FuzzReport()
     began = time.monotonic()

@@ -19,11 +19,12 @@ _MAX_STREAMS = 64
 
 
 class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way from box to box: dial `(host, port)` for `streams` connections.
+    """How to dial one path from box to box: `(host, port)` for `streams` connections.
 
-    With a `relay` permit, host and port are the relay's. `label` names the path in statistics at both ends.
-    `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks it, its default stays.
-    `pace_bytes_s`: bytes per second that all its connections together may send, held by the kernel; 0: no limit.
+    With a `relay` permit, host and port are the relay's. `label` names the path in statistics at
+    both ends. `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks
+    it, its default stays. `pace_bytes_s`: bytes per second that all its connections together may
+    send, held by the kernel; 0: no limit.
     """
 
     host: str
@@ -73,7 +74,8 @@ class _DialSlot:
 
 
 class Dialler:
-    """Keeps one slot for each connection that should exist; a slot without one is dialled, with growing waits."""
+    """Keeps one slot for each connection that should exist; a slot without one is dialled, with
+    growing waits."""
 
     def __init__(self, settings: LinkSettings, rng: random.Random) -> None:
         self._settings = settings
@@ -103,7 +105,8 @@ class Dialler:
         return tuple(found)
 
     def set_paths(self, paths: list[DialPath] | tuple[DialPath, ...], now: float) -> None:
-        """From now on these. Connections that serve are kept; the others leave when one that is wanted is up."""
+        """From now on these. Connections that serve are kept; the others leave when one that is
+        wanted is up."""
         old, self._slots = self._slots, {}
         for path in paths:
             path = path.per_stream()

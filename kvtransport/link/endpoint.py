@@ -28,8 +28,8 @@ _MAX_EARLY = 256
 class Endpoint:
     """The links of a process, and the memory bound that those which send share.
 
-    A connection may come before its link is known here, while the engine is in a step: it is kept for
-    `settings.early_s`; beyond 256 of them the oldest goes.
+    A connection may come before its link is known here, while the engine is in a step: it is kept
+    for `settings.early_s`; beyond 256 of them the oldest goes.
     """
 
     def __init__(self, *, settings: LinkSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +50,7 @@ class Endpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
-    def sending(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> SendLink:
+    def open_sender(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> SendLink:
         """The sending end of a link, which dials `paths` in the background."""
         with self._lock:
             self._require_new(ticket)
@@ -59,7 +59,7 @@ class Endpoint:
         self._attach_early(link)
         return link
 
-    def receiving(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> ReceiveLink:
+    def open_receiver(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> ReceiveLink:
         """The receiving end of a link; `paths` only if it is this end that dials."""
         with self._lock:
             self._require_new(ticket)
@@ -75,7 +75,8 @@ class Endpoint:
             return self._links.get(link)
 
     def attach(self, hello: LinkHello, sock: socket.socket) -> None:
-        """An accepted connection, whose hello has been read, belongs to this process. Takes over the socket."""
+        """An accepted connection, whose hello has been read, belongs to this process. Takes over
+        the socket."""
         unwanted: list[socket.socket] = []
         with self._lock:
             unwanted += self._sweep()

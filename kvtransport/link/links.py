@@ -1,8 +1,10 @@
-"""The rim of a link that both ends share: sockets and threads around a `LinkMachine`, which decides everything.
+"""The rim of a link that both ends share: sockets and threads around a `LinkMachine`, which decides
+everything.
 
-One thread per connection dials or accepts it, shakes hands and then reads; the sending end adds one that writes.
-One thread per link keeps time and starts dials. `_lock` guards the machine and everything of the link but the
-sockets; nothing that can wait is done under it, and no caller's code is called.
+One thread per connection dials or accepts it, shakes hands and then reads; the sending end adds one
+that writes. One thread per link keeps time and starts dials. `_lock` guards the machine and
+everything of the link but the sockets; nothing that can wait is done under it, and no caller's code
+is called.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _SHORTEST_WAIT_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """What a link is doing. `failures`: label -> why its last dial failed, while it has not succeeded since."""
+    """What a link is doing. `failures`: label -> why its last dial failed, while it has not
+    succeeded since."""
 
     link: str
     ended: str | None
@@ -122,7 +125,8 @@ class ThreadedLink(ABC):
         return len(self._wires)
 
     def attach(self, sock: socket.socket, hello: LinkHello) -> None:
-        """Take over an accepted connection whose hello has been read. It joins the link once it has authenticated."""
+        """Take over an accepted connection whose hello has been read. It joins the link once it has
+        authenticated."""
         with self._lock:
             if self._closed or len(self._wires) + len(self._raw) >= self._machine.settings.max_connections:
                 sock.close()
@@ -131,8 +135,9 @@ class ThreadedLink(ABC):
             self._start(self._serve, "accept", sock, hello)
 
     def set_paths(self, paths: Sequence[DialPath]) -> None:
-        """Carry everything over these paths from now on, also what is under way: connections of other paths are
-        closed as soon as one of these is up, and what they had not confirmed is sent again."""
+        """Carry everything over these paths from now on, also what is under way: connections of
+        other paths are closed as soon as one of these is up, and what they had not confirmed is
+        sent again."""
         with self._lock:
             self._dialler.set_paths(list(paths), self._clock())
             self._timer.notify_all()
@@ -161,7 +166,8 @@ class ThreadedLink(ABC):
             )
 
     def close(self, reason: str = "") -> None:
-        """End the link: open transfers fail, the other side is told as far as it listens, every thread ends."""
+        """End the link: open transfers fail, the other side is told as far as it listens, every
+        thread ends."""
         with self._use_machine() as now:
             self._machine.close(reason)
             self._dialler.set_paths([], now)
@@ -277,7 +283,8 @@ class ThreadedLink(ABC):
         self._wind_up()
 
     def _wind_up(self) -> None:
-        """The link is over. Connections end by themselves when both sides have said goodbye, or are ended."""
+        """The link is over. Connections end by themselves when both sides have said goodbye, or are
+        ended."""
         with self._changed:
             for sock in self._raw:
                 hang_up(sock)
@@ -348,7 +355,8 @@ class ThreadedLink(ABC):
             return wire
 
     def _read(self, wire: LinkConnection) -> None:
-        """Read until the connection ends. Raises what ended it; what the peer may not say ends the link first."""
+        """Read until the connection ends. Raises what ended it; what the peer may not say ends the
+        link first."""
         sock, channel, machine = wire.sock, wire.channel, self._machine
         try:
             while True:
@@ -379,7 +387,8 @@ class ThreadedLink(ABC):
     def _leave(
         self, sock: socket.socket, wire: LinkConnection | None, attempt: DialAttempt | None, reason: str
     ) -> None:
-        """The connection is over: the machine is told first, then the number of its socket is given back."""
+        """The connection is over: the machine is told first, then the number of its socket is given
+        back."""
         hang_up(sock)
         with self._use_machine() as now:
             self._raw.discard(sock)

@@ -1,8 +1,9 @@
-"""What both ends of a link do alike: confirm, keep alive, measure, repeat what got lost, end what is overdue. Pure.
+"""What both ends of a link do alike: confirm, keep alive, measure, repeat what got lost, end what
+is overdue. Pure.
 
-`Connection` is the record of one authenticated connection. `LinkMachine` is the half of a link's end that does not
-depend on who sends KV; `sending` and `receiving` are the two others. Bytes never pass through here, and `now` is
-always a parameter.
+`Connection` is the record of one authenticated connection. `LinkMachine` is the half of a link's
+end that does not depend on who sends KV; `sending` and `receiving` are the two others. Bytes never
+pass through here, and `now` is always a parameter.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ T = TypeVar("T", bound=Transfer)
 
 @dataclass(frozen=True, slots=True)
 class ConnectionStatistics:
-    """One connection. `rate_bytes_s`: of KV confirmed in the last two seconds. `rtt_s`: None before the first pong."""
+    """One connection. `rate_bytes_s`: of KV confirmed in the last two seconds. `rtt_s`: None before
+    the first pong."""
 
     number: int
     label: str
@@ -52,7 +54,8 @@ class ConnectionStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PathStatistics:
-    """All connections of one path, dead ones included in `bytes_acknowledged`. `rtt_s`: the smallest recent one."""
+    """All connections of one path, dead ones included in `bytes_acknowledged`. `rtt_s`: the
+    smallest recent one."""
 
     label: str
     connections: int
@@ -64,8 +67,9 @@ class PathStatistics:
 
 @dataclass(slots=True, eq=False)
 class ControlRecord:
-    """A control signal on its way, said again if its connection dies or is late. `news` is made anew each time: what
-    the other end has to know now. `last` is how the transfer ended here, and kept until it is confirmed.
+    """A control signal in flight, said again if its connection dies or is late. `news` is made anew
+    each time: what the other end has to know now. `last` is how the transfer ended here, and kept
+    until it is confirmed.
     """
 
     kind: Literal["news", "last"]
@@ -74,7 +78,8 @@ class ControlRecord:
 
 
 class Connection:
-    """The record of one connection. `flight` holds what it has not confirmed: record, bytes, when it was sent."""
+    """The record of one connection. `flight` holds what it has not confirmed: record, bytes, when
+    it was sent."""
 
     def __init__(self, number: int, label: str, now: float) -> None:
         self.number = number
@@ -106,7 +111,8 @@ class Connection:
         self.sent += 1
 
     def confirm(self, ack: Ack, now: float) -> list[tuple[object, int]]:
-        """What the peer has newly dealt with, and its bytes. Raises KVProtocolError for what it cannot have."""
+        """What the peer has newly dealt with, and its bytes. Raises KVProtocolError for what it
+        cannot have."""
         if ack.records > self.sent:
             raise KVProtocolError(f"{ack.records} records confirmed of {self.sent} sent")
         done: list[tuple[object, int]] = []
@@ -141,7 +147,8 @@ class Connection:
         self.rtt_min = self.rtt if self.rtt_min is None else min(self.rtt_min, self.rtt)
 
     def is_ack_due(self, now: float) -> bool:
-        """Whether to say what has been dealt with: at once when it is much or the last for now, else soon."""
+        """Whether to say what has been dealt with: at once when it is much or the last for now,
+        else soon."""
         if self.handled == self.told:
             return self.bytes_in - self.bytes_told >= _ACK_BYTES and now - self.told_at >= _SAMPLE_S
         return True
@@ -184,12 +191,12 @@ class Connection:
 
 
 class LinkMachine(ABC, Generic[T]):
-    """One end of a link. Feed it connections, signals and time; `next_signal` gives each connection what to send,
-    `take_events` what else there is to do. A KVProtocolError that a call raises is the peer's fault: hand it to
-    `end_for_violation`.
+    """One end of a link. Feed it connections, signals and time; `next_signal` gives each connection
+    what to send, `take_events` what else there is to do. A KVProtocolError that a call raises is
+    the peer's fault: hand it to `end_for_violation`.
 
-    An end adds four things: what a signal means to it, what it has to tell about a transfer, how it says that it
-    gives one up, and what an ended transfer still holds.
+    An end adds four things: what a signal means to it, what it has to tell about a transfer, how it
+    says that it gives one up, and what an ended transfer still holds.
     """
 
     def __init__(self, settings: LinkSettings, lease_s: float, now: float) -> None:
@@ -219,7 +226,8 @@ class LinkMachine(ABC, Generic[T]):
         return self._next_number
 
     def remove_connection(self, number: int, now: float) -> None:
-        """A connection is gone. What it had not confirmed goes to others. Unknown numbers are no matter."""
+        """A connection is gone. What it had not confirmed goes to others. Unknown numbers are no
+        matter."""
         connection = self.connections.pop(number, None)
         if connection is None:
             return
@@ -231,7 +239,8 @@ class LinkMachine(ABC, Generic[T]):
             self._return_unconfirmed(item)
 
     def retire(self, number: int, reason: str, now: float) -> None:
-        """Take a connection out of use: it is closed and what it had not confirmed goes to the others."""
+        """Take a connection out of use: it is closed and what it had not confirmed goes to the
+        others."""
         if number in self.connections:
             self._events.append(CloseConnection(number, reason))
             self.remove_connection(number, now)
@@ -386,7 +395,8 @@ class LinkMachine(ABC, Generic[T]):
     # ---- for both ends --------------------------------------------------------------------------------------
 
     def _begin(self, transfer: T) -> EarlyNews:
-        """Know a transfer from now on. What the peer has said of it already is returned; a refusal has ended it."""
+        """Know a transfer from now on. What the peer has said of it already is returned; a refusal
+        has ended it."""
         if self.ended is not None:
             raise TransferError(f"the link is over: {self.ended}")
         news = self.transfers.add(transfer)
@@ -443,7 +453,8 @@ class LinkMachine(ABC, Generic[T]):
             self._say(item.kind, item.transfer)
 
     def _is_prompt(self, connection: Connection, now: float) -> bool:
-        """Whether a connection may carry a control signal: not when it is late while another is not."""
+        """Whether a connection may carry a control signal: not when it is late while another is
+        not."""
         late = now - self.settings.hedge_s
         if not connection.flight or connection.flight[0][2] > late:
             return True

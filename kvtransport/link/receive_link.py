@@ -1,4 +1,5 @@
-"""The receiving end of a link, for the threads of an engine process. Everything it decides is in `receiving`."""
+"""The receiving end of a link, for the threads of an engine process. Everything it decides is in
+`receiving`."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class _BufferPool:
 
 
 class IncomingTransfer:
-    """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends exactly once."""
+    """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends
+    exactly once."""
 
     def __init__(self, link: ReceiveLink, ticket: TransferTicket, on_ready: Callable[[], None] | None) -> None:
         self.ticket = ticket
@@ -82,23 +84,26 @@ class IncomingTransfer:
         return self._complete
 
     def grant(self, window_bytes: int | None = None, first: int = 0) -> None:
-        """There is a place for the KV: so many bytes may be here that have not been taken and used. Nothing comes
-        before the first grant, which also says that the positions before `first` are here already. None: as many as the
-        link's settings say."""
+        """There is a place for the KV: so many bytes may be here that have not been taken and used.
+        Nothing comes before the first grant, which also says that the positions before `first` are
+        here already. None: as many as the link's settings say."""
         self._link.grant(self, window_bytes, first)
 
     def __iter__(self) -> Iterator[KVFrame]:
-        """Every frame as it becomes whole, in any order. A payload is good until the next frame is asked for.
+        """Every frame as it becomes whole, in any order. A payload is good until the next frame is
+        asked for.
 
-        Ends when the sender's last frame has been taken; raises TransferError when the transfer fails.
+        Ends when the sender's last frame has been taken; raises TransferError when the transfer
+        fails.
         """
         while (frame := self.take()) is not None:
             yield frame[1]
-            self.consumed(frame[0])
+            self.consume(frame[0])
 
     def take(self, timeout: float | None = None) -> tuple[int, KVFrame] | None:
-        """The next whole frame with its number, None after the last; `consumed` must follow when its payload is no
-        longer looked at. Raises TransferTimeout after `timeout`, TransferError when the transfer has failed.
+        """The next whole frame with its number, None after the last; `consume` must follow when its
+        payload is no longer looked at. Raises TransferTimeout after `timeout`, TransferError when
+        the transfer has failed.
         """
         try:
             ready = self._ready.get(timeout=timeout)
@@ -111,7 +116,7 @@ class IncomingTransfer:
             raise TransferAborted(self._state.reason)
         return None
 
-    def consumed(self, frame: int) -> None:
+    def consume(self, frame: int) -> None:
         """The payload of a frame is no longer looked at: the sender may send as much more."""
         self._link.consume(self, frame)
 
@@ -125,7 +130,8 @@ class IncomingTransfer:
             raise TransferAborted(self._state.reason)
 
     def abort(self, reason: str) -> None:
-        """No more is wanted; the sender is told why. Never raises; an ended transfer stays as it is."""
+        """No more is wanted; the sender is told why. Never raises; an ended transfer stays as it
+        is."""
         self._link.abort(self, reason)
 
     def wait(self, timeout: float | None = None) -> EndState:
@@ -154,7 +160,8 @@ class IncomingTransfer:
 
 
 class ReceiveLink(ThreadedLink):
-    """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial itself."""
+    """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial
+    itself."""
 
     _role = LinkRole.RECEIVER
 
@@ -174,8 +181,8 @@ class ReceiveLink(ThreadedLink):
         super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
 
     def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
-        """A transfer will come. `on_ready` is called by a thread of the link, that must not be held up, whenever a
-        frame has become whole or the transfer has ended.
+        """A transfer will come. `on_ready` is called by a thread of the link, that must not be held
+        up, whenever a frame has become whole or the transfer has ended.
 
         Raises TransferError if the link is over or the ticket is of another link.
         """
@@ -295,11 +302,12 @@ class ReceiveLink(ThreadedLink):
             self._pump(wire)
 
     def _before_read(self, wire: LinkConnection) -> None:
-        """Confirm what has come: not each chunk while they come fast, but at once when no more does."""
+        """Confirm what has come: not each chunk while they come fast, but at once when no more
+        does."""
         connection = self._receiver.connections.get(wire.number)
         if connection is None:
             return
-        # On a long way the kernel opens the window only as bytes are taken out: waiting for more would starve it.
+        # On a long path the kernel opens the window only as bytes are taken out: waiting for more would starve it.
         if wire.near:
             self._mark(wire)
         news, settings = connection.handled - connection.told, self._receiver.settings
@@ -315,8 +323,9 @@ class ReceiveLink(ThreadedLink):
             wire.poll.poll()
 
     def _mark(self, wire: LinkConnection) -> None:
-        """Let the kernel wake this thread when it is worth it. Each waking costs both sides more than the reading:
-        while chunks come fast it sleeps until one is whole, else the sender is to hear of every 128 KiB."""
+        """Let the kernel wake this thread when it is worth it. Each waking costs both sides more
+        than the reading: while chunks come fast it sleeps until one is whole, else the sender is to
+        hear of every 128 KiB."""
         now = self._clock()
         enough = max(wire.channel.missing, 1)
         if now - wire.read_at > _FAST_S:
@@ -327,7 +336,8 @@ class ReceiveLink(ThreadedLink):
             wire.wakes_at = enough
 
     def _pump(self, wire: LinkConnection) -> None:
-        """Send what there is. It is little, and goes without waiting: a sender that lets this pile up is gone."""
+        """Send what there is. It is little, and goes without waiting: a sender that lets this pile
+        up is gone."""
         with wire.sending:
             with self._lock:
                 if wire.dead:

@@ -1,15 +1,16 @@
-"""The receiving end of a link: which transfers are expected, where each chunk belongs, and how much may come. Pure.
+"""The receiving end of a link: which transfers are expected, where each chunk belongs, and how much
+may come. Pure.
 
     chunk head --place_chunk--> where to decrypt --finish_chunk--> [frame whole: FrameReady] --consume--> credit
                   None: seen before, or of a transfer that is over: `skip_chunk`
 
-*Credit.* A transfer may send nothing until `grant` gives it a window: the bytes that may have arrived and not been
-consumed. The limit told to the sender is `consumed + window`, and only grows. A frame larger than the window widens
-it, else it could never arrive.
+*Credit.* A transfer may send nothing until `grant` gives it a window: the bytes that may have
+arrived and not been consumed. The limit told to the sender is `consumed + window`, and only grows.
+A frame larger than the window widens it, else it could never arrive.
 
-*Bounds.* What a peer can make this end hold, whatever it says under its own key: for each expected transfer its
-window and two frames, and one record for each frame that the charge has paid for; 1024 transfers that nobody expects
-yet; 64 labels.
+*Bounds.* What a peer can make this end hold, whatever it says under its own key: for each expected
+transfer its window and two frames, and one record for each frame that the charge has paid for; 1024
+transfers that nobody expects yet; 64 labels.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _IncomingFrame:
 
 @dataclass(slots=True)
 class ChunkPlacement:
-    """Where a chunk is to be decrypted. Exactly one of `finish_chunk` and `reject_chunk` must follow."""
+    """Where a chunk is to be decrypted. Exactly one of `finish_chunk` and `reject_chunk` must
+    follow."""
 
     transfer: bytes
     into: memoryview
@@ -116,12 +118,14 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
     # ---- transfers ------------------------------------------------------------------------------------------
 
     def expect(self, transfer: bytes, deadline: float, now: float) -> None:
-        """A transfer will come, and must have ended by `deadline`. Raises TransferError if the link is over."""
+        """A transfer will come, and must have ended by `deadline`. Raises TransferError if the link
+        is over."""
         self._begin(_ReceivingTransfer(transfer, deadline, now))
 
     def grant(self, transfer: bytes, window_bytes: int, first: int = 0) -> None:
-        """Let the transfer have so many bytes here that are not consumed yet; may be raised, not lowered. The first
-        grant also says that the positions before `first` are not wanted; some may have been cut into frames by then."""
+        """Let the transfer have so many bytes here that are not consumed yet; may be raised, not
+        lowered. The first grant also says that the positions before `first` are not wanted; some
+        may have been cut into frames by then."""
         if window_bytes < MIN_WINDOW_BYTES:
             raise ValueError(f"a window of {window_bytes} bytes; at least {MIN_WINDOW_BYTES}, a chunk, must fit")
         incoming = self.transfers.get_open(transfer)
@@ -133,7 +137,8 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
             self._update_limit(incoming)
 
     def consume(self, transfer: bytes, frame: int) -> memoryview | None:
-        """The payload of a frame from `FrameReady` is no longer looked at. Returns its memory, to be used again."""
+        """The payload of a frame from `FrameReady` is no longer looked at. Returns its memory, to
+        be used again."""
         incoming = self.transfers.get(transfer)
         done = None if incoming is None else incoming.waiting.pop(frame, None)
         if incoming is not None and done is not None:
@@ -142,8 +147,8 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
         return None if done is None else done.buffer
 
     def acknowledge(self, transfer: bytes) -> None:
-        """Everything has been taken over: the transfer is delivered, and the sender is told. Raises KVProtocolError
-        before everything has arrived."""
+        """Everything has been taken over: the transfer is delivered, and the sender is told. Raises
+        KVProtocolError before everything has arrived."""
         incoming = self.transfers.get_open(transfer)
         if incoming is not None:
             self._end_transfer(incoming, TransferEvent.ACKNOWLEDGED)
@@ -191,7 +196,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
             return None
         frame = incoming.coming.get(chunk.frame) or self._start_frame(incoming, chunk)
         if (frame.total, frame.grid, frame.header) != (chunk.total, chunk.grid, chunk.header):
-            raise KVProtocolError(f"frame {chunk.frame} is described in two ways")
+            raise KVProtocolError(f"frame {chunk.frame} is described twice, differently")
         slot = chunk.offset >> chunk.grid
         if frame.states[slot] != _EMPTY:
             incoming.repeated += chunk.length
@@ -222,12 +227,13 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
             self._finish_frame(incoming, frame)
 
     def reject_chunk(self, placement: ChunkPlacement) -> None:
-        """A chunk did not open: its place is empty again. Its connection is to be given up, so it comes once more."""
+        """A chunk did not open: its place is empty again. Its connection is to be given up, so it
+        comes once more."""
         frame = placement.target
         frame.states[placement.slot] = _EMPTY
         if frame.damaged:
             # A second copy came while this one was being opened, and has been confirmed and dropped.
-            self.abort(placement.transfer, f"frame {frame.index} was damaged on its way, twice")
+            self.abort(placement.transfer, f"frame {frame.index} was damaged in flight, twice")
 
     def skip_chunk(self, number: int) -> None:
         """A chunk that `place` had no place for has been read."""
@@ -276,7 +282,8 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _start_frame(self, incoming: _ReceivingTransfer, chunk: Chunk) -> _IncomingFrame:
-        """The first chunk of a frame: everything that could be wrong with it, before memory is reserved."""
+        """The first chunk of a frame: everything that could be wrong with it, before memory is
+        reserved."""
         if incoming.end is not None and chunk.frame >= incoming.end.frames:
             raise KVProtocolError(f"frame {chunk.frame} of a transfer of {incoming.end.frames}")
         if chunk.frame - incoming.before >= MAX_FRAMES_AHEAD:
@@ -314,7 +321,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
         if not incoming.is_open:
             return
         if incoming.end is not None and incoming.end != end:
-            raise KVProtocolError("a transfer ends in two ways")
+            raise KVProtocolError("a transfer ends twice, differently")
         highest = max((*incoming.coming, *incoming.beyond, incoming.before - 1))
         if highest >= end.frames:
             raise KVProtocolError(f"the end of {end.frames} frames after frame {highest}")
@@ -328,8 +335,9 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
             self._events.append(TransferComplete(incoming.id, end.tokens, end.frames))
 
     def _update_limit(self, incoming: _ReceivingTransfer) -> None:
-        """Raise the limit. The sender is told by eighths of the window; and at once when nothing waits here whose
-        consumption would tell it later, and what it has left could be less than its next chunk needs."""
+        """Raise the limit. The sender is told by eighths of the window; and at once when nothing
+        waits here whose consumption would tell it later, and what it has left could be less than
+        its next chunk needs."""
         incoming.limit = max(incoming.limit, incoming.new_limit())
         news = incoming.limit - incoming.limit_told
         starves = not incoming.waiting and incoming.limit_told - incoming.started < MIN_WINDOW_BYTES

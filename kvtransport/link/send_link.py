@@ -1,4 +1,5 @@
-"""The sending end of a link, for the threads of an engine process. Everything it decides is in `sending`."""
+"""The sending end of a link, for the threads of an engine process. Everything it decides is in
+`sending`."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class OutgoingTransfer:
         return self._first
 
     def wait_for_credit(self, timeout: float) -> int:
-        """The first position that the receiver wants, once it has a place for the KV: before that nothing is sent.
+        """The first position that the receiver wants, once it has a place for the KV: before that
+        nothing is sent.
 
         Raises TransferTimeout after `timeout` seconds, TransferError once the transfer has failed.
         """
@@ -75,11 +77,12 @@ class OutgoingTransfer:
         return self._first
 
     def send(self, frame: KVFrame, *, release: Callable[[], None] | None = None, timeout: float | None = None) -> None:
-        """Queue a frame. Its payload must not change until `release` is called, by a thread of the link: when the
-        receiver has it, or when the transfer ends.
+        """Queue a frame. Its payload must not change until `release` is called, by a thread of the
+        link: when the receiver has it, or when the transfer ends.
 
-        Without `timeout` this never waits: when too much is held already, the transfer is aborted. With one it waits
-        so long for room. Raises TransferError once the transfer has failed; the frame is then released.
+        Without `timeout` this never waits: when too much is held already, the transfer is aborted.
+        With one it waits so long for room. Raises TransferError once the transfer has failed; the
+        frame is then released.
         """
         self._link.push(self, frame, release, timeout)
 
@@ -145,7 +148,8 @@ class SendLink(ThreadedLink):
         super().__init__(ticket, self._sender, paths, clock=clock, rng=rng)
 
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
-        """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that must not be held up.
+        """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that
+        must not be held up.
 
         Raises TransferError if the link is over or the ticket is of another link.
         """
@@ -234,7 +238,8 @@ class SendLink(ThreadedLink):
                 later.append(outgoing._end(event.state, last, now))  # noqa: SLF001 (the other half of this class)
 
     def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
-        """Not while a connection reads it: its owner will write something else there, which is not for this peer."""
+        """Not while a connection reads it: its owner will write something else there, which is not
+        for this peer."""
         if self._sealing:
             self._unsealed.append((self._picked, release))
         else:

@@ -1,16 +1,20 @@
-"""The sending end of a link: transfers, their frames cut into chunks, and which connection takes which. Pure.
+"""The sending end of a link: transfers, their frames cut into chunks, and which connection takes
+which. Pure.
 
     push(frame) --> queue of its transfer --DRR over transfers--> next_signal --> in flight --Ack--> released
                         ^ resend <-------- the connection died, was retired, or is overtaken
 
-*Work stealing.* Nothing is assigned to a connection before it asks: whichever has room takes the next chunk, so fast
-and slow connections, and two paths, share a transfer in proportion to what they carry.
+*Work stealing.* Nothing is assigned to a connection before it asks: whichever has room takes the
+next chunk, so fast and slow connections, and two paths, share a transfer in proportion to what they
+carry.
 
-*Fairness.* Deficit round robin over the transfers that have something to send and credit for it: each gets the same
-bytes per round, whatever the size of its frames, and one that comes late sends on its first turn.
+*Fairness.* Deficit round robin over the transfers that have something to send and credit for it:
+each gets the same bytes per round, whatever the size of its frames, and one that comes late sends
+on its first turn.
 
-*Credit.* A chunk goes only when the receiver's limit covers all of it. The charge of a transfer is its payload bytes
-plus `FRAME_CHARGE` for each frame, counted in the order of its frames; a resent chunk is not charged again.
+*Credit.* A chunk goes only when the receiver's limit covers all of it. The charge of a transfer is
+its payload bytes plus `FRAME_CHARGE` for each frame, counted in the order of its frames; a resent
+chunk is not charged again.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ FRAME_CHARGE = 1024
 """What a frame costs of the credit besides its payload: the receiver keeps a record of each."""
 
 MAX_FRAMES_AHEAD = 1 << 16
-"""How far the newest frame on the way may be ahead of the oldest unconfirmed one."""
+"""How far the newest frame in flight may be ahead of the oldest unconfirmed one."""
 
 
 class _OutgoingFrame:
@@ -137,7 +141,8 @@ class _SendingTransfer(Transfer):
 
 
 class SendMachine(LinkMachine[_SendingTransfer]):
-    """See the module's text. Every call on an unknown or ended transfer is harmless, except `open` of a known one."""
+    """See the module's text. Every call on an unknown or ended transfer is harmless, except `open`
+    of a known one."""
 
     def __init__(self, settings: LinkSettings, lease_s: float, now: float) -> None:
         super().__init__(settings, lease_s, now)
@@ -148,14 +153,16 @@ class SendMachine(LinkMachine[_SendingTransfer]):
     # ---- transfers ------------------------------------------------------------------------------------------
 
     def open(self, transfer: bytes, deadline: float, now: float) -> None:
-        """Begin a transfer that must have ended by `deadline`. Raises TransferError if the link is over."""
+        """Begin a transfer that must have ended by `deadline`. Raises TransferError if the link is
+        over."""
         sending = _SendingTransfer(transfer, deadline, now)
         news = self._begin(sending)
         if news.credit and sending.is_open:
             self._grant(sending, news.credit, news.first)
 
     def push(self, transfer: bytes, frame: KVFrame, now: float, release: Callable[[], None] | None = None) -> bool:
-        """Queue a frame, whose payload must not change until it is released: at its confirmation or the transfer's end.
+        """Queue a frame, whose payload must not change until it is released: at its confirmation or
+        the transfer's end.
 
         False if it was not taken: the transfer has ended.
         """
@@ -212,7 +219,8 @@ class SendMachine(LinkMachine[_SendingTransfer]):
         return bool(self._ring) or self.has_control
 
     def check_integrity(self) -> None:
-        """Bytes held are those of frames held; nothing is held by what has ended; the ring holds what may send."""
+        """Bytes held are those of frames held; nothing is held by what has ended; the ring holds
+        what may send."""
         held = sum(source.total for transfer in self.transfers.list_known() for source in transfer.held.values())
         if held != self.bytes_held:
             raise AssertionError(f"{self.bytes_held} bytes counted as held, {held} are")
@@ -265,7 +273,8 @@ class SendMachine(LinkMachine[_SendingTransfer]):
         return None
 
     def _overtake(self, connection: Connection, now: float) -> OutgoingChunk | None:
-        """The chunk that another connection has had longest, if that is too long and this one is idle."""
+        """The chunk that another connection has had longest, if that is too long and this one is
+        idle."""
         late = now - self.settings.hedge_s
         best: tuple[float, OutgoingChunk] | None = None
         for other in self.connections.values():
@@ -390,8 +399,8 @@ class SendMachine(LinkMachine[_SendingTransfer]):
             source.release = None
 
     def _queue(self, transfer: _SendingTransfer, now: float | None = None) -> None:
-        """Put a transfer in the ring if it could send. With `now` it is noted since when it waits for more credit; the
-        first credit says that the receiver is there.
+        """Put a transfer in the ring if it could send. With `now` it is noted since when it waits
+        for more credit; the first credit says that the receiver is there.
         """
         if not transfer.in_ring and transfer.measure_next(self.settings.chunk_bytes):
             transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes  # to send on its first turn
@@ -400,8 +409,8 @@ class SendMachine(LinkMachine[_SendingTransfer]):
             transfer.blocked_since = now if transfer.blocked_since is None else transfer.blocked_since
 
     def _complete_if_cut(self, transfer: _SendingTransfer) -> None:
-        """End goes once everything has been cut, and not before the receiver has been heard of: it has to know the
-        transfer by then."""
+        """End goes once everything has been cut, and not before the receiver has been heard of: it
+        has to know the transfer by then."""
         if transfer.status is TransferStatus.MOVING and transfer.tokens is not None and not transfer.uncut:
             self.transfers.apply(transfer, TransferEvent.COMPLETED)
             self._say("news", transfer.id)

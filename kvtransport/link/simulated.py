@@ -1,5 +1,5 @@
-"""Both ends of a link, their machines and channels, over connections that exist only in virtual time: what protocol
-tests, schedules and the fuzzer run on. No socket, no clock, no thread.
+"""Both ends of a link, their machines and channels, over connections that exist only in virtual
+time: what protocol tests, schedules and the fuzzer run on. No socket, no clock, no thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _STEP_S = 0.001
 
 @dataclass(slots=True)
 class SimulatedWire:
-    """One connection: `rate` bytes per second each way, `delay` seconds one way. While `stalled` nothing moves."""
+    """One connection: `rate` bytes per second in each direction, `delay` seconds one direction.
+    While `stalled` nothing moves."""
 
     label: str
     rate: float
@@ -39,7 +40,8 @@ class SimulatedWire:
 
 
 class SimulatedLink:
-    """A `SendMachine` and a `ReceiveMachine`. `run` moves time on; what comes out is collected by transfer."""
+    """A `SendMachine` and a `ReceiveMachine`. `run` moves time on; what comes out is collected by
+    transfer."""
 
     def __init__(self, seed: int = 0, settings: LinkSettings | None = None, lease_s: float = 60.0) -> None:
         self.random = random.Random(seed)
@@ -78,7 +80,7 @@ class SimulatedLink:
         return wire
 
     def kill(self, wire: SimulatedWire) -> None:
-        """The connection breaks; both ends notice at once, and what was on its way is gone."""
+        """The connection breaks; both ends notice at once, and what was in flight is gone."""
         if wire.alive:
             wire.alive = False
             self.wires.remove(wire)
@@ -123,7 +125,8 @@ class SimulatedLink:
                 self._handle(role, event)
 
     def check(self) -> None:
-        """Invariants of both machines, and of what came out: one end for each transfer, frames as they were sent."""
+        """Invariants of both machines, and of what came out: one end for each transfer, frames as
+        they were sent."""
         self.sender.check_integrity()
         self.receiver.check_integrity()
         for key, states in self.ends.items():
@@ -163,7 +166,8 @@ class SimulatedLink:
                     self.kill(wire)
 
     def _transmit(self, wire: SimulatedWire, role: LinkRole) -> None:
-        """Seal as many records as the rate of the connection allows in one step, at least one when it is idle."""
+        """Seal as many records as the rate of the connection allows in one step, at least one when
+        it is idle."""
         wire.allowance[role] = min(wire.allowance[role] + wire.rate * _STEP_S, max(wire.rate * _STEP_S, 1.0))
         machine, channel = self.machine(role), wire.channels[role]
         while wire.allowance[role] > 0:
@@ -181,16 +185,16 @@ class SimulatedLink:
         while wire.alive and wire.flying[role] and wire.flying[role][0][0] <= self.now:
             data = memoryview(wire.flying[role].popleft()[1])
             while data and wire.alive:
-                piece = data[: self.random.randint(1, 8192)]
-                piece = piece[: len(wire.channels[there].space())]
-                data = data[len(piece) :]
-                self._arrive(wire, there, piece)
+                data_read = data[: self.random.randint(1, 8192)]
+                data_read = data_read[: len(wire.channels[there].space())]
+                data = data[len(data_read) :]
+                self._arrive(wire, there, data_read)
 
-    def _arrive(self, wire: SimulatedWire, role: LinkRole, piece: memoryview) -> None:
+    def _arrive(self, wire: SimulatedWire, role: LinkRole, data_read: memoryview) -> None:
         channel, machine = wire.channels[role], self.machine(role)
-        wire.channels[role].space()[: len(piece)] = piece
-        channel.received(len(piece))
-        machine.note_heard(wire.numbers[role], len(piece), self.now)
+        wire.channels[role].space()[: len(data_read)] = data_read
+        channel.received(len(data_read))
+        machine.note_heard(wire.numbers[role], len(data_read), self.now)
         try:
             while (signal := channel.next_signal()) is not None:
                 self._signal(wire, role, signal)

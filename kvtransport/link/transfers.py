@@ -1,4 +1,5 @@
-"""The life of a KV transfer as a table, and the record of transfers that each end of a link keeps. Pure.
+"""The life of a KV transfer as a table, and the record of transfers that each end of a link keeps.
+Pure.
 
 Both ends go through the same statuses on the same events; what makes an event happen differs, see
 `MEANINGS`. A pair that `TRANSITIONS` lacks cannot happen: it is refused as a protocol error.
@@ -81,7 +82,7 @@ TRANSITIONS: Mapping[tuple[TransferStatus, TransferEvent], TransferStatus] = Map
     {
         (TransferStatus.WAITING, TransferEvent.GRANTED): TransferStatus.MOVING,
         (TransferStatus.MOVING, TransferEvent.GRANTED): TransferStatus.MOVING,
-        # The receiver goes on raising its limit while what it needs for it is on the way already.
+        # The receiver goes on raising its limit while the last chunks are in flight.
         (TransferStatus.COMPLETE, TransferEvent.GRANTED): TransferStatus.COMPLETE,
         (TransferStatus.MOVING, TransferEvent.COMPLETED): TransferStatus.COMPLETE,
         (TransferStatus.COMPLETE, TransferEvent.ACKNOWLEDGED): TransferStatus.DELIVERED,
@@ -165,7 +166,8 @@ class TransferComplete:
 
 @dataclass(frozen=True, slots=True)
 class FrameReady:
-    """A frame has arrived whole. Its payload stays put until the machine is told that it has been consumed."""
+    """A frame has arrived whole. Its payload stays put until the machine is told that it has been
+    consumed."""
 
     transfer: bytes
     frame: int
@@ -175,7 +177,8 @@ class FrameReady:
 
 @dataclass(frozen=True, slots=True)
 class TransferGranted:
-    """The receiver has said for the first time that KV may come; it has the positions before `first` already."""
+    """The receiver has said for the first time that KV may come; it has the positions before
+    `first` already."""
 
     transfer: bytes
     first: int
@@ -198,7 +201,8 @@ class CloseConnection:
 
 @dataclass(frozen=True, slots=True)
 class LinkEnded:
-    """Nothing more happens on this link: close all its connections, once what is being sent has gone."""
+    """Nothing more happens on this link: close all its connections, once what is being sent has
+    gone."""
 
     reason: str
 
@@ -210,7 +214,8 @@ T = TypeVar("T", bound=Transfer)
 
 
 class TransferTable(Generic[T]):
-    """The transfers of one end: those it knows, the ids of those that are over, and early news of others."""
+    """The transfers of one end: those it knows, the ids of those that are over, and early news of
+    others."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, T] = {}

@@ -1,10 +1,10 @@
-"""Who sends which layers and heads to whom when two engines are cut differently: tensor parallel over heads, pipeline
-parallel over layers, each side in its own way.
+"""Who sends which layers and heads to whom when two engines are cut differently: tensor parallel
+over heads, pipeline parallel over layers, each side by its own cut.
 
-A rank holds a rectangle of (layers x heads). Every (layer, head) that a target rank holds comes to it exactly once,
-from exactly one source rank, in as few pieces as there are source rectangles in it. Where several source ranks hold
-the same heads (more ranks than heads), they share the work evenly. Frames carry absolute layers and heads, so nothing
-of this is on the wire.
+A rank holds a rectangle of (layers x heads). Every (layer, head) that a target rank holds comes to
+it exactly once, from exactly one source rank, in as few transfers as there are source rectangles in
+it. Where several source ranks hold the same heads (more ranks than heads), they share the work
+evenly. Frames carry absolute layers and heads, so nothing of this is on the wire.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class ShardRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a model's KV lies on the ranks of one engine: `stages` has the layers of each stage, `tp` its ranks.
+    """How a model's KV lies on the ranks of one engine: `stages` has the layers of each stage, `tp`
+    its ranks.
 
-    Up to one rank per head, a stage's `tp` divides `kv_heads` and each rank has its block of heads; beyond that,
-    `kv_heads` divides `tp` and neighbouring ranks hold the same head, as in vLLM.
+    Up to one rank per head, a stage's `tp` divides `kv_heads` and each rank has its block of heads;
+    beyond that, `kv_heads` divides `tp` and neighbouring ranks hold the same head, as in vLLM.
     """
 
     tp: tuple[int, ...]
@@ -110,7 +111,8 @@ class ShardTransfer:
 
 
 def reslice(source: ShardLayout, target: ShardLayout) -> tuple[ShardTransfer, ...]:
-    """Everything that must be sent, in the order of source rank, then first layer, then target rank."""
+    """Everything that must be sent, in the order of source rank, then first layer, then target
+    rank."""
     if (source.layers, source.kv_heads) != (target.layers, target.kv_heads):
         raise FiguresError(
             f"source has {source.layers} layers and {source.kv_heads} KV heads, target has {target.layers} and "
@@ -126,18 +128,19 @@ def reslice(source: ShardLayout, target: ShardLayout) -> tuple[ShardTransfer, ..
             heads = _overlap(held[1], target.heads_of(rank))
             if layers and heads:
                 wanted.append((held, ShardTransfer(ranks[0], rank, layers, heads)))
-    # The largest first, to whoever has least to send: as even as it gets with few pieces.
+    # The largest first, to whoever has least to send: as even as it gets with few transfers.
     load: Counter[ShardRank] = Counter()
-    pieces: list[ShardTransfer] = []
-    for held, piece in sorted(wanted, key=lambda item: (-item[1].size, item[1].target)):
+    transfers: list[ShardTransfer] = []
+    for held, transfer in sorted(wanted, key=lambda item: (-item[1].size, item[1].target)):
         sender = min(holders[held], key=lambda rank: (load[rank], rank))
-        load[sender] += piece.size
-        pieces.append(replace(piece, source=sender))
-    return tuple(sorted(pieces, key=lambda one: (one.source, one.layers.start, one.target, one.heads.start)))
+        load[sender] += transfer.size
+        transfers.append(replace(transfer, source=sender))
+    return tuple(sorted(transfers, key=lambda one: (one.source, one.layers.start, one.target, one.heads.start)))
 
 
 def localise(frame: KVFrame, heads: range) -> KVFrame:
-    """The frame with heads counted from the first one that the rank holds: `heads` of the whole model are its own."""
+    """The frame with heads counted from the first one that the rank holds: `heads` of the whole
+    model are its own."""
     if frame.head_first < heads.start or frame.head_last > heads.stop:
         raise FiguresError(f"{frame} has heads that this rank does not hold; it holds {heads.start}..{heads.stop - 1}")
     return replace(frame, head_first=frame.head_first - heads.start, head_last=frame.head_last - heads.start)

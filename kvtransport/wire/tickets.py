@@ -1,7 +1,7 @@
 """Tickets: permission and key for a link, and the name of a transfer on it.
 
-The side that receives KV issues them; they reach the other side over the authenticated control stream and nowhere
-else.
+The side that receives KV issues them; they reach the other side over the authenticated control
+stream and nowhere else.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _LEASE_MAX_S = 86_400.0
 
 
 class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Permission and key for a link: any number of connections between one sending and one receiving process.
+    """Permission and key for a link: any number of connections between one sending and one
+    receiving process.
 
-    Both processes hold the same ticket. Keys of connections are derived from `secret` with fresh nonces of both
-    ends (`channel`), so one ticket serves for every connection and redial. The link ends when it has carried no
-    transfer for `lease_s` seconds.
+    Both processes hold the same ticket. Keys of connections are derived from `secret` with fresh
+    nonces of both ends (`channel`), so one ticket serves for every connection and redial. The link
+    ends when it has carried no transfer for `lease_s` seconds.
     """
 
     link: bytes
@@ -60,7 +61,8 @@ class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names one transfer on a link: its id, what its frames are coded in, and the seconds it may take at each end."""
+    """Names one transfer on a link: its id, what its frames are coded in, and the seconds it may
+    take at each end."""
 
     transfer: bytes
     link: bytes
@@ -81,7 +83,8 @@ class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def issue_link(lease_s: float, random: Callable[[int], bytes]) -> LinkTicket:
-    """A fresh ticket for a link. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`, except in tests."""
+    """A fresh ticket for a link. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`,
+    except in tests."""
     return LinkTicket(link=random(LINK_ID_BYTES), secret=random(KEY_BYTES), lease_s=lease_s)
 
 

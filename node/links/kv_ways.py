@@ -214,7 +214,7 @@ class KvWays:
     def network(self, without: bytes = b"") -> NetworkView:
         """Everything known, and what flows from here now; `without` leaves one link's own flow out."""
         now = self._clock()
-        own = {peer: estimator.settled(now) for peer, estimator in self._estimators.items()}
+        own = {peer: estimator.stable_figures(now) for peer, estimator in self._estimators.items()}
         if self._known is None or own != self._own_links:
             self._own_links, self._known = own, self._known_with(own)
         flows = tuple(

@@ -89,7 +89,19 @@ NODE_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
 }
 
 
+def _check_tp(arguments: Namespace) -> None:
+    """Refuse more GPUs than this box has before it joins. Raises UsageError."""
+    if arguments.tp is None or arguments.tp == 1 or arguments.model is None or arguments.emulate is not None:
+        return
+    gpus = len(probe().gpus)
+    if not gpus:
+        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has none; leave --tp out")
+    if arguments.tp > gpus:
+        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
+
+
 def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettings:
+    _check_tp(arguments)
     listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
     return NodeSettings(
         home=home,
@@ -118,7 +130,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             max_requests=arguments.max_requests,
             max_model_len=arguments.max_model_len,
             async_scheduling=arguments.async_scheduling,
-            threads=arguments.threads,
+            threads=arguments.threads or 0,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,
             backend=arguments.engine,

@@ -36,7 +36,7 @@ from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.probing.figures import Source
 from ...node.engine.emulated.model import Cards, emulated_model, parse_cards
 from ...node.messages import Status
-from ...sims.engine.values import EngineSettings
+from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
 from ...sims.scenario import PlanChange, ServiceRun, SimSettings
 from ...sims.workloads import AZURE, azure, draw, workload_of
@@ -125,7 +125,7 @@ def simulated(
 ) -> Outcomes:
     """The same requests in the simulator, with engines and hand-over as nodes have them, and other plans when those
     had: a node holds the whole model, so that it goes on with its engine whatever its phase."""
-    engine = EngineSettings(
+    engine = SimEngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
     settings = SimSettings(engine=engine)

@@ -1,7 +1,7 @@
 """One replica's engine, iteration by iteration: continuous batching, chunked prefill, KV memory,
 preemption.
 
-    engine = Engine(times, EngineSettings(), kv_tokens=100_000)
+    engine = Engine(times, SimEngineSettings(), kv_tokens=100_000)
     engine.submit(sequence, now)
     while engine.wake_at < inf:
         signals = engine.advance(engine.wake_at)
@@ -31,10 +31,10 @@ from itertools import chain
 from math import ceil, inf, sqrt
 from typing import Final, NamedTuple, final
 
-from ...coordinator.costs.rounds import Chunk, round_s
+from ...coordinator.costs.rounds import PrefillChunk, round_s
 from ...coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
 from .sequence import DecodeBatch, Sequence
-from .values import EngineCounts, EngineSettings, EngineSignal, SignalKind, SimEngineError, StepRecord
+from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
 __all__ = ["Engine"]
 
@@ -65,7 +65,7 @@ class Engine:
     def __init__(
         self,
         times: StepTimes,
-        settings: EngineSettings,
+        settings: SimEngineSettings,
         *,
         kv_tokens: int,
         stages: int = 1,
@@ -453,7 +453,7 @@ class Engine:
         )
 
 
-def _chunk_of(chunks: list[_PromptChunk]) -> Chunk:
+def _chunk_of(chunks: list[_PromptChunk]) -> PrefillChunk:
     """The prefill work of one batch in a step."""
     tokens = sum(chunk.tokens for chunk in chunks)
-    return Chunk(tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks))
+    return PrefillChunk(tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks))

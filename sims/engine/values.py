@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .sequence import Sequence
 
-__all__ = ["EngineCounts", "EngineSettings", "EngineSignal", "SignalKind", "SimEngineError", "StepRecord"]
+__all__ = ["EngineCounts", "EngineSignal", "SignalKind", "SimEngineError", "SimEngineSettings", "StepRecord"]
 
 
 class SimEngineError(ValueError):
@@ -16,7 +16,7 @@ class SimEngineError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
+class SimEngineSettings:
     """vLLM's settings that matter here.
 
     `max_batched_tokens`: token budget of a step (vLLM's max_num_batched_tokens); more prefills

@@ -44,7 +44,8 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A result in figures; `kv_gb` and `traffic_usd` are of all KV that was sent from box to box."""
+    """A result in figures; `kv_gb` and `traffic_usd` are of all KV that was sent from box to
+    box."""
 
     services: tuple[Summary, ...]
     replicas: tuple[ReplicaRow, ...]
@@ -147,7 +148,8 @@ def _seconds(value: float) -> str:
 
 
 def request_columns(outcome: ServiceOutcome, result: SimResult) -> Mapping[str, Column]:
-    """A column for each field, in order of arrival: seconds from arrival, tokens, replicas; NaN or "" for nothing."""
+    """A column for each field, in order of arrival: seconds from arrival, tokens, replicas; NaN or
+    "" for nothing."""
     outcomes, trace = outcome.outcomes, outcome.outcomes.trace
     names = [replica.id for replica in result.replicas]
     return {

@@ -19,7 +19,7 @@ from .transfers import EmulatedTransfers
 
 __all__ = ["EmulatedProgram", "run_emulated_engine"]
 
-AWAIT_S = 0.05  # how often one looks at what is late while only KV is awaited
+AWAIT_S = 0.05  # between looks at deadlines while no step runs and KV is awaited
 SWITCH_S = 0.0005  # how long a thread that moves KV may keep a step waiting; Python's default is ten times as long
 
 ToLoop = protocol.ToEngine | KvEnded | KvSent
@@ -78,14 +78,14 @@ class EmulatedProgram:
                 came_at, message = letter
                 if isinstance(message, protocol.Stop):
                     return
-                engine.take(message, came_at)
+                engine.handle(message, came_at)
                 wait_s = 0.0
-            ends = engine.begin(time.monotonic())
+            ends = engine.begin_step(time.monotonic())
             computing = ends is not None
             if ends is not None:
                 time.sleep(max(0.0, ends - time.monotonic()))
-                engine.end(time.monotonic())
-            engine.look(time.monotonic())
+                engine.end_step(time.monotonic())
+            engine.check_deadlines(time.monotonic())
 
     def close(self) -> None:
         """No other process is in it."""

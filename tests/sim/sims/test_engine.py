@@ -8,15 +8,15 @@ import pytest
 
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import DecodeBatch, Sequence
-from p2pserve.sims.engine.values import EngineSettings, EngineSignal, SignalKind, SimEngineError, StepRecord
+from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 from p2pserve.sims.testing import LinearTimes
 
 TIMES = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)
-SMALL = EngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=4)
+SMALL = SimEngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=4)
 
 
 def engine_of(
-    times: LinearTimes = TIMES, settings: EngineSettings = SMALL, kv_tokens: int = 4000, stages: int = 1
+    times: LinearTimes = TIMES, settings: SimEngineSettings = SMALL, kv_tokens: int = 4000, stages: int = 1
 ) -> Engine:
     return Engine(times, settings, kv_tokens=kv_tokens, stages=stages)
 
@@ -100,7 +100,7 @@ def test_the_token_budget_leaves_prompts_what_decoding_does_not_take() -> None:
 
 
 def test_no_more_sequences_than_seats() -> None:
-    settings = EngineSettings(max_batched_tokens=100, max_sequences=2, block_tokens=4)
+    settings = SimEngineSettings(max_batched_tokens=100, max_sequences=2, block_tokens=4)
     engine = engine_of(LinearTimes(step=1.0), settings)
     news = run(engine, [(0.0, Sequence(key, 5, 3)) for key in range(4)])
     assert moments(news, SignalKind.DONE) == {0: 3.0, 1: 3.0, 2: 6.0, 3: 6.0}
@@ -135,7 +135,7 @@ def test_what_never_fits_is_refused() -> None:
     with pytest.raises(SimEngineError, match="less than a block"):
         engine_of(kv_tokens=3)
     with pytest.raises(SimEngineError, match="no token of a step would be left"):
-        EngineSettings(max_batched_tokens=64, max_sequences=64)
+        SimEngineSettings(max_batched_tokens=64, max_sequences=64)
 
 
 def test_a_prompt_that_is_handed_over_keeps_its_memory_until_it_is_released() -> None:
@@ -199,7 +199,7 @@ def test_room_is_made_for_kv_when_somebody_ends() -> None:
 
 def test_in_a_pipeline_prompts_follow_each_other() -> None:
     times = LinearTimes(step=4.0, interval_share=0.25)
-    engine = engine_of(times, EngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4), stages=4)
+    engine = engine_of(times, SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4), stages=4)
     news = run(engine, [(0.0, Sequence(key, 10, 1)) for key in range(3)])
     assert moments(news, SignalKind.DONE) == {0: 4.0, 1: 5.0, 2: 6.0}
     assert engine.counts.prefill_s == 3.0  # of the first stage
@@ -208,7 +208,7 @@ def test_in_a_pipeline_prompts_follow_each_other() -> None:
 def test_in_a_pipeline_each_batch_reads_within_its_own_budget() -> None:
     times = LinearTimes(token=0.4, request=1.0, interval_share=0.25)
     steps: list[StepRecord] = []
-    settings = EngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4)
+    settings = SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4)
     engine = Engine(times, settings, kv_tokens=4000, stages=4, record=steps.append)
     run(engine, [*((0.0, Sequence(key, 5, 9)) for key in range(4)), (9.0, Sequence(9, 27, 1))])
     (mixed,) = [step for step in steps if step.kind == "mixed"]
@@ -237,7 +237,7 @@ def test_waiting_as_theory_has_it() -> None:
     count, rho = 40_000, 0.7
     rng = np.random.default_rng(3)
     arrivals = np.cumsum(rng.exponential(1.0 / rho, count)).tolist()
-    settings = EngineSettings(max_batched_tokens=1000, max_sequences=1, block_tokens=1)
+    settings = SimEngineSettings(max_batched_tokens=1000, max_sequences=1, block_tokens=1)
     engine = Engine(LinearTimes(step=1.0), settings, kv_tokens=1000)
     news = run_fast(engine, [(at, Sequence(key, 1000, 1)) for key, at in enumerate(arrivals)])
     done = moments(news, SignalKind.DONE)
@@ -245,7 +245,7 @@ def test_waiting_as_theory_has_it() -> None:
     assert wait == pytest.approx(rho / (2 * (1 - rho)), rel=0.07)
     # the same load, but exponential service: prompts of one chunk with that many tokens
     tokens = np.maximum(1, np.rint(rng.exponential(1000.0, count))).astype(int)
-    settings = EngineSettings(max_batched_tokens=30_000, max_sequences=1, block_tokens=1)
+    settings = SimEngineSettings(max_batched_tokens=30_000, max_sequences=1, block_tokens=1)
     engine = Engine(LinearTimes(token=1e-3), settings, kv_tokens=30_000)
     news = run_fast(engine, [(at, Sequence(key, int(tokens[key]), 1)) for key, at in enumerate(arrivals)])
     done = moments(news, SignalKind.DONE)

@@ -215,5 +215,5 @@ def test_the_numbers_arrive(codec: Codec, source: ShardLayout, target: ShardLayo
                 got = decoded(codec, frame)
                 for part, full in zip(got, whole[frame.layer], strict=True):
                     assert torch.equal(part, full[:, frame.head_first : frame.head_last])
-        assert assembly.done
+        assert assembly.is_done
         assembly.check_integrity()

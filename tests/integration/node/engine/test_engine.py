@@ -791,7 +791,7 @@ async def read_kv(engine: Engine, prompt: tuple[int, ...]) -> dict[int, tuple[to
     def receive(way: Way, hello: bytes, connection: socket.socket) -> None:
         with Endpoint() as endpoint:
             endpoint.attach(parse_link_hello(hello), connection)
-            incoming = endpoint.receiving(way.link).expect(way.ticket)
+            incoming = endpoint.open_receiver(way.link).expect(way.ticket)
             incoming.grant()
             for frame in incoming:
                 parts.setdefault(frame.layer, {})[frame.start] = decode(

@@ -87,7 +87,7 @@ class Sender:
 @contextmanager
 def connected(hub: TransferHub) -> Iterator[Sender]:
     with listening(hub) as listener, Endpoint() as endpoint:
-        yield Sender(endpoint, endpoint.sending(LINK, [listener.path]), listener)
+        yield Sender(endpoint, endpoint.open_sender(LINK, [listener.path]), listener)
     hub._endpoint.close("the test is over")
 
 

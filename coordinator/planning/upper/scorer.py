@@ -1,4 +1,5 @@
-"""Counts and remembers evaluations: the budget, the best solution so far, and how it was come by."""
+"""Counts and remembers evaluations: the budget, the best solution so far, and how it was come
+by."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..model.problem import Score, Solution
-from .space import Space
+from .search_space import SearchSpace
 
-__all__ = ["Improvement", "Judge", "Progress", "boxes_per_replica", "never"]
+__all__ = ["Improvement", "Progress", "Scorer", "mean_boxes_per_replica", "never"]
 
 Progress = Callable[[int, int, float], None]
-"""Told after each evaluation: the steps that there were, those that there will be at most, the best objective."""
+"""Told after each evaluation: the steps that there were, those that there will be at most, the best
+objective."""
 
 
 def never() -> bool:
@@ -26,23 +28,24 @@ class Improvement(NamedTuple):
     objective: float
 
 
-def boxes_per_replica(solution: Solution) -> float:
+def mean_boxes_per_replica(solution: Solution) -> float:
     """Mean over GPUs: for each, how many boxes can take its replica with them."""
     gpus = sum(count for group in solution for _, count in group.slices)
     return sum(len(group.slices) * count for group in solution for _, count in group.slices) / gpus
 
 
-class Judge:
+class Scorer:
     """Scores solutions; equal up to an exchange of boxes that are alike, they are scored once.
 
-    A step is one evaluation that the memory did not have, or one promise, which takes about as long where groups are
-    new. Where they are not (`same_groups`), a promise is cheap and counts for nothing. The search goes on until `limit`
-    steps are done or `spent()` says that time is up; at least one solution is always scored.
+    A step is one evaluation that the memory did not have, or one promise, which takes about as long
+    where groups are new. Where they are not (`same_groups`), a promise is cheap and counts for
+    nothing. The search goes on until `limit` steps are done or `spent()` says that time is up; at
+    least one solution is always scored.
     """
 
     def __init__(
         self,
-        space: Space,
+        space: SearchSpace,
         *,
         limit: int,
         spent: Callable[[], bool] = never,
@@ -55,7 +58,7 @@ class Judge:
         self._same_groups = same_groups
         self._keys: dict[Solution, Solution] = {}
         self._memory: dict[Solution, Score] = {}
-        self._promises: dict[Solution, float] = {}
+        self._upper_bounds: dict[Solution, float] = {}
         self.limit = limit
         self.best: Solution = ()
         self.best_score = Score(float("-inf"), 0.0, 0.0)
@@ -64,9 +67,9 @@ class Judge:
     @property
     def steps(self) -> int:
         """So far."""
-        return len(self._memory) + (0 if self._same_groups else len(self._promises))
+        return len(self._memory) + (0 if self._same_groups else len(self._upper_bounds))
 
-    def over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the budget is used up."""
         return bool(self._memory) and (self.steps >= self.limit or self._spent())
 
@@ -87,34 +90,35 @@ class Judge:
                 self._progress(self.steps, self.limit, self.best_score.objective)
         return known
 
-    def promise(self, solution: Solution) -> float:
-        """About the most that a solution's objective can be; the objective itself where it is known."""
+    def upper_bound(self, solution: Solution) -> float:
+        """About the most that a solution's objective can be; the objective itself where it is
+        known."""
         key = self._key(solution)
         if key in self._memory:
             return self._memory[key].objective
-        if key not in self._promises:
-            self._promises[key] = self.space.evaluator.promise(key)
-        return self._promises[key]
+        if key not in self._upper_bounds:
+            self._upper_bounds[key] = self.space.evaluator.upper_bound(key)
+        return self._upper_bounds[key]
 
-    def leader(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
-        """The best of these that is above `floor`, most promising first: what promises less is not scored. None where
-        there is no such, or the budget ends before the first."""
-        promises = [(self.promise(one), one) for one in solutions if not self.over()]
+    def find_best_above(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
+        """The best of these that is above `floor`, most promising first: what promises less is not
+        scored. None where there is no such, or the budget ends before the first."""
+        upper_bounds = [(self.upper_bound(one), one) for one in solutions if not self.is_exhausted()]
         found: tuple[float, Solution] | None = None
-        for promise, solution in sorted(promises, key=lambda item: -item[0]):
-            if promise <= floor or self.over():
+        for upper_bound, solution in sorted(upper_bounds, key=lambda item: -item[0]):
+            if upper_bound <= floor or self.is_exhausted():
                 break
             objective = self.objective(solution)
             if objective > floor:
                 floor, found = objective, (objective, solution)
         return found
 
-    def sturdiest(self, floor: float, away: float) -> Solution:
-        """Of the solutions that were scored no lower than `floor`, the one with the best objective when each box is
-        away for that part of the time."""
+    def pick_most_robust(self, floor: float, away: float) -> Solution:
+        """Of the solutions that were scored no lower than `floor`, the one with the best objective
+        when each box is away for that part of the time."""
 
         def expected(solution: Solution) -> float:
-            return self._memory[solution].objective - away * boxes_per_replica(solution)
+            return self._memory[solution].objective - away * mean_boxes_per_replica(solution)
 
         return max((one for one, score in self._memory.items() if score.objective >= floor), key=expected)
 

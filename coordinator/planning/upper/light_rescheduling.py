@@ -1,8 +1,10 @@
-"""Lightweight rescheduling (ThunderServe section 3.4): after boxes are lost, links change or the workload shifts, only
-phases and routing change. No weights are loaded, so every replica keeps its GPUs and its stages.
+"""Lightweight rescheduling (ThunderServe section 3.4): after boxes are lost, links change or the
+workload shifts, only phases and routing change. No weights are loaded, so every replica keeps its
+GPUs and its stages.
 
-Flips are found by steepest ascent, one replica at a time and then two at once where one is not enough. A result that is
-not better by `MARGIN` is not adopted: the running solution stays, with its routing solved anew.
+Flips are found by steepest ascent, one replica at a time and then two at once where one is not
+enough. A result that is not better by `MARGIN` is not adopted: the running solution stays, with its
+routing solved anew.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from ..lower.parallel import Stages
 from ..model.cluster import Cluster
 from ..model.errors import NoPlan
 from ..model.problem import Evaluator, Group, Problem, Score, Slice, Solution
-from .judge import Judge, never
 from .moves import flips
-from .space import Space, solution_of
+from .scorer import Scorer, never
+from .search_space import SearchSpace, make_solution
 
-__all__ = ["MARGIN", "Adjustment", "Flip", "keeping", "reschedule", "surviving"]
+__all__ = ["MARGIN", "Adjustment", "Flip", "find_surviving_groups", "keep_loaded_stages", "reschedule_lightly"]
 
 MARGIN: Final = 0.005
-"""Of the objective: by how much flips must pay. They cost little, but requests in flight finish where they are."""
+"""Of the objective: by how much flips must pay. They cost little, but requests in flight finish
+where they are."""
 
 STEPS: Final = 15
 """Evaluations at most."""
@@ -40,7 +43,8 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
-    """`solution` with its `score`; `before`: the score of what was running, as things are now. No flips: it stays."""
+    """`solution` with its `score`; `before`: the score of what was running, as things are now. No
+    flips: it stays."""
 
     solution: Solution
     score: Score
@@ -48,12 +52,12 @@ class Adjustment:
     flips: tuple[Flip, ...]
 
 
-def surviving(running: Solution, old: Cluster, new: Cluster) -> Solution:
-    """What is left of a solution for `old` in `new`: the groups whose boxes are all still there, by id. Raises NoPlan
-    where that is none."""
+def find_surviving_groups(running: Solution, old: Cluster, new: Cluster) -> Solution:
+    """What is left of a solution for `old` in `new`: the groups whose boxes are all still there, by
+    id. Raises NoPlan where that is none."""
     place = {box.id: number for number, box in enumerate(new.boxes)}
     moved = {number: place[box.id] for number, box in enumerate(old.boxes) if box.id in place}
-    left = solution_of(
+    left = make_solution(
         group._replace(slices=tuple(sorted(Slice(moved[box], gpus) for box, gpus in group.slices)))
         for group in running
         if all(box in moved for box, _ in group.slices)
@@ -63,23 +67,23 @@ def surviving(running: Solution, old: Cluster, new: Cluster) -> Solution:
     return left
 
 
-def keeping(problem: Problem, running: Solution, old: LowerLevel) -> LowerLevel:
-    """An evaluator for `problem` that leaves every replica of `running` (a solution of the old evaluator's problem) in
-    the stages that it has there."""
+def keep_loaded_stages(problem: Problem, running: Solution, old: LowerLevel) -> LowerLevel:
+    """An evaluator for `problem` that leaves every replica of `running` (a solution of the old
+    evaluator's problem) in the stages that it has there."""
     ids = [box.id for box in old.problem.cluster.boxes]
     place = {box.id: number for number, box in enumerate(problem.cluster.boxes)}
     loaded: dict[tuple[Slice, ...], tuple[Stages, ...]] = {}
-    for slices, stages in old.loaded(running).items():
+    for slices, stages in old.stages_of(running).items():
         if all(ids[box] in place for box, _ in slices):
             moved = [Slice(place[ids[box]], gpus) for box, gpus in slices]
             order = {number: rank for rank, number in enumerate(sorted(range(len(moved)), key=moved.__getitem__))}
             loaded[tuple(sorted(moved))] = tuple(
                 tuple((order[part], tp, layers) for part, tp, layers in one) for one in stages
             )
-    return LowerLevel(problem, loaded, old.known(problem.services))
+    return LowerLevel(problem, loaded, old.copy_configurations(problem.services))
 
 
-def reschedule(
+def reschedule_lightly(
     problem: Problem,
     evaluator: Evaluator,
     running: Solution,
@@ -88,26 +92,27 @@ def reschedule(
     steps: int = STEPS,
     spent: Callable[[], bool] = never,
 ) -> Adjustment:
-    """The best phases found for the running replicas in so many evaluations, or until `spent()`; as they are unless
-    others gain `margin`. `evaluator`: one that keeps their stages (`keeping`)."""
-    space = Space.of(problem, evaluator)
-    judge = Judge(space, limit=steps, spent=spent, same_groups=True)
-    before = judge.score(running)
+    """The best phases found for the running replicas in so many evaluations, or until `spent()`; as
+    they are unless others gain `margin`. `evaluator`: one that keeps their stages
+    (`keep_loaded_stages`)."""
+    space = SearchSpace.of(problem, evaluator)
+    scorer = Scorer(space, limit=steps, spent=spent, same_groups=True)
+    before = scorer.score(running)
     here, level = running, before.objective
-    while not judge.over():
+    while not scorer.is_exhausted():
         near = [solution for _, solution in flips(space, here)]
-        found = judge.leader(near, level)
-        if found is None and not judge.over():
-            found = judge.leader(list(_twice(space, near)), level)
+        found = scorer.find_best_above(near, level)
+        if found is None and not scorer.is_exhausted():
+            found = scorer.find_best_above(list(_twice(space, near)), level)
         if found is None:
             break
         level, here = found
     if level < before.objective + margin:
         return Adjustment(solution=running, score=before, before=before, flips=())
-    return Adjustment(solution=here, score=judge.score(here), before=before, flips=_flips(space, running, here))
+    return Adjustment(solution=here, score=scorer.score(here), before=before, flips=_flips(space, running, here))
 
 
-def _twice(space: Space, near: list[Solution]) -> Iterator[Solution]:
+def _twice(space: SearchSpace, near: list[Solution]) -> Iterator[Solution]:
     seen = set(near)
     for solution in near:
         for _, further in flips(space, solution):
@@ -116,7 +121,7 @@ def _twice(space: Space, near: list[Solution]) -> Iterator[Solution]:
                 yield further
 
 
-def _flips(space: Space, old: Solution, new: Solution) -> tuple[Flip, ...]:
+def _flips(space: SearchSpace, old: Solution, new: Solution) -> tuple[Flip, ...]:
     """Pairs of groups on the same GPUs, those that stay as they are left out."""
     gone, come = list(old), list(new)
     for group in old:
@@ -131,19 +136,16 @@ def _flips(space: Space, old: Solution, new: Solution) -> tuple[Flip, ...]:
     return tuple(found)
 
 
-def _why(space: Space, old: Solution, was: Group, now: Group) -> str:
+def _why(space: SearchSpace, old: Solution, was: Group, now: Group) -> str:
     """One line: what was short, and what the flip gives and takes."""
-    crowd = len(old)
+    count = len(old)
     asked = space.problem.services[was.service].workload.rate
-    rates = [space.evaluator.rates(group, crowd) for group in old if group.service == was.service]
-    read, write = sum(one for one, _ in rates), sum(one for _, one in rates)
-    (gave_read, gave_write), (gives_read, gives_write) = (
-        space.evaluator.rates(was, crowd),
-        space.evaluator.rates(now, crowd),
-    )
+    rates = [space.evaluator.max_rates(group, count) for group in old if group.service == was.service]
+    prefill, decode = sum(one for one, _ in rates), sum(one for _, one in rates)
+    before, after = space.evaluator.max_rates(was, count), space.evaluator.max_rates(now, count)
     boxes = " + ".join(f"{gpus} GPUs of {space.boxes[box].id}" for box, gpus in was.slices)
     return (
-        f"{boxes}: {was.phase} -> {now.phase}; of {asked:.3g} requests/s asked for, all replicas read {read:.3g} and "
-        f"write {write:.3g} at most; this one's share goes from {gave_read:.3g} and {gave_write:.3g} to "
-        f"{gives_read:.3g} and {gives_write:.3g}"
+        f"{boxes}: {was.phase} -> {now.phase}; of {asked:.3g} requests/s asked for, all replicas prefill {prefill:.3g} "
+        f"and decode {decode:.3g} at most; this one's share goes from {before[0]:.3g} and {before[1]:.3g} to "
+        f"{after[0]:.3g} and {after[1]:.3g}"
     )

@@ -1,5 +1,5 @@
-"""What the moves of a search may touch: usable boxes, the steps in which their GPUs are dealt out, the phases that pins
-leave, and which boxes are alike."""
+"""What the moves of a search may touch: usable boxes, the steps in which their GPUs are dealt out,
+the phases that pins leave, and which boxes are alike."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..model.cluster import Box, Cluster
 from ..model.errors import NoPlan
 from ..model.problem import Evaluator, Group, Problem, Slice, Solution
 
-__all__ = ["PHASES", "Space", "group_of", "solution_of"]
+__all__ = ["PHASES", "SearchSpace", "make_group", "make_solution"]
 
 PHASES = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
 
 
-def solution_of(groups: Iterable[Group]) -> Solution:
+def make_solution(groups: Iterable[Group]) -> Solution:
     """Groups in the order that makes equal solutions equal values."""
     return tuple(sorted(groups))
 
 
-def group_of(slices: Iterable[Slice], phase: Phase, service: int = 0) -> Group:
+def make_group(slices: Iterable[Slice], phase: Phase, service: int = 0) -> Group:
     """A group with its slices sorted, those of one box added up, and empty ones left out."""
     gpus: dict[int, int] = {}
     for box, count in slices:
@@ -33,25 +33,27 @@ def group_of(slices: Iterable[Slice], phase: Phase, service: int = 0) -> Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Space:
+class SearchSpace:
     """One problem as its search sees it. Everything indexed by box is in the order of the cluster.
 
-    `units`: GPUs of a box come and go in multiples of this (all of them where the box is atomic). `phases`: what a box
-    may do. `near_gbps` [box, box]: the slower direction of a link; inside a box, its own. `alike`: the number of the
-    class of boxes that can be exchanged for each other without any figure changing.
+    `gpu_units`: GPUs of a box come and go in multiples of this (all of them where the box is
+    atomic). `phases`: what a box may do. `near_gbps` [box, box]: the slower direction of a link;
+    inside a box, its own. `box_class`: the number of the class of boxes that can be exchanged for
+    each other without any figure changing.
     """
 
     problem: Problem
     evaluator: Evaluator
     usable: tuple[int, ...]
-    units: tuple[int, ...]
+    gpu_units: tuple[int, ...]
     phases: tuple[tuple[Phase, ...], ...]
     near_gbps: NDArray[np.float64]
-    alike: tuple[int, ...]
+    box_class: tuple[int, ...]
 
     @classmethod
-    def of(cls, problem: Problem, evaluator: Evaluator) -> Space:
-        """Raises NoPlan where pins and exclusions contradict each other or name boxes that are not there."""
+    def of(cls, problem: Problem, evaluator: Evaluator) -> SearchSpace:
+        """Raises NoPlan where pins and exclusions contradict each other or name boxes that are not
+        there."""
         cluster = problem.cluster
         ids = [box.id for box in cluster.boxes]
         for what, named in (("pinned", set(problem.pinned)), ("excluded", set(problem.excluded))):
@@ -64,7 +66,7 @@ class Space:
             raise NoPlan("every box of the cluster is excluded")
         pins = {problem.pinned.get(cluster.boxes[number].id) for number in usable}
         if pins in ({Phase.PREFILL}, {Phase.DECODE}):
-            left = "writes tokens" if pins == {Phase.PREFILL} else "reads prompts"
+            left = "decodes" if pins == {Phase.PREFILL} else "prefills"
             raise NoPlan(f"all usable boxes are pinned to {next(iter(pins))}: nobody {left}")
         near = np.minimum(cluster.gbps, cluster.gbps.T).astype(np.float64)
         np.fill_diagonal(near, [box.gpu_link_gbps for box in cluster.boxes])
@@ -72,10 +74,10 @@ class Space:
             problem=problem,
             evaluator=evaluator,
             usable=usable,
-            units=tuple(box.gpus if box.atomic else 1 for box in cluster.boxes),
+            gpu_units=tuple(box.gpus if box.atomic else 1 for box in cluster.boxes),
             phases=tuple((problem.pinned[name],) if name in problem.pinned else PHASES for name in ids),
             near_gbps=near,
-            alike=_classes(cluster, problem),
+            box_class=_classify_boxes(cluster, problem),
         )
 
     @property
@@ -92,11 +94,11 @@ class Space:
         """What a group of these may do; empty where pins contradict each other."""
         return tuple(phase for phase in PHASES if all(phase in self.phases[box] for box, _ in slices))
 
-    def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
+    def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether a group of these can be."""
-        return bool(slices and self.phases_of(slices) and self.evaluator.holds(slices, service))
+        return bool(slices and self.phases_of(slices) and self.evaluator.can_hold(slices, service))
 
-    def free(self, solution: Solution) -> dict[int, int]:
+    def idle_gpus(self, solution: Solution) -> dict[int, int]:
         """GPUs in no group, by usable box; boxes without any are left out."""
         left = {number: self.boxes[number].gpus for number in self.usable}
         for group in solution:
@@ -104,24 +106,24 @@ class Space:
                 left[box] -= count
         return {box: count for box, count in left.items() if count}
 
-    def kind(self, group: Group) -> tuple[tuple[tuple[int, int], ...], Phase, int]:
+    def signature(self, group: Group) -> tuple[tuple[tuple[int, int], ...], Phase, int]:
         """What a group is like when boxes that are alike count as the same."""
-        return (tuple(sorted((self.alike[box], count) for box, count in group.slices)), group.phase, group.service)
+        return (tuple(sorted((self.box_class[box], count) for box, count in group.slices)), group.phase, group.service)
 
     def canonical(self, solution: Solution) -> Solution:
-        """The same solution for those that differ only in which of the alike boxes does what (two of them may be missed
-        where groups cross many boxes; none are mistaken for each other).
+        """The same solution for those that differ only in which of the alike boxes does what (two
+        of them may be missed where groups cross many boxes; none are mistaken for each other).
 
         Boxes of a class are put in the order of what they do, seen two groups far.
         """
-        if len({self.alike[box] for box in self.usable}) == len(self.usable):
+        if len({self.box_class[box] for box in self.usable}) == len(self.usable):
             return solution
         used = {box for group in solution for box, _ in group.slices}
         ranks = dict.fromkeys(used, 0)
         for _ in range(2):
             doings: dict[int, list[str]] = {box: [] for box in used}
             for group in solution:
-                shape = sorted((self.alike[box], count, ranks[box]) for box, count in group.slices)
+                shape = sorted((self.box_class[box], count, ranks[box]) for box, count in group.slices)
                 for box, count in group.slices:
                     doings[box].append(f"{group.phase} {group.service} {count} {shape}")
             views = {box: "; ".join(sorted(lines)) for box, lines in doings.items()}
@@ -134,19 +136,19 @@ class Space:
         names: dict[int, int] = {}
         members: dict[int, list[int]] = {}
         for box in self.usable:
-            members.setdefault(self.alike[box], []).append(box)
+            members.setdefault(self.box_class[box], []).append(box)
         for numbers in members.values():
             used = sorted((box for box in numbers if box in ranks), key=lambda box: (ranks[box], box))
             names.update(zip(used, numbers, strict=False))
-        return solution_of(
+        return make_solution(
             Group(tuple(sorted(Slice(names[box], count) for box, count in group.slices)), group.phase, group.service)
             for group in solution
         )
 
 
-def _classes(cluster: Cluster, problem: Problem) -> tuple[int, ...]:
-    """By first member. Two boxes are alike when all about them is equal and exchanging them leaves the links as they
-    are; that is transitive, so one comparison with each class is enough."""
+def _classify_boxes(cluster: Cluster, problem: Problem) -> tuple[int, ...]:
+    """By first member. Two boxes are alike when all about them is equal and exchanging them leaves
+    the links as they are; that is transitive, so one comparison with each class is enough."""
     classes: list[int] = []
     found: list[int] = []
     for number, box in enumerate(cluster.boxes):

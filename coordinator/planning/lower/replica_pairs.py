@@ -1,7 +1,8 @@
 """Pairs of replicas that may serve requests together, and how the KV gets from one to the other.
 
-A box of the reader sends to each box of the writer the layers that both hold, all of them at the same time, on a direct
-link each. So a transfer takes as long as the slowest of these; links inside a box have no limit in common.
+A box of the reader sends to each box of the writer the layers that both hold, all of them at the
+same time, on a direct link each. So a transfer takes as long as the slowest of these; links inside
+a box have no limit in common.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from ...costs.replica import Hop
 from ...plan import Phase
 from ..model.cluster import Cluster
 from ..model.link_share import MOST, LinkShares
-from .flow import Roads, Wire
+from .flow import LinkCapacities, LinkDemand
 from .parallel import LOCAL_RTT_S
 
-__all__ = ["Handovers", "Holder", "Links", "Spans", "handovers"]
+__all__ = ["ClusterLinks", "KVHolder", "ReplicaPairs", "Spans", "pair_replicas"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -30,26 +31,27 @@ ROUNDING: Final = 1e-9
 """Shares of layers below this are none."""
 
 
-class Holder(NamedTuple):
+class KVHolder(NamedTuple):
     """A replica as its neighbours see it."""
 
     phase: Phase
     spans: Spans
 
 
-class Links:
-    """The cluster's links, with those inside of boxes on the diagonals. `roads`: what plans may count on."""
+class ClusterLinks:
+    """The cluster's links, with those inside of boxes on the diagonals. `capacities`: what plans
+    may count on."""
 
     def __init__(self, cluster: Cluster, shares: LinkShares) -> None:
         gbps, rtt = cluster.gbps.copy(), cluster.rtt_s.copy()
         # what a box can send or take in all is at least its fastest link; nothing says that it were more
         away = np.where(np.eye(len(gbps), dtype=bool), 0.0, gbps)
         rates = gbps.copy(), away.max(axis=1), away.max(axis=0)
-        self._rates = Roads(*rates)
-        self.roads = Roads(*(shares.of(one) * one for one in rates))
+        self._rates = LinkCapacities(*rates)
+        self.capacities = LinkCapacities(*(shares.of(one) * one for one in rates))
         np.fill_diagonal(gbps, [box.gpu_link_gbps for box in cluster.boxes])
         np.fill_diagonal(rtt, LOCAL_RTT_S)
-        self.alpha_s = rtt / 2
+        self.latency_s = rtt / 2
         with np.errstate(divide="ignore"):
             self.gigabit_s = 1.0 / gbps
         self._gbps, self._rtt_s = gbps.tolist(), rtt.tolist()
@@ -61,7 +63,8 @@ class Links:
         return tuple(tuple(Hop(self._rtt_s[a][b], self._gbps[a][b]) for b in boxes) for a in boxes)
 
     def busy(self, used: Array) -> Array:
-        """[from, to]: the share of the time that a transfer finds its way taken, when `used` Gb/s flow."""
+        """[from, to]: the share of the time that a transfer finds its way taken, when `used` Gb/s
+        flow."""
         if not used.any():
             return used
         out, into = used.sum(axis=1, keepdims=True), used.sum(axis=0, keepdims=True)
@@ -71,80 +74,83 @@ class Links:
         return np.asarray(np.clip(np.nan_to_num(share, nan=0.0), 0.0, MOST))
 
 
-class Handovers(NamedTuple):
-    """By pair: indices of the replicas, seconds until the first byte and per Gb, and what goes over which links.
+class ReplicaPairs(NamedTuple):
+    """By pair: indices of the replicas, seconds until the first byte and per Gb, and what goes over
+    which links.
 
     A replica that keeps its requests is a pair with itself, and takes no time.
     """
 
-    reader: Index
-    writer: Index
-    alpha_s: Array
+    prefill: Index
+    decode: Index
+    latency_s: Array
     gigabit_s: Array
-    wires: list[tuple[Wire, ...]]
+    link_demands: list[tuple[LinkDemand, ...]]
 
 
-def handovers(holders: Sequence[Holder], links: Links, gigabits: float) -> Handovers:
-    """All pairs that can: prefill to decode, prefill to mixed, mixed to decode, and every mixed one with itself.
+def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: float) -> ReplicaPairs:
+    """All pairs that can: prefill to decode, prefill to mixed, mixed to decode, and every mixed one
+    with itself.
 
-    One mixed replica does not send to another, for which it would rather have kept the request. Pairs without a link
-    are left out. `gigabits`: of the KV of an average request.
+    One mixed replica does not send to another, for which it would rather have kept the request.
+    Pairs without a link are left out. `gigabits`: of the KV of an average request.
     """
     kept = np.array([i for i, holder in enumerate(holders) if holder.phase is Phase.MIXED], dtype=np.intp)
     nothing = np.zeros(len(kept))
-    own = Handovers(kept, kept, nothing, nothing, [()] * len(kept))
-    readers = [i for i, holder in enumerate(holders) if holder.phase is not Phase.DECODE]
-    writers = [i for i, holder in enumerate(holders) if holder.phase is not Phase.PREFILL]
-    if len(kept) == len(readers) == len(writers) or not readers or not writers:
+    own = ReplicaPairs(kept, kept, nothing, nothing, [()] * len(kept))
+    prefills = [i for i, holder in enumerate(holders) if holder.phase is not Phase.DECODE]
+    decodes = [i for i, holder in enumerate(holders) if holder.phase is not Phase.PREFILL]
+    if len(kept) == len(prefills) == len(decodes) or not prefills or not decodes:
         return own
-    alpha, gigabit_s = _slowest([holders[i].spans for i in readers], [holders[i].spans for i in writers], links)
-    reads_only = np.array([holders[i].phase is Phase.PREFILL for i in readers])
-    writes_only = np.array([holders[i].phase is Phase.DECODE for i in writers])
+    alpha, gigabit_s = _slowest_links([holders[i].spans for i in prefills], [holders[i].spans for i in decodes], links)
+    reads_only = np.array([holders[i].phase is Phase.PREFILL for i in prefills])
+    writes_only = np.array([holders[i].phase is Phase.DECODE for i in decodes])
     rows, columns = np.nonzero((reads_only[:, None] | writes_only[None, :]) & np.isfinite(gigabit_s))
-    reader, writer = np.array(readers)[rows], np.array(writers)[columns]
-    wires = [
-        _wires(holders[i].spans, holders[j].spans, gigabits)
-        for i, j in zip(reader.tolist(), writer.tolist(), strict=True)
+    prefill, decode = np.array(prefills)[rows], np.array(decodes)[columns]
+    link_demands = [
+        _link_demands(holders[i].spans, holders[j].spans, gigabits)
+        for i, j in zip(prefill.tolist(), decode.tolist(), strict=True)
     ]
-    return Handovers(
-        np.concatenate((kept, reader)), np.concatenate((kept, writer)),
+    return ReplicaPairs(
+        np.concatenate((kept, prefill)), np.concatenate((kept, decode)),
         np.concatenate((nothing, alpha[rows, columns])), np.concatenate((nothing, gigabit_s[rows, columns])),
-        own.wires + wires,
+        own.link_demands + link_demands,
     )  # fmt: skip
 
 
-def _slowest(readers: Sequence[Spans], writers: Sequence[Spans], links: Links) -> tuple[Array, Array]:
-    """[reader, writer]: the slowest pair of boxes that share layers, in latency, and in time per Gb of a request."""
-    box_r, first_r, last_r, start_r = _flat(readers)
-    box_w, first_w, last_w, start_w = _flat(writers)
+def _slowest_links(prefills: Sequence[Spans], decodes: Sequence[Spans], links: ClusterLinks) -> tuple[Array, Array]:
+    """[reader, writer]: the slowest pair of boxes that share layers, in latency, and in time per Gb
+    of a request."""
+    box_r, first_r, last_r, start_r = _flatten_spans(prefills)
+    box_w, first_w, last_w, start_w = _flatten_spans(decodes)
     shared = np.minimum(last_r[:, None], last_w) - np.maximum(first_r[:, None], first_w)
     boxes = np.ix_(box_r, box_w)
     together = shared > ROUNDING
-    alpha = np.where(together, links.alpha_s[boxes], 0.0)
+    alpha = np.where(together, links.latency_s[boxes], 0.0)
     with np.errstate(invalid="ignore"):
         gigabit_s = np.where(together, links.gigabit_s[boxes] * shared, 0.0)
-    if len(box_r) > len(readers) or len(box_w) > len(writers):
+    if len(box_r) > len(prefills) or len(box_w) > len(decodes):
         alpha = np.maximum.reduceat(np.maximum.reduceat(alpha, start_r, axis=0), start_w, axis=1)
         gigabit_s = np.maximum.reduceat(np.maximum.reduceat(gigabit_s, start_r, axis=0), start_w, axis=1)
     return alpha, gigabit_s
 
 
-def _flat(replicas: Sequence[Spans]) -> tuple[Index, Array, Array, Index]:
+def _flatten_spans(replicas: Sequence[Spans]) -> tuple[Index, Array, Array, Index]:
     """Boxes, first and last layers of all replicas, and where each one's begin."""
     box, first, last = zip(*(span for spans in replicas for span in spans), strict=True)
     counts = np.array([len(spans) for spans in replicas])
     return np.array(box), np.array(first), np.array(last), np.concatenate(([0], np.cumsum(counts)[:-1]))
 
 
-def _wires(reader: Spans, writer: Spans, gigabits: float) -> tuple[Wire, ...]:
+def _link_demands(prefill: Spans, decode: Spans, gigabits: float) -> tuple[LinkDemand, ...]:
     """Between different boxes only."""
-    if len(reader) == len(writer) == 1:
-        source, target = reader[0][0], writer[0][0]
-        return (Wire(source, target, gigabits),) if source != target else ()
+    if len(prefill) == len(decode) == 1:
+        source, target = prefill[0][0], decode[0][0]
+        return (LinkDemand(source, target, gigabits),) if source != target else ()
     found = []
-    for source, first_r, last_r in reader:
-        for target, first_w, last_w in writer:
+    for source, first_r, last_r in prefill:
+        for target, first_w, last_w in decode:
             shared = min(last_r, last_w) - max(first_r, first_w)
             if shared > ROUNDING and source != target:
-                found.append(Wire(source, target, shared * gigabits))
+                found.append(LinkDemand(source, target, shared * gigabits))
     return tuple(found)
