@@ -6,13 +6,13 @@ processes in `EngineConfig`, and from there to vLLM's workers.
 
 from __future__ import annotations
 
-from dataclasses import field
+from typing import Final
 
 import msgspec
 
 from .transfers.wait_limits import WaitLimitSettings
 
-__all__ = ["PipelineSettings", "TransferSettings"]
+__all__ = ["PIPELINE_DEFAULTS", "TRANSFER_DEFAULTS", "PipelineSettings", "TransferSettings"]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,13 +58,13 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     blind_wait_s: float = 0.001
     gpu_staged_bytes: int = 64 << 20
     grant_share: int = 4
-    window_bytes: int = 4 << 20
+    window_bytes: int = (4 << 20) - 32  # half the payload of a frame
     window_share: int = 4
     yield_after_s: float = 3.0
     yield_apart_s: float = 1.0
     look_s: float = 0.05
     report_s: float = 0.25
-    wait_limits: WaitLimitSettings = field(default_factory=WaitLimitSettings)
+    wait_limits: WaitLimitSettings = WaitLimitSettings()
     prefills_kept: int = 8
     prefills_enough: int = 3
     changed: float = 1.3
@@ -112,3 +112,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     layer_warm_up_s: float = 0.0005
     max_weight_bytes: int = 2 << 20
     at_once_bytes: int = 16 << 10
+
+
+TRANSFER_DEFAULTS: Final = TransferSettings()
+PIPELINE_DEFAULTS: Final = PipelineSettings()
