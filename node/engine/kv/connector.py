@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
@@ -35,7 +36,7 @@ from ....kvtransport.routing.reslice import ShardLayout
 from ....kvtransport.routing.reslice import ShardRank as ShardRank
 from ..protocol import WorkerRank
 from ..settings import TransferSettings
-from ..transfers.hub import TransferHub, transfer_memory
+from ..transfers.hub import Tell, TransferHub, transfer_memory
 from ..vllm.layout import CacheForm, kv_heads
 from .scheduler_side import SchedulerSide
 from .step_work import LoadProgress, StepWork
@@ -262,10 +263,11 @@ def _worker_side(vllm_config: VllmConfig, block_size: int) -> WorkerSide:
     form = CacheForm(block_size=block_size, dtype=cast("torch.dtype", model.dtype))
 
     def connect(shard: Shard, device: Device, read: ReadKv) -> WorkerLine:
-        transfers = settings.transfers
-        memory = transfer_memory(settings.buffer_bytes, device.kind, transfers)
-        return WorkerLine(
-            settings.switchboard, lambda *tell: TransferHub(shard, device, read, memory, *tell, transfers)
-        )
+        memory = transfer_memory(settings.buffer_bytes, device.kind, settings.transfers)
+
+        def make_hub(tell: Tell, tell_news: Callable[[], None]) -> TransferHub:
+            return TransferHub(shard, device, read, memory, tell, tell_news, settings.transfers)
+
+        return WorkerLine(settings.switchboard, make_hub)
 
     return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), form, connect, settings=settings.transfers)
