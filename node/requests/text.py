@@ -37,6 +37,8 @@ class TextModel:
             raise ModelError(f"model {folder.name}: the chat template cannot be read: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token for token, description in added.items() if description.special}
+        self.end_tokens = _end_tokens(folder)
+        """Those that end an answer."""
 
     @property
     def vocabulary(self) -> int:
@@ -82,6 +84,16 @@ def _template_text(setting: object, file: Path) -> str | None:
     if isinstance(setting, str):
         return setting
     return file.read_text("utf-8") if file.is_file() else None
+
+
+def _end_tokens(folder: Path) -> frozenset[int]:
+    """The model's own, and those of its generation settings."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        value = read_json(file, folder.name).get("eos_token_id") if file.is_file() else None
+        found.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
+    return frozenset(found)
 
 
 def _compile(template: str) -> jinja2.Template:

@@ -1,0 +1,101 @@
+"""A client's request as its gateway holds it: its machine, and what the messages of its attempts are made of."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import final
+
+import trio
+
+from ...bootstrap import PeerId
+from ...coordinator import Plan
+from ...coordinator.requests import OpenDecode, OpenPrefill, RequestMachine, RequestRecord
+from .. import messages
+from .request import LiveRequest
+
+__all__ = ["OpenedRequest"]
+
+LEAST_DEADLINE_S = 0.05  # that an engine is given: a deadline that is over cannot be sent
+
+
+@final
+class OpenedRequest:
+    """From its arrival to its end."""
+
+    def __init__(self, client: PeerId, id: str, live: LiveRequest, machine: RequestMachine, deadline: float) -> None:  # noqa: A002
+        self.client = client
+        self.id = id  # as the client calls it
+        self.live = live
+        self.machine = machine
+        self.is_over = False
+        self.wake_at = inf
+        self.changed = trio.Event()  # `wake_at`, or that it is over
+        self.opening: OpenDecode | None = None
+        """The latest attempt."""
+        self.attempt = ""
+        """The id by which its replicas know it: new for each, so that late messages of another are told apart."""
+        self.parts: tuple[messages.Part, ...] = ()
+        """Tickets for its KV."""
+        self.transfer: messages.TransferFigures | None = None
+        self._deadline = deadline
+        self._codec = "raw"
+        self._asked: messages.DecodeOpen | None = None
+
+    def __repr__(self) -> str:
+        return f"<OpenedRequest {self.id} of {self.client}: {self.machine!r}>"
+
+    def wake_later(self, at: float) -> None:
+        """Its machine wants to be woken then."""
+        if at != self.wake_at:
+            self.wake_at = at
+            self.changed.set()
+
+    def begin_attempt(self, opening: OpenDecode, attempt: str, plan: Plan, now: float) -> messages.DecodeOpen:
+        """What the decode replica is asked."""
+        self.opening, self.attempt, self.parts, self._codec = opening, attempt, (), plan.codec
+        prefill = plan.replica_of(opening.prefill) if opening.prefill is not None else None
+        prompt, sampling = self.live.replay()
+        self._asked = messages.DecodeOpen(
+            request=attempt,
+            service=plan.service,
+            prompt=prompt,
+            sampling=sampling,
+            deadline_s=max(LEAST_DEADLINE_S, self._deadline - now),
+            receive_tokens=opening.split,
+            codec=plan.codec,
+            prefill=prefill.stages if prefill is not None else (),
+            told_first=opening.first_token,
+        )
+        return self._asked
+
+    def prefill_open(self, opening: OpenPrefill) -> messages.PrefillOpen:
+        """What the prefill replica is asked, once the decode replica has issued its tickets."""
+        asked = self._asked
+        assert asked is not None  # a machine opens the decode replica first
+        return messages.PrefillOpen(
+            request=asked.request,
+            service=asked.service,
+            prompt=asked.prompt[: opening.split],
+            deadline_s=asked.deadline_s,
+            parts=self.parts,
+            sampling=asked.sampling if opening.first_token else None,
+        )
+
+    def figures(self, record: RequestRecord | None) -> messages.RequestFigures | None:
+        """What the client is told at the end."""
+        if record is None:
+            return None
+        return messages.RequestFigures(
+            prompt_tokens=len(self.live.prompt),
+            completion_tokens=self.live.count,
+            ttft_s=record.ttft_s,
+            tpot_s=record.tpot_s,
+            e2e_s=record.e2e_s,
+            prefill_node=record.prefill,
+            decode_node=record.decode,
+            codec=self._codec,
+            attempts=record.attempts,
+            recovered=record.recovered,
+            cached_tokens=record.cached_tokens,
+            transfer=self.transfer,
+        )
