@@ -33,12 +33,12 @@ from .errors import (
     Unreachable,
 )
 from .handlers import AsyncHandler, Handlers, NoticeHandler
-from .links import Links
 from .members.election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
 from .members.entries import MEMBER_KIND, Entry, MemberRecord
 from .members.gossip import Gossip
 from .members.membership import Member, Membership, MemberState, Timeouts
 from .members.mesh import Dial, DialBook
+from .sessions import PeerSessions
 from .streams.control import encode_body, encode_notice
 from .streams.transport import Transport
 from .trust.admission import Admission
@@ -116,9 +116,9 @@ class Network:
         self._election = Election(self.peer_id, settle_s=self.settle_s)
         self._dials = DialBook(self.peer_id, self.rng)
         self._handlers = Handlers()
-        self._links = Links(self.transport, self._membership, admission, self._handlers, self.clock)
-        self._links.on_change = self._on_link_change
-        self._gossip = Gossip(self._membership, self._links, self._handlers, self.rng, self._on_news)
+        self._sessions = PeerSessions(self.transport, self._membership, admission, self._handlers, self.clock)
+        self._sessions.on_change = self._on_link_change
+        self._gossip = Gossip(self._membership, self._sessions, self._handlers, self.rng, self._on_news)
         self._just_lost: set[PeerId] = set()
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._coordinator: tuple[PeerId, int] | None = None
@@ -136,7 +136,7 @@ class Network:
         self._nursery_manager = trio.open_nursery()
         nursery = self._nursery = await self._nursery_manager.__aenter__()
         try:
-            bound = await self._links.start(nursery)
+            bound = await self._sessions.start(nursery)
             if self.address.port == 0:
                 self.address = Address(self.address.host, bound.port)
             self._publish_record(left=False)
@@ -170,7 +170,7 @@ class Network:
         if not self._leaving:
             self._leaving = True
             self._gossip.push([self._publish_record(left=True)])
-            await self._links.close()
+            await self._sessions.close()
             self._wake()
 
     # -- what everybody says ------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Network:
             answer = await self._request_locally(method, encoded, timeout)
         else:
             deadline = trio.current_time() + timeout
-            session = await self._links.session_with(peer, timeout)
+            session = await self._sessions.session_with(peer, timeout)
             answer = await session.control.request(method, encoded, max(deadline - trio.current_time(), 0.0))
         try:
             return msgspec.msgpack.decode(answer, type=reply)
@@ -235,7 +235,7 @@ class Network:
         if peer == self.peer_id:
             self._handlers.notify(peer, self.role, method, encode_body(body))
             return
-        session = self._links.sessions.get(peer)
+        session = self._sessions.by_peer.get(peer)
         if session is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
         if not session.control.send_nowait(encode_notice(method, encode_body(body))):
@@ -257,7 +257,7 @@ class Network:
 
     def connected(self) -> frozenset[PeerId]:
         """The peers with an admitted control stream now."""
-        return frozenset(self._links.sessions)
+        return frozenset(self._sessions.by_peer)
 
     def statistics(self) -> NetworkStatistics:
         """Counts and state."""
@@ -265,33 +265,33 @@ class Network:
         return NetworkStatistics(
             members=len(members),
             alive=sum(member.state is MemberState.ALIVE for member in members),
-            connected=len(self._links.sessions),
+            connected=len(self._sessions.by_peer),
             coordinator=self._coordinator[0] if self._coordinator else None,
             epoch=self._epoch,
             revision=self._revision,
             requests_served=self._handlers.served,
             requests_failed=self._handlers.failed,
-            strangers_refused=self._links.refused,
+            strangers_refused=self._sessions.refused,
             entries_forged=self._gossip.forged,
-            messages_shed=self._shed + sum(s.control.statistics().shed for s in self._links.sessions.values()),
+            messages_shed=self._shed + sum(s.control.statistics().shed for s in self._sessions.by_peer.values()),
             dials_failed=self._dials_failed,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the tables contradict each other."""
         self._membership.check_integrity()
-        for peer, session in self._links.sessions.items():
+        for peer, session in self._sessions.by_peer.items():
             assert session.peer == peer, f"the session of {session.peer} is filed under {peer}"
             assert self._membership.record(peer) is not None, f"{peer} is connected without a member record"
 
     def __repr__(self) -> str:
         return (
-            f"Network({self.peer_id}, {self.role.value}, connected={len(self._links.sessions)}, "
+            f"Network({self.peer_id}, {self.role.value}, connected={len(self._sessions.by_peer)}, "
             f"coordinator={self._coordinator}, revision={self._revision})"
         )
 
     def _rtt_s(self, peer: PeerId) -> float | None:
-        session = self._links.sessions.get(peer)
+        session = self._sessions.by_peer.get(peer)
         return None if session is None else session.control.rtt_s
 
     # -- joining ----------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Network:
     async def _ask(self, bootstrap: Bootstrap, outcome: trio.MemorySendChannel[NetworkError | None]) -> None:
         with outcome:
             try:
-                session = await self._links.connect(bootstrap.peer_id, Address(bootstrap.host, bootstrap.port))
+                session = await self._sessions.connect(bootstrap.peer_id, Address(bootstrap.host, bootstrap.port))
                 await self._gossip.sync(session)
             except (Unreachable, Refused, TokenError) as error:
                 outcome.send_nowait(error)
@@ -352,11 +352,11 @@ class Network:
         while True:
             self._kick = trio.Event()
             now = trio.current_time()
-            for session in self._links.sessions.values():
+            for session in self._sessions.by_peer.values():
                 self._membership.on_heard(session.peer, session.control.heard_at)
             step = self._membership.tick(now)
             for peer in step.drop:
-                self._links.drop(peer)
+                self._sessions.drop(peer)
             for peer in step.ping:
                 self._ping(peer)
             has_elected = self._elect(now)
@@ -368,7 +368,7 @@ class Network:
                     moment
                     for moment in (
                         self._membership.wake_at(now),
-                        self._dials.wake_at(self._links.sessions),
+                        self._dials.wake_at(self._sessions.by_peer),
                         self._election.wake_at(),
                     )
                     if moment is not None
@@ -379,7 +379,7 @@ class Network:
                 await self._kick.wait()
 
     def _ping(self, peer: PeerId) -> None:
-        session = self._links.sessions.get(peer)
+        session = self._sessions.by_peer.get(peer)
         if session is not None:
             try:
                 session.control.ping()
@@ -413,22 +413,22 @@ class Network:
         if self._leaving or self._nursery is None:
             return
         wanted: dict[PeerId, Address] = {}
-        if self.role is not Role.CLIENT or len(self._links.sessions) < CLIENT_LINKS:
+        if self.role is not Role.CLIENT or len(self._sessions.by_peer) < CLIENT_LINKS:
             wanted = self._membership.dial_targets()
         # The addresses we were given win over announced ones: they are known to work from here.
         wanted |= {each.peer_id: Address(each.host, each.port) for each in self._others}
-        for dial in self._dials.due(wanted, self._links.sessions, now):
+        for dial in self._dials.take_due(wanted, self._sessions.by_peer, now):
             self._nursery.start_soon(self._redial, dial)
 
     async def _redial(self, dial: Dial) -> None:
         try:
-            session = await self._links.connect(dial.peer, dial.address)
+            session = await self._sessions.connect(dial.peer, dial.address)
         except (Unreachable, Refused, TokenError) as error:
             _log.debug("dial failed: %s", error)
             self._dials_failed += 1
             now = trio.current_time()
             self._dials.on_result(dial.peer, False, now)
-            if dial.peer in self._just_lost and dial.peer not in self._links.sessions:
+            if dial.peer in self._just_lost and dial.peer not in self._sessions.by_peer:
                 self._membership.on_lost(dial.peer, now)
         else:
             self._dials.on_result(dial.peer, True, trio.current_time())

@@ -33,7 +33,7 @@ MODEL: Final = "llama2-70b"
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class BenchSetup:
     """So many boxes, of which so many only read prompts (0: all do both), and requests per second."""
 
     boxes: int
@@ -43,10 +43,10 @@ class Setup:
 
 
 SETUPS: Final = {
-    "colocated": Setup(boxes=8, prefill=0, rate=30.0, requests=20_000),
-    "split": Setup(boxes=8, prefill=4, rate=26.0, requests=20_000),
-    "1000-gpus-colocated": Setup(boxes=125, prefill=0, rate=450.0, requests=1_000_000),
-    "1000-gpus-split": Setup(boxes=125, prefill=62, rate=400.0, requests=1_000_000),
+    "colocated": BenchSetup(boxes=8, prefill=0, rate=30.0, requests=20_000),
+    "split": BenchSetup(boxes=8, prefill=4, rate=26.0, requests=20_000),
+    "1000-gpus-colocated": BenchSetup(boxes=125, prefill=0, rate=450.0, requests=1_000_000),
+    "1000-gpus-split": BenchSetup(boxes=125, prefill=62, rate=400.0, requests=1_000_000),
 }
 
 
@@ -66,7 +66,7 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_mib: float
 
 
-def measure(name: str, setup: Setup) -> BenchRow:
+def measure(name: str, setup: BenchSetup) -> BenchRow:
     """Simulate one setup, with seed 0."""
     trace = draw(azure("conversation").lengths, rate=setup.rate, rng=np.random.default_rng(0), requests=setup.requests)
     model = model_shape(MODEL)
@@ -101,7 +101,7 @@ def _cluster(boxes: int) -> Cluster:
     )
 
 
-def _plan(setup: Setup, layers: int) -> Plan:
+def _plan(setup: BenchSetup, layers: int) -> Plan:
     """Every prefill replica shares its requests out to the decode replicas next to it, as a linear programme does."""
     phases = [Phase.MIXED if not setup.prefill else Phase.PREFILL] * (setup.prefill or setup.boxes)
     phases += [Phase.DECODE] * (setup.boxes - len(phases))
@@ -141,7 +141,7 @@ def main() -> None:
     for name in arguments.rows or SETUPS:
         setup = SETUPS[name]
         requests = arguments.requests or setup.requests
-        rows.append(measure(name, Setup(setup.boxes, setup.prefill, setup.rate, requests)))
+        rows.append(measure(name, BenchSetup(setup.boxes, setup.prefill, setup.rate, requests)))
     print(msgspec.json.encode(rows).decode() if arguments.format == "json" else _table(rows))  # noqa: T201
 
 

@@ -14,23 +14,23 @@ from ..coordinator.planning.model.workload import Service
 from ..coordinator.router import Route
 from .engine.engine import Engine
 from .engine.sequence import Sequence
-from .engine.values import EngineError
+from .engine.values import SimEngineError
 from .events import Scheduled
-from .handover import Handover, Ways, ways_between
+from .kv_transfers import KVTransfer, TransferLinks, links_between
 from .policies.dispatch import Dispatcher, dispatcher
 from .results.outcomes import ReplicaOutcome, ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
 
-__all__ = ["NEVER", "Assignment", "Deployment", "Host", "Request", "Split", "check_plans"]
+__all__ = ["NEVER", "Assignment", "Deployment", "SimReplica", "SimRequest", "Split", "check_plans"]
 
 NEVER: Final = -1.0
 
-Woke = Callable[["Host", float], list[Scheduled]]
+Woke = Callable[["SimReplica", float], list[Scheduled]]
 """What happens when a replica wants to go on, and what follows from it."""
 
 
 @final
-class Host:
+class SimReplica:
     """A replica at work. As an event, it is its engine's alarm."""
 
     __slots__ = (
@@ -46,7 +46,7 @@ class Host:
         self.outstanding = 0
         self.unread = 0  # tokens of their prompts
         self.lost = False  # with one of its boxes
-        self.stranded: list[Request] = []  # were here then, or were sent here before it was noticed
+        self.stranded: list[SimRequest] = []  # were here then, or were sent here before it was noticed
         self._woke = woke
 
     def happen(self, now: float) -> Iterable[Scheduled]:
@@ -57,10 +57,10 @@ class Host:
         return self._woke(self, now)
 
     def check_integrity(self) -> None:
-        """Nothing is left when all requests have ended. Raises EngineError."""
+        """Nothing is left when all requests have ended. Raises SimEngineError."""
         self.engine.check_integrity()
         if self.outstanding or self.unread:
-            raise EngineError(
+            raise SimEngineError(
                 f"{self.replica.id} is left with {self.outstanding} requests, {self.unread} tokens to read"
             )
 
@@ -78,7 +78,7 @@ class Host:
 
 
 @final
-class Request:
+class SimRequest:
     """One that has come and has not ended. `written` tokens its gateway has got, as of its latest route or the end of
     reading; the first of them came at `first_at`, which may lie ahead by a step."""
 
@@ -97,9 +97,9 @@ class Request:
 class Split(NamedTuple):
     """The reading half of a request whose prompt is read elsewhere, until its KV has landed."""
 
-    prefill: Host
+    prefill: SimReplica
     reader: Sequence
-    handover: Handover
+    handover: KVTransfer
 
 
 @final
@@ -109,7 +109,7 @@ class Assignment:
 
     __slots__ = ("decode", "prefill_number", "request", "split", "unread", "writer")
 
-    def __init__(self, request: Request, decode: Host, writer: Sequence, split: Split | None) -> None:
+    def __init__(self, request: SimRequest, decode: SimReplica, writer: Sequence, split: Split | None) -> None:
         self.request = request
         self.decode = decode
         self.writer = writer
@@ -135,7 +135,7 @@ class Assignment:
         self.read()
         self.decode.outstanding -= 1
 
-    def sides(self) -> Iterator[tuple[Host, Sequence]]:
+    def sides(self) -> Iterator[tuple[SimReplica, Sequence]]:
         """The replicas that take part, each with its sequence."""
         if self.split is not None:
             yield self.split.prefill, self.split.reader
@@ -151,8 +151,8 @@ class Deployment:
         self.service: Service = run.service
         self.trace = run.trace
         self.plan = run.plan
-        self.hosts: dict[str, Host] = {}
-        self.backlog: deque[Request] = deque()  # nobody can take them now
+        self.hosts: dict[str, SimReplica] = {}
+        self.backlog: deque[SimRequest] = deque()  # nobody can take them now
         self.log = ServiceLog(run)
         self.token_bytes = run.service.model.kv_bytes_per_token * run.service.kv_bits / 16.0
         self._cluster = cluster
@@ -162,8 +162,8 @@ class Deployment:
         self._excluded: frozenset[str] = frozenset()
         self._not_ready: set[str] = set()
         self._missing: frozenset[str] = frozenset()
-        self._changed: dict[str, Host] = {}  # since the router last heard of them
-        self._ways: dict[tuple[str, str], Ways] = {}
+        self._changed: dict[str, SimReplica] = {}  # since the router last heard of them
+        self._ways: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
     def route(self, tokens: int) -> Route:
@@ -173,17 +173,17 @@ class Deployment:
         self._changed.clear()
         return self._dispatcher.route(tokens, self._excluded)
 
-    def changed(self, host: Host) -> None:
+    def changed(self, host: SimReplica) -> None:
         """The load of this replica is another than before."""
         if self.hosts.get(host.replica.id) is host:
             self._changed[host.replica.id] = host
 
-    def ways(self, prefill: Replica, decode: Replica) -> Ways:
+    def ways(self, prefill: Replica, decode: Replica) -> TransferLinks:
         """How KV gets from one to the other."""
         key = (prefill.id, decode.id)
         found = self._ways.get(key)
         if found is None:
-            found = self._ways[key] = ways_between(self._cluster, prefill, decode)
+            found = self._ways[key] = links_between(self._cluster, prefill, decode)
         return found
 
     def check_links(self) -> None:
@@ -203,7 +203,7 @@ class Deployment:
         self._not_ready.discard(replica)
         self._excluded = self._missing | self._not_ready
 
-    def follow(self, plan: Plan, start: Callable[[Replica], Host]) -> tuple[list[Host], list[Host]]:
+    def follow(self, plan: Plan, start: Callable[[Replica], SimReplica]) -> tuple[list[SimReplica], list[SimReplica]]:
         """Follow another plan. Returns the hosts that it has no use for, and those that `start` made, which are not
         used before they are told to be `ready`.
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..coordinator.planning.model.cluster import Cluster
 from ..kvtransport.probing.figures import WINDOW_BYTES
 
-__all__ = ["Flow", "Network", "NetworkError", "link_capacities"]
+__all__ = ["Flow", "FluidError", "FluidNetwork", "link_capacities"]
 
 BYTES_PER_GB: Final = 1e9 / 8.0
 """Bytes of a gigabit."""
@@ -32,12 +32,12 @@ _ROUNDING: Final = 1e-6
 capacity and still fit."""
 
 
-class NetworkError(ValueError):
+class FluidError(ValueError):
     """Flows that cannot be: between boxes without a link, or of no bytes."""
 
 
 @final
-class _Narrow:
+class _SharedCapacity:
     """Something that flows share: what a box sends or receives, or a link. `demand` is what all of them could use; it
     is `crowded` when that is more than there is. `room` and `waiting` are for sharing out: what is left, and for how
     many."""
@@ -65,7 +65,7 @@ class Flow:
 
     __slots__ = ("done", "ends_at", "fair", "key", "left", "most", "rate", "since", "way")
 
-    def __init__(self, key: int, size: float, way: tuple[_Narrow, ...], limit: float) -> None:
+    def __init__(self, key: int, size: float, way: tuple[_SharedCapacity, ...], limit: float) -> None:
         self.key = key
         self.left = size
         self.way = way
@@ -92,22 +92,22 @@ def link_capacities(cluster: Cluster, streams: int | None = None) -> NDArray[np.
 
 
 @final
-class Network:
+class FluidNetwork:
     """The flows between boxes (indices into the capacities). It wants to be advanced at `wake_at`."""
 
     def __init__(self, capacities: NDArray[np.float64]) -> None:
         self._capacities = capacities
         boxes = len(capacities)
         across = np.where(np.eye(boxes, dtype=bool), 0.0, capacities)
-        self._sending = [_Narrow(float(row.max())) for row in across]
-        self._receiving = [_Narrow(float(column.max())) for column in across.T]
-        self._links: dict[tuple[int, int], _Narrow] = {}
+        self._sending = [_SharedCapacity(float(row.max())) for row in across]
+        self._receiving = [_SharedCapacity(float(column.max())) for column in across.T]
+        self._links: dict[tuple[int, int], _SharedCapacity] = {}
         self._keys = count()
         self._flows = 0
         self._ends: list[tuple[float, int, Flow]] = []  # heap; entries whose flow ends at another time are outdated
 
     def __repr__(self) -> str:
-        return f"<Network of {len(self._sending)} boxes, {self._flows} flows>"
+        return f"<FluidNetwork of {len(self._sending)} boxes, {self._flows} flows>"
 
     def __len__(self) -> int:
         return self._flows
@@ -121,9 +121,9 @@ class Network:
         return ends[0][0] if ends else inf
 
     def start(self, source: int, target: int, size: float, now: float, *, limit: float = inf) -> Flow:
-        """Send `size` bytes, no faster than `limit` bytes per second. Raises NetworkError."""
+        """Send `size` bytes, no faster than `limit` bytes per second. Raises FluidError."""
         if not size > 0.0 or not limit > 0.0:
-            raise NetworkError(f"a flow of {size} bytes at no more than {limit} bytes per second")
+            raise FluidError(f"a flow of {size} bytes at no more than {limit} bytes per second")
         flow = Flow(next(self._keys), size, self._way(source, target), limit)
         flow.since = now
         self._flows += 1
@@ -160,12 +160,12 @@ class Network:
         return ended
 
     def check_integrity(self) -> None:
-        """No link or box carries more than it can, and every rate is somebody's limit. Raises NetworkError."""
+        """No link or box carries more than it can, and every rate is somebody's limit. Raises FluidError."""
         narrows = [*self._sending, *self._receiving, *self._links.values()]
         for narrow in narrows:
             total = sum(flow.rate for flow in narrow.flows.values())
             if total > narrow.capacity * (1.0 + 1e-6):
-                raise NetworkError(f"{total} bytes per second where {narrow.capacity} fit")
+                raise FluidError(f"{total} bytes per second where {narrow.capacity} fit")
         full = {id(n) for n in narrows if sum(f.rate for f in n.flows.values()) >= n.capacity * (1.0 - 1e-6)}
         for flow in {flow for narrow in narrows for flow in narrow.flows.values()}:
             held_back = any(
@@ -173,15 +173,15 @@ class Network:
                 for narrow in flow.way
             )
             if not held_back and flow.rate < flow.most * (1.0 - 1e-6):
-                raise NetworkError(f"flow {flow.key} runs at {flow.rate} of {flow.most} for no reason")
+                raise FluidError(f"flow {flow.key} runs at {flow.rate} of {flow.most} for no reason")
 
-    def _way(self, source: int, target: int) -> tuple[_Narrow, ...]:
+    def _way(self, source: int, target: int) -> tuple[_SharedCapacity, ...]:
         link = self._links.get((source, target))
         if link is None:
             capacity = float(self._capacities[source, target])
             if not capacity > 0.0:
-                raise NetworkError(f"there is no link from box {source} to box {target}")
-            link = self._links[source, target] = _Narrow(capacity)
+                raise FluidError(f"there is no link from box {source} to box {target}")
+            link = self._links[source, target] = _SharedCapacity(capacity)
         if source == target:
             return (link,)
         return (self._sending[source], link, self._receiving[target])
@@ -209,7 +209,7 @@ class Network:
         self._flows -= 1
         self._leave(flow, now)
 
-    def _share_out(self, start: tuple[_Narrow, ...], now: float) -> None:
+    def _share_out(self, start: tuple[_SharedCapacity, ...], now: float) -> None:
         """Fair rates for all flows that anything crowded joins to those that pass `start`.
 
         Progressive filling: the flows that are held back most get the least fair share of what is left anywhere, and
@@ -255,7 +255,7 @@ def _by_most(flow: Flow) -> tuple[float, int]:
     return flow.most, flow.key
 
 
-def _least_share(crowded: list[_Narrow]) -> tuple[float, _Narrow | None]:
+def _least_share(crowded: list[_SharedCapacity]) -> tuple[float, _SharedCapacity | None]:
     """The least that is left anywhere for each of those that wait there, and where."""
     least, tightest = inf, None
     for narrow in crowded:
@@ -271,10 +271,10 @@ def _grant(flow: Flow, rate: float) -> None:
         narrow.waiting -= 1
 
 
-def _joined(start: tuple[_Narrow, ...]) -> tuple[list[Flow], list[_Narrow]]:
+def _joined(start: tuple[_SharedCapacity, ...]) -> tuple[list[Flow], list[_SharedCapacity]]:
     """The flows through `start` and, from each to the next, through everything crowded on their ways; and that."""
     flows: dict[int, Flow] = {}
-    crowded: list[_Narrow] = []
+    crowded: list[_SharedCapacity] = []
     todo = list(start)
     seen = set(todo)
     while todo:

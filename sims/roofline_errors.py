@@ -34,7 +34,7 @@ CAPPED: Final = "h100-80gb-pcap"
 CAPPED_COMPUTE: Final = 1 / 1.3  # its prefill times are the H100's, times 1.3; its decode times are the H100's
 
 
-class Machine(NamedTuple):
+class MeasuredMachine(NamedTuple):
     """A card, how many of them, and the Gb/s that two of them reach between each other."""
 
     gpu: str
@@ -50,13 +50,13 @@ HARDWARE: Final = {
     CAPPED: ("H100-SXM5-80GB", H100_LINK_GBPS),
 }
 HELIX_MACHINES: Final = {
-    "a100": Machine("A100-SXM4-40GB", 1, A100_LINK_GBPS),
-    "v100": Machine("V100-SXM2-16GB", 1, PCIE_GBPS),
-    "l4": Machine("L4-24GB", 1, PCIE_GBPS),
-    "l4x2": Machine("L4-24GB", 2, PCIE_GBPS),
-    "t4": Machine("T4-16GB", 1, PCIE_GBPS),
-    "t4x2": Machine("T4-16GB", 2, PCIE_GBPS),
-    "t4x4": Machine("T4-16GB", 4, PCIE_GBPS),
+    "a100": MeasuredMachine("A100-SXM4-40GB", 1, A100_LINK_GBPS),
+    "v100": MeasuredMachine("V100-SXM2-16GB", 1, PCIE_GBPS),
+    "l4": MeasuredMachine("L4-24GB", 1, PCIE_GBPS),
+    "l4x2": MeasuredMachine("L4-24GB", 2, PCIE_GBPS),
+    "t4": MeasuredMachine("T4-16GB", 1, PCIE_GBPS),
+    "t4x2": MeasuredMachine("T4-16GB", 2, PCIE_GBPS),
+    "t4x4": MeasuredMachine("T4-16GB", 4, PCIE_GBPS),
 }
 HELIX_LAYERS: Final = 60
 HELIX_LENGTH: Final = 750

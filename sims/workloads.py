@@ -25,8 +25,8 @@ from .records import Trace, TraceError
 __all__ = [
     "AZURE",
     "LengthKind",
+    "LengthPairing",
     "Lengths",
-    "Pairing",
     "Recorded",
     "azure",
     "draw",
@@ -53,7 +53,7 @@ _COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
 """What a user's columns may be called; the last are those of Splitwise's own traces."""
 
 
-class Pairing(StrEnum):
+class LengthPairing(StrEnum):
     """Prompt and output of a drawn request: of the same row of the source, or each of its own."""
 
     JOINT = "joint"
@@ -157,7 +157,7 @@ def draw(
     requests: int | None = None,
     seconds: float | None = None,
     cv: float = 1.0,
-    pairing: Pairing = Pairing.JOINT,
+    pairing: LengthPairing = LengthPairing.JOINT,
 ) -> Trace:
     """So many requests, or those of so many seconds, with lengths drawn from `lengths` with replacement.
 
@@ -177,8 +177,8 @@ def draw(
         arrival = _arrivals_until(_positive("seconds", seconds or 0.0), gaps, rng)
     count = len(arrival)
     rows = rng.integers(len(lengths.prompt), size=count)
-    others = rows if pairing is Pairing.JOINT else rng.integers(len(lengths.output), size=count)
-    together = "" if pairing is Pairing.JOINT else ", prompt and output drawn independently"
+    others = rows if pairing is LengthPairing.JOINT else rng.integers(len(lengths.output), size=count)
+    together = "" if pairing is LengthPairing.JOINT else ", prompt and output drawn independently"
     return Trace(
         ids=np.arange(count),
         arrival_s=arrival,

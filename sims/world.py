@@ -20,13 +20,13 @@ from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.router import NoRoute
-from .deployment import NEVER, Assignment, Deployment, Host, Request, Split, check_plans
+from .deployment import NEVER, Assignment, Deployment, SimReplica, SimRequest, Split, check_plans
 from .engine.engine import Engine
 from .engine.sequence import Sequence as Work
 from .engine.values import EngineSettings, SignalKind, StepRecord
 from .events import EventQueue, Scheduled
-from .handover import Handover, Handovers
-from .network import Network, link_capacities
+from .kv_transfers import KVTransfer, KVTransfers
+from .network import FluidNetwork, link_capacities
 from .results.outcomes import SimResult, StepLog, TransferRecord
 from .scenario import (
     BoxJoined,
@@ -77,7 +77,7 @@ def simulate(
 
 @final
 @dataclass(slots=True)
-class _Arrivals:
+class _TraceArrivals:
     """The requests of a service, moment by moment; an event that follows itself."""
 
     world: _World
@@ -91,7 +91,7 @@ class _Arrivals:
         while self.row < len(self.arrivals) and self.arrivals[self.row] <= now:
             row = self.row
             self.row = row + 1
-            self.world.dispatch(Request(self.deployment.number, row, now, self.prompts[row], self.outputs[row]), now)
+            self.world.dispatch(SimRequest(self.deployment.number, row, now, self.prompts[row], self.outputs[row]), now)
         follow = self.world.take_follow()
         if self.row < len(self.arrivals):
             follow.append(Scheduled(self.arrivals[self.row], self))
@@ -100,7 +100,7 @@ class _Arrivals:
 
 @final
 @dataclass(slots=True)
-class _Happening:
+class _WorldEvent:
     """Something that the world does at a moment."""
 
     world: _World
@@ -113,11 +113,11 @@ class _Happening:
 
 @final
 @dataclass(slots=True)
-class _Landing:
+class _KvLanded:
     """All KV of a request has come, and the other side knows."""
 
     world: _World
-    handover: Handover
+    handover: KVTransfer
 
     def happen(self, now: float) -> Iterable[Scheduled]:
         self.world.landed(self.handover, now)
@@ -137,12 +137,12 @@ class _World:
         self._cluster = cluster
         self._settings = settings
         self._model_of = model_of
-        self._network = Network(link_capacities(cluster, settings.streams))
-        self._handovers = Handovers(self._network, layerwise=settings.layerwise)
-        self._network_event = _Happening(self, self._network_woke)
+        self._network = FluidNetwork(link_capacities(cluster, settings.streams))
+        self._handovers = KVTransfers(self._network, layerwise=settings.layerwise)
+        self._network_event = _WorldEvent(self, self._network_woke)
         self._network_alarm = NEVER
         self._missing: frozenset[str] = frozenset()
-        self._hosts: list[Host] = []
+        self._hosts: list[SimReplica] = []
         self._steps: list[StepLog] | None = [] if record else None
         self._transfers: list[TransferRecord] | None = [] if record else None
         self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
@@ -163,7 +163,7 @@ class _World:
             self._cluster.index(change.box)
             joins = isinstance(change, BoxJoined)
             first.setdefault(change.box, joins)
-            self.queue.push(change.at, _Happening(self, partial(self._join if joins else self._lose, change.box)))
+            self.queue.push(change.at, _WorldEvent(self, partial(self._join if joins else self._lose, change.box)))
         self._missing = frozenset(box for box, joins in first.items() if joins)
         for deployment in self._deployments:
             for replica in deployment.plan.replicas:
@@ -172,7 +172,7 @@ class _World:
             deployment.boxes_missing(self._missing)
             trace = deployment.trace
             columns = (trace.arrival_s.tolist(), trace.prompt.tolist(), trace.output.tolist())
-            self.queue.push(columns[0][0], _Arrivals(self, deployment, *columns))
+            self.queue.push(columns[0][0], _TraceArrivals(self, deployment, *columns))
 
     def take_follow(self) -> list[Scheduled]:
         """The events that follow from what has been done since the last call."""
@@ -209,7 +209,7 @@ class _World:
 
     # Requests
 
-    def dispatch(self, request: Request, now: float) -> None:
+    def dispatch(self, request: SimRequest, now: float) -> None:
         """Find a route for it and set it going; it waits where there is none."""
         deployment = self._deployments[request.service]
         known = request.prompt + request.written
@@ -243,7 +243,7 @@ class _World:
         """Whether the next token comes from the prefill side."""
         return split >= known and not self._settings.decode_writes_first
 
-    def _assign(self, request: Request, decode: Host, prefill: Host | None, split: int) -> Assignment:
+    def _assign(self, request: SimRequest, decode: SimReplica, prefill: SimReplica | None, split: int) -> Assignment:
         """Sequences for both sides, or for one that does it all."""
         key = next(self._keys)
         known, left = request.prompt + request.written, request.output - request.written
@@ -256,13 +256,13 @@ class _World:
             writer = Work(key, known, left, fresh=fresh, incoming=min(split, known - 1))
         deployment = self._deployments[request.service]
         ways = deployment.ways(prefill.replica, decode.replica)
-        handover = Handover(key, ways, deployment.token_bytes, deployment.service.model.layers)
+        handover = KVTransfer(key, ways, deployment.token_bytes, deployment.service.model.layers)
         reader = Work(key, split, 0, hands_over=True)
         return Assignment(request, decode, writer, Split(prefill, reader, handover))
 
     # Engines and links
 
-    def engine_woke(self, host: Host, now: float) -> list[Scheduled]:
+    def engine_woke(self, host: SimReplica, now: float) -> list[Scheduled]:
         """A replica ends a step, and begins another."""
         signals = host.engine.advance(now)
         for signal in signals:
@@ -285,7 +285,7 @@ class _World:
         self._touch(host)
         return self.take_follow()
 
-    def landed(self, handover: Handover, now: float) -> None:
+    def landed(self, handover: KVTransfer, now: float) -> None:
         """All of a request's KV is where its answer will be written."""
         assignment = self._assigned.get(handover.request)
         if assignment is None or assignment.split is None:
@@ -309,9 +309,9 @@ class _World:
         for flow in self._network.advance(now):
             handover = self._handovers.ended(flow)
             if handover is not None:
-                self._follow.append(Scheduled(now + handover.ways.rtt_s, _Landing(self, handover)))
+                self._follow.append(Scheduled(now + handover.ways.rtt_s, _KvLanded(self, handover)))
 
-    def _read(self, host: Host, assignment: Assignment | None, reader: Work, now: float) -> None:
+    def _read(self, host: SimReplica, assignment: Assignment | None, reader: Work, now: float) -> None:
         host.outstanding -= 1
         host.unread -= reader.known
         if assignment is None or assignment.split is None:
@@ -340,7 +340,7 @@ class _World:
         if self.progress is not None and (self._ended % PROGRESS_EVERY == 0 or self._ended == self._total):
             self.progress(self._ended, self._total, now)
 
-    def _touch(self, host: Host) -> None:
+    def _touch(self, host: SimReplica) -> None:
         """Its load has changed, and perhaps the moment at which it wants to go on."""
         self._deployments[host.service].changed(host)
         wake_at = host.engine.wake_at
@@ -350,7 +350,7 @@ class _World:
 
     # Boxes and plans
 
-    def _start(self, deployment: Deployment, replica: Replica) -> Host:
+    def _start(self, deployment: Deployment, replica: Replica) -> SimReplica:
         model = self._model_of(self._cluster, deployment.service, replica)
         number = len(self._hosts)
         record = None if self._steps is None else partial(_keep, self._steps, number)
@@ -361,7 +361,7 @@ class _World:
             stages=len(replica.stages),
             record=record,
         )
-        host = Host(number, deployment.number, replica, engine, self.engine_woke)
+        host = SimReplica(number, deployment.number, replica, engine, self.engine_woke)
         host.lost = not self._missing.isdisjoint(replica.peers)
         self._hosts.append(host)
         return host
@@ -389,10 +389,10 @@ class _World:
             self._strand_all(host, now)
         self._missing |= {box}
         missing = self._missing
-        noticed = _Happening(self, lambda then: self._noticed(missing, lost, then))
+        noticed = _WorldEvent(self, lambda then: self._noticed(missing, lost, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
 
-    def _strand_all(self, host: Host, now: float) -> None:
+    def _strand_all(self, host: SimReplica, now: float) -> None:
         """Everything that a replica had is to be routed again."""
         for work in host.engine.lose(now):
             assignment = self._assigned.pop(work.key, None)
@@ -418,14 +418,14 @@ class _World:
             prefill.engine.release(reader, now)
             self._touch(prefill)
 
-    def _noticed(self, missing: frozenset[str], hosts: Iterable[Host], now: float) -> None:
+    def _noticed(self, missing: frozenset[str], hosts: Iterable[SimReplica], now: float) -> None:
         """The network has found out which boxes are missing: requests are replayed, and there may be new plans."""
         for deployment in self._deployments:
             deployment.boxes_missing(missing & self._missing)
         self._replay(hosts, now)
         self._ask_for_plans(now)
 
-    def _replay(self, hosts: Iterable[Host], now: float) -> None:
+    def _replay(self, hosts: Iterable[SimReplica], now: float) -> None:
         for host in hosts:
             stranded, host.stranded = host.stranded, []
             for request in stranded:
@@ -450,11 +450,11 @@ class _World:
             for change in self.replan(Situation(now, plans, self._missing)):
                 self._follow.append(Scheduled(max(now, change.at), self._plan_event(change)))
 
-    def _plan_event(self, change: PlanChange) -> _Happening:
+    def _plan_event(self, change: PlanChange) -> _WorldEvent:
         if not 0 <= change.service < len(self._deployments):
             raise WorldError(f"a plan for service {change.service}; there are {len(self._deployments)}")
         check_plans(self._cluster, [change.plan])
-        return _Happening(self, lambda now: self._follow_plan(change, now))
+        return _WorldEvent(self, lambda now: self._follow_plan(change, now))
 
     def _follow_plan(self, change: PlanChange, now: float) -> None:
         deployment = self._deployments[change.service]
@@ -466,12 +466,12 @@ class _World:
             if not host.lost:
                 host.lost = True
                 self._strand_all(host, now)
-        ready = _Happening(self, lambda then: self._ready(deployment, begun, then))
+        ready = _WorldEvent(self, lambda then: self._ready(deployment, begun, then))
         self._follow.append(Scheduled(now + change.reload_s, ready))
         self._replay(stopped, now)
         self._try_backlog(deployment, now)
 
-    def _ready(self, deployment: Deployment, hosts: Iterable[Host], now: float) -> None:
+    def _ready(self, deployment: Deployment, hosts: Iterable[SimReplica], now: float) -> None:
         for host in hosts:
             if deployment.hosts.get(host.replica.id) is host:
                 deployment.ready(host.replica.id)

@@ -24,7 +24,7 @@ from ..trust.keys import PeerId
 __all__ = ["main"]
 
 _FRAME: Final = 256 * 1024
-_PATIENCE_S: Final = 100
+_WAIT_LIMIT_S: Final = 100
 _LISTEN: Final = Address("127.0.0.1", 0)
 
 
@@ -51,7 +51,7 @@ async def _receive(size: int) -> None:
     async with trio.open_nursery() as nursery:
         address: Address = await nursery.start(transport.serve, handle)
         _say({"port": address.port, "peer": transport.peer_id})
-        with trio.move_on_after(_PATIENCE_S):
+        with trio.move_on_after(_WAIT_LIMIT_S):
             await done.wait()
         nursery.cancel_scope.cancel()
 
@@ -74,7 +74,7 @@ async def _send(size: int, address: Address, peer: PeerId) -> dict[str, float]:
         connection = await transport.dial(address, peer)
         frame, left = bytes(_FRAME), size
         cpu, began = _cpu(), time.perf_counter()
-        with trio.fail_after(_PATIENCE_S):
+        with trio.fail_after(_WAIT_LIMIT_S):
             while left > 0:
                 await connection.send(frame)
                 left -= _FRAME

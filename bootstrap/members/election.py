@@ -3,10 +3,10 @@
 A *claim* is a signed entry that names an epoch. The claimer of the highest epoch ever seen leads while it is alive
 and has not left; of two that claim the same epoch, the lower peer id leads. When there is no such leader, the lowest
 peer id among the candidates claims the next epoch, once the set of candidates has been stable for a moment. Claims
-that jump too far do not count (:func:`plausible`).
+that jump too far do not count (:func:`select_plausible`).
 
 The rule gives a coordinator to each side of a partition and one again after it heals. A rule that needs a majority
-has the same seam: :class:`View` in, :class:`Step` out.
+has the same seam: :class:`ElectionView` in, :class:`ElectionResult` out.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,16 @@ import msgspec
 from ..errors import DECODE_ERRORS
 from ..trust.keys import PeerId
 
-__all__ = ["CLAIM_KIND", "SETTLE_SECONDS", "Election", "Step", "View", "decide", "decode_claim", "encode_claim"]
+__all__ = [
+    "CLAIM_KIND",
+    "SETTLE_SECONDS",
+    "Election",
+    "ElectionResult",
+    "ElectionView",
+    "decide",
+    "decode_claim",
+    "encode_claim",
+]
 
 CLAIM_KIND: Final = "claim"
 SETTLE_SECONDS: Final = 1.0
@@ -45,7 +54,7 @@ def decode_claim(payload: bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ElectionView:
     """What one node sees."""
 
     me: PeerId
@@ -55,7 +64,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ElectionResult:
     """Who leads in which epoch, and, when `claim` is set, what to publish. A claim takes effect when it is seen."""
 
     coordinator: PeerId | None = None
@@ -63,19 +72,19 @@ class Step:
     claim: int | None = None
 
 
-def decide(view: View, now: float, *, settle_s: float = SETTLE_SECONDS) -> Step:
+def decide(view: ElectionView, now: float, *, settle_s: float = SETTLE_SECONDS) -> ElectionResult:
     """The rule."""
     highest = max(view.claims.values(), default=0)
     leaders = [peer for peer, epoch in view.claims.items() if epoch == highest and peer in view.candidates]
     if highest > 0 and leaders:
-        return Step(coordinator=min(leaders), epoch=highest)
+        return ElectionResult(coordinator=min(leaders), epoch=highest)
     is_next = view.me in view.candidates and view.me == min(view.candidates)
     if is_next and now - view.stable_since >= settle_s and highest < MAX_EPOCH:
-        return Step(epoch=highest, claim=highest + 1)
-    return Step(epoch=highest)
+        return ElectionResult(epoch=highest, claim=highest + 1)
+    return ElectionResult(epoch=highest)
 
 
-def plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, int]:
+def select_plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, int]:
     """The claims that may count: walking up from ``seen``, none that is more than a jump above those below it.
 
     With nothing seen yet the lowest claim is the ground, unless it leaves no room for later ones: a network that is
@@ -100,16 +109,16 @@ class Election:
         self._candidates: frozenset[PeerId] = frozenset()
         self._stable_since = 0.0
         self._seen = 0
-        self._step = Step()
+        self._step = ElectionResult()
 
-    def decide(self, candidates: frozenset[PeerId], claims: Mapping[PeerId, int], now: float) -> Step:
+    def decide(self, candidates: frozenset[PeerId], claims: Mapping[PeerId, int], now: float) -> ElectionResult:
         """Look at the network now."""
         if candidates != self._candidates:
             self._candidates, self._stable_since = candidates, now
-        counting = plausible(claims, self._seen)
+        counting = select_plausible(claims, self._seen)
         if now - self._stable_since >= self._settle_s:  # not before: who joins may hear the wildest claim first
             self._seen = max(counting.values(), default=self._seen)
-        view = View(me=self._me, candidates=candidates, claims=counting, stable_since=self._stable_since)
+        view = ElectionView(me=self._me, candidates=candidates, claims=counting, stable_since=self._stable_since)
         self._step = decide(view, now, settle_s=self._settle_s)
         return self._step
 

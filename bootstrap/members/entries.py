@@ -10,7 +10,7 @@ from ..trust.identity import Identity
 from ..trust.keys import verify
 from ..trust.tokens import Credential, Role
 
-__all__ = ["MEMBER_KIND", "Entry", "MemberRecord", "is_sound", "read_record", "record_first", "sign_entry"]
+__all__ = ["MEMBER_KIND", "Entry", "MemberRecord", "is_sound", "read_record", "sign_entry", "sort_records_first"]
 
 MEMBER_KIND: Final = "member"
 MAX_PAYLOAD: Final = 64 * 1024
@@ -75,6 +75,6 @@ def read_record(payload: bytes) -> MemberRecord | None:
     return record if len(record.host) <= 255 and 0 <= record.port < 65536 else None
 
 
-def record_first(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def sort_records_first(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Member records before what leans on them."""
     return tuple(sorted(entries, key=lambda entry: entry.kind != MEMBER_KIND))

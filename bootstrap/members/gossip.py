@@ -13,7 +13,7 @@ import trio
 
 from ..errors import DECODE_ERRORS, NetworkError, PeerLost
 from ..handlers import Handlers
-from ..links import Links, Session
+from ..sessions import PeerSession, PeerSessions
 from ..streams.control import encode_body, encode_notice
 from ..trust.keys import PeerId
 from ..trust.tokens import Role
@@ -59,14 +59,14 @@ class Gossip:
     def __init__(
         self,
         membership: Membership,
-        links: Links,
+        links: PeerSessions,
         handlers: Handlers,
         rng: random.Random,
         on_news: Callable[[bool], None],
     ) -> None:
         self.forged = 0
         self._membership = membership
-        self._links = links
+        self._sessions = links
         self._rng = rng
         self._on_news = on_news
         handlers.add_request(_SYNC, _Sync, self._serve_sync, client=True)
@@ -76,12 +76,12 @@ class Gossip:
         """Gossip for ever."""
         while True:
             await trio.sleep(GOSSIP_SECONDS * self._rng.uniform(0.9, 1.1))
-            partners = [each for each in self._links.sessions.values() if each.role is not Role.CLIENT]
+            partners = [each for each in self._sessions.by_peer.values() if each.role is not Role.CLIENT]
             async with trio.open_nursery() as nursery:
                 for session in self._rng.sample(partners, min(GOSSIP_PARTNERS, len(partners))):
                     nursery.start_soon(self.sync, session)
 
-    async def sync(self, session: Session) -> None:
+    async def sync(self, session: PeerSession) -> None:
         """One exchange. A failure is the next round's business."""
         now = trio.current_time()
         ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
@@ -103,13 +103,13 @@ class Gossip:
         """Urgent: to everybody now, instead of within seconds."""
         batch = self._tellable(entries)
         if batch:
-            self._links.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+            self._sessions.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
         self._on_news(True)
 
     def push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
         """The same to one peer."""
         batch = self._tellable(entries)
-        session = self._links.sessions.get(peer)
+        session = self._sessions.by_peer.get(peer)
         if batch and session is not None:
             try:
                 session.control.send_nowait(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
@@ -135,11 +135,11 @@ class Gossip:
         return _SyncReply(self._membership.digest(), self._membership.vouchers(now), tuple(delta))
 
     def _take_entries(self, peer: PeerId, role: Role, notice: _Entries) -> None:
-        session = self._links.sessions.get(peer)
+        session = self._sessions.by_peer.get(peer)
         if session is not None:
             self._merge(session, notice.entries)
 
-    def _merge(self, session: Session, entries: Iterable[Entry]) -> None:
+    def _merge(self, session: PeerSession, entries: Iterable[Entry]) -> None:
         private = session.peer if session.role is Role.CLIENT else None
         result = self._membership.merge(entries, trio.current_time(), from_origin=private)
         if result.forged:

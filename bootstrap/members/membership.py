@@ -38,11 +38,11 @@ from .entries import (
     MemberRecord,
     is_sound,
     read_record,
-    record_first,
     sign_entry,
+    sort_records_first,
 )
 
-__all__ = ["Digest", "Member", "MemberState", "Membership", "MergeResult", "Step", "Timeouts"]
+__all__ = ["Digest", "Member", "MemberState", "Membership", "MergeResult", "TickResult", "Timeouts"]
 
 MAX_ORIGINS: Final = 4096
 _NO_NEWS: Final = float("-inf")
@@ -98,7 +98,7 @@ class MergeResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TickResult:
     """What time has brought. Drop connections in ``drop`` first, then ping, then dial; ``changed`` asks to tell the
     readers."""
 
@@ -109,7 +109,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Link:
+class _OpenStream:
     """The open control stream to one peer."""
 
     heard_at: float
@@ -162,7 +162,7 @@ class Membership:
         self._own = _Life(incarnation, {}, state=MemberState.ALIVE)
         self._lives: dict[str, _Life] = {self.peer_id: self._own}
         self._buried: dict[str, tuple[int, float]] = {}  # origin -> (incarnation, until): not to be learned again
-        self._connected: dict[PeerId, _Link] = {}
+        self._connected: dict[PeerId, _OpenStream] = {}
 
     # -- what this node says ------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Membership:
 
     def own_entries(self) -> tuple[Entry, ...]:
         """Everything this node says, its member record first."""
-        return record_first(self._own.entries.values())
+        return sort_records_first(self._own.entries.values())
 
     # -- gossip -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Membership:
             lacking += (entry for kind, entry in life.entries.items() if entry.version > known.get(kind, 0))
         chosen: list[Entry] = []
         size = 0
-        for entry in record_first(lacking):
+        for entry in sort_records_first(lacking):
             size += len(entry.payload) + 200
             if chosen and size > max_bytes:
                 break
@@ -228,7 +228,7 @@ class Membership:
         """Take entries from somebody. ``from_origin`` names a client: only its own record counts, and stays here."""
         changed: list[Entry] = []
         forged = ignored = 0
-        for entry in record_first(entries):
+        for entry in sort_records_first(entries):
             if from_origin is not None and entry.origin != from_origin:
                 forged += 1
             elif not self._is_news(entry):
@@ -280,7 +280,7 @@ class Membership:
 
     def on_connected(self, peer: PeerId, now: float) -> None:
         """An admitted control stream to this peer is open."""
-        self._connected[peer] = _Link(heard_at=now)
+        self._connected[peer] = _OpenStream(heard_at=now)
         self.on_heard(peer, now)
 
     def on_disconnected(self, peer: PeerId) -> None:
@@ -305,7 +305,7 @@ class Membership:
             if life.heard_at is not None:
                 life.heard_at = min(life.heard_at, now - self.timeouts.dead_s)
 
-    def tick(self, now: float) -> Step:
+    def tick(self, now: float) -> TickResult:
         """Move every member to the state its silence has earned."""
         changed = False
         forgotten: list[PeerId] = []
@@ -333,7 +333,7 @@ class Membership:
         )
         for peer in ping:
             self._connected[peer].pinged_at = now
-        return Step(drop=drop, ping=ping, forgotten=tuple(forgotten), changed=changed)
+        return TickResult(drop=drop, ping=ping, forgotten=tuple(forgotten), changed=changed)
 
     def wake_at(self, now: float) -> float | None:
         """When :meth:`tick` next has something to do; ``None`` while alone."""
@@ -476,7 +476,7 @@ class Membership:
                 self._identity, kind, self._own.incarnation, self._version, entry.payload
             )
 
-    def _ping_at(self, peer: PeerId, link: _Link) -> float:
+    def _ping_at(self, peer: PeerId, link: _OpenStream) -> float:
         """When to ping a peer. Of two, one is sooner to mind that nothing is said; its pings keep the other content."""
         patience_s = self.timeouts.ping_s * (1.0 if self.peer_id < peer else 1.5)
         return min(max(link.heard_at, link.pinged_at) + patience_s, link.pinged_at + self.timeouts.rtt_s)

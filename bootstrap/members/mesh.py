@@ -12,7 +12,7 @@ from typing import Final
 from ..addresses import Address
 from ..trust.keys import PeerId
 
-__all__ = ["Dial", "DialBook", "replaces"]
+__all__ = ["Dial", "DialBook", "should_replace"]
 
 FIRST_BACKOFF_S: Final = 0.5
 LAST_BACKOFF_S: Final = 30.0
@@ -44,7 +44,7 @@ class DialBook:
         self._rng = rng
         self._targets: dict[PeerId, _Target] = {}
 
-    def due(self, wanted: Mapping[PeerId, Address], connected: Collection[PeerId], now: float) -> tuple[Dial, ...]:
+    def take_due(self, wanted: Mapping[PeerId, Address], connected: Collection[PeerId], now: float) -> tuple[Dial, ...]:
         """What to dial now. Every :class:`Dial` must be answered by :meth:`on_result`."""
         for peer in [p for p, t in self._targets.items() if p not in wanted and not t.in_flight]:
             del self._targets[peer]
@@ -98,7 +98,7 @@ class DialBook:
         return f"DialBook(targets={len(self._targets)}, in_flight={in_flight})"
 
 
-def replaces(
+def should_replace(
     *,
     me: PeerId,
     peer: PeerId,

@@ -83,20 +83,20 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     body: msgspec.Raw
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
+class ControlPing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
     """Are you there?"""
 
     nonce: int
 
 
-class Pong(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="o"):
+class ControlPong(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="o"):
     """I am."""
 
     nonce: int
 
 
 Greeting = Hello | Welcome | Rejected
-Message = Request | Reply | Failure | Notice | Ping | Pong
+Message = Request | Reply | Failure | Notice | ControlPing | ControlPong
 
 _encoder = msgspec.msgpack.Encoder()
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
@@ -250,7 +250,7 @@ class ControlStream:
         self._next_id += 1
         now = trio.current_time()
         self._pings = {nonce: at for nonce, at in self._pings.items() if now - at < 30.0}
-        if self.send_nowait(_encoder.encode(Ping(self._next_id))):
+        if self.send_nowait(_encoder.encode(ControlPing(self._next_id))):
             self._pings[self._next_id] = now
 
     def blame(self, offences: int = 1) -> None:
@@ -295,9 +295,9 @@ class ControlStream:
                 except ProtocolError as error:
                     self._offences += 1
                     _log.warning("dropped a notice %.40r from %s: %s", method, self.peer, error)
-            case Ping(nonce=nonce):
-                self._answer(Pong(nonce))
-            case Pong(nonce=nonce):
+            case ControlPing(nonce=nonce):
+                self._answer(ControlPong(nonce))
+            case ControlPong(nonce=nonce):
                 sent_at = self._pings.pop(nonce, None)
                 if sent_at is not None:
                     self.rtts = [*self.rtts[-7:], self.heard_at - sent_at]
@@ -338,7 +338,7 @@ class ControlStream:
         except ProtocolError as error:
             await self.connection.send(_encoder.encode(Failure(request.id, "too_large", str(error))))
 
-    def _answer(self, message: Failure | Pong) -> None:
+    def _answer(self, message: Failure | ControlPong) -> None:
         try:
             self.send_nowait(_encoder.encode(message))
         except PeerLost:

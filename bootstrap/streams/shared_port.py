@@ -47,7 +47,7 @@ class SharedPort:
 
         async def accepted(stream: trio.SocketStream) -> None:
             try:
-                await self._route(stream, on_other)
+                await self._dispatch(stream, on_other)
             finally:
                 await trio.aclose_forcefully(stream)
 
@@ -60,7 +60,7 @@ class SharedPort:
     def __repr__(self) -> str:
         return f"SharedPort({self.bound}, undecided={self._undecided})"
 
-    async def _route(self, stream: trio.SocketStream, on_other: StreamHandler) -> None:
+    async def _dispatch(self, stream: trio.SocketStream, on_other: StreamHandler) -> None:
         if self._undecided >= _UNDECIDED_LIMIT:
             return
         self._undecided += 1
@@ -72,11 +72,11 @@ class SharedPort:
         finally:
             self._undecided -= 1
         if len(head) == DATA_HEAD_BYTES and head.startswith(DATA_PREFIX):
-            self._hand_over(stream, head)
+            self._pass_on(stream, head)
         elif head:
             await on_other(stream)
 
-    def _hand_over(self, stream: trio.SocketStream, head: bytes) -> None:
+    def _pass_on(self, stream: trio.SocketStream, head: bytes) -> None:
         if self._on_data_socket is None:
             return
         try:

@@ -19,7 +19,7 @@ import trio
 from ..errors import PeerLost, ProtocolError
 from ..reasons import MappedErrors
 
-__all__ = ["Frames", "OneStream", "SecureConnection", "Stream"]
+__all__ = ["Frames", "OneStream", "SecureConnection", "YamuxStream"]
 
 _HEADER: Final = struct.Struct("!BBHII")  # version, type, flags, stream, length
 _DATA, _WINDOW_UPDATE, _PING, _GO_AWAY = range(4)
@@ -157,7 +157,7 @@ class OneStream:
         self.get_connection_type = connection.get_connection_type
         self.is_initiator = connection.is_initiator
         self._frames = Frames(dialler=connection.is_initiator)
-        self._stream = Stream(self)
+        self._stream = YamuxStream(self)
         self._accepted = False
         self._arrived = bytearray()
         self._writing = trio.Lock()
@@ -190,14 +190,14 @@ class OneStream:
             except PeerLost:
                 return  # whoever reads the stream finds out as well
 
-    async def open_stream(self) -> "Stream":
+    async def open_stream(self) -> "YamuxStream":
         """The stream. The dialler opens it, once."""
         if not self.is_initiator or self._frames.stream:
             raise ProtocolError("a connection has one stream, which its dialler opens")
         await self._write(self._frames.open())
         return self._stream
 
-    async def accept_stream(self) -> "Stream":
+    async def accept_stream(self) -> "YamuxStream":
         """The stream, when the other side has dialled and opened it. Whoever waits for another one waits until the end,
         and gets PeerLost."""
         if self.is_initiator or self._accepted:
@@ -280,7 +280,7 @@ class OneStream:
             raise PeerLost(f"the peer has taken nothing for {_STALLED_SECONDS:g} s")
 
 
-class Stream:
+class YamuxStream:
     """The stream of a :class:`OneStream`, as libp2p sees it."""
 
     def __init__(self, connection: OneStream) -> None:

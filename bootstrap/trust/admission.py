@@ -37,7 +37,9 @@ class Admission:
                 f"use one for {record.role.value!r}"
             )
 
-    def judge(self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float) -> MemberRecord:
+    def check_greeting(
+        self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float
+    ) -> MemberRecord:
         """The record of a peer that may come in; ``known`` is the one we hold already, if any.
 
         Raises TokenError or ProtocolError with the reason to tell the peer.

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple, final
 from ...coordinator.costs.rounds import Chunk, round_s
 from ...coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
 from .sequence import DecodeBatch, Sequence
-from .values import EngineError, EngineSettings, Signal, SignalKind, StepRecord, Tally
+from .values import EngineCounts, EngineSettings, EngineSignal, SignalKind, SimEngineError, StepRecord
 
 __all__ = ["Engine"]
 
@@ -37,7 +37,7 @@ _ROUNDING: Final = 1e-9
 """Share of a step by which a moment may miss the step's boundary and still be on it."""
 
 
-class _Part(NamedTuple):
+class _PromptChunk(NamedTuple):
     """So many tokens of a prompt behind `start` that were read before."""
 
     sequence: Sequence
@@ -49,7 +49,7 @@ class _PrefillStep(NamedTuple):
     """On its way through the stages, out at `end`."""
 
     end: float
-    chunks: list[_Part]
+    chunks: list[_PromptChunk]
 
 
 @final
@@ -66,11 +66,11 @@ class Engine:
         record: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.times = times
-        self.tally = Tally()
+        self.tally = EngineCounts()
         self.wake_at = inf
         self.blocks = kv_tokens // settings.block_tokens
         if self.blocks < 1:
-            raise EngineError(f"KV memory of {kv_tokens} tokens is less than a block of {settings.block_tokens}")
+            raise SimEngineError(f"KV memory of {kv_tokens} tokens is less than a block of {settings.block_tokens}")
         self._free = self.blocks
         self.settings = settings  # may be others for the steps to come
         self._stages = stages
@@ -88,7 +88,7 @@ class Engine:
         # The steps under way that decode: so many, from `_run_start` to `_run_end` (infinite: there are none).
         self._run_start, self._run_end, self._run_steps = 0.0, inf, 0
         self._run_line = DecodeLine(0.0, 0.0)
-        self._run_chunks: list[_Part] = []
+        self._run_chunks: list[_PromptChunk] = []
 
     def __repr__(self) -> str:
         return f"<Engine {self._batch.size} decode, {self._reading} read, {len(self._queue)} wait, {self._free} blocks>"
@@ -103,9 +103,9 @@ class Engine:
         return self._blocks_of(sequence.known + max(0, sequence.left - 1)) <= self.blocks
 
     def submit(self, sequence: Sequence, now: float) -> None:
-        """Take it into the queue. Raises EngineError for one that never fits."""
+        """Take it into the queue. Raises SimEngineError for one that never fits."""
         if not self.fits(sequence):
-            raise EngineError(f"{sequence!r} needs more KV than the {self.blocks} blocks there are")
+            raise SimEngineError(f"{sequence!r} needs more KV than the {self.blocks} blocks there are")
         self._queue.append(sequence)
         if sequence.incoming and len(self._queue) == 1:
             # Blocks that the steps under way will not take can be had at once.
@@ -139,9 +139,9 @@ class Engine:
         elif sequence.incoming and sequence in self._queue:
             self._queue.remove(sequence)
 
-    def advance(self, now: float) -> list[Signal]:
+    def advance(self, now: float) -> list[EngineSignal]:
         """End what ends at `now`, and begin what can begin."""
-        signals: list[Signal] = []
+        signals: list[EngineSignal] = []
         while self._flight and self._flight[0].end <= now:
             self._complete(self._flight.popleft().chunks, now, signals)
         if self._run_end <= now:
@@ -166,18 +166,18 @@ class Engine:
         return list(dict.fromkeys((*decoding, *flying, *rest)))
 
     def check_integrity(self) -> None:
-        """Every block is free or held by a sequence that is here. Raises EngineError."""
+        """Every block is free or held by a sequence that is here. Raises SimEngineError."""
         flying = [chunk.sequence for step in self._flight for chunk in step.chunks]
         flying += [chunk.sequence for chunk in self._run_chunks]
         holders = {*self._expected.values(), *self._landed, *self._to_read, *self._read.values(), *flying}
         held = sum(sequence.blocks for sequence in holders)
         held += sum(self._blocks_of(sequence.computed + self._batch.step) for sequence in self._batch)
         if held + self._free != self.blocks or self._free < 0:
-            raise EngineError(f"{held} blocks are held and {self._free} free; there are {self.blocks}")
+            raise SimEngineError(f"{held} blocks are held and {self._free} free; there are {self.blocks}")
 
     # What goes on
 
-    def _begin(self, now: float, signals: list[Signal]) -> None:
+    def _begin(self, now: float, signals: list[EngineSignal]) -> None:
         """The next step, if there is anything to do and the stages can take it up."""
         batch = self._batch
         if not self._flight:
@@ -192,7 +192,7 @@ class Engine:
         if not batch.size and not self._landed and self._entry_free_at <= now:
             self._begin_prefill(now, signals)
 
-    def _begin_prefill(self, now: float, signals: list[Signal]) -> None:
+    def _begin_prefill(self, now: float, signals: list[EngineSignal]) -> None:
         chunks = self._fill(self.settings.max_batched_tokens, signals)
         if not chunks:
             return
@@ -208,10 +208,10 @@ class Engine:
         if self._record is not None:
             self._record(StepRecord(now, end, "prefill", tokens, 0, 1))
 
-    def _groups_beside_decode(self, signals: list[Signal]) -> list[list[_Part]]:
+    def _groups_beside_decode(self, signals: list[EngineSignal]) -> list[list[_PromptChunk]]:
         """What prompts are read in the next step, by batch in flight: each has a budget of its own."""
         decoding = self._batch.size
-        groups: list[list[_Part]] = []
+        groups: list[list[_PromptChunk]] = []
         own = self._batch.blocks_for(1)  # goes before those of whoever is let in
         self._free -= own
         for _ in range(self._stages if decoding else 0):
@@ -222,7 +222,9 @@ class Engine:
         self._free += own
         return groups
 
-    def _begin_run(self, now: float, groups: list[list[_Part]], signals: list[Signal], most: float) -> None:
+    def _begin_run(
+        self, now: float, groups: list[list[_PromptChunk]], signals: list[EngineSignal], most: float
+    ) -> None:
         """Decode: one step that reads as well, or as many as nothing can change in, and no more than `most`."""
         batch, requests = self._batch, self._batch.size
         line = self._lines.get(requests)
@@ -245,10 +247,10 @@ class Engine:
         if batch.fresh:
             for sequence in batch.fresh:
                 sequence.fresh = False
-                signals.append(Signal(SignalKind.FIRST, sequence, first_end))
+                signals.append(EngineSignal(SignalKind.FIRST, sequence, first_end))
             batch.fresh.clear()
 
-    def _end_run(self, now: float, signals: list[Signal]) -> None:
+    def _end_run(self, now: float, signals: list[EngineSignal]) -> None:
         batch, steps, chunks = self._batch, self._run_steps, self._run_chunks
         requests = batch.size
         self._free -= batch.blocks_for(steps)
@@ -265,11 +267,11 @@ class Engine:
             self._record(StepRecord(self._run_start, now, kind, tokens, requests, steps))
         for sequence in batch.advance(steps):
             self._free += self._blocks_of(sequence.computed)
-            signals.append(Signal(SignalKind.DONE, sequence, now))
+            signals.append(EngineSignal(SignalKind.DONE, sequence, now))
         self._run_end, self._run_chunks = inf, []
         self._complete(chunks, now, signals)
 
-    def _complete(self, chunks: list[_Part], now: float, signals: list[Signal]) -> None:
+    def _complete(self, chunks: list[_PromptChunk], now: float, signals: list[EngineSignal]) -> None:
         """These tokens are read; a prompt that is whole writes its first token, or is handed over."""
         for sequence, start, tokens in chunks:
             self.tally.prompt_tokens += tokens
@@ -278,19 +280,19 @@ class Engine:
             self._reading -= 1
             if sequence.hands_over:
                 self._read[sequence.key] = sequence
-                signals.append(Signal(SignalKind.READ, sequence, now))
+                signals.append(EngineSignal(SignalKind.READ, sequence, now))
                 continue
             sequence.known += 1
             sequence.left -= 1
             self.tally.written_tokens += 1
             if sequence.fresh:
                 sequence.fresh = False
-                signals.append(Signal(SignalKind.FIRST, sequence, now))
+                signals.append(EngineSignal(SignalKind.FIRST, sequence, now))
             if sequence.left:
                 self._batch.join(sequence)
             else:
                 self._give_back(sequence)
-                signals.append(Signal(SignalKind.DONE, sequence, now))
+                signals.append(EngineSignal(SignalKind.DONE, sequence, now))
 
     def _set_alarm(self, now: float) -> None:
         """When something ends, or the first stage is free for a prompt that could go in."""
@@ -347,20 +349,20 @@ class Engine:
 
     # Who is let in, and memory
 
-    def _fill(self, budget: int, signals: list[Signal]) -> list[_Part]:
+    def _fill(self, budget: int, signals: list[EngineSignal]) -> list[_PromptChunk]:
         """Prompts for one step, up to `budget` tokens; lets in who comes next in the queue and fits."""
-        chunks: list[_Part] = []
+        chunks: list[_PromptChunk] = []
         while budget > 0:
             if not self._to_read:
                 sequence = self._admit()
                 if sequence is None:
                     break
                 if sequence.incoming:
-                    signals.append(Signal(SignalKind.ROOM, sequence, 0.0))
+                    signals.append(EngineSignal(SignalKind.ROOM, sequence, 0.0))
                     continue
             sequence = self._to_read[0]
             tokens = min(budget, sequence.known - sequence.computed)
-            chunks.append(_Part(sequence, sequence.computed, tokens))
+            chunks.append(_PromptChunk(sequence, sequence.computed, tokens))
             sequence.computed += tokens
             budget -= tokens
             if sequence.computed == sequence.known:
@@ -425,13 +427,15 @@ class Engine:
         return self._blocks_of(sequence.incoming if pure else sequence.known)
 
     @staticmethod
-    def _tell_reading(chunks: list[_Part], end: float, signals: list[Signal]) -> None:
+    def _tell_reading(chunks: list[_PromptChunk], end: float, signals: list[EngineSignal]) -> None:
         signals.extend(
-            Signal(SignalKind.READING, sequence, end, tokens) for sequence, _, tokens in chunks if sequence.hands_over
+            EngineSignal(SignalKind.READING, sequence, end, tokens)
+            for sequence, _, tokens in chunks
+            if sequence.hands_over
         )
 
 
-def _work(chunks: list[_Part]) -> Chunk:
+def _work(chunks: list[_PromptChunk]) -> Chunk:
     """What one batch reads in a step."""
     tokens = sum(chunk.tokens for chunk in chunks)
     return Chunk(tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks))

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from .sequence import Sequence
 
-__all__ = ["EngineError", "EngineSettings", "Signal", "SignalKind", "StepRecord", "Tally"]
+__all__ = ["EngineCounts", "EngineSettings", "EngineSignal", "SignalKind", "SimEngineError", "StepRecord"]
 
 
-class EngineError(ValueError):
+class SimEngineError(ValueError):
     """Settings or sequences that an engine cannot run; one line."""
 
 
@@ -25,9 +25,9 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         if min(self.max_batched_tokens, self.max_sequences, self.block_tokens) < 1:
-            raise EngineError("max_batched_tokens, max_sequences and block_tokens must be at least 1")
+            raise SimEngineError("max_batched_tokens, max_sequences and block_tokens must be at least 1")
         if self.max_batched_tokens <= self.max_sequences:
-            raise EngineError(
+            raise SimEngineError(
                 f"max_batched_tokens is {self.max_batched_tokens}: with {self.max_sequences} sequences decoding, no "
                 "token of a step would be left for prompts"
             )
@@ -48,7 +48,7 @@ class SignalKind(IntEnum):
     """Blocks are reserved for KV that is to come from elsewhere."""
 
 
-class Signal(NamedTuple):
+class EngineSignal(NamedTuple):
     """One piece of news."""
 
     kind: SignalKind
@@ -69,7 +69,7 @@ class StepRecord(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tally:
+class EngineCounts:
     """What an engine has done so far. Busy seconds by kind of step; `steps` counts iterations one by one."""
 
     prefill_s: float = 0.0

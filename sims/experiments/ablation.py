@@ -12,8 +12,8 @@ from ...coordinator.plan import Plan
 from ...coordinator.planning.model.problem import Problem
 from ..policies.dispatch import Dispatch
 from ..results.outcomes import attainment
-from .page import Page, Row, Table
-from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, outcome, planned, spread
+from .page import Page, ResultRow, Table
+from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, at_rate, outcome, planned, spread
 
 __all__ = ["AblationRow", "ablation", "ablation_rows"]
 
@@ -22,7 +22,7 @@ RATES: Final = (0.5, 3.0)
 """Requests per second: when requests are nearly alone, and when the links have something to do."""
 
 
-class AblationRow(Row, frozen=True):
+class AblationRow(ResultRow, frozen=True):
     """One system: seconds a request takes, and how many times as long as with everything on."""
 
     column: str
@@ -59,7 +59,7 @@ def ablation_rows(scope: Scope) -> tuple[AblationRow, ...]:
     rows: list[AblationRow] = []
     for specs in COLUMNS:
         for workload in WORKLOADS:
-            deployed = planned(Case(specs=specs, workload=workload, rate=max(RATES)), scope.steps)
+            deployed = planned(PlannedCase(specs=specs, workload=workload, rate=max(RATES)), scope.steps)
             for rate in RATES:
                 rows += _rows(deployed, rate, scope)
     return tuple(rows)

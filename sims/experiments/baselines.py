@@ -10,11 +10,11 @@ import numpy as np
 
 from ..results.outcomes import ServiceOutcome, attainment
 from .deployments import RATES
-from .page import Curves, Page, Row, Table
-from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, Case, Scope, counts, highest_rate, outcome, spread
+from .page import Curves, Page, ResultRow, Table
+from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, counts, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, WHOLE, System, systems
 
-__all__ = ["Contest", "OverRow", "SystemRow", "baselines", "contests"]
+__all__ = ["OverRow", "SystemContest", "SystemRow", "baselines", "contests"]
 
 TITLE: Final = "Figure 9, and deadlines of figures 7 and 8"
 SCALE: Final = 10.0
@@ -35,7 +35,7 @@ PAPER: Final = {
 }
 
 
-class SystemRow(Row, frozen=True):
+class SystemRow(ResultRow, frozen=True):
     """One system; `highest_rate`: requests per second with 90 % in time, mean over seeds (least-most). The rest at the
     same rate for all, 0.8 of what the HexGen-like plan carries."""
 
@@ -56,7 +56,7 @@ class SystemRow(Row, frozen=True):
     e2e_p99_s: float
 
 
-class OverRow(Row, frozen=True):
+class OverRow(ResultRow, frozen=True):
     """Ours over a baseline: throughput (mean over seeds, least-most), and by how much the end-to-end deadline could be
     shorter, mean and best over rates, seeds, and 90 and 99 % in time."""
 
@@ -72,10 +72,10 @@ class OverRow(Row, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Contest:
+class SystemContest:
     """All systems on one workload under one column; `curves`: attainment by scale of all deadlines at SHOWN."""
 
-    case: Case
+    case: PlannedCase
     rows: list[SystemRow]
     ratios: list[OverRow]
     curves: dict[str, list[float]]
@@ -102,17 +102,17 @@ def _quantile(run: ServiceOutcome, target: float) -> float:
 
 
 @cache
-def contests(scope: Scope) -> tuple[Contest, ...]:
+def contests(scope: Scope) -> tuple[SystemContest, ...]:
     """Both workloads under both columns."""
     cases = [
-        Case(specs=specs, workload=workload, rate=RATES[workload], scale=SCALE, gbps=10.0)
+        PlannedCase(specs=specs, workload=workload, rate=RATES[workload], scale=SCALE, gbps=10.0)
         for specs in COLUMNS
         for workload in WORKLOADS
     ]
     return tuple(_contest(case, scope) for case in cases)
 
 
-def _contest(case: Case, scope: Scope) -> Contest:
+def _contest(case: PlannedCase, scope: Scope) -> SystemContest:
     found = {system.name: system for system in systems(case, scope)}
     rates = {
         name: [highest_rate(one.deployed, scope, seed, one.dispatch, one.engine) for seed in scope.seeds]
@@ -132,7 +132,7 @@ def _contest(case: Case, scope: Scope) -> Contest:
         ]
         for name, one in measured.items()
     }
-    return Contest(case, rows, ratios, curves)
+    return SystemContest(case, rows, ratios, curves)
 
 
 def _runs(system: System, scope: Scope, rate: float) -> list[ServiceOutcome]:
@@ -143,7 +143,7 @@ def _runs(system: System, scope: Scope, rate: float) -> list[ServiceOutcome]:
     ]
 
 
-def _system_row(case: Case, measured: _Measured, rate: float) -> SystemRow:
+def _system_row(case: PlannedCase, measured: _Measured, rate: float) -> SystemRow:
     system, runs = measured.system, measured.runs[SHOWN]
     proposal, problem = system.deployed.at(), system.deployed.problem
     service = problem.services[0]
@@ -170,7 +170,7 @@ def _system_row(case: Case, measured: _Measured, rate: float) -> SystemRow:
     )
 
 
-def _ratio_row(case: Case, ours: _Measured, other: _Measured) -> OverRow:
+def _ratio_row(case: PlannedCase, ours: _Measured, other: _Measured) -> OverRow:
     deadlines = other.deadlines() / ours.deadlines()
     throughput, paper = [a / b for a, b in zip(ours.rates, other.rates, strict=True)], PAPER
     return OverRow(

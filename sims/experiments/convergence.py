@@ -11,8 +11,8 @@ import numpy as np
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.upper.search import search
-from .page import Curves, Page, Row, Table
-from .setting import Case, Scope
+from .page import Curves, Page, ResultRow, Table
+from .setting import PlannedCase, Scope
 
 __all__ = ["ConvergenceRow", "convergence", "convergence_rows"]
 
@@ -22,7 +22,7 @@ RATE_PER_GPU: Final = 0.25
 NEAR: Final = 0.01
 
 
-class ConvergenceRow(Row, frozen=True):
+class ConvergenceRow(ResultRow, frozen=True):
     """One search: CPU seconds until its best objective was within 1 % of the one at the end, and in all."""
 
     gpus: int
@@ -41,7 +41,7 @@ def convergence_rows(scope: Scope) -> tuple[ConvergenceRow, ...]:
 
 
 def _row(gpus: int, scope: Scope) -> ConvergenceRow:
-    case = Case(
+    case = PlannedCase(
         cluster=f"thunderserve-cloud-{gpus}", specs=Specs.TABLE1, workload="conversation", rate=RATE_PER_GPU * gpus
     )
     problem = case.problem()

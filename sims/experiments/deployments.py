@@ -9,8 +9,8 @@ from ...coordinator.plan import Phase
 from ...coordinator.planning.model.cluster import Cluster
 from ...coordinator.planning.model.problem import Solution
 from ..policies.dispatch import Dispatch
-from .page import Page, Row, Table
-from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, counts, group, highest_rate, shapes
+from .page import Page, ResultRow, Table
+from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, counts, group, highest_rate, shapes
 from .systems import chosen
 
 __all__ = ["RATES", "DeploymentRow", "deployment_rows", "deployments", "papers_solution"]
@@ -43,7 +43,7 @@ _PAPER: Final[dict[str, tuple[tuple[Phase, dict[str, int]], ...]]] = {
 }
 
 
-class DeploymentRow(Row, frozen=True):
+class DeploymentRow(ResultRow, frozen=True):
     """One plan; rates are requests per second with 90 % in time, expected by the planner and simulated."""
 
     column: str
@@ -70,14 +70,14 @@ def deployment_rows(scope: Scope) -> tuple[DeploymentRow, ...]:
     for specs in COLUMNS:
         for workload in WORKLOADS:
             for gbps in LINKS:
-                case = Case(specs=specs, workload=workload, rate=RATES[workload], gbps=gbps)
+                case = PlannedCase(specs=specs, workload=workload, rate=RATES[workload], gbps=gbps)
                 ours = chosen(case, scope)
                 papers = Deployed(ours.problem, papers_solution(ours.problem.cluster, workload))
                 rows += [_row(case, "ours", ours, scope), _row(case, "the paper's groups and phases", papers, scope)]
     return tuple(rows)
 
 
-def _row(case: Case, name: str, deployed: Deployed, scope: Scope) -> DeploymentRow:
+def _row(case: PlannedCase, name: str, deployed: Deployed, scope: Scope) -> DeploymentRow:
     proposal, cluster = deployed.at(), deployed.problem.cluster
     kinds = shapes(proposal.plan, cluster)
     return DeploymentRow(

@@ -15,7 +15,7 @@ from .convergence import TITLE as CONVERGENCE
 from .convergence import ConvergenceRow
 from .links import PAPER_BASELINE, LinkRow
 from .links import TITLE as LINKS
-from .page import Page, Row, Table, read_rows
+from .page import Page, ResultRow, Table, read_rows
 from .ratios import TITLE as RATIOS
 from .ratios import RatioRow
 from .rescheduling import TITLE as RESCHEDULING
@@ -25,7 +25,7 @@ from .setting import WORKLOADS
 __all__ = ["HeadlineRow", "headline"]
 
 
-class HeadlineRow(Row, frozen=True):
+class HeadlineRow(ResultRow, frozen=True):
     """One claim, under both GPU columns."""
 
     figure: str

@@ -21,7 +21,7 @@ from ...coordinator.planning.upper.search import search
 from ..policies.dispatch import Dispatch
 from ..records import Trace
 from ..scenario import SimSettings
-from .page import Page, Row, Table
+from .page import Page, ResultRow, Table
 from .setting import COLUMNS, Deployed, Scope, group, run, shapes
 
 __all__ = ["LinkRow", "ShareRow", "link_rows", "links"]
@@ -73,7 +73,7 @@ REMARKS: Final = """\
 """
 
 
-class LinkRow(Row, frozen=True):
+class LinkRow(ResultRow, frozen=True):
     """One deployment: a request that is alone (ms), and the tokens per second, in and out, when they never end."""
 
     column: str
@@ -91,7 +91,7 @@ class LinkRow(Row, frozen=True):
     paper_tokens_per_s: str
 
 
-class ShareRow(Row, frozen=True):
+class ShareRow(ResultRow, frozen=True):
     """The KV transfer's part of one request's end-to-end time, when it starts after the prompt is read."""
 
     column: str

@@ -10,15 +10,15 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-__all__ = ["Curves", "Page", "Row", "Table", "read_rows", "write_index", "write_page"]
+__all__ = ["Curves", "Page", "ResultRow", "Table", "read_rows", "write_index", "write_page"]
 
 COMMAND: Final = "python -m p2pserve.sims.experiments"
 
 
-RowT = TypeVar("RowT", bound="Row")
+RowT = TypeVar("RowT", bound="ResultRow")
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the rows of all tables. A field's name is its heading, with blanks for underscores."""
 
 
@@ -27,7 +27,7 @@ class Table:
     """Rows of one type under a title, with a line that says what to look at. Lists in rows are for programs only."""
 
     title: str
-    rows: Sequence[Row]
+    rows: Sequence[ResultRow]
     about: str = ""
 
     def markdown(self) -> str:

@@ -11,8 +11,8 @@ from ...coordinator.costs.gpus import Specs
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
 from ..results.outcomes import attainment
-from .page import Curves, Page, Row, Table
-from .setting import COLUMNS, TARGET, WORKLOADS, Case, Deployed, Scope, group, highest_rate, outcome, spread
+from .page import Curves, Page, ResultRow, Table
+from .setting import COLUMNS, TARGET, WORKLOADS, Deployed, PlannedCase, Scope, group, highest_rate, outcome, spread
 
 __all__ = ["RatioRow", "ratio_rows", "ratios"]
 
@@ -24,7 +24,7 @@ PLANNED_RATE: Final = 4.0
 PAPER: Final = {"coding": "5:3", "conversation": "3:5"}
 
 
-class RatioRow(Row, frozen=True):
+class RatioRow(ResultRow, frozen=True):
     """One ratio. `attainment`: where the ratio that carries most is at its highest rate; mean over seeds "
     "(least-most)."""
 
@@ -44,7 +44,7 @@ def ratio_rows(scope: Scope) -> tuple[RatioRow, ...]:
     rows: list[RatioRow] = []
     for specs in COLUMNS:
         for workload in WORKLOADS:
-            case = Case(
+            case = PlannedCase(
                 cluster="thunderserve-16xa5000",
                 specs=specs,
                 model="llama-13b",
@@ -89,7 +89,7 @@ def ratios(scope: Scope) -> Page:
     )
 
 
-def _rows(case: Case, scope: Scope) -> list[RatioRow]:
+def _rows(case: PlannedCase, scope: Scope) -> list[RatioRow]:
     problem = case.problem()
     deployed = [Deployed(problem, _solution(problem, prefill)) for prefill in range(1, REPLICAS)]
     highest = [highest_rate(one, scope, scope.seeds[0]) for one in deployed]

@@ -18,8 +18,20 @@ from ...coordinator.planning.upper.search import search
 from ..policies.dispatch import Dispatch
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
-from .page import Page, Row, Table
-from .setting import CLOUD, COLUMNS, WORKLOADS, Case, Deployed, Scope, at_rate, counts, highest_rate, outcome, spread
+from .page import Page, ResultRow, Table
+from .setting import (
+    CLOUD,
+    COLUMNS,
+    WORKLOADS,
+    Deployed,
+    PlannedCase,
+    Scope,
+    at_rate,
+    counts,
+    highest_rate,
+    outcome,
+    spread,
+)
 
 __all__ = ["RescheduleRow", "reschedule_rows", "rescheduling"]
 
@@ -32,7 +44,7 @@ PAPER: Final = {
 }
 
 
-class RescheduleRow(Row, frozen=True):
+class RescheduleRow(ResultRow, frozen=True):
     """What serves after the loss. `attainment` at the same rate for all, mean over seeds (least-most)."""
 
     column: str
@@ -51,11 +63,11 @@ class RescheduleRow(Row, frozen=True):
 def reschedule_rows(scope: Scope) -> tuple[RescheduleRow, ...]:
     """Both workloads under both columns."""
     return tuple(row for specs in COLUMNS for workload in WORKLOADS for row in _rows(
-        Case(specs=specs, workload=workload, rate=RATES[workload]), scope
+        PlannedCase(specs=specs, workload=workload, rate=RATES[workload]), scope
     ))  # fmt: skip
 
 
-def _rows(case: Case, scope: Scope) -> list[RescheduleRow]:
+def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     whole = case.problem()
     running = papers_solution(whole.cluster, case.workload)
     deployed = Deployed(whole, running)
@@ -98,7 +110,7 @@ def _without(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, replicas=replicas, pairings=scaled)
 
 
-def _row(case: Case, problem: Problem, plan: Plan, what: tuple[str, str, float], scope: Scope) -> RescheduleRow:
+def _row(case: PlannedCase, problem: Problem, plan: Plan, what: tuple[str, str, float], scope: Scope) -> RescheduleRow:
     name, flips, cpu_s = what
     service = problem.services[0]
     found = [outcome(problem, plan, scope, seed, dispatch=Dispatch.PLAN) for seed in scope.seeds]

@@ -30,8 +30,24 @@ from ..workloads import Lengths, azure, draw
 from ..world import simulate
 
 __all__ = [
-    "CLOUD", "COLUMNS", "TARGET", "WORKLOADS", "Case", "Deployed", "Scope", "at_rate", "counts", "group",
-    "highest_rate", "lengths", "most", "outcome", "planned", "run", "shapes", "spread",
+    "CLOUD",
+    "COLUMNS",
+    "TARGET",
+    "WORKLOADS",
+    "Deployed",
+    "PlannedCase",
+    "Scope",
+    "at_rate",
+    "counts",
+    "group",
+    "highest_rate",
+    "lengths",
+    "most",
+    "outcome",
+    "planned",
+    "run",
+    "shapes",
+    "spread",
 ]  # fmt: skip
 
 CLOUD: Final = "thunderserve-cloud-32"
@@ -63,7 +79,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class PlannedCase:
     """A problem by its names. `scale`: deadlines as multiples of a lone request's times on A100s. `gbps`: between
     boxes, instead of the cluster file's. `mixed_only`: no replica of one phase, which is colocated serving."""
 
@@ -122,7 +138,7 @@ def lengths(workload: str) -> Lengths:
 
 
 @cache
-def planned(case: Case, steps: int | None) -> Deployed:
+def planned(case: PlannedCase, steps: int | None) -> Deployed:
     """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
     problem = case.problem()
     found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=steps)
@@ -130,7 +146,7 @@ def planned(case: Case, steps: int | None) -> Deployed:
 
 
 @cache
-def most(case: Case, steps: int | None) -> Deployed:
+def most(case: PlannedCase, steps: int | None) -> Deployed:
     """What is expected to carry most: planned for the case's rate, and again for the rate that is expected of what was
     found, while that helps."""
     best = planned(case, steps)

@@ -14,7 +14,7 @@ from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
 from ..engine.values import EngineSettings
 from ..policies.dispatch import Dispatch
-from .setting import Case, Deployed, Scope, group, highest_rate, most
+from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
 
 __all__ = ["IN_HOUSE", "SYSTEMS", "TRIALS", "WHOLE", "System", "best_dispatch", "chosen", "systems"]
 
@@ -37,7 +37,7 @@ class System:
     engine: EngineSettings | None = None
 
 
-def systems(case: Case, scope: Scope) -> Iterator[System]:
+def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
     """All for one case of the cloud."""
     colocated = most(replace(case, mixed_only=True), scope.steps)
     yield _system("ours", chosen(case, scope), scope)
@@ -50,7 +50,7 @@ def systems(case: Case, scope: Scope) -> Iterator[System]:
 
 
 @cache
-def chosen(case: Case, scope: Scope) -> Deployed:
+def chosen(case: PlannedCase, scope: Scope) -> Deployed:
     """Of what is planned for the case's rate and up, what is planned for the rate that colocated serving carries and
     up, and colocated serving itself: the one that carries most in simulations of requests that nothing is reported
     about."""

@@ -12,14 +12,14 @@ in its pool for longest.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Placement", "PoolError", "Pools", "SharedPool", "SplitPools"]
+__all__ = ["PoolError", "PoolPlacement", "Pools", "SharedPool", "SplitPools"]
 
 
 class PoolError(ValueError):
     """Pools that cannot serve; one line that says what is missing."""
 
 
-class Placement(NamedTuple):
+class PoolPlacement(NamedTuple):
     """The machines for one request; where they differ, its KV cache moves from the first to the second."""
 
     prefill: int
@@ -29,7 +29,7 @@ class Placement(NamedTuple):
 class Pools(Protocol):
     """A policy and its book. Each request is placed once, prefilled once and finished once."""
 
-    def place(self, prompt: int, output: int, waits: Callable[[int], bool]) -> Placement:
+    def place(self, prompt: int, output: int, waits: Callable[[int], bool]) -> PoolPlacement:
         """The machines for a request of so many tokens. `waits`: whether anything queues at a machine."""
         ...
 
@@ -58,11 +58,11 @@ class SharedPool:
             raise PoolError(f"a pool of {machines} machines serves nobody")
         self._pending = [0] * machines
 
-    def place(self, prompt: int, output: int, waits: Callable[[int], bool]) -> Placement:
+    def place(self, prompt: int, output: int, waits: Callable[[int], bool]) -> PoolPlacement:
         """The machine with the fewest tokens pending: waiting prompt tokens, and one for each request it decodes."""
         machine = self._pending.index(min(self._pending))
         self._pending[machine] += prompt + 1
-        return Placement(machine, machine)
+        return PoolPlacement(machine, machine)
 
     def prefilled(self, machine: int, prompt: int) -> None:
         """The prompt is pending no longer."""
@@ -99,7 +99,7 @@ class SplitPools:
         self._pending = dict.fromkeys(self._home, 0)
         self._reserved = dict.fromkeys(self._home, 0)
 
-    def place(self, prompt: int, output: int, waits: Callable[[int], bool]) -> Placement:
+    def place(self, prompt: int, output: int, waits: Callable[[int], bool]) -> PoolPlacement:
         """By shortest queue and least memory; borrows where a pool is full."""
         prefill = self._shortest_queue(self._prompt, prompt, waits)
         if prefill is None:
@@ -120,7 +120,7 @@ class SplitPools:
         self._reserved[decode] += prompt + output
         if prefill != decode:
             self._reserved[prefill] += prompt + 1
-        return Placement(prefill, decode)
+        return PoolPlacement(prefill, decode)
 
     def prefilled(self, machine: int, prompt: int) -> None:
         """The prompt is pending no longer."""

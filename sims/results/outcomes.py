@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.workload import Service, Slo
-from ..engine.values import StepRecord, Tally
+from ..engine.values import EngineCounts, StepRecord
 from ..records import Outcomes
 from ..scenario import ServiceRun, SimSettings
 
@@ -112,7 +112,7 @@ class ReplicaOutcome:
     phase: Phase
     boxes: tuple[str, ...]
     times: str
-    tally: Tally
+    tally: EngineCounts
     blocks: int
 
 

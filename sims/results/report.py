@@ -15,7 +15,7 @@ from rich.table import Table
 from ...coordinator.plan import Phase
 from .outcomes import Distribution, ServiceOutcome, SimResult, Summary, meets, summarise
 
-__all__ = ["ReplicaRow", "Report", "ReportError", "report_of", "request_columns", "tables", "write_requests"]
+__all__ = ["ReplicaRow", "ReportError", "SimReport", "report_of", "request_columns", "tables", "write_requests"]
 
 Column = NDArray[np.float64] | NDArray[np.int64] | list[str]
 
@@ -43,7 +43,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     kv_peak: float
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """A result in figures; `kv_gb` and `traffic_usd` are of all KV that was sent from box to box."""
 
     services: tuple[Summary, ...]
@@ -54,7 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     traffic_usd: float
 
 
-def report_of(result: SimResult) -> Report:
+def report_of(result: SimResult) -> SimReport:
     """The figures of a result."""
     seconds = max(result.end_s, 1e-12)
     rows = tuple(
@@ -77,7 +77,7 @@ def report_of(result: SimResult) -> Report:
         for replica in result.replicas
     )
     between = sum(size for (source, target), size in result.sent_bytes.items() if source != target)
-    return Report(
+    return SimReport(
         services=tuple(summarise(outcome, result) for outcome in result.services),
         replicas=rows,
         events=result.events,
@@ -87,7 +87,7 @@ def report_of(result: SimResult) -> Report:
     )
 
 
-def tables(report: Report) -> Group:
+def tables(report: SimReport) -> Group:
     """For a terminal: the services, what went into them, and the replicas."""
     return Group(*(_service(summary) for summary in report.services), _replicas(report))
 
@@ -117,7 +117,7 @@ def _service(summary: Summary) -> Table:
     return table
 
 
-def _replicas(report: Report) -> Table:
+def _replicas(report: SimReport) -> Table:
     table = Table(title="Replicas (shares of the simulated time)", title_justify="left")
     for name in ("replica", "phase", "boxes"):
         table.add_column(name)

@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from time import process_time
 
-from .reference import BLOOM_LIMITS, LIMITS_STEP, Case, Comparison, axis_cases, compare, meets_slo, released_cases
+from .reference import (
+    BLOOM_LIMITS,
+    LIMITS_STEP,
+    ReferenceComparison,
+    ReferenceRun,
+    axis_cases,
+    compare,
+    meets_slo,
+    released_cases,
+)
 
 Record = dict[str, str | float | bool]
 
@@ -103,7 +112,7 @@ def _limits(rows: Sequence[str]) -> Iterator[Record]:
         }
 
 
-def _compared(cases: Iterable[Case], rows: Sequence[str]) -> Iterator[tuple[Comparison, float]]:
+def _compared(cases: Iterable[ReferenceRun], rows: Sequence[str]) -> Iterator[tuple[ReferenceComparison, float]]:
     """The chosen cases, run, and the CPU seconds that each took with drawing its trace."""
     by_name = {case.name: case for case in cases}
     for name in _chosen(list(by_name), rows):

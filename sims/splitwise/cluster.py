@@ -12,14 +12,14 @@ from math import nan
 from ..events import EventQueue, Scheduled
 from ..policies.pools import Pools
 from ..records import Trace
-from .machine import Machine, Task
+from .machine import Machine, MachineTask
 
-__all__ = ["Cluster"]
+__all__ = ["SplitwiseCluster"]
 
 RETRY_S = 1.0
 
 
-class Cluster:
+class SplitwiseCluster:
     """Machines that serve one trace. `kv_token_s`: seconds to move the KV cache of one token."""
 
     def __init__(self, trace: Trace, machines: Sequence[Machine], pools: Pools, *, kv_token_s: float) -> None:
@@ -40,7 +40,7 @@ class Cluster:
 
     def run(self) -> int:
         """Let everything happen; returns how many events that took."""
-        self._queue.push(self.arrival[0], _Arrivals(self))
+        self._queue.push(self.arrival[0], _TraceFeed(self))
         return self._queue.run() - self.overtaken
 
     @property
@@ -54,9 +54,9 @@ class Cluster:
         prefill, decode = self.pools.place(prompt, steps + 1, self._waits)
         self.decodes_on[request] = decode
         box = self.boxes[prefill]
-        due = box.watch(box.machine.arrive(Task(request, now, prompt=prompt), now))
+        due = box.watch(box.machine.arrive(MachineTask(request, now, prompt=prompt), now))
         if decode == prefill and steps:
-            due += box.watch(box.machine.arrive(Task(request, now, steps=steps), now, follows=True))
+            due += box.watch(box.machine.arrive(MachineTask(request, now, steps=steps), now, follows=True))
         return due
 
     def prompt_done(self, request: int, prefill: int, now: float) -> list[Scheduled]:
@@ -84,10 +84,10 @@ class Cluster:
         return self.boxes[number].machine.waits
 
 
-class _Arrivals:
+class _TraceFeed:
     """The next request of the trace."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SplitwiseCluster) -> None:
         self._cluster = cluster
         self._next = 0
 
@@ -102,7 +102,7 @@ class _Arrivals:
 class _Box:
     """A machine with its number; as an event, the end of its run."""
 
-    def __init__(self, cluster: Cluster, number: int, machine: Machine) -> None:
+    def __init__(self, cluster: SplitwiseCluster, number: int, machine: Machine) -> None:
         self._cluster = cluster
         self.number = number
         self.machine = machine
@@ -138,7 +138,7 @@ class _Box:
 class _Transfer:
     """A KV cache on its way, or waiting for memory to go to."""
 
-    def __init__(self, cluster: Cluster, request: int, source: _Box, target: _Box) -> None:
+    def __init__(self, cluster: SplitwiseCluster, request: int, source: _Box, target: _Box) -> None:
         self._cluster = cluster
         self._request = request
         self._source, self._target = source, target
@@ -151,7 +151,7 @@ class _Transfer:
         if self._moves:
             self._source.machine.release(prompt + 1)
             cluster.pools.released(self._source.number, prompt + 1)
-            task = Task(request, cluster.arrival[request], steps=cluster.output[request] - 1)
+            task = MachineTask(request, cluster.arrival[request], steps=cluster.output[request] - 1)
             due = self._target.watch(self._target.machine.arrive(task, now))
             return due + self._source.watch(self._source.machine.look_again(now))
         cluster.retrying -= self._retries

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Protocol
 
-__all__ = ["IterationTimes", "Machine", "Task"]
+__all__ = ["IterationTimes", "Machine", "MachineTask"]
 
 MAX_REQUESTS, MAX_TOKENS = 512, 2048
 MAX_PREEMPTIONS = 4
@@ -35,7 +35,7 @@ class IterationTimes(Protocol):
         ...
 
 
-class Task:
+class MachineTask:
     """The prefill or the decoding of one request, on one machine."""
 
     __slots__ = (
@@ -76,17 +76,17 @@ class _Selection:
     __slots__ = ("joining", "kept", "kv_used", "tokens")
 
     def __init__(self, kv_used: int) -> None:
-        self.joining: list[Task] = []
+        self.joining: list[MachineTask] = []
         self.kept = 0
         self.tokens = 0
         self.kv_used = kv_used
 
-    def is_full_for(self, task: Task) -> bool:
+    def is_full_for(self, task: MachineTask) -> bool:
         """Whether the limits leave no place for the task; they always leave one for the first."""
         count = len(self.joining) + self.kept
         return count >= MAX_REQUESTS or (count > 0 and self.tokens + task.tokens > MAX_TOKENS)
 
-    def try_add(self, task: Task, kv_capacity: float) -> bool:
+    def try_add(self, task: MachineTask, kv_capacity: float) -> bool:
         """Take the task, if there is memory for it; one that was preempted still has its own."""
         if not task.preempted:
             if self.kv_used + task.kv_tokens > kv_capacity:
@@ -106,18 +106,18 @@ class Machine:
         self._kv_used = 0
         # Waiting. `_queue` has all tasks, by urgency at the moment each came in (which is not kept up to date);
         # `_fronts` the next task of each request, by arrival; `_followers` decodes whose prefill is here and not done.
-        self._queue: list[Task] = []
-        self._prompts: list[Task] = []
-        self._preempted: list[Task] = []
-        self._fronts: list[Task] = []
-        self._followers: dict[int, Task] = {}
+        self._queue: list[MachineTask] = []
+        self._prompts: list[MachineTask] = []
+        self._preempted: list[MachineTask] = []
+        self._fronts: list[MachineTask] = []
+        self._followers: dict[int, MachineTask] = {}
         # Running. `_decodes` is ordered as they joined; decodes that end at a step are in `_ending`, with others that
         # were to end then and have been preempted since.
-        self._batch_prompts: list[Task] = []
-        self._decodes: dict[Task, None] = {}
+        self._batch_prompts: list[MachineTask] = []
+        self._decodes: dict[MachineTask, None] = {}
         self._batch_tokens = 0
         self._step = 0
-        self._ending: dict[int, list[Task]] = {}
+        self._ending: dict[int, list[MachineTask]] = {}
         self._ending_steps: list[int] = []
         # The run.
         self._iteration_s = 0.0
@@ -152,7 +152,7 @@ class Machine:
         """Give memory back."""
         self._kv_used -= kv_tokens
 
-    def arrive(self, task: Task, now: float, *, follows: bool = False) -> float | None:
+    def arrive(self, task: MachineTask, now: float, *, follows: bool = False) -> float | None:
         """A task comes in; returns when the run ends, if that is new. `follows`: a decode right behind its prefill."""
         if follows:
             self._followers[task.request] = task
@@ -182,7 +182,7 @@ class Machine:
             return self._cut_run(now)
         return None
 
-    def end_run(self) -> list[Task]:
+    def end_run(self) -> list[MachineTask]:
         """The run is over: the tasks that are done, prefills first. A decode that followed one comes to the front."""
         self._step += self._run_steps
         seconds = self._iteration_s * self._run_steps
@@ -286,7 +286,7 @@ class Machine:
             if selection.is_full_for(task) or not selection.try_add(task, self._kv_capacity):
                 break
 
-    def _preempt(self, task: Task) -> None:
+    def _preempt(self, task: MachineTask) -> None:
         """Put a running decode back, with its memory."""
         del self._decodes[task]
         task.steps = task.last_step - self._step
@@ -296,7 +296,7 @@ class Machine:
         insort(self._queue, task, key=_urgency)
         insort(self._fronts, task, key=_arrival)
 
-    def _admit(self, task: Task) -> None:
+    def _admit(self, task: MachineTask) -> None:
         """Let a waiting task run."""
         self._queue.remove(task)
         self._fronts.remove(task)

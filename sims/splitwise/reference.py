@@ -22,7 +22,16 @@ from .metrics import missed_slos, slowdowns, summary
 from .run import Mode, SplitwiseResult, run_setup
 from .traces import DATA, azure_trace
 
-__all__ = ["BLOOM_LIMITS", "LIMITS_STEP", "Case", "Comparison", "axis_cases", "compare", "meets_slo", "released_cases"]
+__all__ = [
+    "BLOOM_LIMITS",
+    "LIMITS_STEP",
+    "ReferenceComparison",
+    "ReferenceRun",
+    "axis_cases",
+    "compare",
+    "meets_slo",
+    "released_cases",
+]
 
 BLOOM = "bloom-176b"
 BLOOM_LIMITS: Mapping[str, int] = {"baseA": 50, "baseH": 110, "AA": 120, "HH": 120, "HHcap": 140, "HA": 140}
@@ -35,7 +44,7 @@ _KEYS = ("model", "workload", "rate", "setup", "prompt_machines", "decode_machin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ReferenceRun:
     """A run of the public simulator. `figures`: by the names of `summary`, slowdowns as `slow_...`, and some more."""
 
     model: str
@@ -60,10 +69,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ReferenceComparison:
     """A case, the same figures found here, and the slowdowns' percentiles that miss the SLO."""
 
-    case: Case
+    case: ReferenceRun
     figures: Mapping[str, float]
     missed: tuple[str, ...]
 
@@ -80,23 +89,23 @@ class Comparison:
         return self.worst[1] <= self.case.tolerance and self.case.meets_slo is not bool(self.missed)
 
 
-def released_cases() -> list[Case]:
+def released_cases() -> list[ReferenceRun]:
     """The 48 rows as released."""
     return _cases("splitwise_reference.csv", "released")
 
 
-def axis_cases() -> list[Case]:
+def axis_cases() -> list[ReferenceRun]:
     """The 16 rows on the measured axis."""
     return _cases("splitwise_measured_axis.csv", "axis")
 
 
-def compare(case: Case) -> Comparison:
+def compare(case: ReferenceRun) -> ReferenceComparison:
     """Run a case here, in its mode."""
     result = run_setup(
         case.setup, case.model, case.workload, _trace(case.workload, case.rate), mode=case.mode, machines=case.machines
     )
     slowdown = slowdowns(result.outcomes, case.model)
-    return Comparison(case=case, figures=_figures(result, slowdown), missed=tuple(missed_slos(slowdown)))
+    return ReferenceComparison(case=case, figures=_figures(result, slowdown), missed=tuple(missed_slos(slowdown)))
 
 
 def meets_slo(setup: str, rate: int) -> bool:
@@ -105,10 +114,10 @@ def meets_slo(setup: str, rate: int) -> bool:
     return not missed_slos(slowdowns(result.outcomes, BLOOM))
 
 
-def _cases(file: str, mode: Mode) -> list[Case]:
+def _cases(file: str, mode: Mode) -> list[ReferenceRun]:
     with (DATA / file).open(encoding="utf-8", newline="") as lines:
         return [
-            Case(
+            ReferenceRun(
                 model=row["model"],
                 workload=row["workload"],
                 rate=int(row["rate"]),

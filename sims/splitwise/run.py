@@ -19,7 +19,7 @@ from ...coordinator.costs.step_times import StepTimes
 from ...coordinator.costs.tables import SplitwiseTimes
 from ..policies.pools import Pools, SharedPool, SplitPools
 from ..records import Outcomes, Trace
-from .cluster import Cluster
+from .cluster import SplitwiseCluster
 from .machine import Machine
 from .setups import (
     KV_TRANSFER_BYTES_S,
@@ -84,7 +84,9 @@ def run_setup(
     times = {gpu: SplitwiseTimes(model, gpu, TENSOR_PARALLEL, axis) for gpu, _ in places}
     iterations = {gpu: _Iterations(times[gpu]) for gpu in times}
     boxes = [Machine(iterations[gpu], kv_tokens) for gpu, _ in places]
-    cluster = Cluster(trace, boxes, _pools(known, counts, kv_tokens), kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S)
+    cluster = SplitwiseCluster(
+        trace, boxes, _pools(known, counts, kv_tokens), kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S
+    )
     events = cluster.run()
     return SplitwiseResult(
         outcomes=Outcomes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["MODELS", "SETUPS", "WORKLOADS", "Model", "Setup", "SetupError", "find_model", "find_setup"]
+__all__ = ["MODELS", "SETUPS", "WORKLOADS", "Setup", "SetupError", "SplitwiseModel", "find_model", "find_setup"]
 
 # A machine is a DGX: 8 GPUs of 80 GiB under tensor parallelism 8.
 TENSOR_PARALLEL = 8
@@ -23,7 +23,7 @@ class SetupError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class SplitwiseModel:
     """A model of `perf_model.csv`. `kv_width`: of all its key heads together; grouped-query attention has fewer."""
 
     name: str
@@ -57,11 +57,11 @@ class Setup:
         return self.conv if workload == "conv" else self.code
 
 
-MODELS: Mapping[str, Model] = {
+MODELS: Mapping[str, SplitwiseModel] = {
     model.name: model
     for model in (
-        Model(name="llama2-70b", weight_bytes=135_000_000_000, layers=80, hidden=8192, kv_width=8 * 128),
-        Model(name="bloom-176b", weight_bytes=329_000_000_000, layers=70, hidden=14336, kv_width=14336),
+        SplitwiseModel(name="llama2-70b", weight_bytes=135_000_000_000, layers=80, hidden=8192, kv_width=8 * 128),
+        SplitwiseModel(name="bloom-176b", weight_bytes=329_000_000_000, layers=70, hidden=14336, kv_width=14336),
     )
 }
 
@@ -85,7 +85,7 @@ def find_setup(name: str) -> Setup:
     return SETUPS[name]
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> SplitwiseModel:
     """The model of that name; SetupError if there is none."""
     if name not in MODELS:
         raise SetupError(f"no model {name} in perf_model.csv; there are {', '.join(MODELS)}")

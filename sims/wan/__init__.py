@@ -8,21 +8,21 @@ one by hand and calibrates it; docs/wan.md explains.
 from .control import WanStatistics
 from .emulated import EmulatedWan, Kind, unavailable
 from .errors import WanError, WanUnavailable
-from .scenario import Box, LinkClass, Outage, Pair, Scenario, ScenarioError, link_classes
+from .scenario import LinkClass, Outage, Scenario, ScenarioError, WanBox, WanPair, link_classes
 from .switch import BoxStatistics, LineStatistics
 
 __all__ = [
-    "Box",
     "BoxStatistics",
     "EmulatedWan",
     "Kind",
     "LineStatistics",
     "LinkClass",
     "Outage",
-    "Pair",
     "Scenario",
     "ScenarioError",
+    "WanBox",
     "WanError",
+    "WanPair",
     "WanStatistics",
     "WanUnavailable",
     "link_classes",

@@ -12,9 +12,9 @@ import msgspec
 
 from . import measure
 from .emulated import EmulatedWan, Kind
-from .scenario import Box, Pair, Scenario
+from .scenario import Scenario, WanBox, WanPair
 
-__all__ = ["Calibration", "Row", "calibrate", "table"]
+__all__ = ["Calibration", "CalibrationRow", "calibrate", "table"]
 
 A, B, C = "paris", "nyc", "tokyo"
 TOLERANCE = 0.15
@@ -27,7 +27,7 @@ DATAGRAMS = 4000
 PINGS = 30
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationRow(msgspec.Struct, frozen=True, kw_only=True):
     """One figure: what it should be, what it was, and whether it lies within `tolerance` (relative)."""
 
     what: str
@@ -47,7 +47,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     cannot_show: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CalibrationRow, ...]
     late_ms_mean: float
     late_ms_max: float
 
@@ -68,7 +68,7 @@ def calibrate(kind: Kind | None = None, *, seconds: float = 5.0, quick: bool = F
 
     Raises `WanUnavailable`.
     """
-    rows: list[Row] = []
+    rows: list[CalibrationRow] = []
     late: list[tuple[float, float]] = []
     limits: tuple[str, ...] = ()
     with EmulatedWan(_two(1.0, 100.0), kind=kind) as wan:
@@ -78,7 +78,7 @@ def calibrate(kind: Kind | None = None, *, seconds: float = 5.0, quick: bool = F
             wan.set_pair(A, B, rtt_ms=rtt_ms)
             rate = measure.bulk(wan, A, B, streams=number, seconds=seconds)
             what = f"{number} TCP stream{'s' if number > 1 else ''}, {gbps:g} Gb/s, rtt {rtt_ms:g} ms"
-            rows.append(Row(what=what, unit="Gb/s", expected=expected, measured=rate, tolerance=TOLERANCE))
+            rows.append(CalibrationRow(what=what, unit="Gb/s", expected=expected, measured=rate, tolerance=TOLERANCE))
         late.append(_lateness(wan))
     if not quick:
         rows += _rates(kind, seconds, late)
@@ -88,39 +88,41 @@ def calibrate(kind: Kind | None = None, *, seconds: float = 5.0, quick: bool = F
             what = f"loss of {DATAGRAMS} datagrams"
             # Four standard deviations of a binomial count.
             tolerance = 4 * ((1 - LOSS) / LOSS / DATAGRAMS) ** 0.5
-            rows.append(Row(what=what, unit="part", expected=LOSS, measured=lost, tolerance=tolerance))
+            rows.append(CalibrationRow(what=what, unit="part", expected=LOSS, measured=lost, tolerance=tolerance))
             late.append(_lateness(wan))
     mean, worst = max(mean for mean, _ in late), max(worst for _, worst in late)
     return Calibration(kind=kind, cannot_show=limits, rows=tuple(rows), late_ms_mean=mean, late_ms_max=worst)
 
 
 def _two(gbps: float, rtt_ms: float, *, loss: float = 0.0) -> Scenario:
-    box = Box(up_gbps=gbps, down_gbps=gbps)
-    return Scenario(boxes={A: box, B: box}, pairs={(A, B): Pair(rtt_ms=rtt_ms, loss=loss)})
+    box = WanBox(up_gbps=gbps, down_gbps=gbps)
+    return Scenario(boxes={A: box, B: box}, pairs={(A, B): WanPair(rtt_ms=rtt_ms, loss=loss)})
 
 
-def _round_trips(wan: EmulatedWan) -> Iterator[Row]:
+def _round_trips(wan: EmulatedWan) -> Iterator[CalibrationRow]:
     """The least of many, as probers take it: the others waited for this machine too, of which `late_ms_mean` tells."""
     for rtt_ms in (100.0, 5.0):
         wan.set_pair(A, B, rtt_ms=rtt_ms)
         took = min(measure.rtt(wan, A, B, count=PINGS))
-        yield Row(what=f"round trip of {rtt_ms:g} ms", unit="ms", expected=rtt_ms, measured=took, tolerance=TOLERANCE)
+        yield CalibrationRow(
+            what=f"round trip of {rtt_ms:g} ms", unit="ms", expected=rtt_ms, measured=took, tolerance=TOLERANCE
+        )
 
 
-def _rates(kind: Kind, seconds: float, late: list[tuple[float, float]]) -> Iterator[Row]:
+def _rates(kind: Kind, seconds: float, late: list[tuple[float, float]]) -> Iterator[CalibrationRow]:
     """How fast it can be, and a sender's cap shared by two flows to different boxes."""
     with EmulatedWan(_two(REACH_GBPS, 50.0), kind=kind) as wan:
         rate = measure.bulk(wan, A, B, streams=16, seconds=seconds)
         what = f"16 TCP streams, {REACH_GBPS:g} Gb/s, rtt 50 ms"
-        yield Row(what=what, unit="Gb/s", expected=REACH_GBPS, measured=rate, tolerance=TOLERANCE)
+        yield CalibrationRow(what=what, unit="Gb/s", expected=REACH_GBPS, measured=rate, tolerance=TOLERANCE)
         late.append(_lateness(wan))
-    box = Box(up_gbps=0.4, down_gbps=1.0)
-    three = Scenario(boxes={A: box, B: box, C: box}, default=Pair(rtt_ms=20))
+    box = WanBox(up_gbps=0.4, down_gbps=1.0)
+    three = Scenario(boxes={A: box, B: box, C: box}, default=WanPair(rtt_ms=20))
     with EmulatedWan(three, kind=kind) as wan, ThreadPoolExecutor(2) as pool:
         both = [pool.submit(measure.bulk, wan, A, other, streams=4, seconds=seconds) for other in (B, C)]
         rate = sum(future.result() for future in both)
         what = "2 flows to two boxes, sender's cap 0.4 Gb/s, sum"
-        yield Row(what=what, unit="Gb/s", expected=0.4, measured=rate, tolerance=TOLERANCE)
+        yield CalibrationRow(what=what, unit="Gb/s", expected=0.4, measured=rate, tolerance=TOLERANCE)
         late.append(_lateness(wan))
 
 

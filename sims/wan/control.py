@@ -16,7 +16,7 @@ import msgspec
 from .scenario import ScenarioError
 from .switch import BoxStatistics, LineStatistics, Switch
 
-__all__ = ["Commands", "Ready", "Reply", "WanStatistics"]
+__all__ = ["Commands", "EmulatorReady", "EmulatorReply", "WanStatistics"]
 
 
 class SetPair(msgspec.Struct, frozen=True, tag="set_pair", forbid_unknown_fields=True):
@@ -37,17 +37,17 @@ class StartOutage(msgspec.Struct, frozen=True, tag="outage", forbid_unknown_fiel
     seconds: float
 
 
-class Report(msgspec.Struct, frozen=True, tag="report", forbid_unknown_fields=True):
+class ReportCommand(msgspec.Struct, frozen=True, tag="report", forbid_unknown_fields=True):
     pass
 
 
-class Route(msgspec.Struct, frozen=True, tag="route", forbid_unknown_fields=True):
+class RouteCommand(msgspec.Struct, frozen=True, tag="route", forbid_unknown_fields=True):
     a: str
     b: str
     port: int
 
 
-Command = SetPair | SetBox | StartOutage | Report | Route
+Command = SetPair | SetBox | StartOutage | ReportCommand | RouteCommand
 
 
 class LineRow(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class WanStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return {(row.a, row.b): row.statistics for row in self.rows}
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class EmulatorReady(msgspec.Struct, frozen=True, kw_only=True):
     """The network is up, or why not. `error` names what is missing; `unavailable`: it lies with the machine."""
 
     addresses: dict[str, str] = {}
@@ -89,7 +89,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     unavailable: bool = False
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class EmulatorReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a command: an error in one line, or what was asked for."""
 
     error: str = ""
@@ -125,13 +125,13 @@ class Commands:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return b"".join(msgspec.json.encode(self._answer(line)) + b"\n" for line in lines)
 
-    def _answer(self, line: bytes) -> Reply:
+    def _answer(self, line: bytes) -> EmulatorReply:
         try:
             return self._apply(msgspec.json.decode(line, type=Command))
         except (ScenarioError, msgspec.MsgspecError, OSError) as error:
-            return Reply(error=str(error))
+            return EmulatorReply(error=str(error))
 
-    def _apply(self, command: Command) -> Reply:
+    def _apply(self, command: Command) -> EmulatorReply:
         match command:
             case SetPair(a, b, changes, both):
                 self._switch.set_pair(a, b, changes, both=both)
@@ -139,11 +139,11 @@ class Commands:
                 self._switch.set_box(box, changes)
             case StartOutage(a, b, seconds):
                 self._switch.outage(a, b, seconds, self._clock())
-            case Route(a, b, port):
-                return Reply(port=self._emulator.route(a, b, port))
-            case Report():
-                return Reply(report=self._report())
-        return Reply()
+            case RouteCommand(a, b, port):
+                return EmulatorReply(port=self._emulator.route(a, b, port))
+            case ReportCommand():
+                return EmulatorReply(report=self._report())
+        return EmulatorReply()
 
     def on_timer(self, now: float) -> None:
         """Start the outages that are due."""

@@ -23,7 +23,17 @@ from typing import Any, Literal, Self
 import msgspec
 
 from . import namespaces
-from .control import Command, Ready, Reply, Report, Route, SetBox, SetPair, StartOutage, WanStatistics
+from .control import (
+    Command,
+    EmulatorReady,
+    EmulatorReply,
+    ReportCommand,
+    RouteCommand,
+    SetBox,
+    SetPair,
+    StartOutage,
+    WanStatistics,
+)
 from .errors import WanError, WanUnavailable
 from .scenario import Scenario, ScenarioError
 
@@ -81,7 +91,7 @@ class EmulatedWan:
         self.cannot_show: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._emulator: subprocess.Popen[bytes] | None = None
-        self._ready = Ready()
+        self._ready = EmulatorReady()
         self._children: list[subprocess.Popen[Any]] = []
 
     def __repr__(self) -> str:
@@ -102,7 +112,7 @@ class EmulatedWan:
         )
         try:
             self._write(self.scenario.to_json().encode() + b"\n")
-            self._ready = msgspec.json.decode(self._read_line(START_S), type=Ready)
+            self._ready = msgspec.json.decode(self._read_line(START_S), type=EmulatorReady)
             if self._ready.error:
                 raise (WanUnavailable if self._ready.unavailable else ScenarioError)(self._ready.error)
         except BaseException:
@@ -130,7 +140,7 @@ class EmulatedWan:
 
     def route(self, a: str, b: str, port: int) -> tuple[str, int]:
         """The host and port that a process in `a` dials to reach `port` of `b`; the same as there for `tun`."""
-        return self.address(b), self._ask(Route(a, b, port)).port
+        return self.address(b), self._ask(RouteCommand(a, b, port)).port
 
     def command(self, box: str, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` in `box`, for whoever starts processes in his own way."""
@@ -157,7 +167,7 @@ class EmulatedWan:
 
     def statistics(self) -> WanStatistics:
         """What passed and what was dropped so far, and how well the emulator kept up."""
-        report = self._ask(Report()).report
+        report = self._ask(ReportCommand()).report
         assert report is not None
         return report
 
@@ -183,14 +193,14 @@ class EmulatedWan:
         emulator.stdout.close()
         if self.kind == "tun" and any(pid == emulator.pid for pid, _ in namespaces.running().values()):
             namespaces.sweep(of=emulator.pid)
-        self._ready = Ready()
+        self._ready = EmulatorReady()
 
-    def _ask(self, command: Command) -> Reply:
+    def _ask(self, command: Command) -> EmulatorReply:
         with self._lock:
             if self._emulator is None:
                 raise WanError("the network is not up: use it in its `with` block")
             self._write(msgspec.json.encode(command) + b"\n")
-            reply = msgspec.json.decode(self._read_line(REPLY_S), type=Reply)
+            reply = msgspec.json.decode(self._read_line(REPLY_S), type=EmulatorReply)
         if reply.error:
             raise ScenarioError(reply.error)
         return reply

@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from .control import Commands, Ready
+from .control import Commands, EmulatorReady
 from .scenario import Scenario, ScenarioError
 from .switch import Switch
 
@@ -39,7 +39,7 @@ MAX_FILES: Final = 1000
 RESET: Final = struct.pack("ii", 1, 0)
 
 
-class Signal(Enum):
+class StreamSignal(Enum):
     """What a connection says beside its bytes."""
 
     OPEN = "open"
@@ -47,13 +47,13 @@ class Signal(Enum):
     RESET = "reset"
 
 
-class End:
+class ProxyEnd:
     """One of a connection's two sockets, in a box; `peer` is the other box's."""
 
     def __init__(self, box: str, sock: socket.socket | None) -> None:
         self.box = box
         self.sock = sock
-        self.peer: End = self
+        self.peer: ProxyEnd = self
         self.target = 0
         self.under_way = 0  # bytes read here that the other end does not have yet
         self.unsent: deque[bytes] = deque()
@@ -66,13 +66,13 @@ class ProxyEmulator:
     kind = "proxy"
 
     def __init__(self, scenario: Scenario, addresses: dict[str, str]) -> None:
-        self._switch: Switch[tuple[End, bytes | Signal]] = Switch(scenario, lossless=True)
+        self._switch: Switch[tuple[ProxyEnd, bytes | StreamSignal]] = Switch(scenario, lossless=True)
         self._addresses = addresses
         self._commands = Commands(self._switch, self, time.monotonic)
         self._listeners: dict[int, tuple[socket.socket, str, str, int]] = {}
         self._routes: dict[tuple[str, str, int], int] = {}
-        self._ends: dict[int, End] = {}
-        self._arrivals: list[tuple[float, int, End, int]] = []  # when a reader learns that bytes have arrived
+        self._ends: dict[int, ProxyEnd] = {}
+        self._arrivals: list[tuple[float, int, ProxyEnd, int]] = []  # when a reader learns that bytes have arrived
         self._sequence = 0
         self.strays = 0
 
@@ -128,31 +128,31 @@ class ProxyEmulator:
             sock.close()
             self.strays += 1
             return
-        near, far = End(a, sock), End(b, None)
+        near, far = ProxyEnd(a, sock), ProxyEnd(b, None)
         near.peer, far.peer, far.target = far, near, port
         near.opened = True
         self._add(near)
-        self._send(near, Signal.OPEN, now)
+        self._send(near, StreamSignal.OPEN, now)
 
-    def _add(self, end: End) -> None:
+    def _add(self, end: ProxyEnd) -> None:
         assert end.sock is not None
         end.sock.setblocking(False)
         end.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._ends[end.sock.fileno()] = end
 
-    def _send(self, end: End, what: bytes | Signal, now: float) -> None:
+    def _send(self, end: ProxyEnd, what: bytes | StreamSignal, now: float) -> None:
         """Put what came from `end` on its way to the peer."""
-        size = SIGNAL_BYTES if isinstance(what, Signal) else len(what)
+        size = SIGNAL_BYTES if isinstance(what, StreamSignal) else len(what)
         self._switch.enter(end.box, end.peer.box, size, (end.peer, what), now)
 
-    def _read(self, end: End, now: float) -> None:
+    def _read(self, end: ProxyEnd, now: float) -> None:
         assert end.sock is not None
         try:
             data = end.sock.recv(CHUNK)
         except BlockingIOError:
             return
         except OSError:
-            self._send(end, Signal.RESET, now)
+            self._send(end, StreamSignal.RESET, now)
             self._close(end)
             return
         if data:
@@ -160,36 +160,36 @@ class ProxyEmulator:
             self._send(end, data, now)
         else:
             end.read_all = True
-            self._send(end, Signal.END, now)
+            self._send(end, StreamSignal.END, now)
             self._close_if_done(end)
 
-    def _arrive(self, end: End, what: bytes | Signal) -> None:
+    def _arrive(self, end: ProxyEnd, what: bytes | StreamSignal) -> None:
         """Something for `end` has crossed the network."""
-        if what is Signal.OPEN:
+        if what is StreamSignal.OPEN:
             self._open(end)
         elif end.sock is None:  # closed meanwhile: TCP would answer with a reset
             if isinstance(what, bytes) and end.peer.sock is not None:
-                self._send(end, Signal.RESET, time.monotonic())
-        elif what is Signal.RESET:
+                self._send(end, StreamSignal.RESET, time.monotonic())
+        elif what is StreamSignal.RESET:
             self._close(end, reset=True)
-        elif what is Signal.END:
+        elif what is StreamSignal.END:
             end.write_end = True
             self._write(end)
         elif isinstance(what, bytes):
             end.unsent.append(what)
             self._write(end)
 
-    def _open(self, end: End) -> None:
+    def _open(self, end: ProxyEnd) -> None:
         """Join the connection to the box's real port; the loopback answers at once."""
         try:
             end.sock = socket.create_connection((self._addresses[end.box], end.target), timeout=1)
         except OSError:
-            self._send(end, Signal.RESET, time.monotonic())
+            self._send(end, StreamSignal.RESET, time.monotonic())
             return
         end.opened = True
         self._add(end)
 
-    def _write(self, end: End) -> None:
+    def _write(self, end: ProxyEnd) -> None:
         assert end.sock is not None
         try:
             while end.unsent:
@@ -205,22 +205,22 @@ class ProxyEmulator:
         except BlockingIOError:
             return
         except OSError:
-            self._send(end, Signal.RESET, time.monotonic())
+            self._send(end, StreamSignal.RESET, time.monotonic())
             self._close(end)
             return
         self._close_if_done(end)
 
-    def _acknowledge(self, end: End, size: int) -> None:
+    def _acknowledge(self, end: ProxyEnd, size: int) -> None:
         """The other end may send as much more, half a round trip from now."""
         rtt_ms = self._switch.rtt_ms(end.box, end.peer.box)
         self._sequence += 1
         heappush(self._arrivals, (time.monotonic() + rtt_ms / 2e3, self._sequence, end.peer, size))
 
-    def _close_if_done(self, end: End) -> None:
+    def _close_if_done(self, end: ProxyEnd) -> None:
         if end.read_all and end.wrote_all:
             self._close(end)
 
-    def _close(self, end: End, *, reset: bool = False) -> None:
+    def _close(self, end: ProxyEnd, *, reset: bool = False) -> None:
         if end.sock is None:
             return
         if reset:
@@ -243,10 +243,10 @@ def main() -> int:
             name: f"127.77.{i // 250}.{i % 250 + 1}" if many else "127.0.0.1" for i, name in enumerate(scenario.boxes)
         }
         emulator = ProxyEmulator(scenario, addresses)
-        os.write(sys.stdout.fileno(), msgspec.json.encode(Ready(addresses=addresses)) + b"\n")
+        os.write(sys.stdout.fileno(), msgspec.json.encode(EmulatorReady(addresses=addresses)) + b"\n")
         emulator.run(sys.stdin.fileno(), sys.stdout.fileno())
     except ScenarioError as error:
-        os.write(sys.stdout.fileno(), msgspec.json.encode(Ready(error=str(error))) + b"\n")
+        os.write(sys.stdout.fileno(), msgspec.json.encode(EmulatorReady(error=str(error))) + b"\n")
         return 1
     except BrokenPipeError:
         return 1

@@ -1,8 +1,8 @@
 """What a wide-area network is made of: boxes with caps, and pairs with a round trip. Plain frozen values.
 
     Scenario(
-        boxes={"paris": Box(up_gbps=1, down_gbps=1), "nyc": Box(up_gbps=2, down_gbps=2)},
-        pairs={("paris", "nyc"): Pair(rtt_ms=90, loss=1e-4, jitter_ms=2)},
+        boxes={"paris": WanBox(up_gbps=1, down_gbps=1), "nyc": WanBox(up_gbps=2, down_gbps=2)},
+        pairs={("paris", "nyc"): WanPair(rtt_ms=90, loss=1e-4, jitter_ms=2)},
     )
 
 A box's caps are shared by everything that it sends or receives, whoever is at the other end. A pair counts for
@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = ["Box", "LinkClass", "Outage", "Pair", "Scenario", "ScenarioError", "link_classes"]
+__all__ = ["LinkClass", "Outage", "Scenario", "ScenarioError", "WanBox", "WanPair", "link_classes"]
 
 LINKS = Path(__file__).parent.parent / "data" / "wan_links.csv"
 CLASS = "class:"
@@ -41,7 +41,7 @@ class ScenarioError(ValueError):
     """A scenario says something that cannot be: names the field and what it may be."""
 
 
-class Box(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WanBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A box's access link in Gb/s of IP packets, shared by all its flows."""
 
     up_gbps: float = 1.0
@@ -52,7 +52,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         _within("down_gbps", self.down_gbps, 1e-5, MAX_GBPS)
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WanPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The way between two boxes.
 
     `rtt_ms`: half of it each way. `loss`: the part of packets that vanishes, independently of each other.
@@ -103,9 +103,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     loss and jitter. `congestion`: what TCP in the boxes uses where the kernel allows it.
     """
 
-    boxes: Mapping[str, Box]
-    pairs: Mapping[tuple[str, str], Pair] = {}
-    default: Pair | None = None
+    boxes: Mapping[str, WanBox]
+    pairs: Mapping[tuple[str, str], WanPair] = {}
+    default: WanPair | None = None
     outages: tuple[Outage, ...] = ()
     mtu: int = 1500
     seed: int = 0
@@ -134,14 +134,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if a == b:
             raise ScenarioError(f"{field}: {a!r} twice: a pair joins two boxes")
 
-    def pair(self, a: str, b: str) -> Pair:
+    def pair(self, a: str, b: str) -> WanPair:
         """What lies between `a` and `b`, in that direction."""
         found = self.pairs.get((a, b)) or self.pairs.get((b, a)) or self.default
         if found is None:
             raise ScenarioError(f"pairs: none for {a} and {b}: add it, or a `default`")
         return found
 
-    def directions(self) -> Iterator[tuple[str, str, Pair]]:
+    def directions(self) -> Iterator[tuple[str, str, WanPair]]:
         """Every ordered pair of boxes, with what lies between."""
         for a, b in permutations(self.boxes, 2):
             yield a, b, self.pair(a, b)
@@ -178,9 +178,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 caps[name] = max(caps.get(name, 0.0), row.multi_stream_gbps)
         rest = None if default is None else _row(table, default)
         return cls(
-            boxes={name: Box(up_gbps=cap, down_gbps=cap) for name, cap in caps.items()},
-            pairs={ends: Pair(rtt_ms=row.rtt_ms, gbps=row.multi_stream_gbps) for ends, row in rows.items()},
-            default=None if rest is None else Pair(rtt_ms=rest.rtt_ms, gbps=rest.multi_stream_gbps),
+            boxes={name: WanBox(up_gbps=cap, down_gbps=cap) for name, cap in caps.items()},
+            pairs={ends: WanPair(rtt_ms=row.rtt_ms, gbps=row.multi_stream_gbps) for ends, row in rows.items()},
+            default=None if rest is None else WanPair(rtt_ms=rest.rtt_ms, gbps=rest.multi_stream_gbps),
             seed=seed,
         )
 
@@ -188,7 +188,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def from_json(cls, text: str | bytes) -> Scenario:
         """Read what `to_json` writes; raises `ScenarioError` that names the field."""
         try:
-            read = msgspec.json.decode(text, type=_File)
+            read = msgspec.json.decode(text, type=_ScenarioFile)
             pairs = {(row.a, row.b): row.pair() for row in read.pairs}
         except msgspec.MsgspecError as error:
             raise ScenarioError(f"the scenario is not right: {error}") from error
@@ -207,10 +207,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> str:
         """The scenario as a JSON document, pairs as a list of objects with the ends `a` and `b`."""
         rows = tuple(
-            _PairRow(a=a, b=b, **{name: getattr(pair, name) for name in Pair.__struct_fields__})
+            _PairRow(a=a, b=b, **{name: getattr(pair, name) for name in WanPair.__struct_fields__})
             for (a, b), pair in self.pairs.items()
         )
-        file = _File(
+        file = _ScenarioFile(
             boxes=dict(self.boxes),
             pairs=rows,
             default=self.default,
@@ -222,25 +222,25 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(file).decode()
 
 
-class _PairRow(Pair, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _PairRow(WanPair, frozen=True, kw_only=True, forbid_unknown_fields=True):
     a: str
     b: str
 
-    def pair(self) -> Pair:
-        return Pair(rtt_ms=self.rtt_ms, loss=self.loss, jitter_ms=self.jitter_ms, gbps=self.gbps)
+    def pair(self) -> WanPair:
+        return WanPair(rtt_ms=self.rtt_ms, loss=self.loss, jitter_ms=self.jitter_ms, gbps=self.gbps)
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    boxes: dict[str, Box]
+class _ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    boxes: dict[str, WanBox]
     pairs: tuple[_PairRow, ...] = ()
-    default: Pair | None = None
+    default: WanPair | None = None
     outages: tuple[Outage, ...] = ()
     mtu: int = 1500
     seed: int = 0
     congestion: str = "cubic"
 
 
-Value = TypeVar("Value", Box, Pair)
+Value = TypeVar("Value", WanBox, WanPair)
 
 
 def changed(value: Value, changes: Mapping[str, float | None]) -> Value:

@@ -19,9 +19,9 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from .scenario import Box, Pair, Scenario, ScenarioError, changed
+from .scenario import Scenario, ScenarioError, WanBox, WanPair, changed
 
-__all__ = ["BoxStatistics", "Line", "LineStatistics", "Meter", "Switch"]
+__all__ = ["BoxStatistics", "Line", "LineStatistics", "RateMeter", "Switch"]
 
 Packet = TypeVar("Packet")
 
@@ -33,7 +33,7 @@ JITTER_STEP_S: Final = 0.01
 DROPPED: Final = -1.0
 
 
-class Meter:
+class RateMeter:
     """A token bucket as a clock: `free_at` is when all that was let in will have left.
 
     `queue_bytes` may wait; what comes on top is refused, as a router drops at the tail of a full queue.
@@ -91,12 +91,12 @@ class _Access(Generic[Packet]):
 
     __slots__ = ("box", "down", "down_dropped", "fifo", "key", "name", "received", "sent", "up", "up_dropped")
 
-    def __init__(self, key: int, name: str, box: Box) -> None:
+    def __init__(self, key: int, name: str, box: WanBox) -> None:
         self.key = key
         self.name = name
         self.box = box
-        self.up = Meter(None, 0)
-        self.down = Meter(None, 0)
+        self.up = RateMeter(None, 0)
+        self.down = RateMeter(None, 0)
         self.fifo: deque[tuple[float, float, int, Packet, Line[Packet]]] = deque()
         self.sent = self.received = self.up_dropped = self.down_dropped = 0
 
@@ -109,13 +109,13 @@ class Line(Generic[Packet]):
         *("meter", "offset", "offset_until", "pair", "queue_max", "queue_sum", "rng", "waiting"),
     )
 
-    def __init__(self, key: int, pair: Pair, exit_to: _Access[Packet], rng: Random, *, lossless: bool) -> None:
+    def __init__(self, key: int, pair: WanPair, exit_to: _Access[Packet], rng: Random, *, lossless: bool) -> None:
         self.key = key
         self.pair = pair
         self.exit = exit_to
         self.rng = rng
         self.lossless = lossless
-        self.meter = Meter(None, 0)
+        self.meter = RateMeter(None, 0)
         self.fifo: deque[tuple[float, float, int, Packet]] = deque()
         self.dead_until = self.offset_until = self.last = -inf
         self.offset = 0.0
@@ -297,7 +297,7 @@ class Switch(Generic[Packet]):
         return self._line(a, b).pair.rtt_ms
 
     def set_pair(self, a: str, b: str, changes: Mapping[str, float | None], *, both: bool = True) -> None:
-        """Change fields of a `Pair`, for what enters from now on. Raises `ScenarioError`."""
+        """Change fields of a `WanPair`, for what enters from now on. Raises `ScenarioError`."""
         ends = [(a, b), (b, a)] if both else [(a, b)]
         pairs = [changed(self._line(*end).pair, changes) for end in ends]
         for end, pair in zip(ends, pairs, strict=True):
@@ -305,7 +305,7 @@ class Switch(Generic[Packet]):
         self._set_meters()
 
     def set_box(self, name: str, changes: Mapping[str, float | None]) -> None:
-        """Change fields of a `Box`, for what enters from now on. Raises `ScenarioError`."""
+        """Change fields of a `WanBox`, for what enters from now on. Raises `ScenarioError`."""
         access = self._box(name)
         access.box = changed(access.box, changes)
         self._set_meters()

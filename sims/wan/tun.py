@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from .control import Commands, Ready
+from .control import Commands, EmulatorReady
 from .errors import WanUnavailable
 from .namespaces import VNET_HEADER, Namespaces
 from .scenario import Scenario, ScenarioError
@@ -120,14 +120,16 @@ def main() -> int:
         with Namespaces(scenario) as namespaces:
             _prefer()
             emulator = TunEmulator(namespaces, scenario)
-            _say(Ready(addresses=namespaces.addresses, namespaces=namespaces.namespaces, notes=namespaces.notes))
+            _say(
+                EmulatorReady(addresses=namespaces.addresses, namespaces=namespaces.namespaces, notes=namespaces.notes)
+            )
             # No cycles are made per packet, and a collection would hold up all of them.
             gc.collect()
             gc.freeze()
             gc.disable()
             emulator.run(control, sys.stdout.fileno())
     except (ScenarioError, WanUnavailable) as error:
-        _say(Ready(error=str(error), unavailable=isinstance(error, WanUnavailable)))
+        _say(EmulatorReady(error=str(error), unavailable=isinstance(error, WanUnavailable)))
         return 1
     except BrokenPipeError:
         return 1
@@ -142,7 +144,7 @@ def _prefer() -> None:
         return
 
 
-def _say(ready: Ready) -> None:
+def _say(ready: EmulatorReady) -> None:
     os.write(sys.stdout.fileno(), msgspec.json.encode(ready) + b"\n")
 
 

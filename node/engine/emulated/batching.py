@@ -20,11 +20,11 @@ from typing import NamedTuple, final
 from ....coordinator.costs.step_times import StepTimes, chunk_pairs
 from ....coordinator.profile import StepSample
 
-__all__ = ["Batch", "Batcher", "Piece", "Sequence", "step_s"]
+__all__ = ["Batch", "BatchedRequest", "Batcher", "ScheduledTokens", "step_s"]
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class BatchedRequest:
     """A request: `prompt` tokens, of which the KV of the first `external` comes from elsewhere, and at most `wanted` to
     be written."""
 
@@ -49,10 +49,10 @@ class Sequence:
         return self.written >= self.wanted
 
 
-class Piece(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """What a step computes of a request: `tokens` positions from `first` on."""
 
-    sequence: Sequence
+    sequence: BatchedRequest
     first: int
     tokens: int
 
@@ -66,7 +66,7 @@ class Batch(NamedTuple):
     """One step, and what came about while it was made up: `admitted` requests now have room for KV from elsewhere,
     `preempted` ones have lost theirs."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ScheduledTokens, ...]
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
 
@@ -83,7 +83,7 @@ class Batch(NamedTuple):
         )
 
 
-def step_s(times: StepTimes, pieces: tuple[Piece, ...]) -> float:
+def step_s(times: StepTimes, pieces: tuple[ScheduledTokens, ...]) -> float:
     """How long a step over these takes."""
     tokens = requests = context = 0
     pairs = 0.0
@@ -110,10 +110,10 @@ class Batcher:
         self._max_tokens = self._step_tokens = max_tokens
         self._max_requests = max_requests
         self._free = blocks
-        self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
-        self._aside: dict[str, Sequence] = {}  # they have blocks, and wait for KV
-        self._sending: set[Sequence] = set()  # they are over, and have blocks whose KV is being sent
+        self._running: list[BatchedRequest] = []
+        self._waiting: deque[BatchedRequest] = deque()
+        self._aside: dict[str, BatchedRequest] = {}  # they have blocks, and wait for KV
+        self._sending: set[BatchedRequest] = set()  # they are over, and have blocks whose KV is being sent
 
     def __repr__(self) -> str:
         counts = f"{self.running} running, {self.waiting} waiting, {len(self._sending)} sending"
@@ -144,7 +144,7 @@ class Batcher:
         """A step computes so many at most, but no fewer than may decode at once; 0: as many as at first."""
         self._step_tokens = min(self._max_tokens, max(tokens, self._max_requests)) if tokens else self._max_tokens
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: BatchedRequest) -> None:
         """A new request."""
         self._waiting.append(sequence)
 
@@ -160,7 +160,7 @@ class Batcher:
             self._waiting.remove(found)
         self._end(found)
 
-    def sent(self, sequence: Sequence) -> None:
+    def sent(self, sequence: BatchedRequest) -> None:
         """The transfer of its KV has ended, in whatever way: its blocks are free as soon as it is over."""
         sequence.sends = False
         if sequence in self._sending:
@@ -184,7 +184,7 @@ class Batcher:
     def next(self) -> Batch:
         """The next step. It has no pieces when nothing can be computed now."""
         budget = self._step_tokens
-        pieces: list[Piece] = []
+        pieces: list[ScheduledTokens] = []
         preempted: list[str] = []
         at = 0
         while at < len(self._running) and budget:
@@ -198,13 +198,13 @@ class Batcher:
                 if loser is sequence:
                     break
             else:
-                pieces.append(Piece(sequence, sequence.computed, count))
+                pieces.append(ScheduledTokens(sequence, sequence.computed, count))
                 budget -= count
                 at += 1
         admitted = self._admit(pieces, budget) if not preempted else ()
         return Batch(tuple(pieces), admitted, tuple(preempted))
 
-    def complete(self, batch: Batch) -> list[Sequence]:
+    def complete(self, batch: Batch) -> list[BatchedRequest]:
         """The step has been computed; returns the requests that have written a token. Those that are done are gone."""
         wrote = []
         for piece in batch.pieces:
@@ -230,7 +230,7 @@ class Batcher:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _admit(self, pieces: list[Piece], budget: int) -> tuple[str, ...]:
+    def _admit(self, pieces: list[ScheduledTokens], budget: int) -> tuple[str, ...]:
         admitted = []
         while self._waiting and budget and len(self._running) < self._max_requests:
             sequence = self._waiting[0]
@@ -243,11 +243,11 @@ class Batcher:
                 admitted.append(sequence.request)
                 continue
             self._running.append(self._waiting.popleft())
-            pieces.append(Piece(sequence, sequence.computed, count))
+            pieces.append(ScheduledTokens(sequence, sequence.computed, count))
             budget -= count
         return tuple(admitted)
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: BatchedRequest) -> bool:
         """Whether there are blocks for all that a waiting request knows; so says vLLM, although it takes them chunk by
         chunk. What waits for KV computes nothing meanwhile and is not preempted: others must not miss its blocks."""
         if self._missing(sequence) > self._free:
@@ -255,7 +255,7 @@ class Batcher:
         unread = (each for each in (*self._running, *self._aside.values()) if each.known - each.computed > 1)
         return not sequence.external or self._blocks(sequence.external) <= self._free - sum(map(self._missing, unread))
 
-    def _take_back(self, sequence: Sequence) -> Sequence | None:
+    def _take_back(self, sequence: BatchedRequest) -> BatchedRequest | None:
         """Have the last of the other waiting requests that has KV lose it. None: none has any."""
         holder = next((each for each in reversed(self._waiting) if each.blocks and each is not sequence), None)
         if holder is not None:
@@ -263,7 +263,7 @@ class Batcher:
             holder.computed = 0
         return holder
 
-    def _preempt(self) -> Sequence:
+    def _preempt(self) -> BatchedRequest:
         """Take the blocks of the youngest running request; it will compute everything again."""
         youngest = self._running.pop()
         self._release(youngest)
@@ -271,7 +271,7 @@ class Batcher:
         self._waiting.appendleft(youngest)
         return youngest
 
-    def _reserve(self, sequence: Sequence, positions: int) -> bool:
+    def _reserve(self, sequence: BatchedRequest, positions: int) -> bool:
         """Have blocks for so many positions; False, and nothing changed, when there are too few."""
         more = self._blocks(positions) - sequence.blocks
         if more > self._free:
@@ -284,17 +284,17 @@ class Batcher:
     def _blocks(self, positions: int) -> int:
         return -(-positions // self.block_size)
 
-    def _missing(self, sequence: Sequence) -> int:
+    def _missing(self, sequence: BatchedRequest) -> int:
         """Blocks that it has not, of those for all it knows."""
         return self._blocks(sequence.known) - sequence.blocks
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: BatchedRequest) -> None:
         """It is over; KV that is being sent stays, as with vLLM's delayed free."""
         if sequence.sends and sequence.blocks:
             self._sending.add(sequence)
         else:
             self._release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: BatchedRequest) -> None:
         self._free += sequence.blocks
         sequence.blocks = 0

@@ -15,11 +15,11 @@ from .. import protocol
 from ..stats import Tally
 from ..transfers.patience import Patience
 from .batching import Batch, Batcher, step_s
-from .batching import Sequence as Work
-from .tokens import Answer
-from .transfers import Chunk
+from .batching import BatchedRequest as Work
+from .tokens import EmulatedAnswer
+from .transfers import ComputedSpan
 
-__all__ = ["EmulatedEngine", "EmulationError", "Expected", "KvEnded", "KvSent", "Ways", "modelled"]
+__all__ = ["EmulatedEngine", "EmulationError", "ExpectedKv", "KvEnded", "KvSent", "TransferPort", "modelled"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class KvSent:
     work: Work
 
 
-class Expected(Protocol):
+class ExpectedKv(Protocol):
     """What comes for one prompt."""
 
     transfer: bytes
@@ -69,14 +69,14 @@ class Expected(Protocol):
         ...
 
 
-class Ways(Protocol):
+class TransferPort(Protocol):
     """The transfers of the engine; see `transfers.Transfers`."""
 
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
         """Open sending ends; `on_end` is called once, when all of them have ended."""
         ...
 
-    def compute(self, transfer: bytes, chunk: Chunk) -> None:
+    def compute(self, transfer: bytes, chunk: ComputedSpan) -> None:
         """A step computes these positions of what is sent."""
         ...
 
@@ -84,7 +84,7 @@ class Ways(Protocol):
         """What has been computed of this prompt and not read is not there any more. It will be computed again."""
         ...
 
-    def expect(self, inlets: Sequence[protocol.Inlet], tokens: int, on_end: Callable[[], None]) -> Expected:
+    def expect(self, inlets: Sequence[protocol.Inlet], tokens: int, on_end: Callable[[], None]) -> ExpectedKv:
         """Open receiving ends. Raises TransferError."""
         ...
 
@@ -104,10 +104,10 @@ class Ways(Protocol):
 @dataclass(slots=True)
 class _Request:
     work: Work
-    answer: Answer
+    answer: EmulatedAnswer
     deadline: float
     sends: bytes | None = None  # the transfer of its prompt's KV
-    expected: Expected | None = None
+    expected: ExpectedKv | None = None
     told_by: bytes | None = None  # the transfer whose sender is to tell the first token, while that is waited for
     here: int = 0  # positions of KV that have come by then
     first: tuple[int, ...] = ()  # that token, until it has gone out with the next
@@ -124,7 +124,7 @@ class EmulatedEngine:
     def __init__(
         self,
         config: protocol.EngineConfig,
-        ways: Ways,
+        ways: TransferPort,
         *,
         tell: Callable[[protocol.Message], None],
         wake: Callable[[KvEnded | KvSent], None],
@@ -296,7 +296,7 @@ class EmulatedEngine:
         sampling, prompt = submit.sampling, len(submit.prompt)
         wanted = min(sampling.max_tokens, self._longest - prompt)
         seed = sampling.seed or 0 if sampling.temperature > 0 else 0
-        answer = Answer(submit.prompt, self._emulation.vocabulary, seed)
+        answer = EmulatedAnswer(submit.prompt, self._emulation.vocabulary, seed)
         live = _Request(Work(submit.request, prompt, wanted), answer, now + submit.deadline_s)
         if submit.send:
             sent = KvSent(live.work)
@@ -321,7 +321,7 @@ class EmulatedEngine:
             live = self._live[work.request]
             if live.sends is not None and first < work.prompt:
                 last = min(first + count, work.prompt)  # after a preemption, tokens of the answer are computed again
-                self._ways.compute(live.sends, Chunk(first, last, began, ends, last == work.prompt))
+                self._ways.compute(live.sends, ComputedSpan(first, last, began, ends, last == work.prompt))
 
     def _on_kv(self, request: str) -> None:
         live = self._live.get(request)

@@ -17,7 +17,7 @@ from .. import protocol
 from ..logfile import redirect_output
 from ..mailbox import Outbox, listen
 from .engine import EmulatedEngine, EmulationError, KvEnded, KvSent
-from .transfers import Transfers
+from .transfers import EmulatedTransfers
 
 __all__ = ["run_emulated_engine"]
 
@@ -49,7 +49,7 @@ def run_emulated_engine(config: protocol.EngineConfig, messages: socket.socket, 
 
     listen(messages, take)
     started = time.monotonic()
-    transfers = Transfers(
+    transfers = EmulatedTransfers(
         layers=model.layers,
         head_dim=model.head_dim,
         limit_bytes=protocol.transfer_buffer_bytes(config, psutil.virtual_memory().total),
@@ -95,7 +95,7 @@ def _next(inbox: Inbox, wait_s: float | None) -> Letter | None:
         return None
 
 
-def _accept(sockets: socket.socket, transfers: Transfers) -> None:
+def _accept(sockets: socket.socket, transfers: EmulatedTransfers) -> None:
     """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
     while True:
         try:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import final
 
-__all__ = ["Answer"]
+__all__ = ["EmulatedAnswer"]
 
 
 @final
-class Answer:
+class EmulatedAnswer:
     """Tokens that go on from a prompt: each is a hash of all that came before it and of the seed.
 
     So an engine that is given the prompt with the first tokens of an answer goes on with the same answer. 0 is left

@@ -37,7 +37,7 @@ from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
 from ..transfers.reports import REPORT_INTERVAL_S, Sent, link_report, not_opened, sent_report
 
-__all__ = ["Arrivals", "Chunk", "Transfers"]
+__all__ = ["ComputedSpan", "EmulatedTransfers", "PromptReceiver"]
 
 DTYPE: Final = WireDtype.BF16
 _CONTENT: Final = memoryview(bytes(MAX_PAYLOAD_BYTES))
@@ -45,7 +45,7 @@ _CONTENT: Final = memoryview(bytes(MAX_PAYLOAD_BYTES))
 Report = Callable[[TransferReport | LinkReport], None]
 
 
-class Chunk(NamedTuple):
+class ComputedSpan(NamedTuple):
     """Positions `[first, last)` of a prompt, whose layers are computed one after the other from `began` to `ends`
     (monotonic seconds); `final`: the prompt ends with it."""
 
@@ -78,7 +78,7 @@ class Countdown:
 
 
 @final
-class Sender:
+class PromptSender:
     """What goes to one worker of another engine. Exactly one report is made, whatever happens."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Sender:
         self.link = link
         self._layers, self._head_dim = shape
         self._report = report
-        self._chunks: queue.SimpleQueue[tuple[int, Chunk] | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[tuple[int, ComputedSpan] | None] = queue.SimpleQueue()
         self._withdrawn = 0  # so many times; chunks of an earlier time are not there any more
         self._read = dict.fromkeys(outlet.slice.layers, 0)  # positions of each layer that have left the cache
         self._over = threading.Event()
@@ -101,7 +101,7 @@ class Sender:
         name = f"kv-send-{outlet.ticket.transfer.hex()[:8]}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def compute(self, chunk: Chunk) -> None:
+    def compute(self, chunk: ComputedSpan) -> None:
         """These positions are being computed."""
         self._chunks.put((self._withdrawn, chunk))
 
@@ -215,7 +215,7 @@ class Sender:
 
 
 @final
-class Arrivals:
+class PromptReceiver:
     """What comes for one prompt, from all workers of the other engine; `on_end` is called once, by one of its threads
     or by whoever gives it up."""
 
@@ -294,7 +294,7 @@ class Arrivals:
 
 
 @final
-class Transfers:
+class EmulatedTransfers:
     """All transfers of an emulated engine, and the links that they take; one process is all its workers.
 
     `limit_bytes`: what all links together hold that is not delivered; a transfer that arrives holds no more either.
@@ -308,13 +308,13 @@ class Transfers:
         self._report = report
         self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=limit_bytes))
         self._lock = threading.Lock()
-        self._senders: dict[tuple[bytes, bytes], Sender] = {}  # (transfer, link)
-        self._arrivals: dict[bytes, Arrivals] = {}
+        self._senders: dict[tuple[bytes, bytes], PromptSender] = {}  # (transfer, link)
+        self._arrivals: dict[bytes, PromptReceiver] = {}
         self._sending = threading.Event()
         threading.Thread(target=self._tell, name="kv-reporter", daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"<Transfers sending={len(self._senders)} receiving={len(self._arrivals)} {self._endpoint}>"
+        return f"<EmulatedTransfers sending={len(self._senders)} receiving={len(self._arrivals)} {self._endpoint}>"
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
         """Hand over an accepted socket whose hello has been read; it may come before its link is known here."""
@@ -357,7 +357,7 @@ class Transfers:
                 self._report(not_opened(outlet, str(error)))
                 ended.one()
 
-    def compute(self, transfer: bytes, chunk: Chunk) -> None:
+    def compute(self, transfer: bytes, chunk: ComputedSpan) -> None:
         """A step has begun that computes these positions of what is sent."""
         for sender in self._of(transfer):
             sender.compute(chunk)
@@ -367,7 +367,7 @@ class Transfers:
         for sender in self._of(transfer):
             sender.withdraw()
 
-    def expect(self, inlets: Sequence[Inlet], tokens: int, on_end: Callable[[], None]) -> Arrivals:
+    def expect(self, inlets: Sequence[Inlet], tokens: int, on_end: Callable[[], None]) -> PromptReceiver:
         """Open the receiving ends for the first `tokens` positions of a prompt. Raises TransferError."""
         links = []
         for inlet in inlets:
@@ -375,7 +375,7 @@ class Transfers:
             if not isinstance(link, ReceiveLink) or link.ended is not None:
                 link = self._endpoint.receiving(inlet.link)
             links.append((inlet, link))
-        arrivals = Arrivals(links, tokens, self._limit, on_end)
+        arrivals = PromptReceiver(links, tokens, self._limit, on_end)
         with self._lock:
             self._arrivals[arrivals.transfer] = arrivals
         return arrivals
@@ -385,7 +385,7 @@ class Transfers:
         with self._lock:
             self._arrivals.pop(transfer, None)
 
-    def _of(self, transfer: bytes) -> list[Sender]:
+    def _of(self, transfer: bytes) -> list[PromptSender]:
         with self._lock:
             return [sender for (found, _), sender in self._senders.items() if found == transfer]
 
@@ -405,12 +405,12 @@ class Transfers:
             ended.one()
 
         with self._lock:  # its thread may be done, and want to say so, before this one is
-            self._senders[outlet.ticket.transfer, outlet.ticket.link] = Sender(outlet, link, self._shape, report)
+            self._senders[outlet.ticket.transfer, outlet.ticket.link] = PromptSender(outlet, link, self._shape, report)
             self._sending.set()
 
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""
-        blocked_s: dict[Sender, float] = {}
+        blocked_s: dict[PromptSender, float] = {}
         while True:
             self._sending.wait()
             with self._lock:

@@ -32,7 +32,6 @@ from ....kvtransport.wire.channel import LINK_MAGIC
 from ....kvtransport.wire.sockets import read_link_hello, receive_exactly
 from .orders import (
     Admit,
-    Answer,
     Bulk,
     Connect,
     Expect,
@@ -40,11 +39,12 @@ from .orders import (
     Forget,
     Listen,
     Order,
+    OrderReply,
     PingOrder,
     Relayed,
     Send,
     SendBurst,
-    SetPaths,
+    SetPathsOrder,
     TransferState,
     Watch,
 )
@@ -83,7 +83,7 @@ class KVBox:
         self._listener.close()
         self._endpoint.close()
 
-    def obey(self, order: Order) -> Answer:
+    def obey(self, order: Order) -> OrderReply:
         """Carry out an order. Raises TransferError or OSError."""
         match order:
             case Listen(ticket):
@@ -97,7 +97,7 @@ class KVBox:
                     raise TransferError(f"not all connections are up after {CONNECT_S:g} s: {why}")
             case Send(link, transfers):
                 self._send(link, transfers)
-            case SetPaths(link, paths):
+            case SetPathsOrder(link, paths):
                 self._sender(link).set_paths(paths)
             case Watch(link):
                 return self._watch(link)
@@ -107,16 +107,16 @@ class KVBox:
             case Admit(permit):
                 self._relay.admit(permit)
             case Relayed():
-                return Answer(relayed=sum(use.bytes_forwarded for use in self._relay.statistics()))
+                return OrderReply(relayed=sum(use.bytes_forwarded for use in self._relay.statistics()))
             case PingOrder(host, port, count):
-                return Answer(rtt_s=_ping(host, port, count))
+                return OrderReply(rtt_s=_ping(host, port, count))
             case ExpectBurst(burst):
                 self._bursts[burst.burst] = BurstGate(burst)
                 threading.Thread(target=self._receive_burst, args=(burst,), daemon=True).start()
             case SendBurst(burst, host, port):
                 with dial_burst(burst, host, port, CONNECT_S) as ends:
-                    return Answer(burst=send_burst(ends))
-        return Answer()
+                    return OrderReply(burst=send_burst(ends))
+        return OrderReply()
 
     def _payload(self, frame: int) -> memoryview:
         start = frame * STEP % FRAME_BYTES
@@ -155,7 +155,7 @@ class KVBox:
         except TransferError as error:
             outgoing.abort(str(error))
 
-    def _watch(self, link: bytes) -> Answer:
+    def _watch(self, link: bytes) -> OrderReply:
         states = []
         for outgoing, started, ended in self._sent.get(link, []):
             progress, state = outgoing.progress(), outgoing.state
@@ -171,7 +171,7 @@ class KVBox:
                 )
             )
         paths = self._sender(link).statistics().paths
-        return Answer(transfers=states, connections={label: path.connections for label, path in paths.items()})
+        return OrderReply(transfers=states, connections={label: path.connections for label, path in paths.items()})
 
     # ---- receiving ------------------------------------------------------------------------------------------
 
@@ -267,12 +267,12 @@ def main(argv: list[str]) -> int:
     """Run the box's program at the address `argv[0]`."""
     box = KVBox(argv[0])
     say = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    say.write(msgspec.json.encode(Answer(port=box.port)) + b"\n")
+    say.write(msgspec.json.encode(OrderReply(port=box.port)) + b"\n")
     for line in sys.stdin.buffer:
         try:
             answer = box.obey(msgspec.json.decode(line, type=Order))
         except (TransferError, OSError) as error:
-            answer = Answer(error=str(error))
+            answer = OrderReply(error=str(error))
         say.write(msgspec.json.encode(answer) + b"\n")
     box.close()
     return 0

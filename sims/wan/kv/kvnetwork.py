@@ -30,7 +30,6 @@ from ..errors import WanError
 from ..scenario import Scenario
 from .orders import (
     Admit,
-    Answer,
     Bulk,
     Connect,
     Expect,
@@ -38,16 +37,17 @@ from .orders import (
     Forget,
     Listen,
     Order,
+    OrderReply,
     PingOrder,
     Relayed,
     Send,
     SendBurst,
-    SetPaths,
+    SetPathsOrder,
     TransferState,
     Watch,
 )
 
-__all__ = ["KVNetwork", "Moved", "Transfers"]
+__all__ = ["BulkTransfers", "KVNetwork", "Moved"]
 
 PINGS: Final = 3
 BURST_S: Final = 1.5
@@ -131,7 +131,7 @@ class KVNetwork:
         self._stack.close()
         self._programs.clear()
 
-    def ask(self, box: str, order: Order) -> Answer:
+    def ask(self, box: str, order: Order) -> OrderReply:
         """Have a box's program carry out an order. Raises `WanError` with its reason if it could not."""
         with self._locks[box]:
             stdin = self._programs[box].stdin
@@ -143,13 +143,13 @@ class KVNetwork:
             raise WanError(f"{box}: {answer.error}")
         return answer
 
-    def _answer(self, box: str) -> Answer:
+    def _answer(self, box: str) -> OrderReply:
         stdout = self._programs[box].stdout
         assert stdout is not None
         line = stdout.readline()
         if not line:
             raise WanError(f"the KV program in {box} has ended with exit code {self._programs[box].wait()}")
-        return msgspec.json.decode(line, type=Answer)
+        return msgspec.json.decode(line, type=OrderReply)
 
     # ---- measuring ------------------------------------------------------------------------------------------
 
@@ -186,12 +186,12 @@ class KVNetwork:
 
     # ---- moving ---------------------------------------------------------------------------------------------
 
-    def connect(self, source: str, target: str, paths: Iterable[KVPath]) -> Transfers:
+    def connect(self, source: str, target: str, paths: Iterable[KVPath]) -> BulkTransfers:
         """Open a link over these paths and wait for its connections."""
         ticket = issue_link(LEASE_S, secrets.token_bytes)
         self.ask(target, Listen(ticket))
         self.ask(source, Connect(ticket, self.dialled(paths)))
-        return Transfers(self, source, target, ticket)
+        return BulkTransfers(self, source, target, ticket)
 
     def dialled(self, paths: Iterable[KVPath]) -> list[Path]:
         """The addresses of paths as their source sees them; relays are told to expect it."""
@@ -221,7 +221,7 @@ class KVNetwork:
         return self.ask(box, Relayed()).relayed
 
 
-class Transfers:
+class BulkTransfers:
     """A link from one box to another with its connections up, and the transfers on it. A context manager."""
 
     def __init__(self, network: KVNetwork, source: str, target: str, ticket: LinkTicket) -> None:
@@ -232,7 +232,7 @@ class Transfers:
         self._past = 0
 
     def __repr__(self) -> str:
-        return f"<Transfers {self._source} -> {self._target}, link {self._ticket.link.hex()[:8]}>"
+        return f"<BulkTransfers {self._source} -> {self._target}, link {self._ticket.link.hex()[:8]}>"
 
     def __enter__(self) -> Self:
         return self
@@ -260,7 +260,7 @@ class Transfers:
 
     def set_paths(self, paths: Iterable[KVPath]) -> None:
         """Move them to these paths."""
-        self._network.ask(self._source, SetPaths(self._ticket.link, self._network.dialled(paths)))
+        self._network.ask(self._source, SetPathsOrder(self._ticket.link, self._network.dialled(paths)))
 
     def wait(self, each: Callable[[Moved], None] | None = None) -> Moved:
         """Until every transfer has ended, with `each(moved)` called 20 times a second meanwhile.

@@ -10,7 +10,7 @@ from ....kvtransport.probing.burst_ticket import BurstTicket
 from ....kvtransport.probing.estimates import BurstSample
 from ....kvtransport.wire.tickets import LinkTicket, TransferTicket
 
-__all__ = ["Answer", "Bulk", "Order", "TransferState"]
+__all__ = ["Bulk", "Order", "OrderReply", "TransferState"]
 
 
 class Bulk(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Send(msgspec.Struct, frozen=True, tag="send"):
     transfers: list[Bulk]
 
 
-class SetPaths(msgspec.Struct, frozen=True, tag="set_paths"):
+class SetPathsOrder(msgspec.Struct, frozen=True, tag="set_paths"):
     """Carry everything of a link over these paths from now on."""
 
     link: bytes
@@ -99,7 +99,18 @@ class SendBurst(msgspec.Struct, frozen=True, tag="send_burst"):
 
 
 Order = (
-    Listen | Expect | Connect | Send | SetPaths | Watch | Forget | Admit | Relayed | PingOrder | ExpectBurst | SendBurst
+    Listen
+    | Expect
+    | Connect
+    | Send
+    | SetPathsOrder
+    | Watch
+    | Forget
+    | Admit
+    | Relayed
+    | PingOrder
+    | ExpectBurst
+    | SendBurst
 )
 
 
@@ -115,7 +126,7 @@ class TransferState(msgspec.Struct, frozen=True, kw_only=True):
     by_path: dict[str, int]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class OrderReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to an order: an error in one line, or what was asked for."""
 
     error: str = ""

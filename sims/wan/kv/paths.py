@@ -15,11 +15,11 @@ from ....kvtransport.routing.costs import transfer_cost
 from ....kvtransport.routing.paths import Job, KVPath, PathChoice, choose
 from ....kvtransport.routing.steering import PathController, SetPaths
 from ..emulated import Kind
-from ..scenario import Box, Pair, Scenario
+from ..scenario import Scenario, WanBox, WanPair
 from .kvbox import FRAME_BYTES
 from .kvnetwork import KVNetwork, Moved
 
-__all__ = ["CASES", "Case", "jain", "run_cases", "table"]
+__all__ = ["CASES", "PathCase", "jain", "run_cases", "table"]
 
 SOURCE, TARGET, RELAY = "paris", "nyc", "london"
 LINKS = ((SOURCE, TARGET), (SOURCE, RELAY), (RELAY, TARGET))
@@ -34,7 +34,7 @@ THIN_GBPS = 0.03
 DEGRADED_GBPS = 0.03
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class PathCase(msgspec.Struct, frozen=True, kw_only=True):
     """One situation, emulated by `kind`: what was chosen and why, what it took beside what it is compared with, and
     the verdict.
 
@@ -79,13 +79,13 @@ def good_links() -> Scenario:
 def thin_direct() -> Scenario:
     """A thin direct link, and a relay at 2 Gb/s. So thin (a provider's global network has 0.1) that it is the links and
     not busy cores that decide."""
-    box = Box(up_gbps=2, down_gbps=2)
+    box = WanBox(up_gbps=2, down_gbps=2)
     return Scenario(
         boxes={SOURCE: box, TARGET: box, RELAY: box},
         pairs={
-            (SOURCE, TARGET): Pair(rtt_ms=90, gbps=THIN_GBPS),
-            (SOURCE, RELAY): Pair(rtt_ms=10),
-            (RELAY, TARGET): Pair(rtt_ms=80),
+            (SOURCE, TARGET): WanPair(rtt_ms=90, gbps=THIN_GBPS),
+            (SOURCE, RELAY): WanPair(rtt_ms=10),
+            (RELAY, TARGET): WanPair(rtt_ms=80),
         },
     )
 
@@ -102,7 +102,7 @@ def _move(network: KVNetwork, paths: Sequence[KVPath], frames: int, *, warm: boo
         return transfers.move([frames])
 
 
-def many_streams(network: KVNetwork) -> Case:
+def many_streams(network: KVNetwork) -> PathCase:
     """(a) n streams against one over the same long link, both warm: a link keeps its connections."""
     frames = 100
     choice = _choose(network, frames, frozenset())
@@ -118,7 +118,7 @@ def many_streams(network: KVNetwork) -> Case:
     )
 
 
-def relay_wins(network: KVNetwork) -> Case:
+def relay_wins(network: KVNetwork) -> PathCase:
     """(b) a thin direct link and a fat relay."""
     frames = 16
     choice = _choose(network, frames)
@@ -134,7 +134,7 @@ def relay_wins(network: KVNetwork) -> Case:
     )
 
 
-def no_relay(network: KVNetwork) -> Case:
+def no_relay(network: KVNetwork) -> PathCase:
     """(c) a relay that is no better than the direct link."""
     frames = 40
     choice = _choose(network, frames)
@@ -154,7 +154,7 @@ def no_relay(network: KVNetwork) -> Case:
     )
 
 
-def degrades(network: KVNetwork) -> Case:
+def degrades(network: KVNetwork) -> PathCase:
     """(d) the direct link, which is all that is used at first, degrades in mid-transfer."""
     frames = 240
     job = Job(source=SOURCE, target=TARGET, bytes=frames * FRAME_BYTES)
@@ -200,7 +200,7 @@ def degrades(network: KVNetwork) -> Case:
     return msgspec.structs.replace(case, chosen=labels, why=case.why + told)
 
 
-def fair_shares(network: KVNetwork) -> Case:
+def fair_shares(network: KVNetwork) -> PathCase:
     """(e) 32 transfers at once."""
     frames = 8
     choice = _choose(network, TRANSFERS * frames, frozenset())
@@ -240,11 +240,11 @@ def _case(
     *,
     ok: bool,
     figures: dict[str, float] | None = None,
-) -> Case:
+) -> PathCase:
     name, what, target = about
     known = network.known()
     by_via = {None if label == "direct" else label.removeprefix("via "): size for label, size in moved.by_path.items()}
-    return Case(
+    return PathCase(
         name=name,
         kind=network.wan.kind,
         what=what,
@@ -263,7 +263,7 @@ def _case(
 
 
 # In this order, so that one network serves for its cases and is measured once.
-CASES: dict[str, tuple[Callable[[], Scenario], Callable[[KVNetwork], Case]]] = {
+CASES: dict[str, tuple[Callable[[], Scenario], Callable[[KVNetwork], PathCase]]] = {
     "a": (good_links, many_streams),
     "c": (good_links, no_relay),
     "e": (good_links, fair_shares),
@@ -272,7 +272,7 @@ CASES: dict[str, tuple[Callable[[], Scenario], Callable[[KVNetwork], Case]]] = {
 }
 
 
-def run_cases(names: Sequence[str] = tuple(CASES), *, kind: Kind | None = None) -> Iterator[Case]:
+def run_cases(names: Sequence[str] = tuple(CASES), *, kind: Kind | None = None) -> Iterator[PathCase]:
     """Run the named cases; each is given out when it is done. Raises `WanError`."""
     makers = {CASES[name][0] for name in names}
     for maker in sorted(makers, key=lambda made: made.__name__):
@@ -284,7 +284,7 @@ def run_cases(names: Sequence[str] = tuple(CASES), *, kind: Kind | None = None) 
                     yield run(network)
 
 
-def table(cases: Sequence[Case]) -> str:
+def table(cases: Sequence[PathCase]) -> str:
     """For people: a line for each case, then why."""
     kinds = " and ".join(sorted({case.kind for case in cases}))
     lines = [f"real bytes of made-up KV over an emulated network ({kinds})"]

@@ -32,7 +32,7 @@ from p2pserve.bootstrap import (
     RequestTimeout,
     Role,
     Unreachable,
-    links,
+    sessions,
 )
 from p2pserve.bootstrap.members import mesh
 from p2pserve.bootstrap.members.membership import Timeouts
@@ -59,7 +59,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (libp2p_host, "DIAL_SECONDS"),
         (libp2p_host, "_UPGRADE_SECONDS"),
         (yamux, "_STALLED_SECONDS"),
-        (links, "GREETING_SECONDS"),
+        (sessions, "GREETING_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 60.0)
 
@@ -635,7 +635,7 @@ def test_hundreds_of_timeouts_leave_the_connection_healthy() -> None:
 
 
 def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (links, mesh):
+    for module in (sessions, mesh):
         monkeypatch.setattr(module, "YOUNG_S", 0.3)
 
     async def main() -> None:
@@ -652,7 +652,7 @@ def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: py
                 await trio.sleep_forever()
                 raise AssertionError
 
-            monkeypatch.setattr(two._links.sessions[one.peer_id].control.connection, "receive", stuck)
+            monkeypatch.setattr(two._sessions.by_peer[one.peer_id].control.connection, "receive", stuck)
 
             def tell(count: int) -> None:
                 for _ in range(count):

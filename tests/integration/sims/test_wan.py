@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from p2pserve.sims.wan import (
-    Box,
     EmulatedWan,
     Kind,
-    Pair,
     Scenario,
     ScenarioError,
+    WanBox,
     WanError,
+    WanPair,
     WanUnavailable,
     measure,
     namespaces,
@@ -42,9 +42,9 @@ KINDS = [pytest.param("tun", marks=needs_tun), "proxy"]
 
 def scenario(gbps: float = 1.0, **pair: float) -> Scenario:
     return Scenario(
-        boxes={name: Box(up_gbps=gbps, down_gbps=gbps) for name in ("paris", "nyc", "tokyo")},
-        default=Pair(rtt_ms=20),
-        pairs={("paris", "nyc"): Pair(**pair)} if pair else {},
+        boxes={name: WanBox(up_gbps=gbps, down_gbps=gbps) for name in ("paris", "nyc", "tokyo")},
+        default=WanPair(rtt_ms=20),
+        pairs={("paris", "nyc"): WanPair(**pair)} if pair else {},
     )
 
 
@@ -260,8 +260,8 @@ def owner() -> Iterator[subprocess.Popen[str]]:
 import signal, sys, time
 from p2pserve.sims.wan import *
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without
-box = Box()
-with EmulatedWan(Scenario(boxes={"paris": box, "nyc": box}, default=Pair()), kind="tun") as wan:
+box = WanBox()
+with EmulatedWan(Scenario(boxes={"paris": box, "nyc": box}, default=WanPair()), kind="tun") as wan:
     child = wan.popen("paris", ["sleep", "600"])
     print(wan.command("paris", [])[3], child.pid, flush=True)
     time.sleep(600)

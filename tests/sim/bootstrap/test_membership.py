@@ -696,7 +696,7 @@ def test_a_client_that_claims_leads_nobody_and_is_thrown_out() -> None:
             client = await w.start(5, role=Role.CLIENT)
             await elapse(5)
             before = w.nodes[0].coordinator
-            session = client._links.sessions[PEOPLE[0].peer_id]
+            session = client._sessions.by_peer[PEOPLE[0].peer_id]
             for epoch in range(50, 70):
                 claim = client._membership.publish(CLAIM_KIND, encode_claim(epoch))
                 body = msgspec.msgpack.encode([[claim]])
@@ -719,7 +719,7 @@ def test_garbage_in_an_answer_to_gossip_costs_only_that_answer(caplog: pytest.Lo
             async def nonsense(method: str, body: msgspec.Raw) -> bytes:
                 return b"\x93\x81\xa1\xff\x92\x01\x80\x80\x90"  # a digest whose origin is no UTF-8
 
-            w.nodes[0]._links.sessions[PEOPLE[1].peer_id].control._serve = nonsense
+            w.nodes[0]._sessions.by_peer[PEOPLE[1].peer_id].control._serve = nonsense
             await elapse(5)
             assert "answered a digest with nonsense" in caplog.text
             assert await w.nodes[0].request(PEOPLE[1].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from worker")
@@ -743,7 +743,7 @@ def test_a_bug_in_a_session_costs_only_that_session(dialler: int, caplog: pytest
             def fail(method: str, body: msgspec.Raw) -> None:
                 raise KeyError("a bug")
 
-            victim._links.sessions[other.peer_id].control._notice = fail
+            victim._sessions.by_peer[other.peer_id].control._notice = fail
             other.publish("load", b"1")
             await elapse(5)
             assert lost == [other.peer_id]
@@ -775,7 +775,7 @@ def test_a_connection_that_only_one_side_lost_is_seen_as_lost_by_both() -> None:
             other.handle("hang", Echo, hang)
             w.nursery.start_soon(ask)
             await elapse(1)
-            connection = other._links.sessions[one.peer_id].control.connection
+            connection = other._sessions.by_peer[one.peer_id].control.connection
             assert isinstance(connection, MemoryConnection)
             connection.sever("only this side noticed")
             one.notify(other.peer_id, "tell", Echo("into the old stream"))
@@ -857,7 +857,7 @@ def test_a_peer_that_sends_garbage_is_disconnected_and_the_rest_goes_on() -> Non
             for index in range(3):
                 await w.start(index)
             await elapse(3)
-            session = w.nodes[1]._links.sessions[PEOPLE[0].peer_id]
+            session = w.nodes[1]._sessions.by_peer[PEOPLE[0].peer_id]
             for _ in range(20):
                 session.control.connection.send_nowait(b"\xc1 nonsense")
             await elapse(0.2)

@@ -8,7 +8,7 @@ import pytest
 
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import DecodeBatch, Sequence
-from p2pserve.sims.engine.values import EngineError, EngineSettings, Signal, SignalKind, StepRecord
+from p2pserve.sims.engine.values import EngineSettings, EngineSignal, SignalKind, SimEngineError, StepRecord
 from p2pserve.sims.testing import LinearTimes
 
 TIMES = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)
@@ -21,9 +21,9 @@ def engine_of(
     return Engine(times, settings, kv_tokens=kv_tokens, stages=stages)
 
 
-def run(engine: Engine, arrivals: list[tuple[float, Sequence]]) -> list[Signal]:
+def run(engine: Engine, arrivals: list[tuple[float, Sequence]]) -> list[EngineSignal]:
     """Let everything happen; the news in order, the engine whole after every step."""
-    news: list[Signal] = []
+    news: list[EngineSignal] = []
     todo = sorted(arrivals, key=lambda item: item[0])
     while todo or engine.wake_at < inf:
         if todo and todo[0][0] <= engine.wake_at:
@@ -35,7 +35,7 @@ def run(engine: Engine, arrivals: list[tuple[float, Sequence]]) -> list[Signal]:
     return news
 
 
-def moments(news: list[Signal], kind: SignalKind) -> dict[int, float]:
+def moments(news: list[EngineSignal], kind: SignalKind) -> dict[int, float]:
     return {signal.sequence.key: signal.at for signal in news if signal.kind is kind}
 
 
@@ -130,11 +130,11 @@ def test_what_never_fits_is_refused() -> None:
     engine = engine_of(kv_tokens=40)
     assert engine.fits(Sequence(1, 40, 1))
     assert not engine.fits(Sequence(1, 40, 2))
-    with pytest.raises(EngineError, match="needs more KV than the 10 blocks"):
+    with pytest.raises(SimEngineError, match="needs more KV than the 10 blocks"):
         engine.submit(Sequence(1, 41, 1), 0.0)
-    with pytest.raises(EngineError, match="less than a block"):
+    with pytest.raises(SimEngineError, match="less than a block"):
         engine_of(kv_tokens=3)
-    with pytest.raises(EngineError, match="no token of a step would be left"):
+    with pytest.raises(SimEngineError, match="no token of a step would be left"):
         EngineSettings(max_batched_tokens=64, max_sequences=64)
 
 
@@ -253,9 +253,9 @@ def test_waiting_as_theory_has_it() -> None:
     assert stay == pytest.approx(1.0 / (1 - rho), rel=0.1)
 
 
-def run_fast(engine: Engine, arrivals: list[tuple[float, Sequence]]) -> list[Signal]:
+def run_fast(engine: Engine, arrivals: list[tuple[float, Sequence]]) -> list[EngineSignal]:
     """`run`, without looking at every block after every step."""
-    news: list[Signal] = []
+    news: list[EngineSignal] = []
     for at, sequence in arrivals:
         while engine.wake_at < at:
             news += engine.advance(engine.wake_at)

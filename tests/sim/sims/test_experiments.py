@@ -15,8 +15,18 @@ from p2pserve.sims.experiments.__main__ import EXPERIMENTS, main
 from p2pserve.sims.experiments.deployments import papers_solution
 from p2pserve.sims.experiments.headline import headline
 from p2pserve.sims.experiments.links import link_rows
-from p2pserve.sims.experiments.page import Curves, Page, Row, Table, write_index, write_page
-from p2pserve.sims.experiments.setting import CLOUD, Case, Deployed, Scope, counts, group, highest_rate, outcome, shapes
+from p2pserve.sims.experiments.page import Curves, Page, ResultRow, Table, write_index, write_page
+from p2pserve.sims.experiments.setting import (
+    CLOUD,
+    Deployed,
+    PlannedCase,
+    Scope,
+    counts,
+    group,
+    highest_rate,
+    outcome,
+    shapes,
+)
 from p2pserve.sims.experiments.systems import TRIALS, best_dispatch
 from p2pserve.sims.policies.dispatch import Dispatch
 from p2pserve.sims.results.outcomes import attainment
@@ -26,7 +36,7 @@ def _each_box_for_itself(cluster: Cluster) -> Solution:
     return tuple(group(cluster, Phase.MIXED, {box.id: box.gpus}) for box in cluster.boxes)
 
 
-class Pair(Row, frozen=True):
+class Pair(ResultRow, frozen=True):
     """A row to print."""
 
     what_it_is: str
@@ -130,7 +140,7 @@ def test_the_papers_plans_are_as_appendix_f_counts_them() -> None:
 
 
 def test_the_highest_rate_is_where_attainment_ends() -> None:
-    case = Case(cluster="thunderserve-h-40gbps", workload="conversation", rate=2.0)
+    case = PlannedCase(cluster="thunderserve-h-40gbps", workload="conversation", rate=2.0)
     problem = case.problem()
     scope = Scope(seeds=(0,), seconds=40.0, halvings=4)
     deployed = Deployed(problem, _each_box_for_itself(problem.cluster))
@@ -153,13 +163,13 @@ def test_the_dispatcher_is_the_one_that_carries_more_in_trials(
         "p2pserve.sims.experiments.systems.highest_rate",
         lambda deployed, scope, seed, dispatch, engine: carried[dispatch][seed - TRIALS],
     )
-    problem = Case(cluster="thunderserve-h-40gbps", workload="coding", rate=0.5).problem()
+    problem = PlannedCase(cluster="thunderserve-h-40gbps", workload="coding", rate=0.5).problem()
     deployed = Deployed(problem, _each_box_for_itself(problem.cluster))
     assert best_dispatch(deployed, Scope(seeds=(0, 1))) is better
 
 
 def test_all_plans_meet_the_same_requests_at_the_same_seed() -> None:
-    problem = Case(cluster="thunderserve-h-40gbps", workload="coding", rate=0.5).problem()
+    problem = PlannedCase(cluster="thunderserve-h-40gbps", workload="coding", rate=0.5).problem()
     plan = Deployed(problem, _each_box_for_itself(problem.cluster)).at().plan
     scope = Scope(seconds=20.0)
     first, again, other = (outcome(problem, plan, scope, seed).outcomes for seed in (3, 3, 4))

@@ -8,18 +8,18 @@ import pytest
 
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster
-from p2pserve.sims.handover import Handover, Handovers, Way, Ways
-from p2pserve.sims.network import Flow, Network, NetworkError, link_capacities
+from p2pserve.sims.kv_transfers import KVTransfer, KVTransfers, LinkShare, TransferLinks
+from p2pserve.sims.network import Flow, FluidError, FluidNetwork, link_capacities
 
 
-def network(rows: list[list[float]]) -> Network:
-    return Network(np.array(rows))
+def network(rows: list[list[float]]) -> FluidNetwork:
+    return FluidNetwork(np.array(rows))
 
 
 FOUR = [[0.0 if a == b else 10.0 for b in range(4)] for a in range(4)]
 
 
-def drain(net: Network) -> dict[int, float]:
+def drain(net: FluidNetwork) -> dict[int, float]:
     """When each flow ends, by its key."""
     ends: dict[int, float] = {}
     while net.wake_at < inf:
@@ -110,9 +110,9 @@ def test_capacities_of_a_cluster_with_many_streams_and_with_few() -> None:
 
 def test_what_cannot_be_sent() -> None:
     net = network([[1.0, 0.0], [5.0, 1.0]])
-    with pytest.raises(NetworkError, match="no link from box 0 to box 1"):
+    with pytest.raises(FluidError, match="no link from box 0 to box 1"):
         net.start(0, 1, 10.0, 0.0)
-    with pytest.raises(NetworkError, match="a flow of 0"):
+    with pytest.raises(FluidError, match="a flow of 0"):
         net.start(1, 0, 0.0, 0.0)
 
 
@@ -151,9 +151,9 @@ def test_any_traffic_is_fair_and_arrives(seed: int) -> None:
 
 
 def test_kv_whose_next_chunk_is_put_off_arrives_all_the_same() -> None:
-    network = Network(np.full((2, 2), 1e9))
-    handovers = Handovers(network, layerwise=True)
-    handover = Handover(1, Ways((Way(0, 1, 1.0),), 0.0), 1e6, layers=4)
+    network = FluidNetwork(np.full((2, 2), 1e9))
+    handovers = KVTransfers(network, layerwise=True)
+    handover = KVTransfer(1, TransferLinks((LinkShare(0, 1, 1.0),), 0.0), 1e6, layers=4)
     handover.room = True
     handovers.reading(handover, 100, 1.0, 0.0)  # 75 MB/s while it is read: all 100 MB have left after 1.33 s
     (early,) = network.advance(2.0)

@@ -14,7 +14,7 @@ from rich.console import Console
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
-from p2pserve.sims.engine.values import StepRecord, Tally
+from p2pserve.sims.engine.values import EngineCounts, StepRecord
 from p2pserve.sims.records import Outcomes, Trace
 from p2pserve.sims.results.chrome_trace import write_chrome_trace
 from p2pserve.sims.results.outcomes import (
@@ -62,7 +62,7 @@ def result_of(*, steps: bool = True) -> SimResult:
             phase=phase,
             boxes=(name,),
             times="by hand",
-            tally=Tally(prefill_s=2.0, decode_s=1.0, steps=7, peak_blocks=5),
+            tally=EngineCounts(prefill_s=2.0, decode_s=1.0, steps=7, peak_blocks=5),
             blocks=10,
         )
         for name, phase in (("reads", Phase.PREFILL), ("writes", Phase.DECODE))

@@ -11,8 +11,8 @@ import pytest
 from p2pserve.sims.policies.pools import Pools, SharedPool, SplitPools
 from p2pserve.sims.records import Trace
 from p2pserve.sims.splitwise import machine
-from p2pserve.sims.splitwise.cluster import Cluster
-from p2pserve.sims.splitwise.machine import Machine, Task
+from p2pserve.sims.splitwise.cluster import SplitwiseCluster
+from p2pserve.sims.splitwise.machine import Machine, MachineTask
 
 
 class Times:
@@ -27,10 +27,10 @@ class PlainMachine:
 
     def __init__(self, times: Times, kv_capacity: float) -> None:
         self.times, self.capacity, self.used = times, kv_capacity, 0
-        self.pool: list[list[Task]] = []  # the tasks of each request, by its arrival
-        self.queue: list[Task] = []  # what waits, by urgency as each came
-        self.came: list[Task] = []  # what waits, as each came
-        self.batch: list[Task] = []
+        self.pool: list[list[MachineTask]] = []  # the tasks of each request, by its arrival
+        self.queue: list[MachineTask] = []  # what waits, by urgency as each came
+        self.came: list[MachineTask] = []  # what waits, as each came
+        self.batch: list[MachineTask] = []
         self.iteration_s, self.run_steps, self.run_ends, self.is_cut = 0.0, 0, 0.0, False
 
     @property
@@ -53,7 +53,7 @@ class PlainMachine:
     def release(self, kv_tokens: int) -> None:
         self.used -= kv_tokens
 
-    def arrive(self, task: Task, now: float, *, follows: bool = False) -> float | None:
+    def arrive(self, task: MachineTask, now: float, *, follows: bool = False) -> float | None:
         known = [tasks for tasks in self.pool if tasks[0].request == task.request]
         assert bool(known) is follows
         if known:
@@ -68,7 +68,7 @@ class PlainMachine:
         may_preempt = task.is_prompt and prompt_tokens + task.tokens <= machine.MAX_TOKENS
         return self.cut(now) if may_join or may_preempt else None
 
-    def wait(self, task: Task) -> None:
+    def wait(self, task: MachineTask) -> None:
         insort(self.queue, task, key=lambda waiting: (waiting.preemptions, waiting.arrival))
         self.came.append(task)
 
@@ -81,7 +81,7 @@ class PlainMachine:
             self.cut(now) if len(self.batch) < machine.MAX_REQUESTS and self.batch_tokens < machine.MAX_TOKENS else None
         )
 
-    def end_run(self) -> list[Task]:
+    def end_run(self) -> list[MachineTask]:
         for task in self.batch:
             task.steps -= 0 if task.is_prompt else self.run_steps
         done = [task for task in self.batch if task.is_prompt or not task.steps]
@@ -127,17 +127,17 @@ class PlainMachine:
         self.run_ends = now + (self.iteration_s * self.run_steps - elapsed)
         return self.run_ends
 
-    def select(self) -> list[Task]:
-        selected: list[Task] = []
+    def select(self) -> list[MachineTask]:
+        selected: list[MachineTask] = []
         used = self.used
 
-        def is_full(task: Task) -> bool:
+        def is_full(task: MachineTask) -> bool:
             tokens = sum(chosen.tokens for chosen in selected)
             return len(selected) == machine.MAX_REQUESTS or (
                 bool(selected) and tokens + task.tokens > machine.MAX_TOKENS
             )
 
-        def add(task: Task) -> bool:
+        def add(task: MachineTask) -> bool:
             nonlocal used
             keeps_memory = task.preempted or task in self.batch
             fits = keeps_memory or used + task.kv_tokens <= self.capacity
@@ -223,14 +223,14 @@ def test_it_does_what_the_plain_one_does(
     runs = []
     for kind in (Machine, PlainMachine):
         boxes = cast(list[Machine], [kind(Times(), kv_tokens) for _ in range(2)])
-        cluster = Cluster(trace, boxes, pools(2, kv_tokens), kv_token_s=1e-5)
+        cluster = SplitwiseCluster(trace, boxes, pools(2, kv_tokens), kv_token_s=1e-5)
         events = cluster.run()
         runs.append((events, cluster.ended_at, cluster.first_token, cluster.last_token))
     np.testing.assert_equal(runs[0], runs[1])
 
 
-def run_alone(trace: Trace, pools: Pools, machines: int, kv_tokens: float) -> Cluster:
-    cluster = Cluster(trace, [Machine(Times(), kv_tokens) for _ in range(machines)], pools, kv_token_s=1e-5)
+def run_alone(trace: Trace, pools: Pools, machines: int, kv_tokens: float) -> SplitwiseCluster:
+    cluster = SplitwiseCluster(trace, [Machine(Times(), kv_tokens) for _ in range(machines)], pools, kv_token_s=1e-5)
     cluster.run()
     return cluster
 

@@ -8,7 +8,7 @@ import pytest
 from p2pserve.sims.records import TraceError
 from p2pserve.sims.workloads import (
     LengthKind,
-    Pairing,
+    LengthPairing,
     azure,
     draw,
     read_requests,
@@ -76,14 +76,14 @@ def test_same_seed_same_requests() -> None:
 def test_prompt_and_output_are_drawn_together_or_not() -> None:
     rows = set(zip(CONVERSATION.lengths.prompt.tolist(), CONVERSATION.lengths.output.tolist(), strict=True))
 
-    def known(pairing: Pairing) -> float:
+    def known(pairing: LengthPairing) -> float:
         trace = draw(CONVERSATION.lengths, rate=5.0, rng=np.random.default_rng(3), requests=2000, pairing=pairing)
-        assert ("independently" in trace.lengths) is (pairing is Pairing.INDEPENDENT)
+        assert ("independently" in trace.lengths) is (pairing is LengthPairing.INDEPENDENT)
         drawn = zip(trace.prompt.tolist(), trace.output.tolist(), strict=True)
         return sum(pair in rows for pair in drawn) / len(trace)
 
-    assert known(Pairing.JOINT) == 1.0
-    assert known(Pairing.INDEPENDENT) < 0.6
+    assert known(LengthPairing.JOINT) == 1.0
+    assert known(LengthPairing.INDEPENDENT) < 0.6
 
 
 def test_lengths_made_up() -> None:

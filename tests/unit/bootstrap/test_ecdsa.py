@@ -10,7 +10,7 @@ del sys.modules["fastecdsa"]
 import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "fastecdsa" else find(name, package)
-import p2pserve.bootstrap.libp2p_host
+import p2pserve.bootstrap.streams.libp2p_host
 from libp2p.crypto import ecc
 for use in (lambda: ecc.create_new_key_pair("P-256"), lambda: ecc.ECCPublicKey.from_bytes(b"x", "P-256")):
     try:

@@ -7,40 +7,42 @@ from p2pserve.bootstrap.members.election import (
     MAX_EPOCH,
     MAX_JUMP,
     Election,
-    Step,
-    View,
+    ElectionResult,
+    ElectionView,
     decide,
     decode_claim,
     encode_claim,
-    plausible,
+    select_plausible,
 )
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
 
-def step(me: PeerId, candidates: str, claims: dict[PeerId, int], *, stable_for: float = 10.0) -> Step:
-    view = View(me=me, candidates=frozenset(map(PeerId, candidates)), claims=claims, stable_since=100.0 - stable_for)
+def step(me: PeerId, candidates: str, claims: dict[PeerId, int], *, stable_for: float = 10.0) -> ElectionResult:
+    view = ElectionView(
+        me=me, candidates=frozenset(map(PeerId, candidates)), claims=claims, stable_since=100.0 - stable_for
+    )
     return decide(view, 100.0, settle_s=1.0)
 
 
 @pytest.mark.parametrize(
     ("me", "candidates", "claims", "expected"),
     [
-        (A, "abc", {}, Step(claim=1)),
-        (B, "abc", {}, Step()),
-        (B, "bc", {}, Step(claim=1)),
-        (A, "abc", {B: 1}, Step(coordinator=B, epoch=1)),
-        (A, "abc", {A: 1, B: 1}, Step(coordinator=A, epoch=1)),
-        (B, "abc", {A: 1, B: 1}, Step(coordinator=A, epoch=1)),
-        (A, "abc", {A: 1, B: 2}, Step(coordinator=B, epoch=2)),
-        (A, "ac", {A: 1, B: 2}, Step(epoch=2, claim=3)),  # the dead claimer's epoch never comes back
-        (C, "ac", {A: 1, B: 2}, Step(epoch=2)),
-        (C, "", {A: 1}, Step(epoch=1)),
-        (A, "bc", {}, Step()),  # a client, or a node that leaves, is no candidate
-        (A, "a", {A: 0}, Step(claim=1)),
+        (A, "abc", {}, ElectionResult(claim=1)),
+        (B, "abc", {}, ElectionResult()),
+        (B, "bc", {}, ElectionResult(claim=1)),
+        (A, "abc", {B: 1}, ElectionResult(coordinator=B, epoch=1)),
+        (A, "abc", {A: 1, B: 1}, ElectionResult(coordinator=A, epoch=1)),
+        (B, "abc", {A: 1, B: 1}, ElectionResult(coordinator=A, epoch=1)),
+        (A, "abc", {A: 1, B: 2}, ElectionResult(coordinator=B, epoch=2)),
+        (A, "ac", {A: 1, B: 2}, ElectionResult(epoch=2, claim=3)),  # the dead claimer's epoch never comes back
+        (C, "ac", {A: 1, B: 2}, ElectionResult(epoch=2)),
+        (C, "", {A: 1}, ElectionResult(epoch=1)),
+        (A, "bc", {}, ElectionResult()),  # a client, or a node that leaves, is no candidate
+        (A, "a", {A: 0}, ElectionResult(claim=1)),
     ],
 )
-def test_the_rule(me: PeerId, candidates: str, claims: dict[PeerId, int], expected: Step) -> None:
+def test_the_rule(me: PeerId, candidates: str, claims: dict[PeerId, int], expected: ElectionResult) -> None:
     assert step(me, candidates, claims) == expected
 
 
@@ -57,7 +59,7 @@ def test_the_election_remembers_since_when() -> None:
     assert election.decide(frozenset({A, B, C}), {}, 10.5).claim is None
     assert election.decide(frozenset({A, B, C}), {}, 11.4).claim is None
     assert election.decide(frozenset({A, B, C}), {}, 11.5).claim == 1
-    assert election.decide(frozenset({A, B, C}), {A: 1}, 11.5) == Step(coordinator=A, epoch=1)
+    assert election.decide(frozenset({A, B, C}), {A: 1}, 11.5) == ElectionResult(coordinator=A, epoch=1)
     assert election.wake_at() is None
 
 
@@ -83,24 +85,24 @@ def test_a_malformed_claim_never_leads(payload: bytes) -> None:
     ],
 )
 def test_a_claim_that_jumps_too_far_does_not_count(claims: dict[PeerId, int], seen: int, counting: str) -> None:
-    assert set(plausible(claims, seen)) == {PeerId(name.lower()) for name in counting}
+    assert set(select_plausible(claims, seen)) == {PeerId(name.lower()) for name in counting}
 
 
 def test_one_wild_claim_does_not_end_elections() -> None:
     election, both = Election(A, settle_s=1.0), frozenset({A, B})
     election.decide(both, {A: 3}, 0.0)
-    assert election.decide(both, {A: 3, B: MAX_EPOCH}, 2.0) == Step(coordinator=A, epoch=3)
+    assert election.decide(both, {A: 3, B: MAX_EPOCH}, 2.0) == ElectionResult(coordinator=A, epoch=3)
     fresh = Election(C, settle_s=1.0)  # it joins, and hears the wild one first
     fresh.decide(both, {B: MAX_EPOCH // 2}, 0.0)
-    assert fresh.decide(both, {A: 3, B: MAX_EPOCH // 2}, 0.5) == Step(coordinator=A, epoch=3)
-    assert fresh.decide(both, {A: 3, B: MAX_EPOCH // 2}, 5.0) == Step(coordinator=A, epoch=3)
+    assert fresh.decide(both, {A: 3, B: MAX_EPOCH // 2}, 0.5) == ElectionResult(coordinator=A, epoch=3)
+    assert fresh.decide(both, {A: 3, B: MAX_EPOCH // 2}, 5.0) == ElectionResult(coordinator=A, epoch=3)
     jumped = {A: 3, B: 3 + MAX_JUMP}
-    assert election.decide(both, jumped, 2.5) == Step(coordinator=B, epoch=3 + MAX_JUMP)
+    assert election.decide(both, jumped, 2.5) == ElectionResult(coordinator=B, epoch=3 + MAX_JUMP)
     alone = frozenset({A})
     election.decide(alone, jumped, 3.0)
     assert election.decide(alone, jumped, 4.0).claim == 4 + MAX_JUMP
     after = {A: 4 + MAX_JUMP}  # the one that jumped is forgotten
-    assert election.decide(alone, after, 5.0) == Step(coordinator=A, epoch=4 + MAX_JUMP)
+    assert election.decide(alone, after, 5.0) == ElectionResult(coordinator=A, epoch=4 + MAX_JUMP)
 
 
 def test_a_claim_travels() -> None:

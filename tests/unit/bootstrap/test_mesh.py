@@ -5,7 +5,7 @@ import random
 import pytest
 
 from p2pserve.bootstrap import Address, PeerId
-from p2pserve.bootstrap.members.mesh import Dial, DialBook, replaces
+from p2pserve.bootstrap.members.mesh import Dial, DialBook, should_replace
 
 LOW, ME, HIGH = PeerId("a"), PeerId("b"), PeerId("c")
 AT = Address("192.0.2.1", 1)
@@ -14,30 +14,30 @@ AT = Address("192.0.2.1", 1)
 def test_the_lower_peer_dials_at_once_and_the_higher_waits() -> None:
     book = DialBook(ME, random.Random(0))
     wanted = {LOW: AT, HIGH: AT, ME: AT}
-    assert book.due(wanted, (), 0.0) == (Dial(HIGH, AT),)
+    assert book.take_due(wanted, (), 0.0) == (Dial(HIGH, AT),)
     wake = book.wake_at(())
     assert wake is not None
     assert 1.0 < wake < 2.0
-    assert book.due(wanted, (), wake) == (Dial(LOW, AT),)
+    assert book.take_due(wanted, (), wake) == (Dial(LOW, AT),)
 
 
 def test_nobody_is_dialled_who_is_connected_or_being_dialled() -> None:
     book = DialBook(ME, random.Random(0))
-    assert book.due({HIGH: AT}, {HIGH}, 0.0) == ()
-    assert len(book.due({HIGH: AT}, (), 0.0)) == 1
-    assert book.due({HIGH: AT}, (), 100.0) == ()
+    assert book.take_due({HIGH: AT}, {HIGH}, 0.0) == ()
+    assert len(book.take_due({HIGH: AT}, (), 0.0)) == 1
+    assert book.take_due({HIGH: AT}, (), 100.0) == ()
     assert book.wake_at(()) is None
 
 
 def test_the_backoff_doubles_to_thirty_seconds_with_jitter() -> None:
     book, now, waits = DialBook(ME, random.Random(0)), 0.0, []
     for _ in range(12):
-        assert book.due({HIGH: AT}, (), now)
+        assert book.take_due({HIGH: AT}, (), now)
         book.on_result(HIGH, False, now)
         wake = book.wake_at(())
         assert wake is not None
         waits.append(wake - now)
-        assert book.due({HIGH: AT}, (), wake - 0.01) == ()
+        assert book.take_due({HIGH: AT}, (), wake - 0.01) == ()
         now = wake
     for wait, middle in zip(waits, [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30], strict=True):
         assert 0.75 * middle <= wait <= 1.25 * middle
@@ -47,20 +47,20 @@ def test_the_backoff_doubles_to_thirty_seconds_with_jitter() -> None:
 def test_a_broken_connection_is_redialled_at_once_by_both() -> None:
     book = DialBook(ME, random.Random(0))
     book.on_disconnected(LOW, 5.0)
-    assert book.due({LOW: AT}, (), 5.0) == (Dial(LOW, AT),)
+    assert book.take_due({LOW: AT}, (), 5.0) == (Dial(LOW, AT),)
 
 
 def test_a_peer_that_moved_is_tried_at_its_new_address_at_once() -> None:
     book = DialBook(ME, random.Random(0))
     for now in (0.0, 1.0, 3.0, 8.0):
-        book.due({HIGH: AT}, (), now)
+        book.take_due({HIGH: AT}, (), now)
         book.on_result(HIGH, False, now)
-    assert book.due({HIGH: Address("192.0.2.2", 2)}, (), 8.1) == (Dial(HIGH, Address("192.0.2.2", 2)),)
+    assert book.take_due({HIGH: Address("192.0.2.2", 2)}, (), 8.1) == (Dial(HIGH, Address("192.0.2.2", 2)),)
 
 
 def test_a_peer_without_a_port_is_never_dialled() -> None:
     book = DialBook(ME, random.Random(0))
-    assert book.due({HIGH: Address("192.0.2.1", 0)}, (), 0.0) == ()
+    assert book.take_due({HIGH: Address("192.0.2.1", 0)}, (), 0.0) == ()
     assert book.wake_at(()) is None
 
 
@@ -71,7 +71,7 @@ def test_a_peer_without_a_port_is_never_dialled() -> None:
 def test_both_ends_keep_the_same_connection(
     dialled_by_low: bool, dialled_by_high_held: bool, age: float, expected: bool
 ) -> None:
-    at_low = replaces(
+    at_low = should_replace(
         me=LOW,
         peer=HIGH,
         new_dialled_by_me=dialled_by_low,
@@ -80,7 +80,7 @@ def test_both_ends_keep_the_same_connection(
         held_incarnation=1,
         held_age_s=age,
     )
-    at_high = replaces(
+    at_high = should_replace(
         me=HIGH,
         peer=LOW,
         new_dialled_by_me=not dialled_by_low,
@@ -95,7 +95,7 @@ def test_both_ends_keep_the_same_connection(
 @pytest.mark.parametrize(("incarnation", "expected"), [(2, True), (0, False)])
 def test_a_newer_life_always_wins(incarnation: int, expected: bool) -> None:
     for dialled_by_me in (True, False):
-        assert expected == replaces(
+        assert expected == should_replace(
             me=LOW,
             peer=HIGH,
             new_dialled_by_me=dialled_by_me,

@@ -12,8 +12,8 @@ from p2pserve.sims.wan.kv.kvnetwork import Moved
 from p2pserve.sims.wan.kv.orders import TransferState
 
 
-def row(measured: float) -> calibrate.Row:
-    return calibrate.Row(what="one stream", unit="Gb/s", expected=0.225, measured=measured, tolerance=0.15)
+def row(measured: float) -> calibrate.CalibrationRow:
+    return calibrate.CalibrationRow(what="one stream", unit="Gb/s", expected=0.225, measured=measured, tolerance=0.15)
 
 
 @pytest.mark.parametrize(("measured", "ok"), [(0.225, True), (0.195, True), (0.25, True), (0.19, False), (0.26, False)])
@@ -47,8 +47,8 @@ def test_what_has_moved_is_added_up() -> None:
     assert not Moved((state(1.0, {}), state(1.0, {}, "open"))).delivered
 
 
-def case(name: str, *, ok: bool) -> paths.Case:
-    return paths.Case(
+def case(name: str, *, ok: bool) -> paths.PathCase:
+    return paths.PathCase(
         name=name,
         kind="proxy",
         what="direct 0.1 Gb/s",
@@ -75,7 +75,7 @@ def test_the_table_of_cases_says_what_missed_its_target_and_why_a_path_was_taken
     assert "MISSED: 3x faster" in d
     assert "(d) 62 MB via london, $0.0020; changes 2" in rest
     assert "    direct slower" in rest
-    read = msgspec.json.decode(msgspec.json.encode([case("b", ok=True)]), type=list[paths.Case])
+    read = msgspec.json.decode(msgspec.json.encode([case("b", ok=True)]), type=list[paths.PathCase])
     assert read[0].times_faster == 4
 
 

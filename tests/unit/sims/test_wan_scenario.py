@@ -8,29 +8,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.sims.wan import Box, Outage, Pair, Scenario, ScenarioError, link_classes
+from p2pserve.sims.wan import Outage, Scenario, ScenarioError, WanBox, WanPair, link_classes
 from p2pserve.sims.wan.scenario import LINKS, changed
 
-TWO = {"paris": Box(), "nyc": Box(up_gbps=2, down_gbps=2)}
-BETWEEN = {("paris", "nyc"): Pair(rtt_ms=90)}
+TWO = {"paris": WanBox(), "nyc": WanBox(up_gbps=2, down_gbps=2)}
+BETWEEN = {("paris", "nyc"): WanPair(rtt_ms=90)}
 
 
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Box(up_gbps=0), "up_gbps"),
-        (lambda: Box(down_gbps=-1), "down_gbps"),
-        (lambda: Box(up_gbps=float("nan")), "up_gbps"),
-        (lambda: Box(up_gbps=float("inf")), "up_gbps"),
-        (lambda: Pair(rtt_ms=-1), "rtt_ms"),
-        (lambda: Pair(loss=1.1), "loss"),
-        (lambda: Pair(rtt_ms=10, jitter_ms=11), "jitter_ms: 11 is not no more than rtt_ms"),
-        (lambda: Pair(gbps=0), "gbps"),
+        (lambda: WanBox(up_gbps=0), "up_gbps"),
+        (lambda: WanBox(down_gbps=-1), "down_gbps"),
+        (lambda: WanBox(up_gbps=float("nan")), "up_gbps"),
+        (lambda: WanBox(up_gbps=float("inf")), "up_gbps"),
+        (lambda: WanPair(rtt_ms=-1), "rtt_ms"),
+        (lambda: WanPair(loss=1.1), "loss"),
+        (lambda: WanPair(rtt_ms=10, jitter_ms=11), "jitter_ms: 11 is not no more than rtt_ms"),
+        (lambda: WanPair(gbps=0), "gbps"),
         (lambda: Scenario(boxes={}), "boxes"),
-        (lambda: Scenario(boxes={"Paris!": Box()}), "'Paris!'"),
+        (lambda: Scenario(boxes={"Paris!": WanBox()}), "'Paris!'"),
         (lambda: Scenario(boxes=TWO), "none for paris and nyc"),
-        (lambda: Scenario(boxes=TWO, pairs={("paris", "rome"): Pair()}), "no box 'rome'; boxes: paris, nyc"),
-        (lambda: Scenario(boxes=TWO, pairs={("paris", "paris"): Pair()}), "'paris' twice"),
+        (lambda: Scenario(boxes=TWO, pairs={("paris", "rome"): WanPair()}), "no box 'rome'; boxes: paris, nyc"),
+        (lambda: Scenario(boxes=TWO, pairs={("paris", "paris"): WanPair()}), "'paris' twice"),
         (lambda: Scenario(boxes=TWO, pairs=BETWEEN, mtu=100), "mtu"),
         (lambda: Scenario(boxes=TWO, pairs=BETWEEN, congestion="; reboot"), "congestion"),
         (
@@ -39,8 +39,8 @@ BETWEEN = {("paris", "nyc"): Pair(rtt_ms=90)}
         ),
         (lambda: Outage(a="paris", b="nyc", start_s=-1, seconds=1), "start_s"),
         (lambda: Scenario.from_classes({("a", "b"): "warp"}), "no class of links 'warp'; classes: thunderserve-high"),
-        (lambda: changed(Pair(), {"rtt": 5}), "Pair has no field 'rtt'; fields: rtt_ms"),
-        (lambda: changed(Box(), {"up_gbps": -1}), "up_gbps"),
+        (lambda: changed(WanPair(), {"rtt": 5}), "WanPair has no field 'rtt'; fields: rtt_ms"),
+        (lambda: changed(WanBox(), {"up_gbps": -1}), "up_gbps"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], field: str) -> None:
@@ -76,25 +76,25 @@ NAMES = st.lists(st.from_regex(r"[a-z0-9][a-z0-9_-]{0,31}", fullmatch=True), min
 def test_a_scenario_reads_back_as_it_was_written(data: st.DataObject) -> None:
     names = data.draw(NAMES)
     gbps, rtt = st.floats(0.001, 400), st.floats(0, 1000)
-    boxes = {name: Box(up_gbps=data.draw(gbps), down_gbps=data.draw(gbps)) for name in names}
+    boxes = {name: WanBox(up_gbps=data.draw(gbps), down_gbps=data.draw(gbps)) for name in names}
     pairs = {
-        (names[0], name): Pair(rtt_ms=data.draw(rtt), loss=data.draw(st.floats(0, 1)), gbps=data.draw(gbps))
+        (names[0], name): WanPair(rtt_ms=data.draw(rtt), loss=data.draw(st.floats(0, 1)), gbps=data.draw(gbps))
         for name in names[1:]
     }
     outages = (Outage(a=names[0], b=names[1], start_s=data.draw(rtt), seconds=3),)
     scenario = Scenario(
-        boxes=boxes, pairs=pairs, default=Pair(), outages=outages, mtu=1400, seed=data.draw(st.integers())
+        boxes=boxes, pairs=pairs, default=WanPair(), outages=outages, mtu=1400, seed=data.draw(st.integers())
     )
     assert Scenario.from_json(scenario.to_json()) == scenario
 
 
 def test_a_pair_counts_both_ways_unless_the_reverse_is_given() -> None:
-    there, back = Pair(rtt_ms=90), Pair(rtt_ms=30)
+    there, back = WanPair(rtt_ms=90), WanPair(rtt_ms=30)
     one = Scenario(boxes=TWO, pairs={("paris", "nyc"): there})
     assert one.pair("paris", "nyc") == one.pair("nyc", "paris") == there
     two = Scenario(boxes=TWO, pairs={("paris", "nyc"): there, ("nyc", "paris"): back})
     assert (two.pair("paris", "nyc"), two.pair("nyc", "paris")) == (there, back)
-    rest = Scenario(boxes={**TWO, "rome": Box()}, pairs={("paris", "nyc"): there}, default=back)
+    rest = Scenario(boxes={**TWO, "rome": WanBox()}, pairs={("paris", "nyc"): there}, default=back)
     assert rest.pair("rome", "nyc") == back
     assert len(list(rest.directions())) == 6
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.sims.wan import Box, Outage, Pair, Scenario, ScenarioError
-from p2pserve.sims.wan.control import Commands, Reply
-from p2pserve.sims.wan.switch import BURST_S, DROPPED, Meter, Switch
+from p2pserve.sims.wan import Outage, Scenario, ScenarioError, WanBox, WanPair
+from p2pserve.sims.wan.control import Commands, EmulatorReply
+from p2pserve.sims.wan.switch import BURST_S, DROPPED, RateMeter, Switch
 
 SIZE = 9000
 Network = Switch[int]
 
 
-def two(pair: Pair, *, gbps: float = 1.0, seed: int = 0, down: float | None = None) -> Scenario:
+def two(pair: WanPair, *, gbps: float = 1.0, seed: int = 0, down: float | None = None) -> Scenario:
     return Scenario(
-        boxes={"a": Box(up_gbps=gbps, down_gbps=gbps), "b": Box(up_gbps=gbps, down_gbps=down or gbps)},
+        boxes={"a": WanBox(up_gbps=gbps, down_gbps=gbps), "b": WanBox(up_gbps=gbps, down_gbps=down or gbps)},
         pairs={("a", "b"): pair},
         mtu=SIZE,
         seed=seed,
@@ -41,7 +41,7 @@ def offer(switch: Network, gbps: float, seconds: float, *, a: str = "a", b: str 
 
 
 def test_a_meter_lets_through_its_rate_and_no_more_than_its_queue() -> None:
-    meter = Meter(0.1, 10 * SIZE)
+    meter = RateMeter(0.1, 10 * SIZE)
     took = SIZE * 8e-9 / 0.1
     times = [meter.admit(10.0, SIZE) for _ in range(20)]
     passed = [at for at in times if at != DROPPED]
@@ -57,7 +57,7 @@ def test_a_meter_lets_through_its_rate_and_no_more_than_its_queue() -> None:
 @given(st.lists(st.tuples(st.floats(0, 0.01), st.integers(40, 65_000)), min_size=2, max_size=200), st.floats(0.01, 10))
 @settings(max_examples=60, deadline=None)
 def test_no_stretch_of_time_sees_more_than_the_rate_and_one_burst(steps: list[tuple[float, int]], gbps: float) -> None:
-    meter, now = Meter(gbps, 1e6), 5.0
+    meter, now = RateMeter(gbps, 1e6), 5.0
     left: list[tuple[float, int]] = []
     for gap, size in steps:
         now += gap
@@ -74,7 +74,7 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_burst(steps: list[tu
 
 
 def test_a_packet_takes_half_the_round_trip() -> None:
-    switch = Network(two(Pair(rtt_ms=100)))
+    switch = Network(two(WanPair(rtt_ms=100)))
     assert switch.enter("a", "b", SIZE, 1, 7.0)
     assert switch.wake_at() == pytest.approx(7.05)
     assert switch.release(7.049) == []
@@ -87,10 +87,10 @@ def test_a_packet_takes_half_the_round_trip() -> None:
 @pytest.mark.parametrize(
     ("scenario", "expected"),
     [
-        (two(Pair(rtt_ms=20), gbps=0.2), 0.2),
-        (two(Pair(rtt_ms=20, gbps=0.1), gbps=0.2), 0.1),
-        (two(Pair(rtt_ms=20), gbps=0.2, down=0.05), 0.05),
-        (two(Pair(rtt_ms=20), gbps=2.0), 0.5),
+        (two(WanPair(rtt_ms=20), gbps=0.2), 0.2),
+        (two(WanPair(rtt_ms=20, gbps=0.1), gbps=0.2), 0.1),
+        (two(WanPair(rtt_ms=20), gbps=0.2, down=0.05), 0.05),
+        (two(WanPair(rtt_ms=20), gbps=2.0), 0.5),
     ],
 )
 def test_the_smallest_cap_decides(scenario: Scenario, expected: float) -> None:
@@ -101,7 +101,7 @@ def test_the_smallest_cap_decides(scenario: Scenario, expected: float) -> None:
 
 
 def test_a_full_queue_drops_and_never_delays_more_than_its_length() -> None:
-    switch = Network(two(Pair(rtt_ms=100), gbps=0.1))
+    switch = Network(two(WanPair(rtt_ms=100), gbps=0.1))
     offer(switch, 0.4, 2.0)
     drain(switch, 0)
     box = switch.box_statistics()["a"]
@@ -113,8 +113,8 @@ def test_a_full_queue_drops_and_never_delays_more_than_its_length() -> None:
 
 
 def test_two_flows_share_a_senders_cap_and_a_receivers() -> None:
-    slow, fast = Box(up_gbps=0.2, down_gbps=0.2), Box(up_gbps=2, down_gbps=2)
-    scenario = Scenario(boxes={"a": slow, "b": fast, "c": fast}, default=Pair(rtt_ms=10), mtu=SIZE)
+    slow, fast = WanBox(up_gbps=0.2, down_gbps=0.2), WanBox(up_gbps=2, down_gbps=2)
+    scenario = Scenario(boxes={"a": slow, "b": fast, "c": fast}, default=WanPair(rtt_ms=10), mtu=SIZE)
     gap, rng = SIZE * 8e-9 / 0.3, Random(0)
     for flows in ([("a", "b"), ("a", "c")], [("b", "a"), ("c", "a")]):
         switch = Network(scenario)
@@ -129,7 +129,7 @@ def test_two_flows_share_a_senders_cap_and_a_receivers() -> None:
 
 def test_loss_is_as_asked_and_the_same_again_with_the_same_seed() -> None:
     def lost(seed: int) -> list[bool]:
-        switch = Network(two(Pair(rtt_ms=10, loss=0.05), gbps=10, seed=seed))
+        switch = Network(two(WanPair(rtt_ms=10, loss=0.05), gbps=10, seed=seed))
         return [switch.enter("a", "b", SIZE, i, i * 1e-3) for i in range(4000)]
 
     first = lost(1)
@@ -139,7 +139,7 @@ def test_loss_is_as_asked_and_the_same_again_with_the_same_seed() -> None:
 
 
 def test_jitter_keeps_the_order_and_its_bounds() -> None:
-    switch = Network(two(Pair(rtt_ms=100, jitter_ms=20), gbps=10))
+    switch = Network(two(WanPair(rtt_ms=100, jitter_ms=20), gbps=10))
     for i in range(3000):
         switch.enter("a", "b", SIZE, i, i * 1e-3)
     arrived = drain(switch, 0)
@@ -152,7 +152,7 @@ def test_jitter_keeps_the_order_and_its_bounds() -> None:
 
 
 def test_an_outage_swallows_what_enters_and_lets_arrive_what_is_under_way() -> None:
-    switch = Network(two(Pair(rtt_ms=100)))
+    switch = Network(two(WanPair(rtt_ms=100)))
     switch.enter("a", "b", SIZE, 1, 0.0)
     switch.outage("b", "a", 2.0, 0.01)
     assert not switch.enter("a", "b", SIZE, 2, 0.02)
@@ -166,7 +166,7 @@ def test_an_outage_swallows_what_enters_and_lets_arrive_what_is_under_way() -> N
 
 
 def test_changes_count_from_now_on_and_only_where_asked() -> None:
-    switch = Network(two(Pair(rtt_ms=100)))
+    switch = Network(two(WanPair(rtt_ms=100)))
     switch.enter("a", "b", SIZE, 1, 0.0)
     switch.set_pair("a", "b", {"rtt_ms": 20, "loss": 0.0}, both=False)
     assert (switch.rtt_ms("a", "b"), switch.rtt_ms("b", "a")) == (20, 100)
@@ -195,7 +195,7 @@ def test_changes_count_from_now_on_and_only_where_asked() -> None:
     ],
 )
 def test_a_change_that_cannot_be_changes_nothing(change: Callable[[Network], None]) -> None:
-    switch = Network(two(Pair(rtt_ms=100)))
+    switch = Network(two(WanPair(rtt_ms=100)))
     with pytest.raises(ScenarioError):
         change(switch)
     switch.enter("a", "b", SIZE, 1, 0.0)
@@ -203,7 +203,7 @@ def test_a_change_that_cannot_be_changes_nothing(change: Callable[[Network], Non
 
 
 def test_a_byte_stream_is_delayed_but_loses_nothing() -> None:
-    switch = Network(two(Pair(rtt_ms=100, loss=0.5), gbps=0.1), lossless=True)
+    switch = Network(two(WanPair(rtt_ms=100, loss=0.5), gbps=0.1), lossless=True)
     switch.outage("a", "b", 2.0, 0.0)
     for i in range(500):
         assert switch.enter("a", "b", SIZE, i, 0.0)
@@ -220,8 +220,8 @@ def test_every_packet_arrives_once_in_order_or_is_counted(seed: int, boxes: int)
     rng = Random(seed)
     names = [f"box{i}" for i in range(boxes)]
     scenario = Scenario(
-        boxes={name: Box(up_gbps=rng.uniform(0.05, 1), down_gbps=rng.uniform(0.05, 1)) for name in names},
-        default=Pair(rtt_ms=rng.uniform(0, 50), loss=rng.choice([0, 0.1]), gbps=rng.choice([None, 0.2])),
+        boxes={name: WanBox(up_gbps=rng.uniform(0.05, 1), down_gbps=rng.uniform(0.05, 1)) for name in names},
+        default=WanPair(rtt_ms=rng.uniform(0, 50), loss=rng.choice([0, 0.1]), gbps=rng.choice([None, 0.2])),
         mtu=1500,
         seed=seed,
     )
@@ -254,7 +254,7 @@ def test_every_packet_arrives_once_in_order_or_is_counted(seed: int, boxes: int)
 
 
 def test_lateness_is_told() -> None:
-    switch = Network(two(Pair(rtt_ms=100)))
+    switch = Network(two(WanPair(rtt_ms=100)))
     switch.enter("a", "b", SIZE, 1, 0.0)
     switch.release(0.06)
     assert switch.lateness_ms() == pytest.approx((10, 10))
@@ -271,25 +271,25 @@ class Still:
         return port + 1
 
 
-def ask(commands: Commands, line: bytes) -> Reply:
-    return msgspec.json.decode(commands.feed(line + b"\n"), type=Reply)
+def ask(commands: Commands, line: bytes) -> EmulatorReply:
+    return msgspec.json.decode(commands.feed(line + b"\n"), type=EmulatorReply)
 
 
 def test_commands_come_in_pieces_and_are_answered_one_by_one() -> None:
     clock = [10.0]
-    switch = Network(two(Pair(rtt_ms=100)))
+    switch = Network(two(WanPair(rtt_ms=100)))
     commands = Commands(switch, Still(), lambda: clock[0])
     change = b'{"type":"set_pair","a":"a","b":"b","changes":{"rtt_ms":30},"both":true}\n'
     assert commands.feed(change[:20]) == b""
     assert commands.feed(change[20:] + change).count(b"\n") == 2
     assert switch.rtt_ms("b", "a") == 30
-    assert ask(commands, b'{"type":"set_box","box":"a","changes":{"up_gbps":0.5}}') == Reply()
+    assert ask(commands, b'{"type":"set_box","box":"a","changes":{"up_gbps":0.5}}') == EmulatorReply()
     assert ask(commands, b'{"type":"route","a":"a","b":"b","port":80}').port == 81
     assert "no field 'x'" in ask(commands, b'{"type":"set_box","box":"a","changes":{"x":0.5}}').error
     assert ask(commands, b"{").error
     assert ask(commands, b'{"type":"reboot"}').error
     clock[0] = 14.0
-    assert ask(commands, b'{"type":"outage","a":"a","b":"b","seconds":2}') == Reply()
+    assert ask(commands, b'{"type":"outage","a":"a","b":"b","seconds":2}') == EmulatorReply()
     assert not switch.enter("a", "b", SIZE, 1, 15.0)
     report = ask(commands, b'{"type":"report"}').report
     assert report is not None
@@ -300,7 +300,7 @@ def test_commands_come_in_pieces_and_are_answered_one_by_one() -> None:
 
 def test_outages_of_the_scenario_start_at_their_time() -> None:
     scenario = msgspec.structs.replace(
-        two(Pair(rtt_ms=100)),
+        two(WanPair(rtt_ms=100)),
         outages=(Outage(a="a", b="b", start_s=5, seconds=2), Outage(a="a", b="b", start_s=1, seconds=2)),
     )
     switch = Network(scenario)

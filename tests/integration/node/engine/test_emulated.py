@@ -28,8 +28,8 @@ from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.tokens import Answer
-from p2pserve.node.engine.emulated.transfers import Chunk, Transfers
+from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
+from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.replica.engine_link import EngineStartError, open_fork_server
 
@@ -49,7 +49,7 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 def answer_to(prompt: tuple[int, ...], tokens: int) -> list[int]:
-    answer = Answer(prompt, 1000)
+    answer = EmulatedAnswer(prompt, 1000)
     return [answer.next() for _ in range(tokens)]
 
 
@@ -180,7 +180,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
     limit, tokens, bytes_s = 2 << 20, 300, 30_000_000
     reports: queue.SimpleQueue[protocol.TransferReport | protocol.LinkReport] = queue.SimpleQueue()
     sender, receiver = (
-        Transfers(layers=SHAPE.layers, head_dim=SHAPE.head_dim, limit_bytes=limit, report=report)
+        EmulatedTransfers(layers=SHAPE.layers, head_dim=SHAPE.head_dim, limit_bytes=limit, report=report)
         for report in (reports.put, lambda _: None)
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -196,7 +196,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
             outlet = protocol.Outlet(slice=whole, ticket=ticket, link=link, paths=(path,), gbps=1.0, rtt_s=0.001)
             sender.send([outlet], ended.release)
             now = time.monotonic()
-            sender.compute(ticket.transfer, Chunk(0, tokens, now, now, final=True))
+            sender.compute(ticket.transfer, ComputedSpan(0, tokens, now, now, final=True))
         connection, _ = listener.accept()
         receiver.attach(read_link_hello(connection, PATIENCE_S).pack(), connection)
         for each in reversed(arrivals):  # whoever has a place first goes first, whatever was computed first

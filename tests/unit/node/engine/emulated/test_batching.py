@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pserve.coordinator.costs.step_times import DecodeLine, chunk_pairs
-from p2pserve.node.engine.emulated.batching import Batch, Batcher, Piece, Sequence, step_s
-from p2pserve.node.engine.emulated.tokens import Answer
+from p2pserve.node.engine.emulated.batching import Batch, BatchedRequest, Batcher, ScheduledTokens, step_s
+from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 
 
 def batcher(blocks: int = 100, block_size: int = 4, max_tokens: int = 10, max_requests: int = 8) -> Batcher:
@@ -30,9 +30,9 @@ def run(engine: Batcher) -> tuple[dict[str, tuple[int, int]], list[str]]:
 
 def test_a_long_prompt_is_read_in_chunks_beside_a_decode() -> None:
     engine = batcher(max_tokens=10)
-    engine.add(Sequence("a", prompt=3, wanted=9))
+    engine.add(BatchedRequest("a", prompt=3, wanted=9))
     assert run(engine) == ({"a": (0, 3)}, ["a"])
-    engine.add(Sequence("b", prompt=20, wanted=2))
+    engine.add(BatchedRequest("b", prompt=20, wanted=2))
     assert run(engine) == ({"a": (3, 1), "b": (0, 9)}, ["a"])
     assert run(engine) == ({"a": (4, 1), "b": (9, 9)}, ["a"])
     assert run(engine) == ({"a": (5, 1), "b": (18, 2)}, ["a", "b"])
@@ -43,7 +43,7 @@ def test_a_long_prompt_is_read_in_chunks_beside_a_decode() -> None:
 
 def test_steps_can_be_limited_while_the_engine_runs_but_never_below_what_decodes() -> None:
     engine = batcher(max_tokens=10, max_requests=3)
-    engine.add(Sequence("a", prompt=40, wanted=1))
+    engine.add(BatchedRequest("a", prompt=40, wanted=1))
     assert run(engine)[0] == {"a": (0, 10)}
     engine.limit(4)
     assert run(engine)[0] == {"a": (10, 4)}
@@ -59,7 +59,7 @@ def test_steps_can_be_limited_while_the_engine_runs_but_never_below_what_decodes
 def test_several_prompts_share_the_budget_in_order() -> None:
     engine = batcher(max_tokens=10)
     for name, prompt in (("a", 4), ("b", 5), ("c", 6)):
-        engine.add(Sequence(name, prompt, wanted=1))
+        engine.add(BatchedRequest(name, prompt, wanted=1))
     assert run(engine) == ({"a": (0, 4), "b": (0, 5), "c": (0, 1)}, ["a", "b"])
     assert run(engine) == ({"c": (1, 5)}, ["c"])
     assert run(engine) == ({}, [])
@@ -69,7 +69,7 @@ def test_several_prompts_share_the_budget_in_order() -> None:
 def test_no_more_requests_run_than_there_are_places() -> None:
     engine = batcher(max_requests=2)
     for name in "abc":
-        engine.add(Sequence(name, 2, wanted=2))
+        engine.add(BatchedRequest(name, 2, wanted=2))
     assert list(run(engine)[0]) == ["a", "b"]
     assert engine.waiting == 1
     assert run(engine)[1] == ["a", "b"]
@@ -78,8 +78,8 @@ def test_no_more_requests_run_than_there_are_places() -> None:
 
 def test_kv_from_elsewhere_is_waited_for_aside_and_then_only_the_last_position_is_computed() -> None:
     engine = batcher()
-    engine.add(Sequence("far", 8, wanted=2, external=8))
-    engine.add(Sequence("near", 3, wanted=3))
+    engine.add(BatchedRequest("far", 8, wanted=2, external=8))
+    engine.add(BatchedRequest("near", 3, wanted=3))
     batch = engine.next()
     assert batch.admitted == ("far",)
     assert shown(batch) == {"near": (0, 3)}
@@ -92,19 +92,19 @@ def test_kv_from_elsewhere_is_waited_for_aside_and_then_only_the_last_position_i
 
 def test_what_has_not_come_is_computed() -> None:
     engine = batcher()
-    engine.add(Sequence("a", 9, wanted=1, external=9))
+    engine.add(BatchedRequest("a", 9, wanted=1, external=9))
     assert engine.next().admitted == ("a",)
     engine.arrived("a", 4)
     assert run(engine) == ({"a": (4, 5)}, ["a"])
-    engine.add(Sequence("b", 9, wanted=1, external=9))
+    engine.add(BatchedRequest("b", 9, wanted=1, external=9))
     engine.arrived("b", 0)  # given up before it had room
     assert run(engine) == ({"b": (0, 9)}, ["b"])
 
 
 def test_the_youngest_loses_its_blocks_and_computes_everything_again() -> None:
     engine = batcher(blocks=4, block_size=4, max_tokens=20)
-    engine.add(Sequence("old", 7, wanted=9))
-    engine.add(Sequence("young", 8, wanted=9))
+    engine.add(BatchedRequest("old", 7, wanted=9))
+    engine.add(BatchedRequest("young", 8, wanted=9))
     assert run(engine) == ({"old": (0, 7), "young": (0, 8)}, ["old", "young"])
     batch = engine.next()
     assert (shown(batch), batch.preempted) == (
@@ -121,8 +121,8 @@ def test_the_youngest_loses_its_blocks_and_computes_everything_again() -> None:
 def test_kv_gets_no_blocks_that_another_prompt_needs() -> None:
     """Else two that wait with parts of their KV could wait for each other."""
     engine = batcher(blocks=5, block_size=4, max_tokens=20)
-    engine.add(Sequence("a", 12, wanted=1, external=8))
-    engine.add(Sequence("b", 12, wanted=1, external=12))
+    engine.add(BatchedRequest("a", 12, wanted=1, external=8))
+    engine.add(BatchedRequest("b", 12, wanted=1, external=12))
     assert engine.next().admitted == ("a",)  # three blocks are free, of which a will take one
     engine.arrived("a", 8)
     assert run(engine) == ({"a": (8, 4)}, ["a"])
@@ -132,9 +132,9 @@ def test_kv_gets_no_blocks_that_another_prompt_needs() -> None:
 def test_a_prompt_is_let_in_when_all_of_it_fits() -> None:
     """Not its first chunk: it would be read, lose its blocks to whoever runs, and be read again."""
     engine = batcher(blocks=6, block_size=4, max_tokens=5)
-    engine.add(Sequence("old", 5, wanted=3))
-    engine.add(Sequence("long", 20, wanted=1))
-    engine.add(Sequence("short", 1, wanted=1))
+    engine.add(BatchedRequest("old", 5, wanted=3))
+    engine.add(BatchedRequest("long", 20, wanted=1))
+    engine.add(BatchedRequest("short", 1, wanted=1))
     for first, tokens in ((0, 5), (5, 1), (6, 1)):
         assert run(engine)[0] == {"old": (first, tokens)}  # the others wait in order
     assert run(engine)[0] == {"long": (0, 5)}
@@ -143,12 +143,12 @@ def test_a_prompt_is_let_in_when_all_of_it_fits() -> None:
 def test_blocks_stay_in_use_until_their_kv_has_been_sent() -> None:
     """A request that is over runs and waits no longer; its blocks are neither free nor taken by others."""
     engine = batcher(blocks=6, block_size=4, max_tokens=20)
-    first, second = Sequence("a", 12, wanted=1, sends=True), Sequence("b", 16, wanted=1, sends=True)
+    first, second = BatchedRequest("a", 12, wanted=1, sends=True), BatchedRequest("b", 16, wanted=1, sends=True)
     engine.add(first)
     assert run(engine) == ({"a": (0, 12)}, ["a"])
     assert (engine.running, engine.waiting, engine.unread_tokens, engine.free_tokens) == (0, 0, 0, 12)
     engine.add(second)
-    engine.add(Sequence("c", 2, wanted=1))
+    engine.add(BatchedRequest("c", 2, wanted=1))
     for _ in range(3):
         assert run(engine) == ({}, [])  # first come, first served: c waits behind b
     assert (engine.running, engine.waiting, engine.unread_tokens) == (0, 2, 18)
@@ -164,7 +164,7 @@ def test_blocks_stay_in_use_until_their_kv_has_been_sent() -> None:
 
 def test_kv_that_was_sent_before_its_request_is_over_is_not_kept() -> None:
     engine = batcher()
-    sequence = Sequence("a", 4, wanted=2, sends=True)
+    sequence = BatchedRequest("a", 4, wanted=2, sends=True)
     engine.add(sequence)
     run(engine)
     engine.sent(sequence)
@@ -175,7 +175,7 @@ def test_kv_that_was_sent_before_its_request_is_over_is_not_kept() -> None:
 
 def test_kv_of_a_forgotten_request_stays_until_nobody_reads_it() -> None:
     engine = batcher(blocks=4, max_tokens=8)
-    sequence, other = Sequence("a", 12, wanted=1, sends=True), Sequence("b", 12, wanted=1, sends=True)
+    sequence, other = BatchedRequest("a", 12, wanted=1, sends=True), BatchedRequest("b", 12, wanted=1, sends=True)
     engine.add(sequence)
     engine.add(other)
     run(engine)
@@ -191,9 +191,9 @@ def test_kv_of_a_forgotten_request_stays_until_nobody_reads_it() -> None:
 def test_who_runs_gives_way_to_kv_that_is_being_sent() -> None:
     """As in vLLM, where what is being sent is not preempted; it is not read again before there is room."""
     engine = batcher(blocks=4, block_size=4, max_tokens=20)
-    sequence = Sequence("sent", 8, wanted=1, sends=True)
+    sequence = BatchedRequest("sent", 8, wanted=1, sends=True)
     engine.add(sequence)
-    engine.add(Sequence("decodes", 7, wanted=4))
+    engine.add(BatchedRequest("decodes", 7, wanted=4))
     run(engine)
     assert run(engine)[0] == {"decodes": (7, 1)}
     assert engine.next().preempted == ("decodes",)
@@ -204,12 +204,12 @@ def test_who_runs_gives_way_to_kv_that_is_being_sent() -> None:
 
 def test_a_request_can_be_forgotten_in_any_state() -> None:
     engine = batcher(max_requests=1)
-    engine.add(Sequence("runs", 3, wanted=3))
-    engine.add(Sequence("aside", 3, wanted=3, external=3))
+    engine.add(BatchedRequest("runs", 3, wanted=3))
+    engine.add(BatchedRequest("aside", 3, wanted=3, external=3))
     run(engine)
     engine.remove("runs")
     assert engine.next().admitted == ("aside",)
-    engine.add(Sequence("waits", 3, wanted=3))
+    engine.add(BatchedRequest("waits", 3, wanted=3))
     for name in ("aside", "waits", "nobody"):
         engine.remove(name)
     engine.check_integrity()
@@ -236,9 +236,9 @@ class Times:
 
 
 def test_a_step_takes_what_its_work_takes() -> None:
-    a, b = Sequence("a", 10, 1), Sequence("b", 50, 1)
-    decode, chunk = Piece(a, 30, 1), Piece(b, 8, 4)
-    assert step_s(Times(), (decode, Piece(b, 10, 1))) == pytest.approx(2 + 0.4)
+    a, b = BatchedRequest("a", 10, 1), BatchedRequest("b", 50, 1)
+    decode, chunk = ScheduledTokens(a, 30, 1), ScheduledTokens(b, 8, 4)
+    assert step_s(Times(), (decode, ScheduledTokens(b, 10, 1))) == pytest.approx(2 + 0.4)
     assert step_s(Times(), (chunk,)) == pytest.approx(4 + chunk_pairs(8, 4) / 1000)
     assert step_s(Times(), (decode, chunk)) == pytest.approx(1000 + 4 + 0.042 + 1 + 0.3)
     sample = Batch((decode, chunk), (), ()).sample(0.5)
@@ -260,10 +260,10 @@ def test_every_request_gets_all_its_tokens_whatever_the_memory(
     """Those that receive no KV send theirs, which takes `sent_after` steps after their end."""
     engine = batcher(blocks=blocks, block_size=4, max_tokens=max_tokens, max_requests=max_requests)
     left = {}
-    sending: dict[int, list[Sequence]] = {}
+    sending: dict[int, list[BatchedRequest]] = {}
     for number, (prompt, wanted, external) in enumerate(asked):
         left[str(number)] = wanted
-        engine.add(Sequence(str(number), prompt, wanted, external=min(external, prompt), sends=not external))
+        engine.add(BatchedRequest(str(number), prompt, wanted, external=min(external, prompt), sends=not external))
     for step in count():
         assert step < 5000
         batch = engine.next()
@@ -286,13 +286,13 @@ def test_every_request_gets_all_its_tokens_whatever_the_memory(
 
 def test_an_answer_goes_on_from_any_of_its_tokens() -> None:
     prompt = (5, 9, 2)
-    whole = Answer(prompt, vocabulary=50)
+    whole = EmulatedAnswer(prompt, vocabulary=50)
     tokens = [whole.next() for _ in range(40)]
     assert all(1 <= token < 50 for token in tokens)
     assert len(set(tokens)) > 10
     for at in (0, 1, 17):
-        rest = Answer((*prompt, *tokens[:at]), vocabulary=50)
+        rest = EmulatedAnswer((*prompt, *tokens[:at]), vocabulary=50)
         assert [rest.next() for _ in range(40 - at)] == tokens[at:]
-    other, seeded = Answer((5, 9, 3), vocabulary=50), Answer(prompt, vocabulary=50, seed=1)
+    other, seeded = EmulatedAnswer((5, 9, 3), vocabulary=50), EmulatedAnswer(prompt, vocabulary=50, seed=1)
     assert [other.next() for _ in range(40)] != tokens
     assert [seeded.next() for _ in range(40)] != tokens

@@ -18,8 +18,8 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, modelled
-from p2pserve.node.engine.emulated.tokens import Answer
-from p2pserve.node.engine.emulated.transfers import Chunk
+from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
+from p2pserve.node.engine.emulated.transfers import ComputedSpan
 from p2pserve.node.models import BUNDLED, ModelError
 from p2pserve.node.replica.hosting import EngineKnobs, look_at
 
@@ -67,7 +67,7 @@ class FakeWays:
     refuse: bool = False
     sends: dict[bytes, Callable[[], None]] = field(default_factory=dict)
     withdrawn: list[bytes] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ComputedSpan] = field(default_factory=list)
     arrivals: list[FakeArrivals] = field(default_factory=list)
     forgotten: list[bytes] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ class FakeWays:
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
         self.sends[outlets[0].ticket.transfer] = on_end
 
-    def compute(self, transfer: bytes, chunk: Chunk) -> None:
+    def compute(self, transfer: bytes, chunk: ComputedSpan) -> None:
         assert transfer in self.sends
         self.chunks.append(chunk)
 
@@ -142,7 +142,7 @@ class Bench:
 def test_an_answer_takes_as_long_as_the_model_says_and_ends_with_its_length() -> None:
     bench = Bench()
     prompt = bench.submit("r", 700, 4)
-    answer = Answer(prompt, 900)
+    answer = EmulatedAnswer(prompt, 900)
     assert bench.step() == pytest.approx(TIMES.prefill_s(512, chunk_pairs(0, 512)))
     assert bench.outputs() == []
     assert bench.step() == pytest.approx(TIMES.prefill_s(188, chunk_pairs(512, 188)))
@@ -306,7 +306,7 @@ def test_kv_from_elsewhere_leaves_one_position_to_compute() -> None:
     arrivals.on_end()
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
     (told,) = bench.outputs()
-    assert (told.tokens, told.cached_tokens) == ((Answer(prompt, 900).next(),), 600)
+    assert (told.tokens, told.cached_tokens) == ((EmulatedAnswer(prompt, 900).next(),), 600)
     assert bench.ways.forgotten == [TICKET.transfer]
 
 
@@ -339,7 +339,7 @@ def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
         bench.engine.take(told, bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(600))
     bench.step()
-    answer = Answer((*prompt, 77), 900)
+    answer = EmulatedAnswer((*prompt, 77), 900)
     outputs = bench.outputs()
     assert [output.tokens for output in outputs] == [(77, answer.next()), (answer.next(),)]
     assert outputs[-1].finish == "length"
@@ -358,7 +358,7 @@ def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
     else:
         bench.engine.take(protocol.FirstToken(request="r", token=900), bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
-    assert bench.outputs()[0].tokens == (Answer(prompt, 900).next(),)
+    assert bench.outputs()[0].tokens == (EmulatedAnswer(prompt, 900).next(),)
 
 
 def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None:
@@ -368,7 +368,7 @@ def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None
     assert bench.step() == pytest.approx(TIMES.prefill_s(568, chunk_pairs(32, 568)))
     bench.engine.take(protocol.FirstToken(request="r", token=77), bench.now)
     bench.step()
-    answer = Answer(prompt, 900)
+    answer = EmulatedAnswer(prompt, 900)
     assert [output.tokens for output in bench.outputs()] == [(answer.next(),), (answer.next(),)]
 
 

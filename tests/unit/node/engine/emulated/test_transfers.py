@@ -14,7 +14,7 @@ from p2pserve.kvtransport.link.sending import SendProgress
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.transfers import Chunk, Sender, Transfers
+from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers, PromptSender
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 64
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -82,7 +82,7 @@ class Bench:
         self.reports: list[protocol.TransferReport] = []
         self.reported = threading.Event()
         self.ends: list[FakeEnd] = []
-        self.sender = Sender(OUTLET, cast("Any", self), (LAYERS, HEAD_DIM), self._report)
+        self.sender = PromptSender(OUTLET, cast("Any", self), (LAYERS, HEAD_DIM), self._report)
         (self.end,) = self.ends
 
     def _report(self, report: protocol.TransferReport) -> None:
@@ -101,7 +101,7 @@ class Bench:
     def compute(self, first: int, last: int, *, final: bool = False) -> None:
         """These positions have just been computed."""
         now = time.monotonic()
-        self.sender.compute(Chunk(first, last, now, now, final))
+        self.sender.compute(ComputedSpan(first, last, now, now, final))
 
     def sent(self) -> list[tuple[int, int, int]]:
         """Layer, first position and the one behind the last of each frame."""
@@ -159,7 +159,7 @@ def test_what_is_withdrawn_is_sent_when_it_has_been_computed_again_and_nothing_t
 def test_the_end_of_all_that_is_sent_of_a_prompt_is_told_once(count: int) -> None:
     reports: list[object] = []
     ended: list[str] = []
-    transfers = Transfers(layers=LAYERS, head_dim=HEAD_DIM, limit_bytes=1 << 20, report=reports.append)
+    transfers = EmulatedTransfers(layers=LAYERS, head_dim=HEAD_DIM, limit_bytes=1 << 20, report=reports.append)
     other = msgspec.structs.replace(TICKET, link=b"o" * 16)  # cannot be opened: that is no ticket for this link
     transfers.send([msgspec.structs.replace(OUTLET, ticket=other)] * count, lambda: ended.append("all"))
     assert ended == ["all"]
@@ -170,7 +170,7 @@ def test_the_end_of_all_that_is_sent_of_a_prompt_is_told_once(count: int) -> Non
 def test_the_end_is_told_when_the_last_of_several_links_has_ended() -> None:
     ended = threading.Event()
     reported: list[protocol.TransferReport | protocol.LinkReport] = []
-    transfers = Transfers(layers=LAYERS, head_dim=HEAD_DIM, limit_bytes=1 << 20, report=reported.append)
+    transfers = EmulatedTransfers(layers=LAYERS, head_dim=HEAD_DIM, limit_bytes=1 << 20, report=reported.append)
     second = msgspec.structs.replace(LINK, link=b"m" * 16)
     ticket = msgspec.structs.replace(TICKET, link=second.link)
     both = (OUTLET, msgspec.structs.replace(OUTLET, link=second, ticket=ticket))

@@ -15,7 +15,7 @@ from .errors import NetworkError, PeerLost, ProtocolError, Refused, TokenError, 
 from .handlers import Handlers
 from .members.entries import Entry, MemberRecord
 from .members.membership import Membership
-from .members.mesh import YOUNG_S, replaces
+from .members.mesh import YOUNG_S, should_replace
 from .streams.control import (
     MAX_OFFENCES,
     PROTOCOL_VERSION,
@@ -32,7 +32,7 @@ from .trust.admission import Admission
 from .trust.keys import PeerId
 from .trust.tokens import Role
 
-__all__ = ["Links", "Session"]
+__all__ = ["PeerSession", "PeerSessions"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ RETIRE_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class PeerSession:
     """One admitted peer on one control stream."""
 
     control: ControlStream
@@ -57,7 +57,7 @@ class Session:
         return self.control.peer
 
 
-class Links:
+class PeerSessions:
     """All control streams of one node. ``on_change`` is called, synchronously, when a stream opens or closes.
 
     Uses the nursery that :meth:`start` is given; runs nothing before.
@@ -71,7 +71,7 @@ class Links:
         handlers: Handlers,
         clock: Callable[[], float],
     ) -> None:
-        self.sessions: dict[PeerId, Session] = {}
+        self.by_peer: dict[PeerId, PeerSession] = {}
         self.refused = 0
         self.on_change: Callable[[PeerId, bool], None] = _ignore
         self._transport = transport
@@ -90,14 +90,14 @@ class Links:
         bound: Address = await nursery.start(self._transport.serve, self._on_inbound)
         return bound
 
-    async def connect(self, peer: PeerId, address: Address) -> Session:
+    async def connect(self, peer: PeerId, address: Address) -> PeerSession:
         """The session with this peer, dialled if need be; several callers share one dial.
 
         Raises Unreachable, Refused (they do not let us in), or TokenError (we do not let them in).
         """
         while (event := self._connecting.get(peer)) is not None:
             await event.wait()
-        held = self.sessions.get(peer)
+        held = self.by_peer.get(peer)
         if held is not None:
             return held
         if self._closed:
@@ -111,9 +111,9 @@ class Links:
             del self._connecting[peer]
             event.set()
 
-    async def session_with(self, peer: PeerId, timeout: float) -> Session:
+    async def session_with(self, peer: PeerId, timeout: float) -> PeerSession:
         """The session with a member, dialled within ``timeout`` if need be; PeerLost when there is none."""
-        held = self.sessions.get(peer)
+        held = self.by_peer.get(peer)
         if held is not None:
             return held
         address = self._membership.dial_targets().get(peer)
@@ -128,7 +128,7 @@ class Links:
 
     def broadcast(self, frame: bytes) -> None:
         """Send one encoded notice to everybody; who is too slow gets it by gossip instead."""
-        for session in list(self.sessions.values()):
+        for session in list(self.by_peer.values()):
             try:
                 session.control.send_nowait(frame)
             except PeerLost as error:
@@ -136,7 +136,7 @@ class Links:
 
     def drop(self, peer: PeerId) -> None:
         """Hang up on a peer that is silent for too long."""
-        session = self.sessions.get(peer)
+        session = self.by_peer.get(peer)
         if session is not None:
             self._hang_up(session, f"{peer} was silent for too long")
 
@@ -144,18 +144,18 @@ class Links:
         """Flush and close all streams; no new ones after that."""
         self._closed = True
         async with trio.open_nursery() as nursery:
-            for session in list(self.sessions.values()):
+            for session in list(self.by_peer.values()):
                 nursery.start_soon(session.control.connection.aclose)
 
     def __repr__(self) -> str:
-        return f"Links(open={len(self.sessions)}, dialling={len(self._connecting)}, refused={self.refused})"
+        return f"PeerSessions(open={len(self.by_peer)}, dialling={len(self._connecting)}, refused={self.refused})"
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    async def _dial(self, peer: PeerId, address: Address) -> Session:
+    async def _dial(self, peer: PeerId, address: Address) -> PeerSession:
         assert self._nursery is not None
         connection = await self._transport.dial(address, peer)
-        session: Session | None = None
+        session: PeerSession | None = None
         try:
             welcome, record = await self._greet(connection, address)
             session = self._register(connection, welcome.member, record, dialled_by_me=True)
@@ -180,7 +180,7 @@ class Links:
         if not isinstance(answer, Welcome):
             raise Unreachable(f"{peer} at {address} did not greet back; check that it is a p2pserve node")
         try:
-            return answer, self._admission.judge(answer, peer, self._membership.record(peer), self._clock())
+            return answer, self._admission.check_greeting(answer, peer, self._membership.record(peer), self._clock())
         except ProtocolError as error:
             raise Refused(f"the node at {address} is not one of ours: {error}") from error
         except TokenError as error:
@@ -201,7 +201,7 @@ class Links:
                     raise ProtocolError("two nodes share one identity; give each node a home folder of its own")
                 if self._is_banned(peer):
                     raise ProtocolError("this peer misbehaved; try again in a minute")
-                record = self._admission.judge(greeting, peer, self._membership.record(peer), self._clock())
+                record = self._admission.check_greeting(greeting, peer, self._membership.record(peer), self._clock())
             except (TokenError, ProtocolError) as error:
                 self.refused += 1
                 _log.info("refused %s: %s", peer, error)
@@ -222,11 +222,13 @@ class Links:
     def _greeting(self, kind: type[Hello] | type[Welcome]) -> Hello | Welcome:
         return kind(PROTOCOL_VERSION, self._admission.network, self._membership.own_entries()[0])
 
-    def _register(self, connection: Connection, member: Entry, record: MemberRecord, *, dialled_by_me: bool) -> Session:
+    def _register(
+        self, connection: Connection, member: Entry, record: MemberRecord, *, dialled_by_me: bool
+    ) -> PeerSession:
         """File an admitted connection; of two to one peer, both ends keep the same one."""
         assert self._nursery is not None
         peer, now = connection.peer, trio.current_time()
-        session = Session(
+        session = PeerSession(
             ControlStream(
                 connection,
                 serve=lambda method, body: self._handlers.serve(peer, record.role, method, body),
@@ -237,10 +239,10 @@ class Links:
             dialled_by_me,
             now,
         )
-        held = self.sessions.get(peer)
+        held = self.by_peer.get(peer)
         if held is not None:
             me, age = self._membership.peer_id, now - held.since
-            if not replaces(
+            if not should_replace(
                 me=me,
                 peer=peer,
                 new_dialled_by_me=dialled_by_me,
@@ -256,13 +258,13 @@ class Links:
                 self._nursery.start_soon(_retire, held)
             else:  # the peer lost the old one, and with it what was on its way: here, too, it must be seen as lost
                 self._hang_up(held, f"{peer} has lost this connection and opened another one")
-        self.sessions[peer] = session
+        self.by_peer[peer] = session
         self._membership.admit(member, now, private=record.role is Role.CLIENT)
         self._membership.on_connected(peer, now)
         self.on_change(peer, True)
         return session
 
-    async def _run(self, session: Session) -> None:
+    async def _run(self, session: PeerSession) -> None:
         """Serve one peer until its stream ends."""
         try:
             await session.control.run()
@@ -273,16 +275,16 @@ class Links:
             with trio.CancelScope(shield=True):
                 await session.control.connection.aclose()
 
-    def _hang_up(self, session: Session, because: str) -> None:
+    def _hang_up(self, session: PeerSession, because: str) -> None:
         """A session is over as of now, for both sides."""
         assert self._nursery is not None
         session.control.abandon(because)
         self._forget(session)
         self._nursery.start_soon(session.control.connection.aclose)
 
-    def _forget(self, session: Session) -> None:
-        if self.sessions.get(session.peer) is session:
-            del self.sessions[session.peer]
+    def _forget(self, session: PeerSession) -> None:
+        if self.by_peer.get(session.peer) is session:
+            del self.by_peer[session.peer]
             self._membership.on_disconnected(session.peer)
             self.on_change(session.peer, False)
 
@@ -297,7 +299,7 @@ async def _receive_greeting(connection: Connection) -> Greeting:
     raise PeerLost(f"no greeting came within {GREETING_SECONDS:g} s")
 
 
-async def _retire(session: Session) -> None:
+async def _retire(session: PeerSession) -> None:
     """Close a superseded stream after a moment: the other side may not have noticed yet, and still use it."""
     await trio.sleep(RETIRE_SECONDS)
     await session.control.connection.aclose()

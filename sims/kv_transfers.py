@@ -12,13 +12,13 @@ from typing import NamedTuple, final
 
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
-from .network import Flow, Network
+from .network import Flow, FluidNetwork
 from .scenario import WorldError
 
-__all__ = ["Handover", "Handovers", "Way", "Ways", "ways_between"]
+__all__ = ["KVTransfer", "KVTransfers", "LinkShare", "TransferLinks", "links_between"]
 
 
-class Way(NamedTuple):
+class LinkShare(NamedTuple):
     """Which share of a request's KV goes from which box to which (indices)."""
 
     source: int
@@ -26,22 +26,22 @@ class Way(NamedTuple):
     share: float
 
 
-class Ways(NamedTuple):
+class TransferLinks(NamedTuple):
     """All of them between two replicas, and the longest round trip among them."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[LinkShare, ...]
     rtt_s: float
 
 
 @final
-class Handover:
+class KVTransfer:
     """One request's KV between two replicas. `unsent` tokens are read and not on their way."""
 
     __slots__ = (
         "begun_at", "flows", "layers", "limited", "read", "read_at", "request", "room", "token_bytes", "unsent", "ways"
     )  # fmt: skip
 
-    def __init__(self, request: int, ways: Ways, token_bytes: float, layers: int) -> None:
+    def __init__(self, request: int, ways: TransferLinks, token_bytes: float, layers: int) -> None:
         self.request = request
         self.ways = ways
         self.token_bytes = token_bytes
@@ -52,22 +52,24 @@ class Handover:
         self.read_at = nan
         self.unsent = 0
         self.flows: set[int] = set()  # under way, by key
-        self.limited: list[tuple[Flow, Way, float]] = []  # as fast as they are computed; what a layer of each comes to
+        self.limited: list[
+            tuple[Flow, LinkShare, float]
+        ] = []  # as fast as they are computed; what a layer of each comes to
 
 
 @final
-class Handovers:
+class KVTransfers:
     """Puts KV on the network. The caller advances the network, and tells `ended` of each flow that ends."""
 
-    def __init__(self, network: Network, *, layerwise: bool) -> None:
+    def __init__(self, network: FluidNetwork, *, layerwise: bool) -> None:
         self._network = network
         self._layerwise = layerwise
-        self._by_flow: dict[int, Handover] = {}
+        self._by_flow: dict[int, KVTransfer] = {}
         self._live: dict[int, Flow] = {}
         self.sent_bytes: dict[tuple[int, int], float] = {}
         """From box to box (indices), also of transfers that were abandoned later."""
 
-    def reading(self, handover: Handover, tokens: int, until: float, now: float) -> None:
+    def reading(self, handover: KVTransfer, tokens: int, until: float, now: float) -> None:
         """A step reads so many tokens until `until`."""
         self._unlimit(handover, now)
         layers = handover.layers
@@ -80,26 +82,26 @@ class Handovers:
             flow = self._start(handover, way, size, now, limit=size * share_early / (until - now))
             handover.limited.append((flow, way, size / layers))
 
-    def all_read(self, handover: Handover, now: float) -> None:
+    def all_read(self, handover: KVTransfer, now: float) -> None:
         """The prompt is read, up to its end."""
         handover.read, handover.read_at = True, now
         self._unlimit(handover, now)
         self._send_rest(handover, now)
 
-    def room_made(self, handover: Handover, now: float) -> None:
+    def room_made(self, handover: KVTransfer, now: float) -> None:
         """The other side has reserved blocks."""
         handover.room = True
         if handover.read:
             self._send_rest(handover, now)
 
-    def ended(self, flow: Flow) -> Handover | None:
+    def ended(self, flow: Flow) -> KVTransfer | None:
         """Whose the flow was, if that was the last of its KV."""
         del self._live[flow.key]
         handover = self._by_flow.pop(flow.key)
         handover.flows.discard(flow.key)
         return handover if handover.read and not handover.flows and not handover.unsent else None
 
-    def abandon(self, handover: Handover, now: float) -> None:
+    def abandon(self, handover: KVTransfer, now: float) -> None:
         """Nobody waits for it any more."""
         for key in sorted(handover.flows):
             self._network.stop(self._live.pop(key), now)
@@ -107,14 +109,14 @@ class Handovers:
         handover.flows.clear()
         handover.limited.clear()
 
-    def _send_rest(self, handover: Handover, now: float) -> None:
+    def _send_rest(self, handover: KVTransfer, now: float) -> None:
         if not (handover.room and handover.unsent):
             return
         for way in handover.ways.ways:
             self._start(handover, way, handover.unsent * handover.token_bytes * way.share, now)
         handover.unsent = 0
 
-    def _start(self, handover: Handover, way: Way, size: float, now: float, limit: float = inf) -> Flow:
+    def _start(self, handover: KVTransfer, way: LinkShare, size: float, now: float, limit: float = inf) -> Flow:
         flow = self._network.start(way.source, way.target, size, now, limit=limit)
         if isnan(handover.begun_at):
             handover.begun_at = now
@@ -125,7 +127,7 @@ class Handovers:
         self._live[flow.key] = flow
         return flow
 
-    def _unlimit(self, handover: Handover, now: float) -> None:
+    def _unlimit(self, handover: KVTransfer, now: float) -> None:
         for flow, way, layer in handover.limited:
             if flow.done:  # the next chunk was put off: all but the last layer had left long ago, and that leaves now
                 self.sent_bytes[way.source, way.target] -= layer
@@ -135,7 +137,7 @@ class Handovers:
         handover.limited.clear()
 
 
-def ways_between(cluster: Cluster, prefill: Replica, decode: Replica) -> Ways:
+def links_between(cluster: Cluster, prefill: Replica, decode: Replica) -> TransferLinks:
     """From every stage of one to every stage of the other that holds some of its layers.
 
     Raises WorldError where there is no link.
@@ -152,4 +154,4 @@ def ways_between(cluster: Cluster, prefill: Replica, decode: Replica) -> Ways:
             names = f"{cluster.boxes[a].id} to box {cluster.boxes[b].id}"
             raise WorldError(f"pairing {prefill.id} -> {decode.id}: there is no link from box {names}")
     rtt_s = max((float(cluster.rtt_s[a, b]) for a, b in shares if a != b), default=0.0)
-    return Ways(tuple(Way(a, b, layers / prefill.layers) for (a, b), layers in shares.items()), rtt_s)
+    return TransferLinks(tuple(LinkShare(a, b, layers / prefill.layers) for (a, b), layers in shares.items()), rtt_s)
