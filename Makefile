@@ -1,4 +1,4 @@
-# make setup | demo | test | gpu-check | lint | format | clean
+# make setup | demo | test | quick | mutants | gpu-check | lint | format | clean
 #
 #   PYTHON       the interpreter that makes .venv (python3)
 #   DEVICE       what engines compute on: cpu, cuda, or auto (what .venv is for, else cuda where there is a driver)
@@ -30,7 +30,7 @@ CONTENT  = { pwd; echo "$$device"; cat pyproject.toml $(LOCKS) requirements/torc
 # Unless TORCH_INDEX was given: a CPU build that pip finds without it is as good, and may be nearer.
 KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch==' requirements/torch.txt)+cpu" 2>/dev/null ||)
 
-.PHONY: setup demo test gpu-check lint format clean
+.PHONY: setup demo test quick mutants gpu-check lint format clean
 .DEFAULT_GOAL := setup
 .NOTPARALLEL:
 
@@ -97,6 +97,15 @@ else
 	@echo "test: pytest, sockets and processes by themselves"
 	@$(PY) -m pytest -q -m "not beside" tests/integration tests/gpu
 endif
+
+# What to run while at work: style, types, and all that is pure.
+quick: lint
+	@echo "quick: pytest, unit tests on $(JOBS) processes"
+	@$(PY) -m pytest -q -n $(JOBS) tests/unit
+
+# Whether unit tests notice small faults in the modules that decide (see tests/mutants.py). Some ten minutes.
+mutants: setup
+	@$(PY) -m tests.mutants
 
 # Half an hour on one GPU; writes gpu-check.json.
 gpu-check: DEVICE = cuda

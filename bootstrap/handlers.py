@@ -1,13 +1,14 @@
 """The methods a node answers, and who may call them."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from .errors import DECODE_ERRORS, ProtocolError, RemoteError
+from .methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .streams.control import encode_body
 from .trust.keys import PeerId
 from .trust.tokens import Role
@@ -16,35 +17,30 @@ __all__ = ["Handlers"]
 
 _log = logging.getLogger(__name__)
 
-B = TypeVar("B", bound=msgspec.Struct)
-
-AsyncHandler = Callable[[PeerId, Role, B], Awaitable[msgspec.Struct | None]]
-NoticeHandler = Callable[[PeerId, Role, B], None]
-
 
 @dataclass(frozen=True, slots=True)
-class _Method:
-    decoder: msgspec.msgpack.Decoder[Any]  # of the body type the handler was registered with
+class _Registered:
+    decoder: msgspec.msgpack.Decoder[Any]  # of the method's body type
     handler: Callable[..., Any]
-    client: bool
+    callers: frozenset[Role]
 
 
 class Handlers:
     """Requests and notices by method name. A handler's own failure is logged here and costs only its request."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _Method] = {}
-        self._notices: dict[str, _Method] = {}
+        self._requests: dict[str, _Registered] = {}
+        self._notices: dict[str, _Registered] = {}
         self.served = 0
         self.failed = 0
 
-    def add_request(self, method: str, body: type[B], handler: AsyncHandler[B], *, client: bool) -> None:
+    def add_request(self, method: Method[Body, Answer], handler: AsyncHandler[Body, Answer]) -> None:
         """Answer a method; a second handler for it is a mistake."""
-        _add(self._requests, method, _Method(msgspec.msgpack.Decoder(body), handler, client))
+        _add(self._requests, method, handler)
 
-    def add_notice(self, method: str, body: type[B], handler: NoticeHandler[B], *, client: bool) -> None:
+    def add_notice(self, notice: Notice[Body], handler: NoticeHandler[Body]) -> None:
         """Take a notice; a second handler for it is a mistake."""
-        _add(self._notices, method, _Method(msgspec.msgpack.Decoder(body), handler, client))
+        _add(self._notices, notice, handler)
 
     async def serve(self, peer: PeerId, role: Role, method: str, body: bytes | msgspec.Raw) -> bytes:
         """The encoded answer. Raises RemoteError, or ProtocolError when the body is not of the method's type."""
@@ -88,18 +84,20 @@ class Handlers:
         return f"Handlers(requests={sorted(self._requests)}, notices={sorted(self._notices)}, failed={self.failed})"
 
 
-def _add(table: dict[str, _Method], method: str, entry: _Method) -> None:
-    if method in table:
-        raise ValueError(f"{method!r} has a handler already; register each method once")
-    table[method] = entry
+def _add(
+    table: dict[str, _Registered], method: Method[Body, Answer] | Notice[Body], handler: Callable[..., Any]
+) -> None:
+    if method.name in table:
+        raise ValueError(f"{method.name!r} has a handler already; register each method once")
+    table[method.name] = _Registered(msgspec.msgpack.Decoder(method.body), handler, method.callers)
 
 
-def _check_role(method: _Method, role: Role, name: str) -> None:
-    if role is Role.CLIENT and not method.client:
-        raise RemoteError("forbidden", f"clients may not call {name!r}; join with a worker or admin token")
+def _check_role(method: _Registered, role: Role, name: str) -> None:
+    if role not in method.callers:
+        raise RemoteError("forbidden", f"{role.value}s may not call {name!r}; join with a worker or admin token")
 
 
-def _decode(method: _Method, name: str, body: bytes | msgspec.Raw) -> Any:
+def _decode(method: _Registered, name: str, body: bytes | msgspec.Raw) -> Any:
     try:
         return method.decoder.decode(body)
     except DECODE_ERRORS as error:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 import msgspec
 import trio
@@ -32,12 +32,13 @@ from .errors import (
     TokenError,
     Unreachable,
 )
-from .handlers import AsyncHandler, Handlers, NoticeHandler
+from .handlers import Handlers
 from .members.election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
 from .members.entries import MEMBER_KIND, Entry, MemberRecord
 from .members.gossip import Gossip
 from .members.membership import Member, Membership, MemberState, Timeouts
 from .members.mesh import Dial, DialBook
+from .methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .streams.control import encode_body, encode_notice
 from .streams.transport import Transport
@@ -49,9 +50,6 @@ from .trust.tokens import Bootstrap, Credential, JoinToken, Role, admit
 __all__ = ["Network", "NetworkStatistics"]
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-B = TypeVar("B", bound=msgspec.Struct)
 
 JOIN_SECONDS: Final = 5.0
 JOIN_RETRY_SECONDS: Final = 0.3
@@ -208,48 +206,48 @@ class Network:
 
     # -- talking to one peer ------------------------------------------------------------------------------------------
 
-    async def request(self, peer: PeerId, method: str, body: msgspec.Struct, reply: type[T], timeout: float) -> T:
+    async def request(self, peer: PeerId, method: Method[Body, Answer], body: Body, timeout: float) -> Answer:
         """Ask a peer; our own id is served here. Dials the peer when it is a member we have no connection to.
 
-        Raises RemoteError (its handler refused), PeerLost, RequestTimeout, or ProtocolError (its answer is not a
-        ``reply``, or the body is too large).
+        Raises RemoteError (its handler refused), PeerLost, RequestTimeout, or ProtocolError (its answer is not of the
+        method's type, or the body is too large).
         """
         encoded = encode_body(body)
         if peer == self.peer_id:
-            answer = await self._request_locally(method, encoded, timeout)
+            answer = await self._request_locally(method.name, encoded, timeout)
         else:
             deadline = trio.current_time() + timeout
             session = await self._sessions.session_with(peer, timeout)
-            answer = await session.control.request(method, encoded, max(deadline - trio.current_time(), 0.0))
+            answer = await session.control.request(method.name, encoded, max(deadline - trio.current_time(), 0.0))
         try:
-            return msgspec.msgpack.decode(answer, type=reply)
+            return msgspec.msgpack.decode(answer, type=method.answer)
         except DECODE_ERRORS as error:
             raise ProtocolError(
-                f"the answer of {peer} to {method!r} is malformed: {error}; run the same p2pserve release"
+                f"the answer of {peer} to {method.name!r} is malformed: {error}; run the same p2pserve release"
             ) from error
 
-    def notify(self, peer: PeerId, method: str, body: msgspec.Struct) -> None:
+    def notify(self, peer: PeerId, notice: Notice[Body], body: Body) -> None:
         """Tell a peer something, without an answer. Raises PeerLost when it is not connected, or so slow that the
         bounded queue to it is full; it is then disconnected, so that neither side goes on with a gap in what it
         heard. The callbacks of :meth:`on_peer_lost` follow, not within this call."""
         if peer == self.peer_id:
-            self._handlers.notify(peer, self.role, method, encode_body(body))
+            self._handlers.notify(peer, self.role, notice.name, encode_body(body))
             return
         session = self._sessions.by_peer.get(peer)
         if session is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
-        if not session.control.send_nowait(encode_notice(method, encode_body(body))):
+        if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
             self._shed += 1
             session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")
             raise PeerLost(f"{peer} does not read its messages and was disconnected; choose another peer")
 
-    def handle(self, method: str, body_type: type[B], handler: AsyncHandler[B], *, client: bool = False) -> None:
-        """Answer a method with ``await handler(peer, role, body)``; ``client=True`` lets clients call it."""
-        self._handlers.add_request(method, body_type, handler, client=client)
+    def handle(self, method: Method[Body, Answer], handler: AsyncHandler[Body, Answer]) -> None:
+        """Answer a method with ``await handler(peer, role, body)``."""
+        self._handlers.add_request(method, handler)
 
-    def on_notice(self, method: str, body_type: type[B], handler: NoticeHandler[B], *, client: bool = False) -> None:
+    def on_notice(self, notice: Notice[Body], handler: NoticeHandler[Body]) -> None:
         """Take a notice with ``handler(peer, role, body)``, which must not block."""
-        self._handlers.add_notice(method, body_type, handler, client=client)
+        self._handlers.add_notice(notice, handler)
 
     def on_peer_lost(self, callback: Callable[[PeerId], None]) -> None:
         """Call this, without blocking, whenever the connection to a peer is lost."""

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from .errors import (
     ConnectionClosed,
-    ProtocolError,
+    KVProtocolError,
     RelayRefused,
     TicketError,
     TransferAborted,
     TransferError,
     TransferTimeout,
 )
-from .link.dialling import Path
+from .link.dialling import DialPath
 from .link.endpoint import Endpoint
 from .link.lanes import EndState, LinkSettings, PathStatistics
 from .link.links import LinkStatistics
 from .link.permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit, Refusal, RelayUse
-from .link.receive_link import Incoming, ReceiveLink
+from .link.receive_link import IncomingTransfer, ReceiveLink
 from .link.relay import Relay
-from .link.send_link import Outgoing, SendLink
+from .link.send_link import OutgoingTransfer, SendLink
 from .routing.report import TransferTimes
 from .wire.assembly import Assembly
 from .wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
@@ -38,19 +38,19 @@ __all__ = [
     "RELAY_MAGIC",
     "Assembly",
     "ConnectionClosed",
+    "DialPath",
     "EndState",
     "Endpoint",
-    "Incoming",
+    "IncomingTransfer",
     "KVFrame",
+    "KVProtocolError",
     "LinkHello",
     "LinkSettings",
     "LinkStatistics",
     "LinkTicket",
-    "Outgoing",
-    "Path",
+    "OutgoingTransfer",
     "PathStatistics",
     "Permit",
-    "ProtocolError",
     "ReceiveLink",
     "Refusal",
     "Relay",

@@ -7,7 +7,7 @@ from __future__ import annotations
 __all__ = [
     "ConnectionClosed",
     "FiguresError",
-    "ProtocolError",
+    "KVProtocolError",
     "RelayRefused",
     "TicketError",
     "TransferAborted",
@@ -22,7 +22,7 @@ class TransferError(Exception):
     """
 
 
-class ProtocolError(TransferError):
+class KVProtocolError(TransferError):
     """Bytes or calls that the wire format does not allow: forged, replayed, reordered, malformed, or out of
     turn.
     """

@@ -25,10 +25,10 @@ from ..bootstrap.addresses import default_route_address
 from ..bootstrap.members.membership import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Phase, PlanError
-from ..kvtransport.link.dialling import Path as KvPath
+from ..kvtransport.link.dialling import DialPath as KvPath
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.probe import Activity
-from . import messages
+from . import messages, methods
 from .box import hardware
 from .box.emulation import emulated_hardware, parse_cards
 from .box.home import NodeError, leave_node, locked
@@ -39,7 +39,7 @@ from .links.data_port import DataPort, RelayDesk
 from .links.kv_ways import KvWays, WaySettings
 from .links.prober import Neighbour, Prober
 from .replica.hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
-from .requests.gateway import Connections, Gateway
+from .requests.gateway import Gateway
 from .view import NetworkView
 
 __all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
@@ -180,16 +180,13 @@ class Node:
 
     def _serve(self, network: Network, address: Address, nursery: trio.Nursery) -> None:
         """Register what other nodes and clients may ask for, and start the engine."""
-        network.handle("status", messages.StatusQuery, self._on_status(network), client=True)
+        network.handle(methods.STATUS, self._on_status(network))
         network.on_peer_lost(self._on_peer_lost)
         ways = self._ways = self._measure(network, nursery)
         offer = self._offer
         if offer is None:
             return
         ways.serve(offer.model.info)
-
-        async def wait_changed() -> None:
-            await network.wait_changed(network.revision)
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
@@ -199,15 +196,16 @@ class Node:
         host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,
-            connections=Connections(network.request, network.notify, wait_changed),
+            messenger=network,
             model=offer.model.info,
             text=offer.text,
             nursery=nursery,
         )
-        network.handle("generate", messages.Generate, gateway.generate, client=True)
-        network.on_notice("generate.stop", messages.StopRequest, gateway.stop, client=True)
-        network.on_notice("tokens", messages.Tokens, gateway.on_tokens)
-        network.on_notice("prefill.ended", messages.PrefillEnded, gateway.on_prefill_ended)
+        network.handle(methods.GENERATE, gateway.generate)
+        network.handle(methods.GENERATE_CONTINUE, gateway.continue_answer)
+        network.on_notice(methods.GENERATE_STOP, gateway.stop)
+        network.on_notice(methods.TOKENS, gateway.on_tokens)
+        network.on_notice(methods.PREFILL_ENDED, gateway.on_prefill_ended)
 
         nursery.start_soon(partial(host.run, log, self._settings.engine_channel, self._on_engine))
 
@@ -216,23 +214,22 @@ class Node:
         settings = self._settings.ways
         relay = Relay()
         nursery.start_soon(_close_in_the_end, relay)
-        desk = self._desk = RelayDesk(relay, settings.box)
+        desk = self._desk = RelayDesk(relay, settings.box, network)
 
         def set_paths(link: bytes, paths: tuple[KvPath, ...]) -> None:
             if self._host is not None:
                 self._host.worker.set_paths(link, paths)
 
         ways = KvWays(
-            network.peer_id,
+            messenger=network,
             settings=settings,
-            ask=network.request,
             where=desk.address_of,
             set_paths=set_paths,
             nursery=nursery,
         )
         prober = Prober(
             ways,
-            ask=network.request,
+            messenger=network,
             neighbours=lambda: [
                 Neighbour(member.peer_id, member.address, member.rtt_s)
                 for member in _others(network.peer_id, network.members(), MemberState.ALIVE)
@@ -243,8 +240,6 @@ class Node:
             nursery=nursery,
             rng=random.Random(),
         )
-        network.handle("relay.open", messages.RelayOpen, desk.on_open)
-        network.handle("probe.open", messages.ProbeOpen, prober.on_open)
         self._port = DataPort(
             nursery, relay=relay, prober=prober, worker=lambda: self._host.worker if self._host else None
         )
@@ -361,8 +356,6 @@ class Node:
             revision = await network.wait_changed(revision)
             members = network.members()
             self._view.update(network.entries(messages.ADVERT))
-            if self._gateway is not None:
-                self._gateway.on_adverts()
             self._view.update_links(network.entries(messages.LINKS))
             self._note_addresses(network.peer_id, members)
             self._note_members(network.peer_id, members)
@@ -379,6 +372,8 @@ class Node:
                     if self._view.consider_plan(leader[0], leader[1], payload):
                         self._say_plan(network.peer_id)
             self._looked.set()
+            if self._gateway is not None:
+                self._gateway.network_changed()
             if self._host is not None and not self._draining:
                 self._host.follow(self._view.plan)
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
@@ -408,6 +403,8 @@ class Node:
                 self._view.consider_plan(network.peer_id, plan.epoch, payload)  # our own word counts without its echo
                 self._publish(network, messages.PLAN, payload)
                 self._say_plan(network.peer_id)
+                if self._gateway is not None:
+                    self._gateway.network_changed()
                 if self._host is not None and not self._draining:
                     self._host.follow(plan)
 

@@ -25,7 +25,8 @@ from ..bootstrap import (
 )
 from ..bootstrap.members.membership import MemberState
 from ..bootstrap.network import Network
-from ..node.messages import ADVERT, Chunk, Generate, Generating, Status, StatusQuery, StopRequest
+from ..node.messages import ADVERT, Chunk, Generate, Status, StatusQuery, StopRequest
+from ..node.methods import CHUNK, GENERATE, GENERATE_STOP, STATUS
 from ..node.view import NetworkView
 from .errors import (
     ClientError,
@@ -149,7 +150,7 @@ class Session:
         self._view = NetworkView()
         self._inboxes: dict[str, _Inbox] = {}
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
-        network.on_notice("chunk", Chunk, self._on_chunk)
+        network.on_notice(CHUNK, self._on_chunk)
         network.on_peer_lost(self._on_peer_lost)
 
     def __repr__(self) -> str:
@@ -163,9 +164,7 @@ class Session:
             revision = self._network.revision
             for candidate in sorted(self._candidates(), key=_nearness):
                 try:
-                    return await self._network.request(
-                        candidate.peer, "status", StatusQuery(), Status, timeout=STATUS_TIMEOUT_S
-                    )
+                    return await self._network.request(candidate.peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
                 except NetworkError as error:
                     reason = str(error)
             with trio.move_on_at(min(give_up, trio.current_time() + 1.0)):
@@ -229,7 +228,7 @@ class Session:
 
     async def _open(self, gateway: PeerId, body: Generate) -> None:
         try:
-            await self._network.request(gateway, "generate", body, Generating, timeout=ACCEPT_TIMEOUT_S)
+            await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
         except RemoteError as error:
             if error.code in ELSEWHERE:
                 raise _GatewayLost(error.message) from error
@@ -241,7 +240,7 @@ class Session:
 
     def _stop(self, gateway: PeerId, request: str) -> None:
         try:
-            self._network.notify(gateway, "generate.stop", StopRequest(request=request))
+            self._network.notify(gateway, GENERATE_STOP, StopRequest(request=request))
         except NetworkError:
             return  # it has lost us as well, and with us the reason for the request
 
@@ -277,7 +276,7 @@ class Session:
             async def ask(peer: PeerId) -> None:
                 began = trio.current_time()
                 try:
-                    await self._network.request(peer, "status", StatusQuery(), Status, timeout=STATUS_TIMEOUT_S)
+                    await self._network.request(peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
                 except NetworkError:
                     return  # whoever comes first is asked; if nobody does, the request itself finds out why
                 self._measured[peer] = trio.current_time() - began

@@ -13,6 +13,7 @@ import trio
 
 from ..errors import DECODE_ERRORS, NetworkError, PeerLost
 from ..handlers import Handlers
+from ..methods import EVERYONE, Method, Notice
 from ..sessions import PeerSession, PeerSessions
 from ..streams.control import encode_body, encode_notice
 from ..trust.keys import PeerId
@@ -27,8 +28,6 @@ _log = logging.getLogger(__name__)
 GOSSIP_SECONDS: Final = 1.0
 GOSSIP_PARTNERS: Final = 2
 SYNC_SECONDS: Final = 5.0
-_SYNC: Final = "p2p.sync"
-_ENTRIES: Final = "p2p.entries"
 
 
 class _Sync(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -46,6 +45,8 @@ class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     entries: tuple[Entry, ...]
 
 
+_SYNC: Final = Method("p2p.sync", _Sync, _SyncReply, EVERYONE)
+_ENTRIES: Final = Notice("p2p.entries", _Entries, EVERYONE)
 _sync_replies = msgspec.msgpack.Decoder(_SyncReply)
 
 
@@ -69,8 +70,8 @@ class Gossip:
         self._sessions = links
         self._rng = rng
         self._on_news = on_news
-        handlers.add_request(_SYNC, _Sync, self._serve_sync, client=True)
-        handlers.add_notice(_ENTRIES, _Entries, self._take_entries, client=True)
+        handlers.add_request(_SYNC, self._serve_sync)
+        handlers.add_notice(_ENTRIES, self._take_entries)
 
     async def run(self) -> None:
         """Gossip for ever."""
@@ -86,7 +87,7 @@ class Gossip:
         now = trio.current_time()
         ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
         try:
-            reply = _sync_replies.decode(await session.control.request(_SYNC, ask, SYNC_SECONDS))
+            reply = _sync_replies.decode(await session.control.request(_SYNC.name, ask, SYNC_SECONDS))
         except DECODE_ERRORS as error:
             session.control.blame()
             _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
@@ -103,7 +104,7 @@ class Gossip:
         """Urgent: to everybody now, instead of within seconds."""
         batch = self._tellable(entries)
         if batch:
-            self._sessions.broadcast(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+            self._sessions.broadcast(encode_notice(_ENTRIES.name, encode_body(_Entries(batch))))
         self._on_news(True)
 
     def push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
@@ -112,7 +113,7 @@ class Gossip:
         session = self._sessions.by_peer.get(peer)
         if batch and session is not None:
             try:
-                session.control.send_nowait(encode_notice(_ENTRIES, encode_body(_Entries(batch))))
+                session.control.send_nowait(encode_notice(_ENTRIES.name, encode_body(_Entries(batch))))
             except PeerLost as error:
                 _log.debug("not pushed: %s", error)
 

@@ -30,7 +30,7 @@ from enum import Enum
 from math import inf
 from typing import Final, final
 
-from ..router import Route
+from ..routing import Route
 from .placement import Placement, place
 from .values import (
     Action,

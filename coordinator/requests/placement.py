@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..router import Route
+from ..routing import Route
 
 __all__ = ["Placement", "place"]
 

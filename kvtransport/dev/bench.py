@@ -22,7 +22,7 @@ from typing import Any
 
 from .bench_ends import SHAPE
 
-__all__ = ["TARGETS", "Contest", "main", "open_plain_link", "run"]
+__all__ = ["TARGETS", "BenchResults", "main", "open_plain_link", "run"]
 
 _MIB = 1 << 20
 _GBPS = 125_000_000
@@ -39,7 +39,7 @@ TARGETS = {
 
 
 @dataclass(slots=True)
-class Contest:
+class BenchResults:
     """Measurements by contender: seconds and CPU seconds of each repeat, and the bytes of one."""
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Contest:
         return statistics.median(self.cpu[name]) / (self.sizes[name] / (1 << 30))
 
 
-class _Child:
+class _BenchProcess:
     """A process of `bench_ends`."""
 
     def __init__(self, role: str) -> None:
@@ -92,11 +92,11 @@ class _Child:
 
 
 @contextmanager
-def _children(kv: bool) -> Iterator[tuple[_Child, _Child]]:
+def _children(kv: bool) -> Iterator[tuple[_BenchProcess, _BenchProcess]]:
     with ExitStack() as stack:
-        receiver = _Child("receive")
+        receiver = _BenchProcess("receive")
         stack.callback(receiver.close)
-        sender = _Child("send")
+        sender = _BenchProcess("send")
         stack.callback(sender.close)
         for child in (receiver, sender):
             child.tell({"op": "prepare", "kv": kv} | receiver.ports)
@@ -114,14 +114,14 @@ def open_plain_link() -> Iterator[Callable[[int], float]]:
         def bytes_per_second(size: int) -> float:
             whole = max(1, size // (4 * _MIB)) * 4 * _MIB
             command = {"op": "link", "bytes": whole, "streams": 1, "codec": "raw", "link": 1}
-            contest = Contest()
-            _measure(sender, receiver, command, contest, "link")
-            return contest.mib_s("link") * _MIB
+            results = BenchResults()
+            _measure(sender, receiver, command, results, "link")
+            return results.mib_s("link") * _MIB
 
         yield bytes_per_second
 
 
-def run(repeats: int, scale: float = 1.0, *, kv: bool = True, libp2p: bool = True) -> Contest:
+def run(repeats: int, scale: float = 1.0, *, kv: bool = True, libp2p: bool = True) -> BenchResults:
     """Measure. `scale` multiplies what is sent; without `kv` no process imports torch."""
     big, layer = int(1024 * scale) * _MIB, SHAPE.layer_bytes
     commands: dict[str, dict[str, Any]] = {
@@ -137,25 +137,27 @@ def run(repeats: int, scale: float = 1.0, *, kv: bool = True, libp2p: bool = Tru
         commands["kv4 1 Gb/s"] = {
             "op": "kv", "bytes": slow, "streams": 1, "codec": "kv4", "link": 11, "pace": _GBPS
         }  # fmt: skip
-    contest = Contest()
+    results = BenchResults()
     with _children(kv) as (sender, receiver):
         for name, command in commands.items():  # a first round, not counted: connections, pages and caches get warm
-            _measure(sender, receiver, command | {"bytes": min(command["bytes"], 16 * layer)}, Contest(), name)
+            _measure(sender, receiver, command | {"bytes": min(command["bytes"], 16 * layer)}, BenchResults(), name)
         for _ in range(repeats):
             for name, command in commands.items():
-                _measure(sender, receiver, command, contest, name)
+                _measure(sender, receiver, command, results, name)
     for _ in range(repeats if libp2p else 0):
         size = int(128 * scale) * _MIB
         found = _run_libp2p(size)
-        contest.add("libp2p", size, found["seconds"], found["cpu_s"])
-    return contest
+        results.add("libp2p", size, found["seconds"], found["cpu_s"])
+    return results
 
 
-def _measure(sender: _Child, receiver: _Child, command: dict[str, Any], contest: Contest, name: str) -> None:
+def _measure(
+    sender: _BenchProcess, receiver: _BenchProcess, command: dict[str, Any], results: BenchResults, name: str
+) -> None:
     receiver.tell(command)
     sender.tell(command)
     sent, received = sender.answer(), receiver.answer()
-    contest.add(name, command["bytes"], sent["seconds"], sent["cpu_s"] + received["cpu_s"])
+    results.add(name, command["bytes"], sent["seconds"], sent["cpu_s"] + received["cpu_s"])
 
 
 def _run_libp2p(size: int) -> dict[str, float]:
@@ -168,43 +170,43 @@ def _run_libp2p(size: int) -> dict[str, float]:
     return found
 
 
-def report(contest: Contest) -> dict[str, Any]:
+def report(results: BenchResults) -> dict[str, Any]:
     """The figures as JSON has them."""
-    ours = {str(streams): round(contest.mib_s(f"ours x{streams}"), 1) for streams in _STREAMS}
-    raw = contest.mib_s("raw_tcp")
+    ours = {str(streams): round(results.mib_s(f"ours x{streams}"), 1) for streams in _STREAMS}
+    raw = results.mib_s("raw_tcp")
     found: dict[str, Any] = {
         "raw_tcp_mib_s": round(raw, 1),
         "ours_mib_s": ours,
-        "tls_mib_s": round(contest.mib_s("tls"), 1),
+        "tls_mib_s": round(results.mib_s("tls"), 1),
     }
     ratios = {"encrypted / raw TCP": max(ours.values()) / raw}
-    if "libp2p" in contest.sizes:
-        found["libp2p_mib_s"] = round(contest.mib_s("libp2p"), 1)
-        ratios["encrypted / libp2p"] = max(ours.values()) / contest.mib_s("libp2p")
-    if "kv4" in contest.sizes:
-        found["kv4_16bit_mib_s"] = round(contest.mib_s("kv4"), 1)
-        ratios["kv4 16-bit / raw TCP"] = contest.mib_s("kv4") / raw
-        speedup = contest.mib_s("kv4 1 Gb/s") / contest.mib_s("raw_tcp 1 Gb/s")
+    if "libp2p" in results.sizes:
+        found["libp2p_mib_s"] = round(results.mib_s("libp2p"), 1)
+        ratios["encrypted / libp2p"] = max(ours.values()) / results.mib_s("libp2p")
+    if "kv4" in results.sizes:
+        found["kv4_16bit_mib_s"] = round(results.mib_s("kv4"), 1)
+        ratios["kv4 16-bit / raw TCP"] = results.mib_s("kv4") / raw
+        speedup = results.mib_s("kv4 1 Gb/s") / results.mib_s("raw_tcp 1 Gb/s")
         found["kv4_speedup_at_1gbps"] = round(speedup, 2)
-        found["raw_tcp_at_1gbps_mib_s"] = round(contest.mib_s("raw_tcp 1 Gb/s"), 1)
-        found["kv4_at_1gbps_16bit_mib_s"] = round(contest.mib_s("kv4 1 Gb/s"), 1)
+        found["raw_tcp_at_1gbps_mib_s"] = round(results.mib_s("raw_tcp 1 Gb/s"), 1)
+        found["kv4_at_1gbps_16bit_mib_s"] = round(results.mib_s("kv4 1 Gb/s"), 1)
         ratios["kv4 / raw TCP at 1 Gb/s"] = speedup
-    found["cpu_s_per_gib"] = {name: round(contest.cpu_s_per_gib(name), 3) for name in contest.sizes}
+    found["cpu_s_per_gib"] = {name: round(results.cpu_s_per_gib(name), 3) for name in results.sizes}
     found["ratios"] = {name: round(value, 3) for name, value in ratios.items()}
     found["targets"] = {name: TARGETS[name] for name in ratios}
     found["held_to_1gbps_by"] = "SO_MAX_PACING_RATE on the sender's sockets (kernel)"
-    found["repeats"] = len(contest.seconds["raw_tcp"])
+    found["repeats"] = len(results.seconds["raw_tcp"])
     return found
 
 
-def table(contest: Contest) -> str:
+def table(results: BenchResults) -> str:
     """The same for people."""
-    raw = contest.mib_s("raw_tcp")
+    raw = results.mib_s("raw_tcp")
     lines = [f"{'contender':16}{'MiB/s':>10}{'of raw TCP':>12}{'CPU s/GiB':>11}"]
-    for name in contest.sizes:
-        rate = contest.mib_s(name)
-        lines.append(f"{name:16}{rate:10.0f}{rate / raw:12.2f}{contest.cpu_s_per_gib(name):11.2f}")
-    found = report(contest)
+    for name in results.sizes:
+        rate = results.mib_s(name)
+        lines.append(f"{name:16}{rate:10.0f}{rate / raw:12.2f}{results.cpu_s_per_gib(name):11.2f}")
+    found = report(results)
     for name, value in found["ratios"].items():
         wanted = found["targets"][name]
         lines.append(f"{name:26}{value:8.2f}   target {wanted:g}: {'reached' if value >= wanted else 'not reached'}")
@@ -223,8 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < 1 or not 0.05 <= options.scale <= 100:
         parser.error("--repeats must be at least 1, and --scale from 0.05 to 100")
-    contest = run(options.repeats, options.scale, kv=not options.without_kv, libp2p=not options.without_libp2p)
-    text = json.dumps(report(contest)) if options.format == "json" else table(contest)
+    results = run(options.repeats, options.scale, kv=not options.without_kv, libp2p=not options.without_libp2p)
+    text = json.dumps(report(results)) if options.format == "json" else table(results)
     sys.stdout.write(text + "\n")
     return 0
 

@@ -19,7 +19,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ..errors import TransferError
-from ..link.dialling import Path
+from ..link.dialling import DialPath
 from ..link.endpoint import Endpoint
 from ..link.lanes import LinkSettings
 from ..link.receive_link import ReceiveLink
@@ -113,7 +113,7 @@ def _send_link(end: _End, command: dict[str, Any]) -> dict[str, float]:
     number, streams, pace = command["link"], command["streams"], command.get("pace", 0)
     link: SendLink | None = end.links.get(number)
     if link is None:
-        path = Path(*end.link_address, streams=streams, pace_bytes_s=pace)
+        path = DialPath(*end.link_address, streams=streams, pace_bytes_s=pace)
         link = end.links[number] = end.endpoint.sending(_link_ticket(number), [path])
         if not link.wait_connected(streams, 5.0):
             raise RuntimeError(f"no connection: {link.statistics().failures}")

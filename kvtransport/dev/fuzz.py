@@ -23,25 +23,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ProtocolError
+from ..errors import KVProtocolError
 from ..link.lanes import FrameReady, LinkMachine, LinkSettings, TransferComplete, TransferEnded
 from ..link.receiving import MIN_WINDOW_BYTES, ReceiveMachine
 from ..link.sending import SendMachine
-from ..wire.channel import Channel, LinkHello, Role
+from ..wire.channel import Channel, LinkHello, LinkRole
 from ..wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..wire.signals import (
     CHUNK_KIND,
     HEAD_BYTES,
     MAX_CHUNK_BYTES,
     Abort,
+    Ack,
     Chunk,
     Credit,
     End,
     Goodbye,
-    Greeting,
+    LinkGreeting,
     Ping,
     Pong,
-    Progress,
     Result,
     Signal,
     pack,
@@ -124,9 +124,9 @@ class _PeerSession:
         self.now = 0.0
         self.sender = SendMachine(_SETTINGS, 60.0, 0.0)
         self.receiver = ReceiveMachine(_SETTINGS, 60.0, 0.0, lambda size: _SCRATCH[:size])
-        self.ends: Counter[tuple[Role, bytes]] = Counter()
+        self.ends: Counter[tuple[LinkRole, bytes]] = Counter()
         self.heard: list[tuple[bytes, bytes]] = []
-        self.lanes = {role: [self.machine(role).connected("direct", 0.0) for _ in range(2)] for role in Role}
+        self.lanes = {role: [self.machine(role).connected("direct", 0.0) for _ in range(2)] for role in LinkRole}
         for key in _KEYS[: rng.randint(1, 3)]:
             self.receiver.expect(key, 50.0, 0.0)
             self.receiver.grant(key, MIN_WINDOW_BYTES * rng.randint(1, 2))
@@ -135,15 +135,15 @@ class _PeerSession:
                 self.sender.push(key, KVFrame(layer, 0, 1, 0, 1, 0, 0, 64, _SCRATCH[: rng.randint(1, 20_000)]), 0.0)
             self.sender.finish(key, 1)
 
-    def machine(self, role: Role) -> LinkMachine[Any]:
-        return self.sender if role is Role.SENDER else self.receiver
+    def machine(self, role: LinkRole) -> LinkMachine[Any]:
+        return self.sender if role is LinkRole.SENDER else self.receiver
 
     def run(self) -> None:
         rng = self.rng
         for _ in range(_SESSION_INPUTS):
             self.now += rng.choice((0.0, 0.0, 0.01, 1.2))
-            role = Role(rng.random() < 0.5)
-            there = Role(1 - role)
+            role = LinkRole(rng.random() < 0.5)
+            there = LinkRole(1 - role)
             at = rng.randrange(2)
             signal = self.machine(role).next(self.lanes[role][at], self.now)
             honest = signal is not None and rng.random() > _MUTATED_SHARE
@@ -194,24 +194,24 @@ class _PeerSession:
             struct.pack_into("<I", changed, 4, len(text))
         return bytes(changed), text
 
-    def _deliver(self, role: Role, lane: int, head: bytes, text: bytes) -> bool:
+    def _deliver(self, role: LinkRole, lane: int, head: bytes, text: bytes) -> bool:
         """As a channel would, once the seals are open. False when the link is over."""
         machine = self.machine(role)
         try:
-            length = payload_bytes(head, MAX_CHUNK_BYTES if role is Role.RECEIVER else 512)
+            length = payload_bytes(head, MAX_CHUNK_BYTES if role is LinkRole.RECEIVER else 512)
             if length and head[0] == CHUNK_KIND:
                 signal = unpack(head, b"")
             else:
                 signal = unpack(head, text[:length].ljust(length, b"?"))
-            if isinstance(signal, Greeting):
-                raise ProtocolError("a greeting comes first, and once")
+            if isinstance(signal, LinkGreeting):
+                raise KVProtocolError("a greeting comes first, and once")
             if not isinstance(signal, Chunk):
                 machine.received(lane, signal, self.now)
-            elif role is Role.SENDER:
-                raise ProtocolError("a chunk does not come from a receiver")
+            elif role is LinkRole.SENDER:
+                raise KVProtocolError("a chunk does not come from a receiver")
             else:
                 self._chunk(lane, signal)
-        except ProtocolError as error:
+        except KVProtocolError as error:
             self.report.refused += 1
             # A link ends with this. Going on all the same shows that what is refused leaves nothing behind.
             if self.rng.random() < _END_SHARE:
@@ -230,19 +230,19 @@ class _PeerSession:
 
     def _mishap(self) -> None:
         rng = self.rng
-        role = Role(rng.random() < 0.5)
+        role = LinkRole(rng.random() < 0.5)
         machine = self.machine(role)
         machine.tick(self.now)
         if rng.random() < 0.3:
             at = rng.randrange(2)
-            for each in Role:
+            for each in LinkRole:
                 self.machine(each).lost(self.lanes[each][at], self.now)
                 self.lanes[each][at] = self.machine(each).connected("relay", self.now)
         elif rng.random() < 0.2:
-            (self.sender if role is Role.SENDER else self.receiver).abort(rng.choice(_KEYS), "enough")
+            (self.sender if role is LinkRole.SENDER else self.receiver).abort(rng.choice(_KEYS), "enough")
 
     def _settle(self) -> None:
-        while events := [(r, event) for r in Role for event in self.machine(r).events()]:
+        while events := [(r, event) for r in LinkRole for event in self.machine(r).events()]:
             for role, event in events:
                 if isinstance(event, TransferEnded):
                     self.ends[role, event.transfer] += 1
@@ -288,10 +288,10 @@ def _made_up(rng: random.Random) -> Signal:
         Abort(key, "x" * rng.randrange(600)),
         Credit(key, edge, rng.randrange(1 << 32)),
         Result(key, rng.random() < 0.5, "no"),
-        Progress(rng.randrange(6), edge),
+        Ack(rng.randrange(6), edge),
         Ping(edge),
         Pong(rng.randrange(4)),
-        Greeting("direct"),
+        LinkGreeting("direct"),
         Goodbye("so long") if rng.random() < 0.1 else Ping(edge),
     )
     return made[kind - 1]
@@ -303,14 +303,14 @@ def _made_up(rng: random.Random) -> Signal:
 def _attack_path(rng: random.Random, report: FuzzReport) -> None:
     """The bytes of an honest channel, mutated. One input for each mutation."""
     ticket = LinkTicket(rng.randbytes(16), rng.randbytes(32), 60.0)
-    hello = LinkHello(ticket.link, rng.randbytes(16), Role.RECEIVER)
-    reader = Channel(ticket, Role.RECEIVER, hello.nonce)
+    hello = LinkHello(ticket.link, rng.randbytes(16), LinkRole.RECEIVER)
+    reader = Channel(ticket, LinkRole.RECEIVER, hello.nonce)
     payload = memoryview(rng.randbytes(200))
     header = struct.pack("<HHHIIBBH", 0, 0, 1, 0, 1, 0, 0, 64)
     said: list[Signal] = [Ping(n) for n in range(rng.randint(1, 3))]
     said.append(Chunk(_KEYS[0], 0, 0, 200, 12, header, 200))
     said += [End(_KEYS[0], 1, 1), Abort(_KEYS[1], "enough")]
-    writer = Channel(ticket, Role.SENDER, rng.randbytes(16), hello=hello)
+    writer = Channel(ticket, LinkRole.SENDER, rng.randbytes(16), hello=hello)
     records = [writer.opening()]
     records += [bytes(writer.seal(signal, payload if isinstance(signal, Chunk) else None)) for signal in said]
     mutations = rng.randint(1, 3)
@@ -322,9 +322,9 @@ def _attack_path(rng: random.Random, report: FuzzReport) -> None:
     got: list[Signal] = []
     try:
         _read_all(rng, reader, b"".join(records), got, payload)
-    except ProtocolError:
+    except KVProtocolError:
         report.refused += 1
-    expected: list[Signal] = [Greeting(""), *said]
+    expected: list[Signal] = [LinkGreeting(""), *said]
     if got != expected[: len(got)]:
         raise AssertionError(f"read {got} where {expected} was said")
 

@@ -12,14 +12,14 @@ from ..errors import TicketError
 from ..wire.signals import MAX_LABEL_BYTES
 from .permits import Permit
 
-__all__ = ["Attempt", "Dialler", "Path"]
+__all__ = ["DialAttempt", "DialPath", "Dialler"]
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _MAX_STREAMS = 64
 
 
-class Path(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way from box to box: dial `(host, port)` for `streams` connections.
 
     With a `relay` permit, host and port are the relay's. `label` names the path in statistics at both ends.
@@ -47,26 +47,26 @@ class Path(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.pace_bytes_s < 1 << 40:
             raise TicketError(f"pace_bytes_s is {self.pace_bytes_s}; it must be 0 (no limit) or a rate")
 
-    def per_stream(self) -> Path:
+    def per_stream(self) -> DialPath:
         """The same path with the pace of one of its connections."""
         return msgspec.structs.replace(self, pace_bytes_s=-(-self.pace_bytes_s // self.streams))
 
-    def same_way(self, other: Path) -> bool:
+    def same_way(self, other: DialPath) -> bool:
         """Whether a connection made for one serves for the other."""
         return msgspec.structs.replace(self, streams=1) == msgspec.structs.replace(other, streams=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class DialAttempt:
     """Dial this path, then say `up` or `down` for the slot."""
 
     slot: int
-    path: Path
+    path: DialPath
 
 
 @dataclass(slots=True)
-class _Slot:
-    path: Path
+class _DialSlot:
+    path: DialPath
     next_at: float
     wait: float = _FIRST_WAIT_S
     dialling: bool = False
@@ -78,7 +78,7 @@ class Dialler:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _DialSlot] = {}
         self._leaving: list[int] = []  # lanes of paths that are no longer wanted
         self._next = 0
         self.failures: dict[str, str] = {}  # label -> why its last attempt failed
@@ -88,9 +88,9 @@ class Dialler:
         return f"<Dialler {up}/{len(self._slots)} up, {len(self._leaving)} leaving>"
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[DialPath, ...]:
         """What is wanted, each with its number of streams."""
-        found: list[Path] = []
+        found: list[DialPath] = []
         for slot in self._slots.values():
             for at, path in enumerate(found):
                 if path.per_stream().same_way(slot.path):
@@ -102,7 +102,7 @@ class Dialler:
                 found.append(msgspec.structs.replace(slot.path, streams=1))
         return tuple(found)
 
-    def set_paths(self, paths: list[Path] | tuple[Path, ...], now: float) -> None:
+    def set_paths(self, paths: list[DialPath] | tuple[DialPath, ...], now: float) -> None:
         """From now on these. Connections that serve are kept; the others leave when one that is wanted is up."""
         old, self._slots = self._slots, {}
         for path in paths:
@@ -113,18 +113,18 @@ class Dialler:
                 self._slots[number] = old.pop(number)
             for _ in range(path.streams - len(serving)):
                 self._next += 1
-                self._slots[self._next] = _Slot(path, now)
+                self._slots[self._next] = _DialSlot(path, now)
         self._leaving += [slot.lane for slot in old.values() if slot.lane is not None]
         labels = {path.label for path in paths}
         self.failures = {label: why for label, why in self.failures.items() if label in labels}
 
-    def due(self, now: float) -> list[Attempt]:
+    def due(self, now: float) -> list[DialAttempt]:
         """What to dial now."""
-        found: list[Attempt] = []
+        found: list[DialAttempt] = []
         for number, slot in self._slots.items():
             if slot.lane is None and not slot.dialling and now >= slot.next_at:
                 slot.dialling = True
-                found.append(Attempt(number, slot.path))
+                found.append(DialAttempt(number, slot.path))
         return found
 
     def up(self, number: int, lane: int) -> bool:

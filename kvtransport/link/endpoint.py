@@ -14,7 +14,7 @@ from ..errors import TransferError
 from ..wire.channel import LinkHello
 from ..wire.tickets import LinkTicket
 from .budget import ByteBudget
-from .dialling import Path
+from .dialling import DialPath
 from .lanes import LinkSettings
 from .links import LinkStatistics
 from .receive_link import ReceiveLink
@@ -51,7 +51,7 @@ class Endpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
-    def sending(self, ticket: LinkTicket, paths: Sequence[Path] = ()) -> SendLink:
+    def sending(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> SendLink:
         """The sending end of a link, which dials `paths` in the background."""
         with self._lock:
             self._require_new(ticket)
@@ -60,7 +60,7 @@ class Endpoint:
         self._attach_early(link)
         return link
 
-    def receiving(self, ticket: LinkTicket, paths: Sequence[Path] = ()) -> ReceiveLink:
+    def receiving(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> ReceiveLink:
         """The receiving end of a link; `paths` only if it is this end that dials."""
         with self._lock:
             self._require_new(ticket)

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from ..errors import ProtocolError
-from ..wire.signals import Goodbye, Ping, Pong, Progress, Signal
+from ..errors import KVProtocolError
+from ..wire.signals import Ack, Goodbye, Ping, Pong, Signal
 
 __all__ = [
+    "CloseConnection",
+    "Connection",
+    "ConnectionStatistics",
     "EndState",
     "Event",
     "FrameReady",
-    "Lane",
-    "LaneClosed",
-    "LaneStatistics",
     "LinkEnded",
     "LinkMachine",
     "LinkSettings",
@@ -124,7 +124,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneClosed:
+class CloseConnection:
     """Close this connection."""
 
     lane: int
@@ -138,11 +138,11 @@ class LinkEnded:
     reason: str
 
 
-Event = TransferEnded | TransferGranted | TransferComplete | FrameReady | Released | LaneClosed | LinkEnded
+Event = TransferEnded | TransferGranted | TransferComplete | FrameReady | Released | CloseConnection | LinkEnded
 
 
 @dataclass(frozen=True, slots=True)
-class LaneStatistics:
+class ConnectionStatistics:
     """One connection. `rate_bytes_s`: of KV confirmed in the last two seconds. `rtt_s`: None before the first pong."""
 
     lane: int
@@ -167,7 +167,7 @@ class PathStatistics:
     rtt_s: float | None
 
 
-class Lane(Generic[Item]):
+class Connection(Generic[Item]):
     """The bookkeeping of one connection. `Item`: what a reliable record carried."""
 
     def __init__(self, number: int, label: str, now: float) -> None:
@@ -200,10 +200,10 @@ class Lane(Generic[Item]):
         self.flight_bytes += size
         self.sent += 1
 
-    def confirm(self, progress: Progress, now: float) -> list[tuple[Item, int]]:
+    def confirm(self, progress: Ack, now: float) -> list[tuple[Item, int]]:
         """What the peer has newly dealt with, and its bytes. Raises ProtocolError for what it cannot have."""
         if progress.records > self.sent:
-            raise ProtocolError(f"{progress.records} records confirmed of {self.sent} sent")
+            raise KVProtocolError(f"{progress.records} records confirmed of {self.sent} sent")
         done: list[tuple[Item, int]] = []
         while self.confirmed < progress.records:
             item, size, _ = self.flight.popleft()
@@ -248,8 +248,8 @@ class Lane(Generic[Item]):
         seconds = min(_WINDOW_S, max(now - began, _SAMPLE_S))
         return (self._peer_bytes - base) / seconds
 
-    def statistics(self, now: float) -> LaneStatistics:
-        return LaneStatistics(
+    def statistics(self, now: float) -> ConnectionStatistics:
+        return ConnectionStatistics(
             lane=self.number,
             label=self.label,
             retired=self.retired,
@@ -275,7 +275,7 @@ class LinkMachine(ABC, Generic[Item]):
 
     def __init__(self, settings: LinkSettings, lease_s: float, now: float) -> None:
         self.settings = settings
-        self.lanes: dict[int, Lane[Item]] = {}
+        self.lanes: dict[int, Connection[Item]] = {}
         self.ended: str | None = None
         self._lease_s = lease_s
         self._used_at = now
@@ -289,7 +289,7 @@ class LinkMachine(ABC, Generic[Item]):
     def connected(self, label: str, now: float) -> int:
         """A connection has authenticated. Its number, for all other calls."""
         self._next_lane += 1
-        self.lanes[self._next_lane] = Lane(self._next_lane, label, now)
+        self.lanes[self._next_lane] = Connection(self._next_lane, label, now)
         return self._next_lane
 
     def lost(self, number: int, now: float) -> None:
@@ -307,7 +307,7 @@ class LinkMachine(ABC, Generic[Item]):
     def retire(self, number: int, reason: str, now: float) -> None:
         """Take a connection out of use: it is closed and what it had not confirmed goes to the others."""
         if number in self.lanes:
-            self._events.append(LaneClosed(number, reason))
+            self._events.append(CloseConnection(number, reason))
             self.lost(number, now)
 
     def heard(self, number: int, count: int, now: float) -> None:
@@ -323,12 +323,12 @@ class LinkMachine(ABC, Generic[Item]):
         if lane is None or self.ended is not None:
             return
         match signal:
-            case Progress():
+            case Ack():
                 for item, size in lane.confirm(signal, now):
                     self._confirmed(lane, item, size, now)
             case Ping(token):
                 if len(lane.owed) >= _MAX_OWED_PONGS:
-                    raise ProtocolError("pings come faster than they can be answered")
+                    raise KVProtocolError("pings come faster than they can be answered")
                 lane.owed.append(token)
             case Pong(token):
                 lane.pong(token, now)
@@ -349,7 +349,7 @@ class LinkMachine(ABC, Generic[Item]):
             return Pong(lane.owed.popleft())
         if self.progress_due(lane, now):
             lane.told, lane.bytes_told, lane.told_at = lane.handled, lane.bytes_in, now
-            return Progress(lane.handled, lane.bytes_in)
+            return Ack(lane.handled, lane.bytes_in)
         if now - lane.pinged_at >= self.settings.ping_s:
             return lane.ping(now)
         return self._next_item(lane, now)
@@ -382,7 +382,7 @@ class LinkMachine(ABC, Generic[Item]):
         """End the link from this side: open transfers fail, each connection says goodbye."""
         self._end(reason or "closed by this side")
 
-    def violated(self, error: ProtocolError) -> None:
+    def violated(self, error: KVProtocolError) -> None:
         """The peer, under its own key, has said what it must not: the link is over."""
         self._end(f"protocol violation by the other side: {error}")
 
@@ -397,13 +397,13 @@ class LinkMachine(ABC, Generic[Item]):
     def has_events(self) -> bool:
         return bool(self._events)
 
-    def progress_due(self, lane: Lane[Item], now: float) -> bool:
+    def progress_due(self, lane: Connection[Item], now: float) -> bool:
         """Whether to say what has been dealt with: at once when it is much or the last for now, else soon."""
         if lane.handled == lane.told:
             return lane.bytes_in - lane.bytes_told >= 1 << 17 and now - lane.told_at >= _SAMPLE_S
         return True
 
-    def lane_statistics(self, now: float) -> tuple[LaneStatistics, ...]:
+    def lane_statistics(self, now: float) -> tuple[ConnectionStatistics, ...]:
         return tuple(lane.statistics(now) for lane in self.lanes.values())
 
     def path_statistics(self, now: float) -> dict[str, PathStatistics]:
@@ -426,7 +426,7 @@ class LinkMachine(ABC, Generic[Item]):
     # ---- what depends on who sends --------------------------------------------------------------------------
 
     @abstractmethod
-    def _next_item(self, lane: Lane[Item], now: float) -> Signal | None:
+    def _next_item(self, lane: Connection[Item], now: float) -> Signal | None:
         """The next reliable record for a connection."""
 
     @abstractmethod
@@ -434,7 +434,7 @@ class LinkMachine(ABC, Generic[Item]):
         """A reliable signal has arrived. Raises ProtocolError for one that this end must not get."""
 
     @abstractmethod
-    def _confirmed(self, lane: Lane[Item], item: Item, size: int, now: float) -> None:
+    def _confirmed(self, lane: Connection[Item], item: Item, size: int, now: float) -> None:
         """The peer has dealt with an item."""
 
     @abstractmethod
@@ -445,7 +445,7 @@ class LinkMachine(ABC, Generic[Item]):
     def _overdue(self, item: Item) -> None:
         """An item has not been confirmed for `hedge_s`; it may be said once more on another connection."""
 
-    def _prompt(self, lane: Lane[Item], now: float) -> bool:
+    def _prompt(self, lane: Connection[Item], now: float) -> bool:
         """Whether a connection is to be trusted with a word: not when it is late while another is not."""
         late = now - self.settings.hedge_s
         if not lane.flight or lane.flight[0][2] > late:
@@ -488,7 +488,7 @@ class LinkMachine(ABC, Generic[Item]):
         self.ended = reason
         self._events.append(LinkEnded(reason))
 
-    def _goodbye(self, lane: Lane[Item]) -> Signal | None:
+    def _goodbye(self, lane: Connection[Item]) -> Signal | None:
         if lane.goodbye_said:
             return None
         lane.goodbye_said = True

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from ..errors import ProtocolError, TransferError
-from ..wire.channel import Channel, LinkHello, Role
+from ..errors import KVProtocolError, TransferError
+from ..wire.channel import Channel, LinkHello, LinkRole
 from ..wire.signals import Chunk, Signal
 from ..wire.sockets import dial, explain, fresh_nonce, hang_up, round_trip_s, shake_hands, tune
 from ..wire.tickets import LinkTicket
-from .dialling import Attempt, Dialler, Path
-from .lanes import Event, LaneClosed, LaneStatistics, LinkEnded, LinkMachine, PathStatistics, Released
+from .dialling import DialAttempt, Dialler, DialPath
+from .lanes import CloseConnection, ConnectionStatistics, Event, LinkEnded, LinkMachine, PathStatistics, Released
 
-__all__ = ["LinkRim", "LinkStatistics", "Wire"]
+__all__ = ["LinkConnection", "LinkStatistics", "ThreadedLink"]
 
 _GOODBYE_S = 0.5
 _JOIN_S = 5.0
@@ -42,7 +42,7 @@ class LinkStatistics:
     link: str
     ended: str | None
     transfers: int
-    connections: tuple[LaneStatistics, ...]
+    connections: tuple[ConnectionStatistics, ...]
     paths: dict[str, PathStatistics]
     bytes_sent: int
     bytes_received: int
@@ -51,7 +51,7 @@ class LinkStatistics:
     failures: dict[str, str]
 
 
-class Wire:
+class LinkConnection:
     """An authenticated connection: its socket, its channel, and its number in the machine."""
 
     def __init__(self, number: int, sock: socket.socket, channel: Channel, slot: int | None) -> None:
@@ -70,16 +70,16 @@ class Wire:
         self.poll.register(sock, select.POLLIN)
 
 
-class LinkRim(ABC):
+class ThreadedLink(ABC):
     """One end of a link. Use as a context manager, or `close`."""
 
-    _role: Role
+    _role: LinkRole
 
     def __init__(
         self,
         ticket: LinkTicket,
         machine: LinkMachine[Any],
-        paths: Sequence[Path],
+        paths: Sequence[DialPath],
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -91,7 +91,7 @@ class LinkRim(ABC):
         self._work = threading.Condition(self._lock)  # for threads that send
         self._changed = threading.Condition(self._lock)  # for callers
         self._timer = threading.Condition(self._lock)
-        self._wires: dict[int, Wire] = {}
+        self._wires: dict[int, LinkConnection] = {}
         self._raw: set[socket.socket] = set()  # not authenticated yet
         self._threads: set[threading.Thread] = set()
         self._dialler = Dialler(rng or random.Random())
@@ -130,7 +130,7 @@ class LinkRim(ABC):
             self._raw.add(sock)
             self._start(self._serve, "accept", sock, hello)
 
-    def set_paths(self, paths: Sequence[Path]) -> None:
+    def set_paths(self, paths: Sequence[DialPath]) -> None:
         """Carry everything over these paths from now on, also what is under way: connections of other paths are
         closed as soon as one of these is up, and what they had not confirmed is sent again."""
         with self._lock:
@@ -190,7 +190,7 @@ class LinkRim(ABC):
         later.append(release)
 
     @abstractmethod
-    def _began(self, wire: Wire) -> None:
+    def _began(self, wire: LinkConnection) -> None:
         """A connection has joined, under the lock."""
 
     def _send_soon(self) -> None:  # noqa: B027 (not every end has a use for it)
@@ -199,10 +199,10 @@ class LinkRim(ABC):
     def _flush(self) -> None:  # noqa: B027 (not every end has a use for it)
         """The same, the lock released."""
 
-    def _chunk(self, wire: Wire, chunk: Chunk, now: float) -> None:
-        raise ProtocolError("a chunk does not come from a receiver")
+    def _chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
+        raise KVProtocolError("a chunk does not come from a receiver")
 
-    def _before_read(self, wire: Wire) -> None:  # noqa: B027 (not every end has a use for it)
+    def _before_read(self, wire: LinkConnection) -> None:  # noqa: B027 (not every end has a use for it)
         """The reading thread of a connection has dealt with everything that has come."""
 
     # ---- threads --------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class LinkRim(ABC):
         """Act on the machine's events, under the lock."""
         for event in self._machine.events():
             match event:
-                case LaneClosed(lane):
+                case CloseConnection(lane):
                     wire = self._wires.get(lane)
                     if wire is not None:
                         hang_up(wire.sock)
@@ -288,7 +288,7 @@ class LinkRim(ABC):
     def _on_time(self) -> None:  # noqa: B027 (not every end has a use for it)
         """Keepalive and what else is due, outside the lock."""
 
-    def _dial(self, attempt: Attempt) -> None:
+    def _dial(self, attempt: DialAttempt) -> None:
         patience = self._machine.settings.authenticate_s
         try:
             sock = dial(attempt.path, patience)
@@ -311,9 +311,9 @@ class LinkRim(ABC):
             self._dialler.down(slot, reason, self._clock())
             self._timer.notify_all()
 
-    def _serve(self, sock: socket.socket, hello: LinkHello | None, attempt: Attempt | None = None) -> None:
+    def _serve(self, sock: socket.socket, hello: LinkHello | None, attempt: DialAttempt | None = None) -> None:
         """A connection from its handshake to its end."""
-        wire: Wire | None = None
+        wire: LinkConnection | None = None
         reason = ""
         try:
             if attempt is None:
@@ -331,7 +331,7 @@ class LinkRim(ABC):
         finally:
             self._part(sock, wire, attempt, reason)
 
-    def _join(self, sock: socket.socket, channel: Channel, attempt: Attempt | None) -> Wire | None:
+    def _join(self, sock: socket.socket, channel: Channel, attempt: DialAttempt | None) -> LinkConnection | None:
         with self._acting() as now:
             self._raw.discard(sock)
             if self._closed:
@@ -340,14 +340,14 @@ class LinkRim(ABC):
             if attempt is not None and not self._dialler.up(attempt.slot, number):
                 self._machine.lost(number, now)
                 return None
-            wire = Wire(number, sock, channel, None if attempt is None else attempt.slot)
+            wire = LinkConnection(number, sock, channel, None if attempt is None else attempt.slot)
             self._wires[number] = wire
             self._began(wire)
             self._changed.notify_all()
             self._timer.notify_all()
             return wire
 
-    def _read(self, wire: Wire) -> None:
+    def _read(self, wire: LinkConnection) -> None:
         """Read until the connection ends. Raises what ended it; what the peer may not say ends the link first."""
         sock, channel, machine = wire.sock, wire.channel, self._machine
         try:
@@ -365,18 +365,18 @@ class LinkRim(ABC):
                         self._chunk(wire, signal, now)
                     else:
                         self._word(wire, signal, now)
-        except ProtocolError as error:
+        except KVProtocolError as error:
             if not channel.damaged:
                 with self._acting():
                     machine.violated(error)
             raise
 
-    def _word(self, wire: Wire, signal: Signal, now: float) -> None:
+    def _word(self, wire: LinkConnection, signal: Signal, now: float) -> None:
         """Anything but a chunk."""
         with self._acting():
             self._machine.received(wire.number, signal, now)
 
-    def _part(self, sock: socket.socket, wire: Wire | None, attempt: Attempt | None, reason: str) -> None:
+    def _part(self, sock: socket.socket, wire: LinkConnection | None, attempt: DialAttempt | None, reason: str) -> None:
         """The connection is over: the machine is told first, then the number of its socket is given back."""
         hang_up(sock)
         with self._acting() as now:

@@ -9,18 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from ..errors import ProtocolError, TransferAborted, TransferError, TransferTimeout
-from ..wire.channel import Role
+from ..errors import KVProtocolError, TransferAborted, TransferError, TransferTimeout
+from ..wire.channel import LinkRole
 from ..wire.frames import KVFrame
 from ..wire.signals import Chunk, Signal, frame_of
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
-from .dialling import Path
+from .dialling import DialPath
 from .lanes import EndState, Event, FrameReady, LinkSettings, TransferComplete, TransferEnded
-from .links import LinkRim, Wire
+from .links import LinkConnection, ThreadedLink
 from .receiving import ReceiveMachine, ReceiveProgress
 
-__all__ = ["DEFAULT_WINDOW_BYTES", "Incoming", "ReceiveLink"]
+__all__ = ["DEFAULT_WINDOW_BYTES", "IncomingTransfer", "ReceiveLink"]
 
 DEFAULT_WINDOW_BYTES = 64 * 1024 * 1024
 _CHUNKS_PER_PROGRESS = 4
@@ -57,7 +57,7 @@ class _BufferPool:
             self._free.setdefault(len(buffer), []).append(buffer)
 
 
-class Incoming:
+class IncomingTransfer:
     """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends exactly once."""
 
     def __init__(self, link: ReceiveLink, ticket: TransferTicket, on_ready: Callable[[], None] | None) -> None:
@@ -72,7 +72,9 @@ class Incoming:
         self._last: ReceiveProgress | None = None
 
     def __repr__(self) -> str:
-        return f"<Incoming {self.ticket.transfer.hex()[:8]} {self._state}{' complete' if self._complete else ''}>"
+        return (
+            f"<IncomingTransfer {self.ticket.transfer.hex()[:8]} {self._state}{' complete' if self._complete else ''}>"
+        )
 
     @property
     def state(self) -> EndState:
@@ -154,15 +156,15 @@ class Incoming:
         return self._on_ready or (lambda: None)
 
 
-class ReceiveLink(LinkRim):
+class ReceiveLink(ThreadedLink):
     """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial itself."""
 
-    _role = Role.RECEIVER
+    _role = LinkRole.RECEIVER
 
     def __init__(
         self,
         ticket: LinkTicket,
-        paths: Sequence[Path] = (),
+        paths: Sequence[DialPath] = (),
         *,
         settings: LinkSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -171,10 +173,10 @@ class ReceiveLink(LinkRim):
         self._pool = _BufferPool(_POOLED_BYTES)
         settings = LinkSettings() if settings is None else settings
         self._receiver = ReceiveMachine(settings, ticket.lease_s, clock(), self._pool.take)
-        self._transfers: dict[bytes, Incoming] = {}
+        self._transfers: dict[bytes, IncomingTransfer] = {}
         super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
 
-    def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> Incoming:
+    def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
         """A transfer will come. `on_ready` is called by a thread of the link, that must not be held up, whenever a
         frame has become whole or the transfer has ended.
 
@@ -182,7 +184,7 @@ class ReceiveLink(LinkRim):
         """
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
-        incoming = Incoming(self, ticket, on_ready)
+        incoming = IncomingTransfer(self, ticket, on_ready)
         with self._acting() as now:
             self._receiver.expect(ticket.transfer, now + ticket.deadline_s, now)
             self._transfers[ticket.transfer] = incoming
@@ -191,30 +193,30 @@ class ReceiveLink(LinkRim):
 
     # ---- for Incoming ---------------------------------------------------------------------------------------
 
-    def grant(self, incoming: Incoming, window_bytes: int, first: int) -> None:
-        """See `Incoming.grant`."""
+    def grant(self, incoming: IncomingTransfer, window_bytes: int, first: int) -> None:
+        """See `IncomingTransfer.grant`."""
         with self._acting():
             self._receiver.grant(incoming.ticket.transfer, window_bytes, first)
 
-    def consumed(self, incoming: Incoming, frame: int) -> None:
-        """See `Incoming.consumed`."""
+    def consumed(self, incoming: IncomingTransfer, frame: int) -> None:
+        """See `IncomingTransfer.consumed`."""
         with self._acting():
             memory = self._receiver.consumed(incoming.ticket.transfer, frame)
             if memory is not None:
                 self._pool.give(memory)
 
-    def acknowledge(self, incoming: Incoming) -> None:
-        """See `Incoming.acknowledge`."""
+    def acknowledge(self, incoming: IncomingTransfer) -> None:
+        """See `IncomingTransfer.acknowledge`."""
         with self._acting():
             self._receiver.acknowledge(incoming.ticket.transfer)
 
-    def abort(self, incoming: Incoming, reason: str) -> None:
-        """See `Incoming.abort`."""
+    def abort(self, incoming: IncomingTransfer, reason: str) -> None:
+        """See `IncomingTransfer.abort`."""
         with self._acting():
             self._receiver.abort(incoming.ticket.transfer, reason)
 
-    def progress(self, incoming: Incoming) -> ReceiveProgress:
-        """See `Incoming.progress`."""
+    def progress(self, incoming: IncomingTransfer) -> ReceiveProgress:
+        """See `IncomingTransfer.progress`."""
         with self._lock:
             progress = self._receiver.progress(incoming.ticket.transfer)
         last = incoming._last  # noqa: SLF001 (ended between the two looks)
@@ -251,10 +253,10 @@ class ReceiveLink(LinkRim):
         if call is not None:
             later.append(call)
 
-    def _began(self, wire: Wire) -> None:
+    def _began(self, wire: LinkConnection) -> None:
         wire.scratch = memoryview(bytearray(self._receiver.settings.chunk_bytes))
 
-    def _chunk(self, wire: Wire, chunk: Chunk, now: float) -> None:
+    def _chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
         with self._lock:
             placement = self._receiver.place(wire.number, chunk, now)
         if placement is None:
@@ -266,7 +268,7 @@ class ReceiveLink(LinkRim):
             return
         try:
             wire.channel.open_payload(placement.into)
-        except ProtocolError:
+        except KVProtocolError:
             with self._acting():
                 self._receiver.spoiled(placement)
             raise
@@ -294,7 +296,7 @@ class ReceiveLink(LinkRim):
         for wire in wires:
             self._pump(wire)
 
-    def _before_read(self, wire: Wire) -> None:
+    def _before_read(self, wire: LinkConnection) -> None:
         """Confirm what has come: not each chunk while they come fast, but at once when no more does."""
         lane = self._receiver.lanes.get(wire.number)
         if lane is None:
@@ -314,7 +316,7 @@ class ReceiveLink(LinkRim):
             # it wakes a reader only when as much as the mark is in the queue.
             wire.poll.poll()
 
-    def _mark(self, wire: Wire) -> None:
+    def _mark(self, wire: LinkConnection) -> None:
         """Let the kernel wake this thread when it is worth it. Each waking costs both sides more than the reading:
         while chunks come fast it sleeps until one is whole, else the sender is to hear of every 128 KiB."""
         now = self._clock()
@@ -326,7 +328,7 @@ class ReceiveLink(LinkRim):
             wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
             wire.wakes_at = enough
 
-    def _pump(self, wire: Wire) -> None:
+    def _pump(self, wire: LinkConnection) -> None:
         """Send what there is. It is little, and goes without waiting: a sender that lets this pile up is gone."""
         with wire.sending:
             with self._lock:

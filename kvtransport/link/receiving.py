@@ -20,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ProtocolError, TransferError
+from ..errors import KVProtocolError, TransferError
 from ..wire.frames import MAX_PAYLOAD_BYTES
 from ..wire.signals import MAX_CHUNK_BYTES, Abort, Chunk, Credit, End, Result, Signal, frame_of
-from .lanes import EndState, FrameReady, Lane, LinkMachine, LinkSettings, TransferComplete, TransferEnded
+from .lanes import Connection, EndState, FrameReady, LinkMachine, LinkSettings, TransferComplete, TransferEnded
 from .sending import FRAME_CHARGE, MAX_FRAMES_AHEAD
 
-__all__ = ["MIN_WINDOW_BYTES", "Placement", "ReceiveMachine", "ReceiveProgress"]
+__all__ = ["MIN_WINDOW_BYTES", "ChunkPlacement", "ReceiveMachine", "ReceiveProgress"]
 
 MIN_WINDOW_BYTES = MAX_CHUNK_BYTES + FRAME_CHARGE
 _MAX_REMEMBERED = 1024
@@ -55,7 +55,7 @@ class _Frame:
 
 
 @dataclass(slots=True)
-class Placement:
+class ChunkPlacement:
     """Where a chunk is to be decrypted. Exactly one of `placed` and `spoiled` must follow."""
 
     transfer: bytes
@@ -145,7 +145,7 @@ class ReceiveMachine(LinkMachine[Word]):
     def expect(self, transfer: bytes, deadline: float, now: float) -> None:
         """A transfer will come, and must have ended by `deadline`. Raises TransferError if the link is over."""
         if transfer in self._transfers or transfer in self._over:
-            raise ProtocolError(f"transfer {transfer.hex()} has been used before")
+            raise KVProtocolError(f"transfer {transfer.hex()} has been used before")
         if self.ended is not None:
             raise TransferError(f"the link is over: {self.ended}")
         self._transfers[transfer] = _Incoming(transfer, deadline, now)
@@ -180,7 +180,7 @@ class ReceiveMachine(LinkMachine[Word]):
         if incoming is None:
             return
         if not incoming.complete:
-            raise ProtocolError("not everything has arrived: there is nothing to acknowledge")
+            raise KVProtocolError("not everything has arrived: there is nothing to acknowledge")
         self._settle(incoming, EndState("delivered"))
         self._tell(transfer, Result(transfer, True, ""))
 
@@ -230,14 +230,14 @@ class ReceiveMachine(LinkMachine[Word]):
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 
-    def place(self, number: int, chunk: Chunk, now: float) -> Placement | None:
+    def place(self, number: int, chunk: Chunk, now: float) -> ChunkPlacement | None:
         """Where the payload of a chunk belongs. None: decrypt it anywhere, then say `dropped`."""
         lane, incoming = self.lanes.get(number), self._transfers.get(chunk.transfer)
         if lane is None or self.ended is not None:
             return None
         if incoming is None:
             if chunk.transfer not in self._over:
-                raise ProtocolError("a chunk of a transfer that has no credit")
+                raise KVProtocolError("a chunk of a transfer that has no credit")
             return None
         if incoming.state.name != "open":
             return None
@@ -246,7 +246,7 @@ class ReceiveMachine(LinkMachine[Word]):
             return None
         frame = incoming.coming.get(chunk.frame) or self._begin(incoming, chunk)
         if (frame.total, frame.grid, frame.header) != (chunk.total, chunk.grid, chunk.header):
-            raise ProtocolError(f"frame {chunk.frame} is described in two ways")
+            raise KVProtocolError(f"frame {chunk.frame} is described in two ways")
         slot = chunk.offset >> chunk.grid
         if frame.states[slot] != _EMPTY:
             incoming.repeated += chunk.length
@@ -254,11 +254,11 @@ class ReceiveMachine(LinkMachine[Word]):
             return None
         frame.states[slot] = _CLAIMED
         incoming.first_byte_at = now if incoming.first_byte_at is None else incoming.first_byte_at
-        return Placement(
+        return ChunkPlacement(
             chunk.transfer, frame.buffer[chunk.offset : chunk.offset + chunk.length], chunk.frame, slot, frame
         )
 
-    def placed(self, number: int, placement: Placement, now: float) -> None:
+    def placed(self, number: int, placement: ChunkPlacement, now: float) -> None:
         """A chunk has been decrypted where it belongs."""
         lane, frame = self.lanes.get(number), placement._frame  # noqa: SLF001 (a value of this module)
         if lane is not None:
@@ -276,7 +276,7 @@ class ReceiveMachine(LinkMachine[Word]):
         if not frame.missing:
             self._whole(incoming, frame)
 
-    def spoiled(self, placement: Placement) -> None:
+    def spoiled(self, placement: ChunkPlacement) -> None:
         """A chunk did not open: its place is empty again. Its connection is to be given up, so it comes once more."""
         frame = placement._frame  # noqa: SLF001 (a value of this module)
         frame.states[placement.slot] = _EMPTY
@@ -304,7 +304,7 @@ class ReceiveMachine(LinkMachine[Word]):
 
     # ---- what LinkMachine asks for --------------------------------------------------------------------------
 
-    def _next_item(self, lane: Lane[Word], now: float) -> Signal | None:
+    def _next_item(self, lane: Connection[Word], now: float) -> Signal | None:
         while self._say and self._prompt(lane, now):
             (kind, transfer), _ = self._say.popitem(last=False)
             signal: Signal | None = self._results.get(transfer)
@@ -332,9 +332,9 @@ class ReceiveMachine(LinkMachine[Word]):
                 elif incoming is not None and incoming.state.name == "open":
                     self._settle(incoming, EndState("failed", text))
             case _:
-                raise ProtocolError(f"{type(signal).__name__} does not come from a sender")
+                raise KVProtocolError(f"{type(signal).__name__} does not come from a sender")
 
-    def _confirmed(self, lane: Lane[Word], item: Word, size: int, now: float) -> None:
+    def _confirmed(self, lane: Connection[Word], item: Word, size: int, now: float) -> None:
         if item.kind == "result":
             self._results.pop(item.transfer, None)
 
@@ -373,16 +373,16 @@ class ReceiveMachine(LinkMachine[Word]):
     def _begin(self, incoming: _Incoming, chunk: Chunk) -> _Frame:
         """The first chunk of a frame: everything that could be wrong with it, before memory is reserved."""
         if incoming.end is not None and chunk.frame >= incoming.end.frames:
-            raise ProtocolError(f"frame {chunk.frame} of a transfer of {incoming.end.frames}")
+            raise KVProtocolError(f"frame {chunk.frame} of a transfer of {incoming.end.frames}")
         if chunk.frame - incoming.before >= MAX_FRAMES_AHEAD:
-            raise ProtocolError(f"frame {chunk.frame} while frame {incoming.before} has not arrived")
+            raise KVProtocolError(f"frame {chunk.frame} while frame {incoming.before} has not arrived")
         charge = chunk.total + FRAME_CHARGE
         # The last frame that the limit reaches may reach beyond it: its rest waits for more credit.
         if (
             not incoming.limit_told
             or incoming.started + charge > incoming.limit_told + MAX_PAYLOAD_BYTES + FRAME_CHARGE
         ):
-            raise ProtocolError(f"frame {chunk.frame} overruns the credit of {incoming.limit_told} bytes")
+            raise KVProtocolError(f"frame {chunk.frame} overruns the credit of {incoming.limit_told} bytes")
         frame_of(chunk.header, memoryview(b"\0"))
         incoming.started += charge
         frame = incoming.coming[chunk.frame] = _Frame(chunk, self._allocate(chunk.total))
@@ -404,15 +404,15 @@ class ReceiveMachine(LinkMachine[Word]):
         incoming = self._transfers.get(end.transfer)
         if incoming is None:
             if end.transfer not in self._over:
-                raise ProtocolError("the end of a transfer that has no credit")
+                raise KVProtocolError("the end of a transfer that has no credit")
             return
         if incoming.state.name != "open":
             return
         if incoming.end is not None and incoming.end != end:
-            raise ProtocolError("a transfer ends in two ways")
+            raise KVProtocolError("a transfer ends in two ways")
         highest = max((*incoming.coming, *incoming.beyond, incoming.before - 1))
         if highest >= end.frames:
-            raise ProtocolError(f"the end of {end.frames} frames after frame {highest}")
+            raise KVProtocolError(f"the end of {end.frames} frames after frame {highest}")
         incoming.end = end
         self._check_complete(incoming)
 

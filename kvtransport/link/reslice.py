@@ -16,10 +16,10 @@ from typing import NamedTuple
 from ..errors import FiguresError
 from ..wire.frames import KVFrame
 
-__all__ = ["Piece", "Rank", "ShardLayout", "localise", "reslice"]
+__all__ = ["ShardLayout", "ShardRank", "ShardTransfer", "localise", "reslice"]
 
 
-class Rank(NamedTuple):
+class ShardRank(NamedTuple):
     """One worker of an engine: pipeline stage and place in the tensor-parallel group of that stage."""
 
     stage: int
@@ -69,17 +69,17 @@ class ShardLayout:
         return sum(self.stages)
 
     @property
-    def ranks(self) -> tuple[Rank, ...]:
+    def ranks(self) -> tuple[ShardRank, ...]:
         """All ranks, stage by stage."""
-        return tuple(Rank(stage, rank) for stage, tp in enumerate(self.tp) for rank in range(tp))
+        return tuple(ShardRank(stage, rank) for stage, tp in enumerate(self.tp) for rank in range(tp))
 
-    def layers_of(self, rank: Rank) -> range:
+    def layers_of(self, rank: ShardRank) -> range:
         """The layers of its stage."""
         self._known(rank)
         first = sum(self.stages[: rank.stage])
         return range(first, first + self.stages[rank.stage])
 
-    def heads_of(self, rank: Rank) -> range:
+    def heads_of(self, rank: ShardRank) -> range:
         """The KV heads it holds."""
         self._known(rank)
         tp = self.tp[rank.stage]
@@ -89,17 +89,17 @@ class ShardLayout:
         size = self.kv_heads // tp
         return range(rank.tp * size, (rank.tp + 1) * size)
 
-    def _known(self, rank: Rank) -> None:
+    def _known(self, rank: ShardRank) -> None:
         if not (0 <= rank.stage < len(self.stages) and 0 <= rank.tp < self.tp[rank.stage]):
             raise FiguresError(f"{rank} does not exist in {self}")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardTransfer:
     """`source` sends these heads of these layers to `target`, for all tokens."""
 
-    source: Rank
-    target: Rank
+    source: ShardRank
+    target: ShardRank
     layers: range
     heads: range
 
@@ -109,26 +109,26 @@ class Piece:
         return len(self.layers) * len(self.heads)
 
 
-def reslice(source: ShardLayout, target: ShardLayout) -> tuple[Piece, ...]:
+def reslice(source: ShardLayout, target: ShardLayout) -> tuple[ShardTransfer, ...]:
     """Everything that must be sent, in the order of source rank, then first layer, then target rank."""
     if (source.layers, source.kv_heads) != (target.layers, target.kv_heads):
         raise FiguresError(
             f"source has {source.layers} layers and {source.kv_heads} KV heads, target has {target.layers} and "
             f"{target.kv_heads}; they must be of the same model"
         )
-    holders: dict[tuple[int, range], list[Rank]] = {}  # (stage, heads) -> the ranks that hold the same
+    holders: dict[tuple[int, range], list[ShardRank]] = {}  # (stage, heads) -> the ranks that hold the same
     for rank in source.ranks:
         holders.setdefault((rank.stage, source.heads_of(rank)), []).append(rank)
-    wanted: list[tuple[tuple[int, range], Piece]] = []
+    wanted: list[tuple[tuple[int, range], ShardTransfer]] = []
     for rank in target.ranks:
         for held, ranks in holders.items():
             layers = _overlap(source.layers_of(ranks[0]), target.layers_of(rank))
             heads = _overlap(held[1], target.heads_of(rank))
             if layers and heads:
-                wanted.append((held, Piece(ranks[0], rank, layers, heads)))
+                wanted.append((held, ShardTransfer(ranks[0], rank, layers, heads)))
     # The largest first, to whoever has least to send: as even as it gets with few pieces.
-    load: Counter[Rank] = Counter()
-    pieces: list[Piece] = []
+    load: Counter[ShardRank] = Counter()
+    pieces: list[ShardTransfer] = []
     for held, piece in sorted(wanted, key=lambda item: (-item[1].size, item[1].target)):
         sender = min(holders[held], key=lambda rank: (load[rank], rank))
         load[sender] += piece.size

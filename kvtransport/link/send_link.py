@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 
 from ..errors import TransferAborted, TransferError, TransferTimeout
 from ..routing.report import TransferTimes
-from ..wire.channel import CHUNK_OVERHEAD_BYTES, Role
+from ..wire.channel import CHUNK_OVERHEAD_BYTES, LinkRole
 from ..wire.frames import KVFrame
-from ..wire.signals import Chunk, Progress, Signal
+from ..wire.signals import Ack, Chunk, Signal
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
 from .budget import ByteBudget
-from .dialling import Path
+from .dialling import DialPath
 from .lanes import EndState, Event, LinkSettings, TransferEnded, TransferGranted
-from .links import LinkRim, Wire
+from .links import LinkConnection, ThreadedLink
 from .sending import SendMachine, SendProgress
 
-__all__ = ["Outgoing", "SendLink"]
+__all__ = ["OutgoingTransfer", "SendLink"]
 
-OnEnd = Callable[["Outgoing", EndState], None]
+OnEnd = Callable[["OutgoingTransfer", EndState], None]
 
 
-class Outgoing:
+class OutgoingTransfer:
     """The sending end of one transfer. Any thread may use it; it ends exactly once."""
 
     def __init__(self, link: SendLink, ticket: TransferTicket, on_end: OnEnd | None) -> None:
@@ -41,7 +41,7 @@ class Outgoing:
         self._ended_at: float | None = None
 
     def __repr__(self) -> str:
-        return f"<Outgoing {self.ticket.transfer.hex()[:8]} {self._state}>"
+        return f"<OutgoingTransfer {self.ticket.transfer.hex()[:8]} {self._state}>"
 
     @property
     def state(self) -> EndState:
@@ -117,15 +117,15 @@ class Outgoing:
         return tell
 
 
-class SendLink(LinkRim):
+class SendLink(ThreadedLink):
     """Warm connections to one receiving process, shared by all transfers to it."""
 
-    _role = Role.SENDER
+    _role = LinkRole.SENDER
 
     def __init__(
         self,
         ticket: LinkTicket,
-        paths: Sequence[Path] = (),
+        paths: Sequence[DialPath] = (),
         *,
         settings: LinkSettings | None = None,
         budget: ByteBudget | None = None,
@@ -136,21 +136,21 @@ class SendLink(LinkRim):
         self._sender = SendMachine(settings, ticket.lease_s, clock())
         self._budget = ByteBudget(settings.limit_bytes) if budget is None else budget
         self._budgeted = 0
-        self._transfers: dict[bytes, Outgoing] = {}
+        self._transfers: dict[bytes, OutgoingTransfer] = {}
         self._idle = 0
         self._picked = 0  # chunks that were given to connections, all in all
         self._sealing: dict[int, int] = {}  # connection -> number of the chunk whose memory it reads now
         self._unsealed: list[tuple[int, Callable[[], None]]] = []  # releases that wait for chunks up to a number
         super().__init__(ticket, self._sender, paths, clock=clock, rng=rng)
 
-    def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> Outgoing:
+    def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
         """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that must not be held up.
 
         Raises TransferError if the link is over or the ticket is of another link.
         """
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
-        outgoing = Outgoing(self, ticket, on_end)
+        outgoing = OutgoingTransfer(self, ticket, on_end)
         with self._acting() as now:
             self._sender.open(ticket.transfer, now + ticket.deadline_s, now)
             self._transfers[ticket.transfer] = outgoing
@@ -160,9 +160,9 @@ class SendLink(LinkRim):
     # ---- for Outgoing ---------------------------------------------------------------------------------------
 
     def push(
-        self, outgoing: Outgoing, frame: KVFrame, release: Callable[[], None] | None, timeout: float | None
+        self, outgoing: OutgoingTransfer, frame: KVFrame, release: Callable[[], None] | None, timeout: float | None
     ) -> None:
-        """See `Outgoing.send`."""
+        """See `OutgoingTransfer.send`."""
         size = memoryview(frame.payload).nbytes
         if not self._budget.take(size, timeout or 0.0, lambda: outgoing.state.name == "open"):
             if timeout is None:
@@ -176,19 +176,19 @@ class SendLink(LinkRim):
         if not taken:
             self._refuse(outgoing, release)
 
-    def finish(self, outgoing: Outgoing, tokens: int) -> float:
-        """See `Outgoing.finish`. Returns when that was."""
+    def finish(self, outgoing: OutgoingTransfer, tokens: int) -> float:
+        """See `OutgoingTransfer.finish`. Returns when that was."""
         with self._acting() as now:
             self._sender.finish(outgoing.ticket.transfer, tokens)
         return now
 
-    def abort(self, outgoing: Outgoing, reason: str) -> None:
-        """See `Outgoing.abort`."""
+    def abort(self, outgoing: OutgoingTransfer, reason: str) -> None:
+        """See `OutgoingTransfer.abort`."""
         with self._acting():
             self._sender.abort(outgoing.ticket.transfer, reason)
 
-    def progress(self, outgoing: Outgoing) -> SendProgress:
-        """See `Outgoing.progress`."""
+    def progress(self, outgoing: OutgoingTransfer) -> SendProgress:
+        """See `OutgoingTransfer.progress`."""
         with self._lock:
             progress = self._sender.progress(outgoing.ticket.transfer, self._clock())
         last = outgoing._last  # noqa: SLF001 (ended between the two looks)
@@ -206,7 +206,7 @@ class SendLink(LinkRim):
             if self._budgeted != self._sender.bytes_held:
                 raise AssertionError(f"{self._budgeted} bytes of the budget for {self._sender.bytes_held} held")
 
-    def _refuse(self, outgoing: Outgoing, release: Callable[[], None] | None) -> None:
+    def _refuse(self, outgoing: OutgoingTransfer, release: Callable[[], None] | None) -> None:
         if release is not None:
             release()
         raise TransferAborted(outgoing.state.reason or "the transfer has ended")
@@ -256,28 +256,28 @@ class SendLink(LinkRim):
             # Chunks go to whoever wakes; words only to connections that are not late.
             self._work.notify(len(self._wires) if self._sender.has_words else 1)
 
-    def _began(self, wire: Wire) -> None:
+    def _began(self, wire: LinkConnection) -> None:
         wire.writer = self._start(self._write, "write", wire)
 
     def _on_time(self) -> None:
         with self._work:
             self._work.notify_all()
 
-    def _word(self, wire: Wire, signal: Signal, now: float) -> None:
+    def _word(self, wire: LinkConnection, signal: Signal, now: float) -> None:
         super()._word(wire, signal, now)
-        if type(signal) is not Progress:
+        if type(signal) is not Ack:
             # Something has to be said on this very connection: a pong, a confirmation.
             with self._work:
                 self._work.notify_all()
 
-    def _write(self, wire: Wire) -> None:
+    def _write(self, wire: LinkConnection) -> None:
         try:
             while self._write_one(wire):
                 pass
         except OSError:
             hang_up(wire.sock)  # its reading thread sees to the rest
 
-    def _write_one(self, wire: Wire) -> bool:
+    def _write_one(self, wire: LinkConnection) -> bool:
         payload: memoryview | None = None
         with self._work:
             while True:

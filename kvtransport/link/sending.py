@@ -20,12 +20,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import ProtocolError, TransferError
+from ..errors import KVProtocolError, TransferError
 from ..wire.frames import KVFrame
 from ..wire.signals import Abort, Chunk, Credit, End, Result, Signal, frame_header
-from .lanes import EndState, Lane, LinkMachine, LinkSettings, Released, TransferEnded, TransferGranted
+from .lanes import Connection, EndState, LinkMachine, LinkSettings, Released, TransferEnded, TransferGranted
 
-__all__ = ["FRAME_CHARGE", "MAX_FRAMES_AHEAD", "Piece", "SendMachine", "SendProgress"]
+__all__ = ["FRAME_CHARGE", "MAX_FRAMES_AHEAD", "OutgoingChunk", "SendMachine", "SendProgress"]
 
 FRAME_CHARGE = 1024
 """What a frame costs of the credit besides its payload: the receiver keeps a record of each."""
@@ -52,7 +52,7 @@ class _Source:
         self.release = release
 
 
-class Piece:
+class OutgoingChunk:
     """One chunk of a frame, possibly on several connections at once."""
 
     __slots__ = ("copies", "done", "length", "offset", "source", "transfer")
@@ -64,6 +64,10 @@ class Piece:
         self.length = length
         self.copies = 0
         self.done = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self.done and self.source.view is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class _Outgoing:
         self.state = EndState("open")
         self.uncut: deque[_Source] = deque()
         self.held: OrderedDict[int, _Source] = OrderedDict()  # not confirmed yet
-        self.resend: deque[Piece] = deque()
+        self.resend: deque[OutgoingChunk] = deque()
         self.frames = 0
         self.tokens: int | None = None
         self.end_said = False
@@ -123,13 +127,13 @@ class _Outgoing:
         allowed = self.charged + self._charge(source, size) <= self.credit and ahead < MAX_FRAMES_AHEAD
         return size if allowed else 0
 
-    def take(self, size: int) -> Piece:
+    def take(self, size: int) -> OutgoingChunk:
         """The chunk that `next_size` has measured."""
         if self.resend:
             return self.resend.popleft()
         source = self.uncut[0]
         self.charged += self._charge(source, size)
-        piece = Piece(self, source, source.cut, size)
+        piece = OutgoingChunk(self, source, source.cut, size)
         source.cut += size
         if source.cut == source.total:
             self.uncut.popleft()
@@ -147,7 +151,7 @@ class _Word:
     repeated: bool = False
 
 
-Cargo = Piece | _Word
+Cargo = OutgoingChunk | _Word
 
 
 @dataclass(slots=True)
@@ -181,7 +185,7 @@ class SendMachine(LinkMachine[Cargo]):
     def open(self, transfer: bytes, deadline: float, now: float) -> None:
         """Begin a transfer that must have ended by `deadline`. Raises TransferError if the link is over."""
         if transfer in self._transfers or transfer in self._over:
-            raise ProtocolError(f"transfer {transfer.hex()} has been used before")
+            raise KVProtocolError(f"transfer {transfer.hex()} has been used before")
         if self.ended is not None:
             raise TransferError(f"the link is over: {self.ended}")
         outgoing = self._transfers[transfer] = _Outgoing(transfer, deadline, now)
@@ -201,7 +205,7 @@ class SendMachine(LinkMachine[Cargo]):
         if outgoing is None or outgoing.state.name != "open":
             return False
         if outgoing.tokens is not None:
-            raise ProtocolError("a frame after the end of its transfer")
+            raise KVProtocolError("a frame after the end of its transfer")
         source = _Source(outgoing.frames, frame, release)
         outgoing.frames += 1
         outgoing.uncut.append(source)
@@ -252,7 +256,7 @@ class SendMachine(LinkMachine[Cargo]):
     def payload(self, number: int) -> memoryview:
         """The bytes of the chunk that `next` has just given to a connection."""
         piece = self.lanes[number].flight[-1][0]
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, OutgoingChunk)
         assert piece.source.view is not None
         return piece.source.view[piece.offset : piece.offset + piece.length]
 
@@ -284,7 +288,7 @@ class SendMachine(LinkMachine[Cargo]):
 
     # ---- what LinkMachine asks for --------------------------------------------------------------------------
 
-    def _next_item(self, lane: Lane[Cargo], now: float) -> Signal | None:
+    def _next_item(self, lane: Connection[Cargo], now: float) -> Signal | None:
         if self._words and self._prompt(lane, now):
             word = self._words.popleft()
             lane.carries(word, 0, now)
@@ -302,7 +306,7 @@ class SendMachine(LinkMachine[Cargo]):
         grid = self.settings.chunk_bytes.bit_length() - 1
         return Chunk(transfer.id, source.index, piece.offset, source.total, grid, source.header, piece.length)
 
-    def _pull(self, now: float) -> Piece | None:
+    def _pull(self, now: float) -> OutgoingChunk | None:
         """Deficit round robin over the ring."""
         step = self.settings.chunk_bytes
         while self._ring:
@@ -323,17 +327,17 @@ class SendMachine(LinkMachine[Cargo]):
                 return piece
         return None
 
-    def _overtake(self, lane: Lane[Cargo], now: float) -> Piece | None:
+    def _overtake(self, lane: Connection[Cargo], now: float) -> OutgoingChunk | None:
         """The chunk that another connection has had longest, if that is too long and this one is idle."""
         late = now - self.settings.hedge_s
-        best: tuple[float, Piece] | None = None
+        best: tuple[float, OutgoingChunk] | None = None
         for other in self.lanes.values():
             if other is lane:
                 continue
             for item, _, sent_at in other.flight:
                 if sent_at > late or (best is not None and sent_at >= best[0]):
                     break  # they are in the order of sending
-                if isinstance(item, Piece) and item.copies == 1 and not item.done and item.source.view is not None:
+                if isinstance(item, OutgoingChunk) and item.copies == 1 and item.is_wanted:
                     best = (sent_at, item)
         if best is None:
             return None
@@ -347,7 +351,7 @@ class SendMachine(LinkMachine[Cargo]):
             case Result(transfer, delivered, reason):
                 self._result(transfer, delivered, reason, now)
             case _:
-                raise ProtocolError(f"{type(signal).__name__} does not come from a receiver")
+                raise KVProtocolError(f"{type(signal).__name__} does not come from a receiver")
 
     def _credit(self, credit: Credit, now: float) -> None:
         outgoing = self._transfers.get(credit.transfer)
@@ -379,7 +383,7 @@ class SendMachine(LinkMachine[Cargo]):
             if not delivered:
                 self._settle(outgoing, EndState("failed", f"the other side gave up: {reason}"))
             elif not outgoing.end_said:
-                raise ProtocolError("a transfer was acknowledged before its end was sent")
+                raise KVProtocolError("a transfer was acknowledged before its end was sent")
             else:
                 self._all_confirmed(outgoing, now)
                 self._settle(outgoing, EndState("delivered"))
@@ -388,7 +392,7 @@ class SendMachine(LinkMachine[Cargo]):
         """The receiver has everything, although some connections have not said so yet."""
         for lane in self.lanes.values():
             for item, size, _ in lane.flight:
-                if isinstance(item, Piece) and item.transfer is outgoing:
+                if isinstance(item, OutgoingChunk) and item.transfer is outgoing:
                     self._confirmed(lane, item, size, now)
 
     def _remember(self, transfer: bytes) -> _Early | None:
@@ -399,7 +403,7 @@ class SendMachine(LinkMachine[Cargo]):
             self._early.popitem(last=False)
         return early
 
-    def _confirmed(self, lane: Lane[Cargo], item: Cargo, size: int, now: float) -> None:
+    def _confirmed(self, lane: Connection[Cargo], item: Cargo, size: int, now: float) -> None:
         if isinstance(item, _Word):
             return
         transfer, source = item.transfer, item.source
@@ -430,7 +434,7 @@ class SendMachine(LinkMachine[Cargo]):
             item.repeated = True
             self._words.append(item)
 
-    def _count_resent(self, piece: Piece) -> None:
+    def _count_resent(self, piece: OutgoingChunk) -> None:
         piece.transfer.resent += piece.length
         self.bytes_resent += piece.length
 
@@ -458,8 +462,6 @@ class SendMachine(LinkMachine[Cargo]):
         if any(lane.flight for lane in self.lanes.values()) and len(self.lanes) > 1:
             at = min(at, now + self.settings.hedge_s / 2)
         return at
-
-    # ---- inside ---------------------------------------------------------------------------------------------
 
     def _settle(self, outgoing: _Outgoing, state: EndState) -> None:
         """The one place where a transfer ends."""

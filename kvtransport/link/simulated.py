@@ -8,12 +8,12 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..errors import ProtocolError
-from ..wire.channel import Channel, LinkHello, Role
+from ..errors import KVProtocolError
+from ..wire.channel import Channel, LinkHello, LinkRole
 from ..wire.frames import KVFrame
-from ..wire.signals import Chunk, Greeting, Signal, frame_of
+from ..wire.signals import Chunk, LinkGreeting, Signal, frame_of
 from ..wire.tickets import LinkTicket
-from .lanes import EndState, Event, FrameReady, LaneClosed, LinkSettings, Released, TransferComplete, TransferEnded
+from .lanes import CloseConnection, EndState, Event, FrameReady, LinkSettings, Released, TransferComplete, TransferEnded
 from .receiving import ReceiveMachine
 from .sending import SendMachine
 
@@ -29,10 +29,10 @@ class SimulatedWire:
     label: str
     rate: float
     delay: float
-    channels: dict[Role, Channel]
-    lanes: dict[Role, int] = field(default_factory=dict)
-    flying: dict[Role, deque[tuple[float, bytes]]] = field(default_factory=dict)  # by who sent it
-    allowance: dict[Role, float] = field(default_factory=dict)
+    channels: dict[LinkRole, Channel]
+    lanes: dict[LinkRole, int] = field(default_factory=dict)
+    flying: dict[LinkRole, deque[tuple[float, bytes]]] = field(default_factory=dict)  # by who sent it
+    allowance: dict[LinkRole, float] = field(default_factory=dict)
     alive: bool = True
     stalled: bool = False
 
@@ -50,7 +50,7 @@ class SimulatedLink:
         self.wires: list[SimulatedWire] = []
         self.arrived: dict[bytes, list[tuple[KVFrame, bytes]]] = {}
         self.complete: set[bytes] = set()
-        self.ends: dict[tuple[Role, bytes], list[EndState]] = {}
+        self.ends: dict[tuple[LinkRole, bytes], list[EndState]] = {}
         self.released = 0
         self.acknowledge = True
         self.consume = True
@@ -59,17 +59,17 @@ class SimulatedLink:
 
     def connect(self, label: str = "direct", *, rate: float = 1e7, delay: float = 0.002) -> SimulatedWire:
         """A new connection, its handshake behind it. The end that dials is drawn."""
-        dials = self.random.choice(list(Role))
-        accepts = Role(1 - dials)
+        dials = self.random.choice(list(LinkRole))
+        accepts = LinkRole(1 - dials)
         hello = LinkHello(self.ticket.link, self.random.randbytes(16), dials)
         first = Channel(self.ticket, dials, hello.nonce, label=label)
         second = Channel(self.ticket, accepts, self.random.randbytes(16), hello=hello)
         _pour(first, second.opening())
         first.next_signal()
-        _pour(second, bytes(first.seal(Greeting(label))))
+        _pour(second, bytes(first.seal(LinkGreeting(label))))
         second.next_signal()
         wire = SimulatedWire(label, rate, delay, {dials: first, accepts: second})
-        for role in Role:
+        for role in LinkRole:
             wire.lanes[role] = self.machine(role).connected(label, self.now)
             wire.flying[role] = deque()
             wire.allowance[role] = 0.0
@@ -81,12 +81,12 @@ class SimulatedLink:
         if wire.alive:
             wire.alive = False
             self.wires.remove(wire)
-            for role in Role:
+            for role in LinkRole:
                 self.machine(role).lost(wire.lanes[role], self.now)
 
-    def machine(self, role: Role) -> SendMachine | ReceiveMachine:
+    def machine(self, role: LinkRole) -> SendMachine | ReceiveMachine:
         """That end's machine."""
-        return self.sender if role is Role.SENDER else self.receiver
+        return self.sender if role is LinkRole.SENDER else self.receiver
 
     # ---- time -----------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class SimulatedLink:
             machine.tick(self.now)
         self.settle()
         for wire in self.random.sample(self.wires, len(self.wires)):
-            for role in Role:
+            for role in LinkRole:
                 if wire.alive and not wire.stalled:
                     self._transmit(wire, role)
                     self._deliver(wire, role)
@@ -117,7 +117,7 @@ class SimulatedLink:
 
     def settle(self) -> None:
         """Act on the events of both machines as a rim would."""
-        while events := [*self._tagged(Role.SENDER), *self._tagged(Role.RECEIVER)]:
+        while events := [*self._tagged(LinkRole.SENDER), *self._tagged(LinkRole.RECEIVER)]:
             for role, event in events:
                 self._handle(role, event)
 
@@ -129,16 +129,20 @@ class SimulatedLink:
             if len(states) != 1:
                 raise AssertionError(f"{key} ended {len(states)} times: {states}")
         for (role, transfer), states in self.ends.items():
-            there = self.ends.get((Role.RECEIVER, transfer))
-            if role is Role.SENDER and states[0].name == "delivered" and (not there or there[0].name != "delivered"):
+            there = self.ends.get((LinkRole.RECEIVER, transfer))
+            if (
+                role is LinkRole.SENDER
+                and states[0].name == "delivered"
+                and (not there or there[0].name != "delivered")
+            ):
                 raise AssertionError(f"{transfer.hex()} is delivered at its sender and {there} at its receiver")
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _tagged(self, role: Role) -> list[tuple[Role, Event]]:
+    def _tagged(self, role: LinkRole) -> list[tuple[LinkRole, Event]]:
         return [(role, event) for event in self.machine(role).events()]
 
-    def _handle(self, role: Role, event: Event) -> None:
+    def _handle(self, role: LinkRole, event: Event) -> None:
         match event:
             case TransferEnded(transfer, state):
                 self.ends.setdefault((role, transfer), []).append(state)
@@ -153,11 +157,11 @@ class SimulatedLink:
                     self.receiver.acknowledge(transfer)
             case Released():
                 self.released += 1
-            case LaneClosed(lane):
+            case CloseConnection(lane):
                 for wire in [wire for wire in self.wires if wire.lanes[role] == lane]:
                     self.kill(wire)
 
-    def _transmit(self, wire: SimulatedWire, role: Role) -> None:
+    def _transmit(self, wire: SimulatedWire, role: LinkRole) -> None:
         """Seal as many records as the rate of the connection allows in one step, at least one when it is idle."""
         wire.allowance[role] = min(wire.allowance[role] + wire.rate * _STEP_S, max(wire.rate * _STEP_S, 1.0))
         machine, channel = self.machine(role), wire.channels[role]
@@ -170,9 +174,9 @@ class SimulatedLink:
             wire.allowance[role] -= len(data)
             wire.flying[role].append((self.now + wire.delay + len(data) / wire.rate, data))
 
-    def _deliver(self, wire: SimulatedWire, role: Role) -> None:
+    def _deliver(self, wire: SimulatedWire, role: LinkRole) -> None:
         """What `role` has sent and is due arrives at the other end, in pieces."""
-        there = Role(1 - role)
+        there = LinkRole(1 - role)
         while wire.alive and wire.flying[role] and wire.flying[role][0][0] <= self.now:
             data = memoryview(wire.flying[role].popleft()[1])
             while data and wire.alive:
@@ -181,7 +185,7 @@ class SimulatedLink:
                 data = data[len(piece) :]
                 self._arrive(wire, there, piece)
 
-    def _arrive(self, wire: SimulatedWire, role: Role, piece: memoryview) -> None:
+    def _arrive(self, wire: SimulatedWire, role: LinkRole, piece: memoryview) -> None:
         channel, machine = wire.channels[role], self.machine(role)
         wire.channels[role].space()[: len(piece)] = piece
         channel.received(len(piece))
@@ -189,17 +193,17 @@ class SimulatedLink:
         try:
             while (signal := channel.next_signal()) is not None:
                 self._signal(wire, role, signal)
-        except ProtocolError as error:
+        except KVProtocolError as error:
             if not channel.damaged:
                 machine.violated(error)
             self.kill(wire)
 
-    def _signal(self, wire: SimulatedWire, role: Role, signal: Signal) -> None:
+    def _signal(self, wire: SimulatedWire, role: LinkRole, signal: Signal) -> None:
         if not isinstance(signal, Chunk):
             self.machine(role).received(wire.lanes[role], signal, self.now)
             return
-        if role is Role.SENDER:
-            raise ProtocolError("a chunk does not come from a receiver")
+        if role is LinkRole.SENDER:
+            raise KVProtocolError("a chunk does not come from a receiver")
         placement = self.receiver.place(wire.lanes[role], signal, self.now)
         if placement is None:
             wire.channels[role].open_payload(bytearray(signal.length))
@@ -207,7 +211,7 @@ class SimulatedLink:
             return
         try:
             wire.channels[role].open_payload(placement.into)
-        except ProtocolError:
+        except KVProtocolError:
             self.receiver.spoiled(placement)
             raise
         self.receiver.placed(wire.lanes[role], placement, self.now)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
 
-from ..errors import ConnectionClosed, ProtocolError, TransferTimeout
+from ..errors import ConnectionClosed, KVProtocolError, TransferTimeout
 from ..wire.sockets import hang_up, receive_exactly
 from .burst_meter import BurstMeter
 from .burst_ticket import (
@@ -104,10 +104,10 @@ class BurstGate:
             hello.check(self.ticket)
             with self._lock:
                 if self._over or hello.index in self._socks:
-                    raise ProtocolError(f"burst connection {hello.index} comes twice or too late")
+                    raise KVProtocolError(f"burst connection {hello.index} comes twice or too late")
                 self._socks[hello.index] = sock
                 self._lock.notify_all()
-        except ProtocolError:
+        except KVProtocolError:
             sock.close()
             raise
 
@@ -166,7 +166,7 @@ def accept_burst(listener: socket.socket, ticket: BurstTicket, timeout: float) -
                 break
             try:
                 gate.attach(sock, read_burst_hello(sock, min(left, 2.0)))
-            except (ProtocolError, ConnectionClosed, TransferTimeout):
+            except (KVProtocolError, ConnectionClosed, TransferTimeout):
                 sock.close()
                 continue
             if gate.complete:

@@ -19,7 +19,7 @@ from math import isfinite
 
 import msgspec
 
-from ..errors import ProtocolError, TicketError
+from ..errors import KVProtocolError, TicketError
 from .estimates import BurstSample
 from .figures import MAX_STREAMS
 
@@ -100,9 +100,9 @@ class BurstHello(msgspec.Struct, frozen=True):
         """ProtocolError if it was not made with this ticket."""
         expected = hmac.digest(ticket.key, _HELLO.pack(BURST_MAGIC, self.burst, self.index), sha256)
         if self.burst != ticket.burst or not hmac.compare_digest(expected, self.mac):
-            raise ProtocolError("burst hello does not prove that its sender holds the ticket")
+            raise KVProtocolError("burst hello does not prove that its sender holds the ticket")
         if self.index >= ticket.streams:
-            raise ProtocolError(f"burst connection {self.index} of {ticket.streams}")
+            raise KVProtocolError(f"burst connection {self.index} of {ticket.streams}")
 
 
 def issue_burst(
@@ -121,10 +121,10 @@ def pack_hello(ticket: BurstTicket, index: int) -> bytes:
 def parse_hello(data: bytes) -> BurstHello:
     """The hello in the first `BURST_HELLO_BYTES` of a connection, not yet checked against its ticket."""
     if len(data) != BURST_HELLO_BYTES or not data.startswith(BURST_MAGIC):
-        raise ProtocolError(f"not a burst connection: it begins with {data[: len(BURST_MAGIC)]!r}")
+        raise KVProtocolError(f"not a burst connection: it begins with {data[: len(BURST_MAGIC)]!r}")
     _, burst, index = _HELLO.unpack_from(data)
     if any(data[_HELLO.size - 7 : _HELLO.size]):
-        raise ProtocolError("burst hello has something where there must be zeros")
+        raise KVProtocolError("burst hello has something where there must be zeros")
     return BurstHello(burst, index, data[_HELLO.size :])
 
 
@@ -138,10 +138,10 @@ def pack_result(ticket: BurstTicket, sample: BurstSample) -> bytes:
 def result_bytes(head: bytes) -> int:
     """How many bytes follow the head of a result, bounded, so that the caller may reserve that much."""
     if len(head) != RESULT_HEAD_BYTES or not head.startswith(_RESULT_MAGIC):
-        raise ProtocolError(f"not a burst's result: it begins with {head[: len(_RESULT_MAGIC)]!r}")
+        raise KVProtocolError(f"not a burst's result: it begins with {head[: len(_RESULT_MAGIC)]!r}")
     length = int(_RESULT.unpack(head)[1])
     if not 0 < length <= MAX_RESULT_BYTES:
-        raise ProtocolError(f"burst result of {length} bytes; it may have 1 to {MAX_RESULT_BYTES}")
+        raise KVProtocolError(f"burst result of {length} bytes; it may have 1 to {MAX_RESULT_BYTES}")
     return length + _MAC_BYTES
 
 
@@ -149,8 +149,8 @@ def parse_result(ticket: BurstTicket, head: bytes, rest: bytes) -> BurstSample:
     """The sample in a result, if the holder of the ticket made it."""
     body, mac = rest[:-_MAC_BYTES], rest[-_MAC_BYTES:]
     if not hmac.compare_digest(hmac.digest(ticket.key, head + ticket.burst + body, sha256), mac):
-        raise ProtocolError("burst result does not prove that the receiver made it")
+        raise KVProtocolError("burst result does not prove that the receiver made it")
     try:
         return msgspec.msgpack.decode(body, type=BurstSample)
     except (msgspec.DecodeError, ValueError) as error:
-        raise ProtocolError(f"burst result is malformed: {error}") from None
+        raise KVProtocolError(f"burst result is malformed: {error}") from None

@@ -31,15 +31,15 @@ from .figures import MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
 
 __all__ = [
     "Activity",
+    "BurstRefusal",
     "BurstRequest",
-    "Deferral",
-    "Deferred",
+    "DeferReason",
+    "DeferredBurst",
     "PeerLink",
     "ProbeScheduler",
     "ProbeSettings",
     "ProbeStatistics",
     "ProbeStep",
-    "Refusal",
     "representatives",
 ]
 
@@ -51,7 +51,7 @@ _LEAST_STREAMS = 4
 """A burst has at least so many streams: one stream shows its window, not the link."""
 
 
-class Deferred(StrEnum):
+class DeferReason(StrEnum):
     """Why a burst that is due does not run."""
 
     BUSY = "transfers or the engine are at work"
@@ -139,11 +139,11 @@ class BurstRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Deferral:
+class DeferredBurst:
     """A burst that is due and waits."""
 
     peer: str
-    reason: Deferred
+    reason: DeferReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +154,14 @@ class ProbeStep:
 
     pings: tuple[str, ...] = ()
     burst: BurstRequest | None = None
-    deferred: tuple[Deferral, ...] = ()
+    deferred: tuple[DeferredBurst, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class BurstRefusal:
     """No, because of `reason`; ask again in `retry_s`."""
 
-    reason: Deferred
+    reason: DeferReason
     retry_s: float
 
 
@@ -249,13 +249,13 @@ class ProbeScheduler:
         self._pings += len(pings)
         due = [peer for peer in self._targets if self._peers[peer].burst_at <= now]
         burst: BurstRequest | None = None
-        deferred: list[Deferral] = []
+        deferred: list[DeferredBurst] = []
         for peer in sorted(due, key=lambda peer: (self._peers[peer].due_since, peer)):
             reason = self._obstacle(peer, activity, now)
             if reason is None:
                 burst = self._begin(peer, activity, now)
             else:
-                deferred.append(Deferral(peer, reason))
+                deferred.append(DeferredBurst(peer, reason))
                 self._put_off(self._peers[peer], reason, now)
         return ProbeStep(pings, burst, tuple(deferred))
 
@@ -307,25 +307,27 @@ class ProbeScheduler:
 
     def on_asked(
         self, request: BurstRequest, peer: str, activity: Activity, *, usd_per_gb: float, now: float
-    ) -> Refusal | None:
+    ) -> BurstRefusal | None:
         """`peer` wants to send this box a burst, for which the box pays `usd_per_gb`. None reserves it: the burst may
         begin.
         """
         self._expire(now)
         if request.max_bytes > self.settings.burst_bytes:
-            return Refusal(Deferred.TOO_MUCH, self.settings.burst_every_s)
+            return BurstRefusal(DeferReason.TOO_MUCH, self.settings.burst_every_s)
         if self._reserved is not None:
             wait = max(self._reserved.until - now, 0.1)
-            return Refusal(Deferred.RESERVED, self._jittered(min(wait, self.settings.retry_s)))
+            return BurstRefusal(DeferReason.RESERVED, self._jittered(min(wait, self.settings.retry_s)))
         last = self._overdue_granted.get(peer, -inf)
         may_disturb = request.overdue and now - last >= self.settings.postpone_s
         if not activity.idle and not may_disturb:
-            return Refusal(Deferred.BUSY, self._jittered(self.settings.retry_s))
+            return BurstRefusal(DeferReason.BUSY, self._jittered(self.settings.retry_s))
         usd = request.max_bytes / GB * usd_per_gb
         self._earn(now)
         if usd > self._usd:
             missing = (usd - self._usd) / max(self.settings.usd_per_day, 1e-12) * _DAY_S
-            return Refusal(Deferred.BUDGET, min(max(missing, self.settings.retry_s), self.settings.burst_every_s))
+            return BurstRefusal(
+                DeferReason.BUDGET, min(max(missing, self.settings.retry_s), self.settings.burst_every_s)
+            )
         if not activity.idle:
             self._overdue_granted[peer] = now
         self._usd -= usd
@@ -354,16 +356,16 @@ class ProbeScheduler:
             return frozenset(peer for some in chosen.values() for peer in some if peer != self._me)
         return frozenset(chosen[self._site][:1])
 
-    def _obstacle(self, peer: str, activity: Activity, now: float) -> Deferred | None:
+    def _obstacle(self, peer: str, activity: Activity, now: float) -> DeferReason | None:
         one = self._peers[peer]
         if one.failures >= _FAILURES_TO_UNREACHABLE:
-            return Deferred.UNREACHABLE
+            return DeferReason.UNREACHABLE
         if self._reserved is not None:
-            return Deferred.RESERVED
+            return DeferReason.RESERVED
         if not activity.idle and now < one.due_since + self.settings.postpone_s:
-            return Deferred.BUSY
+            return DeferReason.BUSY
         if self._affordable(one.link, now) < self.settings.least_burst_bytes:
-            return Deferred.BUDGET
+            return DeferReason.BUDGET
         return None
 
     def _begin(self, peer: str, activity: Activity, now: float) -> BurstRequest:
@@ -382,12 +384,12 @@ class ProbeScheduler:
         self._reserved = _Reservation(peer, until, usd, one.link.usd_per_gb)
         return BurstRequest(peer, streams, seconds, max_bytes, overdue=now >= one.due_since + self.settings.postpone_s)
 
-    def _put_off(self, one: _Peer, reason: Deferred, now: float) -> None:
+    def _put_off(self, one: _Peer, reason: DeferReason, now: float) -> None:
         """Set the next try, so that nobody wakes for nothing. A reserved box tries again when it is free."""
         wait = self._jittered(self.settings.retry_s)
-        if reason is Deferred.BUSY:
+        if reason is DeferReason.BUSY:
             one.burst_at = min(now + wait, one.due_since + self.settings.postpone_s)
-        elif reason is not Deferred.RESERVED:
+        elif reason is not DeferReason.RESERVED:
             one.burst_at = now + wait
 
     def _affordable(self, link: PeerLink, now: float) -> float:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, final
 
 from ..probing.figures import BoxFigures, LinkFigures
-from .paths import Flow, Job, Network, PathChoice, choose
+from .paths import NetworkView, PathChoice, PathQuery, RunningTransfer, choose
 
-__all__ = ["Choices"]
+__all__ = ["ChoiceCache"]
 
 _DIGITS: Final = 3
 
@@ -28,11 +28,11 @@ class _Basis(NamedTuple):
     max_usd_per_gb: float | None
     current: frozenset[str | None] | None
     warm: frozenset[str | None]
-    flows: tuple[Flow, ...]
+    flows: tuple[RunningTransfer, ...]
 
 
 @final
-class Choices:
+class ChoiceCache:
     """Of one link, whose transfers all ask for a path at a time of their own."""
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Choices:
         self._made: dict[tuple[int, int], PathChoice] = {}
 
     def __repr__(self) -> str:
-        return f"<Choices for {len(self._made)} sizes>"
+        return f"<ChoiceCache for {len(self._made)} sizes>"
 
     def choose(
         self,
-        job: Job,
-        network: Network,
+        job: PathQuery,
+        network: NetworkView,
         *,
         current: frozenset[str | None] | None = None,
         warm: frozenset[str | None] = frozenset(),

@@ -24,7 +24,7 @@ from typing import final
 from ..errors import FiguresError
 from ..probing.figures import LinkFigures, bytes_per_s, rate_gbps
 
-__all__ = ["KVShape", "LayerwiseEstimator", "Mode", "SendMode"]
+__all__ = ["KVShape", "LayerwiseEstimator", "SendDecision", "SendMode"]
 
 
 class SendMode(StrEnum):
@@ -49,7 +49,7 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class SendDecision:
     """What to do with one prompt, and the predicted seconds that each way adds to its first token.
 
     `layers_per_group`: how many layers to hand over at once when layer by layer; all of them when in one piece.
@@ -127,15 +127,15 @@ class LayerwiseEstimator:
         size = _positive("hold_up.tokens", tokens) * _positive("hold_up.layers", layers)
         self._hold_ups.add(size, _duration("hold_up.seconds", seconds))
 
-    def decide(self, tokens: int, link: LinkFigures, streams: int) -> Mode:
+    def decide(self, tokens: int, link: LinkFigures, streams: int) -> SendDecision:
         """How to send the KV of a prompt of so many tokens over this link with so many streams."""
         _positive("decide.tokens", tokens)
         if missing := self._missing():
             # Layer by layer measures all of it; in one piece would never show what a hand-over costs.
-            return Mode(SendMode.LAYERWISE, 1, inf, inf, f"not measured yet: {missing}")
+            return SendDecision(SendMode.LAYERWISE, 1, inf, inf, f"not measured yet: {missing}")
         rate = bytes_per_s(rate_gbps(link, streams))
         if rate <= 0.0:
-            return Mode(SendMode.SERIALISED, self.shape.layers, inf, inf, "the link moves nothing")
+            return SendDecision(SendMode.SERIALISED, self.shape.layers, inf, inf, "the link moves nothing")
         whole = self._serialised_s(tokens, rate) + link.rtt_s
         groups = _group_sizes(self.shape.layers)
         seconds, size = min((self._layerwise_s(tokens, rate, size) + link.rtt_s, size) for size in groups)
@@ -146,8 +146,8 @@ class LayerwiseEstimator:
             f"hold-up {self._hold_up(tokens, size) * 1e3:.2f} ms x {ceil(self.shape.layers / size)}"
         )
         if seconds < whole:
-            return Mode(SendMode.LAYERWISE, size, seconds, whole, why)
-        return Mode(SendMode.SERIALISED, self.shape.layers, seconds, whole, why)
+            return SendDecision(SendMode.LAYERWISE, size, seconds, whole, why)
+        return SendDecision(SendMode.SERIALISED, self.shape.layers, seconds, whole, why)
 
     def prefill_s(self, tokens: int) -> float:
         """How long a prefill of so many tokens takes, by all that were measured; 0 before the first."""

@@ -26,17 +26,17 @@ from math import inf
 from ..errors import FiguresError, TransferError
 from ..probing.figures import BoxFigures, LinkFigures, bytes_per_s, rate_gbps, streams_for
 from .costs import GB, path_usd_per_gb
-from .prediction import Curve, curve, striped_seconds
+from .prediction import ArrivalCurve, arrival_curve, striped_seconds
 
 __all__ = [
     "Candidate",
-    "Flow",
-    "Job",
+    "CandidateVerdict",
     "KVPath",
-    "Network",
+    "NetworkView",
     "NoPath",
     "PathChoice",
-    "Verdict",
+    "PathQuery",
+    "RunningTransfer",
     "choose",
 ]
 
@@ -62,7 +62,7 @@ class NoPath(TransferError):
         self.candidates = candidates
 
 
-class Verdict(StrEnum):
+class CandidateVerdict(StrEnum):
     """What became of a candidate."""
 
     TAKEN = "taken"
@@ -77,7 +77,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class RunningTransfer:
     """Another transfer that is under way, and the Gb/s it was last seen to move."""
 
     source: str
@@ -87,16 +87,16 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkView:
     """What is known when a path is chosen. `flows` are the other transfers, without the one in question."""
 
     links: Mapping[tuple[str, str], LinkFigures]
     boxes: Mapping[str, BoxFigures] = field(default_factory=dict)
-    flows: tuple[Flow, ...] = ()
+    flows: tuple[RunningTransfer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PathQuery:
     """What is to be moved. `relays` are the boxes that may forward; None for every box with figures for both legs.
 
     `usd_per_s`: dollars that a second saved is worth; None when money does not matter.
@@ -149,7 +149,7 @@ class Candidate:
     usd: float
     limit: str
     confidence: float
-    verdict: Verdict
+    verdict: CandidateVerdict
     detail: str = ""
 
     @property
@@ -195,8 +195,8 @@ class PathChoice:
 
 
 def choose(
-    job: Job,
-    network: Network,
+    job: PathQuery,
+    network: NetworkView,
     *,
     current: frozenset[str | None] | None = None,
     observed: Mapping[str | None, float] | None = None,
@@ -210,7 +210,7 @@ def choose(
     `unsteady`: paths that were just in trouble, which may not be one of two: chunks stuck on one of them come last.
     Raises NoPath when nothing is possible, FiguresError when nothing is known of the direct link.
     """
-    sight = _Sight(job, network, observed or {}, warm)
+    sight = _ResidualNetwork(job, network, observed or {}, warm)
     direct = sight.single(None)
     give_up_s = HOPELESS * direct.candidate.seconds
     singles = [direct, *(sight.single(via, give_up_s=give_up_s) for via in sight.relays())]
@@ -224,18 +224,18 @@ class _Option:
     """A candidate and the curves of its paths."""
 
     candidate: Candidate
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[ArrivalCurve, ...] = ()
 
     @property
     def possible(self) -> bool:
         return self.candidate.seconds < inf
 
 
-class _Sight:
+class _ResidualNetwork:
     """The network as one job sees it: what the other flows leave of each box and link."""
 
     def __init__(
-        self, job: Job, network: Network, observed: Mapping[str | None, float], warm: frozenset[str | None]
+        self, job: PathQuery, network: NetworkView, observed: Mapping[str | None, float], warm: frozenset[str | None]
     ) -> None:
         self.job, self.network, self.observed, self.warm = job, network, observed, warm
         # (what, box or pair) -> number of flows and their Gb/s
@@ -283,18 +283,18 @@ class _Sight:
             missing = next(f"{a} > {b}" for a, b in pairs if (a, b) not in links)
             if via is None:
                 raise FiguresError(f"nothing is known of the link {missing}: give measured, inferred or prior figures")
-            return _impossible(job, via, Verdict.UNMEASURED, f"no figures for {missing}")
+            return _impossible(job, via, CandidateVerdict.UNMEASURED, f"no figures for {missing}")
         dead = next((f"{a} > {b}" for (a, b), leg in zip(pairs, legs, strict=True) if not leg.reachable), None)
         if dead is not None:
-            return _impossible(job, via, Verdict.UNREACHABLE, dead)
+            return _impossible(job, via, CandidateVerdict.UNREACHABLE, dead)
         if via is not None and not self._may_relay(via):
-            return _impossible(job, via, Verdict.NO_BUDGET, f"{via} may not forward {job.bytes} bytes")
+            return _impossible(job, via, CandidateVerdict.NO_BUDGET, f"{via} may not forward {job.bytes} bytes")
         alpha = sum(leg.rtt_s for leg in legs)
         at_best = alpha + job.bytes / bytes_per_s(max(min(leg.capacity_gbps for leg in legs), 1e-9))
         if at_best >= give_up_s and via not in self.observed:
             path = KVPath(job.source, job.target, via, 0, 0.0)
             detail = f"{at_best:.3f} s at best"
-            return _Option(Candidate((path,), inf, inf, 0.0, 0.0, "", 0.0, Verdict.SLOWER, detail))
+            return _Option(Candidate((path,), inf, inf, 0.0, 0.0, "", 0.0, CandidateVerdict.SLOWER, detail))
         limits = self._limits(via, pairs, legs)
         gbps, limit = min(limits, key=lambda item: item[0])
         streams = max(_streams(leg, gbps) for leg in legs)
@@ -304,14 +304,14 @@ class _Sight:
         if via in self.observed:
             gbps, limit = self.observed[via], "observed"
         if gbps <= 0.0:
-            return _impossible(job, via, Verdict.UNREACHABLE, f"{limit} leaves nothing")
-        shape = curve(bytes_per_s(gbps), alpha, warm=via in self.warm)
+            return _impossible(job, via, CandidateVerdict.UNREACHABLE, f"{limit} leaves nothing")
+        shape = arrival_curve(bytes_per_s(gbps), alpha, warm=via in self.warm)
         seconds = shape.seconds_for(job.bytes)
         confidence = 1.0 if via in self.observed else min(leg.rate_confidence for leg in legs)
         path = KVPath(job.source, job.target, via, streams, gbps, alpha)
         usd = path_usd_per_gb(self.network.boxes, links, stops) * job.bytes / GB
         alpha_s = max(seconds - job.bytes / shape.rate, 0.0)
-        taken = Candidate((path,), seconds, alpha_s, gbps, usd, limit, confidence, Verdict.TAKEN)
+        taken = Candidate((path,), seconds, alpha_s, gbps, usd, limit, confidence, CandidateVerdict.TAKEN)
         return _Option(taken, (shape,))
 
     def stripe(self, one: _Option, two: _Option) -> _Option:
@@ -328,7 +328,7 @@ class _Sight:
         limit = limit if total > ends else f"{one.candidate.limit}, {two.candidate.limit}"
         confidence = min(one.candidate.confidence, two.candidate.confidence)
         alpha_s = max(seconds - size / bytes_per_s(gbps), 0.0)
-        made = Candidate(paths, seconds, alpha_s, gbps, usd, limit, confidence, Verdict.TAKEN)
+        made = Candidate(paths, seconds, alpha_s, gbps, usd, limit, confidence, CandidateVerdict.TAKEN)
         return _Option(made, one.curves + two.curves)
 
     def _limits(
@@ -363,12 +363,14 @@ def _streams(leg: LinkFigures, gbps: float) -> int:
     return streams_for(target, leg.rtt_s, leg.one_stream_gbps)
 
 
-def _impossible(job: Job, via: str | None, verdict: Verdict, detail: str) -> _Option:
+def _impossible(job: PathQuery, via: str | None, verdict: CandidateVerdict, detail: str) -> _Option:
     path = KVPath(job.source, job.target, via, 0, 0.0)
     return _Option(Candidate((path,), inf, inf, 0.0, 0.0, "", 0.0, verdict, detail))
 
 
-def _stripes(sight: _Sight, singles: list[_Option], current: frozenset[str | None] | None) -> Iterable[_Option]:
+def _stripes(
+    sight: _ResidualNetwork, singles: list[_Option], current: frozenset[str | None] | None
+) -> Iterable[_Option]:
     """Pairs worth a closer look: of the direct path and the best relays, and the pair in use."""
     possible = [option for option in singles if option.possible]
     relays = sorted(
@@ -389,24 +391,26 @@ def _stripes(sight: _Sight, singles: list[_Option], current: frozenset[str | Non
             yield sight.stripe(one, two)
 
 
-def _decide(job: Job, candidates: list[Candidate], current: frozenset[str | None] | None) -> PathChoice:
+def _decide(job: PathQuery, candidates: list[Candidate], current: frozenset[str | None] | None) -> PathChoice:
     price = job.usd_per_s
     limit = None if job.max_usd_per_gb is None else job.max_usd_per_gb * job.bytes / GB
     judged = [
-        replace(one, verdict=Verdict.TOO_DEAR, detail=f"${one.usd / job.bytes * GB:.4f} per GB")
+        replace(one, verdict=CandidateVerdict.TOO_DEAR, detail=f"${one.usd / job.bytes * GB:.4f} per GB")
         if limit is not None and one.seconds < inf and one.usd > limit * (1.0 + 1e-9)
         else one
         for one in candidates
     ]
-    direct = next((one for one in judged if one.vias == {None} and one.verdict is Verdict.TAKEN), None)
+    direct = next((one for one in judged if one.vias == {None} and one.verdict is CandidateVerdict.TAKEN), None)
     if direct is not None:
-        judged = [_against(direct, one, price, current) if one.verdict is Verdict.TAKEN else one for one in judged]
+        judged = [
+            _against(direct, one, price, current) if one.verdict is CandidateVerdict.TAKEN else one for one in judged
+        ]
 
     def worth(one: Candidate) -> tuple[float, float, int, str]:
         seconds = _discounted(direct, one) if direct is not None else one.seconds
         return seconds + (one.usd / price if price else 0.0), one.usd, len(one.paths), one.label
 
-    able = [one for one in judged if one.verdict is Verdict.TAKEN]
+    able = [one for one in judged if one.verdict is CandidateVerdict.TAKEN]
     if not able:
         text = "; ".join(f"{one.label}: {one.verdict} {one.detail}".rstrip() for one in judged)
         raise NoPath(f"no path from {job.source} to {job.target}: {text}", tuple(judged))
@@ -416,12 +420,12 @@ def _decide(job: Job, candidates: list[Candidate], current: frozenset[str | None
         best = pair
     kept = next((one for one in able if current is not None and one.vias == current), None)
     if best is not None and kept is not None and kept is not best and worth(best)[0] * SWITCH_GAIN >= worth(kept)[0]:
-        best, reason = kept, Verdict.KEPT_CURRENT
+        best, reason = kept, CandidateVerdict.KEPT_CURRENT
     else:
-        reason = Verdict.SLOWER
+        reason = CandidateVerdict.SLOWER
     assert best is not None
     others = [
-        one if one.verdict is not Verdict.TAKEN else _passed_over(one, best, reason)
+        one if one.verdict is not CandidateVerdict.TAKEN else _passed_over(one, best, reason)
         for one in judged
         if one is not best
     ]
@@ -429,22 +433,22 @@ def _decide(job: Job, candidates: list[Candidate], current: frozenset[str | None
     return PathChoice(best.paths, best.seconds, best.usd, (best, *others))
 
 
-def _passed_over(one: Candidate, best: Candidate, reason: Verdict) -> Candidate:
+def _passed_over(one: Candidate, best: Candidate, reason: CandidateVerdict) -> Candidate:
     if one.seconds >= best.seconds:
         return replace(
-            one, verdict=Verdict.SLOWER, detail=f"{one.seconds / best.seconds:.2f}x the time of {best.label}"
+            one, verdict=CandidateVerdict.SLOWER, detail=f"{one.seconds / best.seconds:.2f}x the time of {best.label}"
         )
     gain = f"{best.seconds / one.seconds:.2f}x as fast as {best.label}"
-    if reason is Verdict.KEPT_CURRENT:
+    if reason is CandidateVerdict.KEPT_CURRENT:
         return replace(one, verdict=reason, detail=gain)
     if len(one.paths) > len(best.paths):
-        return replace(one, verdict=Verdict.SMALL_GAIN, detail=f"{gain}: too little for two paths")
-    return replace(one, verdict=Verdict.NOT_WORTH_IT, detail=f"{gain}, ${one.usd - best.usd:+.6f}")
+        return replace(one, verdict=CandidateVerdict.SMALL_GAIN, detail=f"{gain}: too little for two paths")
+    return replace(one, verdict=CandidateVerdict.NOT_WORTH_IT, detail=f"{gain}, ${one.usd - best.usd:+.6f}")
 
 
 def _slower(one: Candidate, than: Candidate) -> Candidate:
     ratio = f"{one.seconds / than.seconds:.2f}x the time of {than.label}"
-    return replace(one, verdict=Verdict.SLOWER, detail=f"{one.detail}, {ratio}" if one.detail else ratio)
+    return replace(one, verdict=CandidateVerdict.SLOWER, detail=f"{one.detail}, {ratio}" if one.detail else ratio)
 
 
 def _discounted(direct: Candidate, one: Candidate) -> float:
@@ -468,8 +472,8 @@ def _against(
         gain = f"{direct.seconds / one.seconds:.2f}x as fast"
         if one.confidence < 1.0 or direct.confidence < 1.0:
             gain += f", counted as {direct.seconds / seconds:.2f}x"
-        return replace(one, verdict=Verdict.SMALL_GAIN, detail=f"{gain}; more than {RELAY_GAIN}x is needed")
+        return replace(one, verdict=CandidateVerdict.SMALL_GAIN, detail=f"{gain}; more than {RELAY_GAIN}x is needed")
     saved, extra = direct.seconds - seconds, one.usd - direct.usd
     if price is not None and extra > price * saved:
-        return replace(one, verdict=Verdict.NOT_WORTH_IT, detail=f"{saved:.3f} s for ${extra:.6f} more")
+        return replace(one, verdict=CandidateVerdict.NOT_WORTH_IT, detail=f"{saved:.3f} s for ${extra:.6f} more")
     return one

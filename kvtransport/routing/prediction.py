@@ -13,7 +13,7 @@ from math import exp2, inf, log, log2
 
 from ..probing.figures import WINDOW_BYTES
 
-__all__ = ["Curve", "curve", "striped_seconds"]
+__all__ = ["ArrivalCurve", "arrival_curve", "striped_seconds"]
 
 _INITIAL_WINDOW_BYTES = 14_480.0
 _HANDSHAKE_RTTS = 2.0
@@ -22,7 +22,7 @@ _HALVINGS = 26
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class ArrivalCurve:
     """Bytes that have arrived over a path by time t: none until `start_s`, then growing from `first` bytes/s,
     doubling every `rtt_s`, up to `rate` bytes/s.
     """
@@ -61,21 +61,21 @@ class Curve:
         return self.rtt_s * log2(self.rate / self.first) if self.rate > self.first else 0.0
 
 
-def curve(rate: float, alpha_s: float, *, warm: bool) -> Curve:
+def arrival_curve(rate: float, alpha_s: float, *, warm: bool) -> ArrivalCurve:
     """The curve of a path of `rate` bytes/s whose round trips sum to `alpha_s`.
 
     A relay splits a cold path's slow start in two shorter ones, which chained may beat the long one. That is not
     counted for it: connections are kept warm, and a relay has to be worth it then.
     """
     if warm or rate <= 0.0:
-        return Curve(alpha_s, alpha_s, rate, rate)
+        return ArrivalCurve(alpha_s, alpha_s, rate, rate)
     # Each stream grows from its initial window to its share of what is under way, all of them at once.
     window = min(WINDOW_BYTES, rate * alpha_s)
     first = rate * min(1.0, _INITIAL_WINDOW_BYTES / window) if window > 0.0 else rate
-    return Curve(alpha_s * (1.0 + _HANDSHAKE_RTTS), alpha_s, first, rate)
+    return ArrivalCurve(alpha_s * (1.0 + _HANDSHAKE_RTTS), alpha_s, first, rate)
 
 
-def striped_seconds(one: Curve, two: Curve, size: float, cap: float) -> float:
+def striped_seconds(one: ArrivalCurve, two: ArrivalCurve, size: float, cap: float) -> float:
     """When `size` bytes have arrived over two paths that finish together and share `cap` bytes/s at their ends."""
     best = min(one.seconds_for(size), two.seconds_for(size))
     start = min(one.start_s, two.start_s)

@@ -20,9 +20,9 @@ from typing import final
 
 from ..errors import FiguresError
 from ..probing.figures import gbps_of
-from .paths import Job, KVPath, Network, NoPath, PathChoice, choose
+from .paths import KVPath, NetworkView, NoPath, PathChoice, PathQuery, choose
 
-__all__ = ["PathController", "SetPaths", "SteeringSettings", "Trigger", "TriggerKind"]
+__all__ = ["PathChange", "PathController", "SteeringSettings", "Trigger", "TriggerKind"]
 
 
 _RAMP_RTTS = 10.0
@@ -49,7 +49,7 @@ class Trigger:
 
 
 @dataclass(frozen=True, slots=True)
-class SetPaths:
+class PathChange:
     """Move the rest of the transfer, `remaining_bytes`, to `choice.paths`."""
 
     choice: PathChoice
@@ -133,10 +133,12 @@ class _Penalty:
 class PathController:
     """Of one transfer. `choice` is what it starts with, at `now`."""
 
-    def __init__(self, job: Job, choice: PathChoice, *, now: float, settings: SteeringSettings | None = None) -> None:
+    def __init__(
+        self, job: PathQuery, choice: PathChoice, *, now: float, settings: SteeringSettings | None = None
+    ) -> None:
         self.settings = settings or SteeringSettings()
         self.choice = choice
-        self.changes: tuple[SetPaths, ...] = ()
+        self.changes: tuple[PathChange, ...] = ()
         self._job = job
         self._acked: dict[str | None, int] = {}
         self._penalties: dict[str | None, _Penalty] = {}
@@ -173,7 +175,7 @@ class PathController:
         while len(one.points) > 1 and one.points[1][0] <= horizon:
             one.points.popleft()
 
-    def step(self, network: Network, *, now: float) -> SetPaths | None:
+    def step(self, network: NetworkView, *, now: float) -> PathChange | None:
         """What to change, if anything. `network` as it is known now, without this transfer's own flow."""
         if self.remaining == 0:
             return None
@@ -244,7 +246,7 @@ class PathController:
             seen[trigger.via] = trigger.observed_gbps
         return seen
 
-    def _change(self, network: Network, trigger: Trigger, now: float) -> SetPaths | None:
+    def _change(self, network: NetworkView, trigger: Trigger, now: float) -> PathChange | None:
         job = replace(self._job, bytes=self.remaining)
         self._look_at = now + self._patience()
         observed = self._observed(trigger, now)
@@ -266,7 +268,7 @@ class PathController:
             return None
         self.choice = choice
         self._watch(choice, now)
-        made = SetPaths(choice, job.bytes, trigger, now)
+        made = PathChange(choice, job.bytes, trigger, now)
         self.changes = (*self.changes, made)
         self._look_at = now + self._patience()
         return made

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 
-from ..errors import ProtocolError
+from ..errors import KVProtocolError
 from .frames import KVFrame
 
 __all__ = ["Assembly"]
@@ -37,9 +37,9 @@ class Assembly:
     def add(self, frame: KVFrame) -> None:
         """Record a frame. If it lies outside or meets something already there, nothing is recorded."""
         if frame.layer not in self._layers or frame.head_last > self._heads:
-            raise ProtocolError(f"{frame} lies outside layers {self._layers} and {self._heads} heads")
+            raise KVProtocolError(f"{frame} lies outside layers {self._layers} and {self._heads} heads")
         if frame.start < self._first or frame.end > self._end:
-            raise ProtocolError(f"{frame} lies outside positions {self._first}..{self._end - 1}")
+            raise KVProtocolError(f"{frame} lies outside positions {self._first}..{self._end - 1}")
         heads = range(frame.head_first, frame.head_last)
         for head in heads:
             self._refuse_overlap(frame, head)
@@ -86,7 +86,7 @@ class Assembly:
         at = bisect_left(begins, frame.end)  # intervals before `at` begin before the frame ends
         if at and ends[at - 1] > frame.start:
             known = f"{begins[at - 1]}..{ends[at - 1] - 1}"
-            raise ProtocolError(f"{frame} repeats positions {known} of head {head}")
+            raise KVProtocolError(f"{frame} repeats positions {known} of head {head}")
 
 
 def _insert(begins: list[int], ends: list[int], start: int, end: int) -> None:

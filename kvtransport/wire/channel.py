@@ -10,7 +10,7 @@ clock.
 
 *Keys.* HKDF-SHA256 of the link's secret, salted with both nonces, over the whole hello: one key for each direction.
 Each side adds a fresh nonce of its own, so a hello that somebody replays leads to keys nobody has, and no nonce of
-the cipher serves twice. The first record of each side is its `Greeting`; what does not open is not from the peer.
+the cipher serves twice. The first record of each side is its `LinkGreeting`; what does not open is not from the peer.
 
 *Records.* AES-256-GCM with a counter as nonce, one count for head and payload alike, so a record that is replayed,
 left out, put elsewhere or reflected fails to open. The head is sealed apart from the payload: neither is copied to
@@ -29,10 +29,10 @@ from enum import IntEnum
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from ..errors import ProtocolError
+from ..errors import KVProtocolError
 from .ciphers import TAG_BYTES, Cipher, Damaged, RekeyBounds
 from .frames import MAX_REASON_BYTES
-from .signals import CHUNK_KIND, HEAD_BYTES, MAX_CHUNK_BYTES, Greeting, Signal, pack, payload_bytes, unpack
+from .signals import CHUNK_KIND, HEAD_BYTES, MAX_CHUNK_BYTES, LinkGreeting, Signal, pack, payload_bytes, unpack
 from .tickets import LinkTicket
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "WELCOME_BYTES",
     "Channel",
     "LinkHello",
-    "Role",
+    "LinkRole",
     "parse_link_hello",
 ]
 
@@ -60,7 +60,7 @@ _INFO = b"p2pserve kv/2 keys "
 _ZEROS = bytes(7)
 
 
-class Role(IntEnum):
+class LinkRole(IntEnum):
     """What an end of a link does with KV."""
 
     SENDER = 0
@@ -73,7 +73,7 @@ class LinkHello:
 
     link: bytes
     nonce: bytes
-    dials: Role
+    dials: LinkRole
 
     def pack(self) -> bytes:
         """The 48 bytes on the wire."""
@@ -83,11 +83,11 @@ class LinkHello:
 def parse_link_hello(data: bytes) -> LinkHello:
     """Raises ProtocolError for what is no hello."""
     if len(data) != LINK_HELLO_BYTES or not data.startswith(LINK_MAGIC):
-        raise ProtocolError(f"not a connection of a KV link: it begins with {data[: len(LINK_MAGIC)]!r}")
+        raise KVProtocolError(f"not a connection of a KV link: it begins with {data[: len(LINK_MAGIC)]!r}")
     _, link, nonce, role, zeros = _HELLO.unpack(data)
     if role > 1 or zeros != _ZEROS:
-        raise ProtocolError(f"a hello with role {role} and reserved bytes {zeros.hex()}: of another version")
-    return LinkHello(link, nonce, Role(role))
+        raise KVProtocolError(f"a hello with role {role} and reserved bytes {zeros.hex()}: of another version")
+    return LinkHello(link, nonce, LinkRole(role))
 
 
 class Channel:
@@ -105,7 +105,7 @@ class Channel:
     def __init__(
         self,
         ticket: LinkTicket,
-        role: Role,
+        role: LinkRole,
         nonce: bytes,
         *,
         hello: LinkHello | None = None,
@@ -120,9 +120,9 @@ class Channel:
         self.label = label
         self._hello = LinkHello(ticket.link, nonce, role) if hello is None else hello
         if hello is not None and (hello.link != ticket.link or hello.dials is role):
-            raise ProtocolError("the hello names another link, or the same end of this one")
+            raise KVProtocolError("the hello names another link, or the same end of this one")
         # A sender of KV never reads chunks: its buffer is small.
-        self._largest = MAX_CHUNK_BYTES if role is Role.RECEIVER else MAX_REASON_BYTES
+        self._largest = MAX_CHUNK_BYTES if role is LinkRole.RECEIVER else MAX_REASON_BYTES
         self._in = bytearray(2 * SEALED_HEAD_BYTES + self._largest + TAG_BYTES)
         self._view = memoryview(self._in)
         self._start = self._end = 0
@@ -133,7 +133,7 @@ class Channel:
         self._chunk = False
         self._sealer: Cipher | None = None
         self._opener: Cipher | None = None
-        self._error: ProtocolError | None = None
+        self._error: KVProtocolError | None = None
         self.authenticated = False
         self.bytes_in = self.bytes_out = 0
         if hello is not None:
@@ -157,7 +157,7 @@ class Channel:
         """What this side sends first: hello, or welcome and greeting. The dialling side greets when it is welcomed."""
         data = self._hello.pack() if self.dials else _WELCOME_MAGIC + self._nonce
         self.bytes_out += len(data)
-        return data if self.dials else data + bytes(self.seal(Greeting("")))
+        return data if self.dials else data + bytes(self.seal(LinkGreeting("")))
 
     def space(self) -> memoryview:
         """Where the next bytes belong; never empty while `next_signal` has nothing.
@@ -198,7 +198,7 @@ class Channel:
                     return self._take_signal()
                 else:
                     self._take_head(self._opener)
-        except ProtocolError as error:
+        except KVProtocolError as error:
             self._error = error
             raise
         return None
@@ -209,7 +209,7 @@ class Channel:
         assert self._chunk
         try:
             self._opener.open(self._view[self._start : self._start + self._need], into)
-        except ProtocolError as error:
+        except KVProtocolError as error:
             self._error = error
             raise
         self._chunk = False
@@ -251,9 +251,9 @@ class Channel:
             self._chunk = True
         else:
             signal = unpack(head, self._take_text())
-        if isinstance(signal, Greeting) is self.authenticated:
-            raise ProtocolError("a greeting comes first, and once")
-        if isinstance(signal, Greeting):
+        if isinstance(signal, LinkGreeting) is self.authenticated:
+            raise KVProtocolError("a greeting comes first, and once")
+        if isinstance(signal, LinkGreeting):
             self.authenticated = True
             self.label = self.label if self.dials else signal.label
         return signal

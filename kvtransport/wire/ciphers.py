@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from ..errors import ProtocolError
+from ..errors import KVProtocolError
 
 __all__ = ["TAG_BYTES", "Cipher", "Damaged", "RekeyBounds"]
 
@@ -21,7 +21,7 @@ TAG_BYTES = 16
 _NEXT = b"p2pserve kv/2 next key"
 
 
-class Damaged(ProtocolError):
+class Damaged(KVProtocolError):
     """Bytes that do not open."""
 
 

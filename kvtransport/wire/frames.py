@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...kernels.errors import PayloadError
 from ...kernels.format import codec_from_wire, dtype_from_wire
-from ..errors import ProtocolError
+from ..errors import KVProtocolError
 
 __all__ = ["MAX_PAYLOAD_BYTES", "MAX_REASON_BYTES", "KVFrame"]
 
@@ -52,7 +52,7 @@ class KVFrame:
             codec_from_wire(self.codec)
             dtype_from_wire(self.dtype)
         except PayloadError as error:
-            raise ProtocolError(f"KV frame of layer {self.layer}: {error}") from error
+            raise KVProtocolError(f"KV frame of layer {self.layer}: {error}") from error
 
     @property
     def heads(self) -> int:
@@ -72,4 +72,4 @@ class KVFrame:
 
 def _bounded(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise ProtocolError(f"{name} is {value}, outside {low}..{high}")
+        raise KVProtocolError(f"{name} is {value}, outside {low}..{high}")

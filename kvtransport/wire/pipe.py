@@ -36,9 +36,9 @@ from typing import Self, final
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from ..errors import ConnectionClosed, ProtocolError, TransferAborted, TransferError, TransferTimeout
-from ..link.dialling import Path
-from .channel import NONCE_BYTES, LinkHello, Role
+from ..errors import ConnectionClosed, KVProtocolError, TransferAborted, TransferError, TransferTimeout
+from ..link.dialling import DialPath
+from .channel import NONCE_BYTES, LinkHello, LinkRole
 from .ciphers import TAG_BYTES, Cipher, RekeyBounds
 from .frames import MAX_REASON_BYTES
 from .sockets import dial, explain, fresh_nonce, hang_up, receive_exactly, tune
@@ -115,16 +115,16 @@ def parse_head(data: bytes | bytearray, max_bytes: int) -> Head:
     number, buffers, zero, size = _HEAD.unpack(data)
     kind = _KINDS.get(number)
     if kind is None or zero or data[1]:
-        raise ProtocolError(f"a record of kind {number}: of another version")
+        raise KVProtocolError(f"a record of kind {number}: of another version")
     most = max_bytes if kind is Kind.MESSAGE else MAX_REASON_BYTES if kind is Kind.CLOSE else 0
     if not 4 * buffers <= size <= most or (buffers and kind is not Kind.MESSAGE) or buffers > MAX_BUFFERS:
-        raise ProtocolError(f"a record of kind {kind.name} with {buffers} buffers and {size} bytes")
+        raise KVProtocolError(f"a record of kind {kind.name} with {buffers} buffers and {size} bytes")
     return Head(kind, buffers, size)
 
 
-def dial_pipe(ticket: LinkTicket, path: Path, *, timeout: float, settings: PipeSettings | None = None) -> Pipe:
+def dial_pipe(ticket: LinkTicket, path: DialPath, *, timeout: float, settings: PipeSettings | None = None) -> Pipe:
     """A pipe to whoever holds the same ticket at the end of `path`. Raises TransferError."""
-    hello = LinkHello(ticket.link, fresh_nonce(), Role.SENDER)
+    hello = LinkHello(ticket.link, fresh_nonce(), LinkRole.SENDER)
     return greet(dial(path, timeout), ticket, hello, dials=True, timeout=timeout, settings=settings)
 
 
@@ -161,7 +161,7 @@ def greet(
         plain = bytearray(_HEAD.size)
         opener.open(memoryview(receive_exactly(sock, _SEALED_HEAD_BYTES, until)), plain)
         if parse_head(plain, settings.max_bytes) != _GREETING:
-            raise ProtocolError("a greeting comes first")
+            raise KVProtocolError("a greeting comes first")
         return Pipe(sock, sealer, opener, settings)
     except TransferError:
         sock.close()
@@ -180,10 +180,10 @@ def _exchange_nonces(sock: socket.socket, ticket: LinkTicket, hello: LinkHello, 
         sock.sendall(hello.pack())
         welcome = receive_exactly(sock, len(_WELCOME_MAGIC) + NONCE_BYTES, until)
         if not welcome.startswith(_WELCOME_MAGIC):
-            raise ProtocolError(f"no end of a pipe: it answers {welcome[: len(_WELCOME_MAGIC)]!r}")
+            raise KVProtocolError(f"no end of a pipe: it answers {welcome[: len(_WELCOME_MAGIC)]!r}")
         return welcome[len(_WELCOME_MAGIC) :]
     if hello.link != ticket.link:
-        raise ProtocolError("the hello names another link")
+        raise KVProtocolError("the hello names another link")
     nonce = fresh_nonce()
     sock.sendall(_WELCOME_MAGIC + nonce)
     return nonce
@@ -239,7 +239,7 @@ class Pipe:
         views = [memoryview(buffer) for buffer in buffers]
         pieces, size = _laid_out(views)
         if len(views) > MAX_BUFFERS or size > self._settings.max_bytes:
-            raise ProtocolError(f"a message of {len(views)} buffers and {size} bytes: too large for a pipe")
+            raise KVProtocolError(f"a message of {len(views)} buffers and {size} bytes: too large for a pipe")
         with self._sending:
             self._say(Head(Kind.MESSAGE, len(views), size), pieces)
 
@@ -386,7 +386,7 @@ class Pipe:
                         self._opener.open(self._take(head.size + TAG_BYTES), reason)
                     raise TransferAborted(reason.decode("utf-8", "replace") or "closed", by_peer=True)
                 case Kind.GREETING:
-                    raise ProtocolError("a greeting comes first, and once")
+                    raise KVProtocolError("a greeting comes first, and once")
                 case Kind.BEAT:
                     pass
         return None
@@ -477,7 +477,7 @@ def split(data: memoryview, count: int) -> list[memoryview]:
         found.append(data[at : at + size])
         at += _aligned(size)
     if at != len(data):
-        raise ProtocolError(f"a message of {len(data)} bytes whose buffers take {at}")
+        raise KVProtocolError(f"a message of {len(data)} bytes whose buffers take {at}")
     return found
 
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from ..errors import ProtocolError
+from ..errors import KVProtocolError
 from .frames import MAX_PAYLOAD_BYTES, MAX_REASON_BYTES, KVFrame
 from .tickets import TRANSFER_ID_BYTES
 
@@ -46,14 +46,14 @@ __all__ = [
     "MIN_GRID",
     "NO_TRANSFER",
     "Abort",
+    "Ack",
     "Chunk",
     "Credit",
     "End",
     "Goodbye",
-    "Greeting",
+    "LinkGreeting",
     "Ping",
     "Pong",
-    "Progress",
     "Result",
     "Signal",
     "frame_header",
@@ -123,7 +123,7 @@ class Result(NamedTuple):
     reason: str
 
 
-class Progress(NamedTuple):
+class Ack(NamedTuple):
     """`records` reliable records of this connection have been dealt with, and `bytes` read from it in all."""
 
     records: int
@@ -142,7 +142,7 @@ class Pong(NamedTuple):
     token: int
 
 
-class Greeting(NamedTuple):
+class LinkGreeting(NamedTuple):
     """The first record of each side: proves that it holds the link's secret. The dialling side names the path."""
 
     label: str
@@ -154,7 +154,7 @@ class Goodbye(NamedTuple):
     reason: str
 
 
-Signal = Chunk | End | Abort | Credit | Result | Progress | Ping | Pong | Greeting | Goodbye
+Signal = Chunk | End | Abort | Credit | Result | Ack | Ping | Pong | LinkGreeting | Goodbye
 
 CHUNK_KIND, _END, _ABORT, _CREDIT, _RESULT, _PROGRESS, _PING, _PONG, _GREETING, _GOODBYE = range(1, 11)
 
@@ -195,13 +195,13 @@ def pack(signal: Signal) -> tuple[bytes, bytes]:
         case Result(transfer, delivered, reason):
             text = _text(reason, MAX_REASON_BYTES)
             return _FLAG.pack(_RESULT, 0, 0, len(text), transfer, delivered), text
-        case Progress(records, count):
+        case Ack(records, count):
             return _LONGS.pack(_PROGRESS, 0, 0, 0, NO_TRANSFER, records, count), b""
         case Ping(token):
             return _LONG.pack(_PING, 0, 0, 0, NO_TRANSFER, token), b""
         case Pong(token):
             return _LONG.pack(_PONG, 0, 0, 0, NO_TRANSFER, token), b""
-        case Greeting(label):
+        case LinkGreeting(label):
             text = _text(label, MAX_LABEL_BYTES)
             return _BARE.pack(_GREETING, 0, 0, len(text), NO_TRANSFER), text
         case Goodbye(reason):
@@ -219,7 +219,7 @@ def payload_bytes(head: bytes | bytearray, largest: int) -> int:
     else:
         allowed = MAX_LABEL_BYTES if kind == _GREETING else 0
     if zero or length > min(allowed, largest) or (grid and kind != CHUNK_KIND):
-        raise ProtocolError(f"head of kind {kind} with {length} bytes of payload: at most {min(allowed, largest)}")
+        raise KVProtocolError(f"head of kind {kind} with {length} bytes of payload: at most {min(allowed, largest)}")
     return int(length)
 
 
@@ -232,7 +232,7 @@ def unpack(head: bytes, text: bytes) -> Signal:
         _check_grid(chunk)
         return chunk
     if kind == _PROGRESS:
-        return Progress(*_LONGS.unpack(head)[5:])
+        return Ack(*_LONGS.unpack(head)[5:])
     if kind == _CREDIT:
         return Credit(transfer, *_CREDIT_HEAD.unpack(head)[5:])
     if kind == _END:
@@ -246,20 +246,20 @@ def unpack(head: bytes, text: bytes) -> Signal:
     if kind == _PONG:
         return Pong(_LONG.unpack(head)[5])
     if kind == _GREETING:
-        return Greeting(_read(text))
+        return LinkGreeting(_read(text))
     if kind == _GOODBYE:
         return Goodbye(_read(text))
-    raise ProtocolError(f"a head of kind {kind} is unknown")
+    raise KVProtocolError(f"a head of kind {kind} is unknown")
 
 
 def _check_grid(chunk: Chunk) -> None:
     if not MIN_GRID <= chunk.grid <= MAX_GRID:
-        raise ProtocolError(f"chunk grid of 2**{chunk.grid} bytes, outside 2**{MIN_GRID}..2**{MAX_GRID}")
+        raise KVProtocolError(f"chunk grid of 2**{chunk.grid} bytes, outside 2**{MIN_GRID}..2**{MAX_GRID}")
     if not 1 <= chunk.total <= MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"frame of {chunk.total} bytes, outside 1..{MAX_PAYLOAD_BYTES}")
+        raise KVProtocolError(f"frame of {chunk.total} bytes, outside 1..{MAX_PAYLOAD_BYTES}")
     step = 1 << chunk.grid
     if chunk.offset >= chunk.total or chunk.offset % step or chunk.length != min(step, chunk.total - chunk.offset):
-        raise ProtocolError(
+        raise KVProtocolError(
             f"chunk of {chunk.length} bytes at {chunk.offset} of {chunk.total} is off the grid of {step}"
         )
 
@@ -273,4 +273,4 @@ def _read(text: bytes) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError:
-        raise ProtocolError("a reason or label is not UTF-8") from None
+        raise KVProtocolError("a reason or label is not UTF-8") from None

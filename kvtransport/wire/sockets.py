@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError, TransferTimeout
-from ..link.dialling import Path
+from ..link.dialling import DialPath
 from ..link.permits import pack_relay_hello
 from .channel import LINK_HELLO_BYTES, NONCE_BYTES, Channel, LinkHello, parse_link_hello
-from .signals import Greeting
+from .signals import LinkGreeting
 
 __all__ = [
     "dial",
@@ -57,7 +57,7 @@ def pace(sock: socket.socket, bytes_s: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_s.to_bytes(8, sys.byteorder))
 
 
-def dial(path: Path, timeout: float) -> socket.socket:
+def dial(path: DialPath, timeout: float) -> socket.socket:
     """A connection to the other end, through the path's relay if it has one: the next bytes are the link's own."""
     try:
         sock = socket.create_connection((path.host, path.port), timeout)
@@ -119,7 +119,7 @@ def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
                     raise ConnectionClosed("the other side closed the connection instead of greeting")
                 channel.received(count)
         if channel.dials:
-            sock.sendall(channel.seal(Greeting(channel.label)))
+            sock.sendall(channel.seal(LinkGreeting(channel.label)))
         sock.settimeout(None)
     except TimeoutError:
         raise TransferTimeout(f"no authentication within {timeout:g} s") from None

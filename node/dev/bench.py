@@ -28,7 +28,7 @@ from typing import Literal, final
 import trio
 
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.dialling import Path
+from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.sockets import read_link_hello
 from ...kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..engine import protocol
@@ -142,7 +142,7 @@ class _Bench:
             slice=self._all,
             ticket=ticket,
             link=self._link,
-            paths=(Path("127.0.0.1", self._port, pace_bytes_s=bytes_s),),
+            paths=(DialPath("127.0.0.1", self._port, pace_bytes_s=bytes_s),),
             gbps=bytes_s / 1.25e8 if bytes_s else FAST_GBPS,
             rtt_s=0.0001,
             pacing=mode,

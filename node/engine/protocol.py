@@ -18,7 +18,7 @@ import msgspec
 from ...coordinator.costs.gpus import GpuSpec
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
-from ...kvtransport.link.dialling import Path
+from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 
 MAX_MESSAGE: Final = 64 << 20
@@ -47,7 +47,7 @@ class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stage: Count  # at the other end
     kind: Literal["control", "data"]
     ticket: LinkTicket
-    dial: Path | None = None
+    dial: DialPath | None = None
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,7 +170,7 @@ class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slice: Slice
     ticket: TransferTicket
     link: LinkTicket
-    paths: tuple[Path, ...]
+    paths: tuple[DialPath, ...]
     gbps: Figure
     rtt_s: Figure
     pacing: HowToLeave = "auto"
@@ -242,7 +242,7 @@ class SetPaths(Message, frozen=True, kw_only=True, tag="set-paths"):
     """Another way for a link, for what is under way on it too."""
 
     link: bytes
-    paths: tuple[Path, ...]
+    paths: tuple[DialPath, ...]
 
 
 class CloseLink(Message, frozen=True, kw_only=True, tag="close-link"):

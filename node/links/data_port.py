@@ -18,6 +18,7 @@ from typing import final
 import trio
 
 from ...bootstrap import Address, PeerId, RemoteError, Role
+from ...bootstrap.methods import Messenger
 from ...kvtransport.errors import TransferError
 from ...kvtransport.link.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
 from ...kvtransport.link.relay import Relay
@@ -25,6 +26,7 @@ from ...kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC, 
 from ...kvtransport.probing.figures import BoxFigures, bytes_per_s
 from ...kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, parse_link_hello
 from .. import messages
+from ..methods import RELAY_OPEN
 from ..replica.worker import Worker
 from .prober import Prober
 
@@ -43,10 +45,11 @@ _SECRET_BYTES = 32
 class RelayDesk:
     """Hands out permits for this node's relay, to members and for members only."""
 
-    def __init__(self, relay: Relay, box: BoxFigures) -> None:
+    def __init__(self, relay: Relay, box: BoxFigures, messenger: Messenger) -> None:
         self._relay = relay
         self._box = box
         self._addresses: dict[PeerId, Address] = {}
+        messenger.handle(RELAY_OPEN, self.on_open)
 
     def know(self, addresses: dict[PeerId, Address]) -> None:
         """The other nodes, as membership has them now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -17,20 +17,22 @@ import msgspec
 import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Unreachable
+from ...bootstrap.methods import Messenger
 from ...kernels.format import Codec, WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
-from ...kvtransport.link.dialling import Path
+from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.link.permits import Permit
 from ...kvtransport.probing.estimates import LinkEstimator, TransferSample
 from ...kvtransport.probing.figures import MAX_STREAMS, BoxFigures, LinkFigures, Source, one_stream_gbps, prior
 from ...kvtransport.probing.sites import infer
-from ...kvtransport.routing.choices import Choices
+from ...kvtransport.routing.choices import ChoiceCache
 from ...kvtransport.routing.costs import transfer_cost
-from ...kvtransport.routing.paths import Flow, Job, KVPath, Network, PathChoice
+from ...kvtransport.routing.paths import KVPath, NetworkView, PathChoice, PathQuery, RunningTransfer
 from ...kvtransport.routing.steering import PathController
 from ...kvtransport.wire.tickets import LinkTicket
 from .. import messages
 from ..engine import protocol
+from ..methods import LINK_OPEN, RELAY_OPEN
 from ..models import ModelInfo
 from .kv_links import Ends, OutgoingLinks
 
@@ -57,8 +59,6 @@ DIRECT = "direct"
 _WARM_S = 60.0
 _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": WireDtype.BF16}
 
-Ask = Callable[..., Awaitable[messages.Message]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaySettings:
@@ -75,8 +75,8 @@ class _Way:
     """A link in use: where it leads, the choice that holds, and what its paths had moved at the last look."""
 
     ends: Ends
-    job: Job
-    choices: Choices
+    job: PathQuery
+    choices: ChoiceCache
     choice: PathChoice
     controller: PathController
     base: dict[str, int]  # what the paths had moved when the controller began
@@ -98,25 +98,24 @@ class _Way:
 
 @final
 class KvWays:
-    """One per node. `ask` is the network's request; `where` gives the address of a member (None: unknown).
+    """One per node. `where` gives the address of a member (None: unknown).
 
     `set_paths(link, paths)` tells the engine; `wall` is seconds since 1970, by which permits expire.
     """
 
     def __init__(
         self,
-        own: PeerId,
         *,
         settings: WaySettings,
-        ask: Ask,
+        messenger: Messenger,
         where: Callable[[PeerId], Address | None],
-        set_paths: Callable[[bytes, tuple[Path, ...]], None],
+        set_paths: Callable[[bytes, tuple[DialPath, ...]], None],
         nursery: trio.Nursery,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.own = own
+        self.own = messenger.peer_id
         self.settings = settings
-        self._ask = ask
+        self._messenger = messenger
         self._where = where
         self._set_paths = set_paths
         self._nursery = nursery
@@ -129,7 +128,9 @@ class KvWays:
         self._estimators: dict[PeerId, LinkEstimator] = {}
         self._tables: Mapping[PeerId, messages.LinkTable] = {}
         self._own_links: Mapping[PeerId, LinkFigures] = {}
-        self._known: Network | None = None  # the tables and the own links, which paths are chosen by while they last
+        self._known: NetworkView | None = (
+            None  # the tables and the own links, which paths are chosen by while they last
+        )
         self._lives: Mapping[PeerId, int] = {}
         self._permits: dict[tuple[PeerId, PeerId], Permit] = {}
         self._refused: dict[tuple[PeerId, PeerId], float] = {}  # relay and target -> when
@@ -209,19 +210,19 @@ class KvWays:
                 links[peer] = old if old is not None and old.alike(figures, NEWS) else figures
         return messages.LinkTable(site=self.settings.site, box=self.settings.box, links=links)
 
-    def network(self, without: bytes = b"") -> Network:
+    def network(self, without: bytes = b"") -> NetworkView:
         """Everything known, and what flows from here now; `without` leaves one link's own flow out."""
         now = self._clock()
         own = {peer: estimator.settled(now) for peer, estimator in self._estimators.items()}
         if self._known is None or own != self._own_links:
             self._own_links, self._known = own, self._known_with(own)
         flows = tuple(
-            Flow(self.own, way.peer, path.gbps, path.via)
+            RunningTransfer(self.own, way.peer, path.gbps, path.via)
             for link, way in self._ways.items()
             if link != without and way.moving(now)
             for path in way.choice.paths
         )
-        return Network(self._known.links, self._known.boxes, flows)
+        return NetworkView(self._known.links, self._known.boxes, flows)
 
     # ---- a transfer -----------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class KvWays:
         piece, ticket = part.piece, part.ticket
         ends = Ends(PeerId(piece.target_peer), piece.source, piece.target)
         link = await self._link(ends, ticket.link)
-        job = Job(
+        job = PathQuery(
             source=self.own,
             target=ends.peer,
             bytes=self._kv_bytes(ticket.codec, tokens, piece.slice),
@@ -242,7 +243,7 @@ class KvWays:
             max_usd_per_gb=self.settings.max_usd_per_gb,
         )
         way = self._ways.get(link.link)
-        choices = way.choices if way is not None else Choices()
+        choices = way.choices if way is not None else ChoiceCache()
         choice, paths = await self._choose(job, link.link, choices)
         now = self._clock()
         way = self._ways.get(link.link)  # as it is now: others may have used it meanwhile
@@ -315,7 +316,7 @@ class KvWays:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _known_with(self, own: Mapping[PeerId, LinkFigures]) -> Network:
+    def _known_with(self, own: Mapping[PeerId, LinkFigures]) -> NetworkView:
         """The links of other nodes as they tell them, this node's own, and all boxes."""
         links: dict[tuple[str, str], LinkFigures] = {(self.own, peer): figures for peer, figures in own.items()}
         boxes: dict[str, BoxFigures] = {self.own: self.settings.box}
@@ -323,7 +324,7 @@ class KvWays:
             if peer != self.own:
                 boxes[peer] = table.box
                 links.update({(peer, target): figures for target, figures in table.links.items()})
-        return Network(links, boxes)
+        return NetworkView(links, boxes)
 
     async def _link(self, ends: Ends, wanted: bytes) -> LinkTicket:
         """The link that the ticket is for. The one known here may be of an earlier life of either end: the next
@@ -339,7 +340,9 @@ class KvWays:
             self._set_paths(old, ())  # nobody answers there any more
         return link
 
-    async def _choose(self, job: Job, link: bytes, choices: Choices) -> tuple[PathChoice, tuple[Path, ...]]:
+    async def _choose(
+        self, job: PathQuery, link: bytes, choices: ChoiceCache
+    ) -> tuple[PathChoice, tuple[DialPath, ...]]:
         """The best paths of which every relay forwards, with addresses and permits."""
         peer = PeerId(job.target)
         while True:
@@ -355,8 +358,7 @@ class KvWays:
 
     async def _open_link(self, ends: Ends) -> LinkTicket:
         body = messages.LinkOpen(service=self._service, source=ends.source, target=ends.target)
-        opened = await self._ask(ends.peer, "link.open", body, messages.LinkOpened, timeout=ASK_TIMEOUT_S)
-        assert isinstance(opened, messages.LinkOpened)
+        opened = await self._messenger.request(ends.peer, LINK_OPEN, body, ASK_TIMEOUT_S)
         return opened.link
 
     def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
@@ -383,12 +385,12 @@ class KvWays:
             and (peer, target) not in self._refused
         )
 
-    async def _dialable(self, peer: PeerId, choice: PathChoice) -> tuple[Path, ...] | None:
+    async def _dialable(self, peer: PeerId, choice: PathChoice) -> tuple[DialPath, ...] | None:
         """The chosen paths with addresses and permits; None when a relay refuses, which is then left out for a while.
 
         Raises Unreachable when it is the peer that cannot be dialled.
         """
-        found: list[Path] = []
+        found: list[DialPath] = []
         for path in choice.paths:
             try:
                 found.append(await self._dial(peer, path))
@@ -400,22 +402,21 @@ class KvWays:
                 return None
         return tuple(found)
 
-    async def _dial(self, peer: PeerId, path: KVPath) -> Path:
+    async def _dial(self, peer: PeerId, path: KVPath) -> DialPath:
         streams = max(1, min(path.streams, MAX_STREAMS))
         if path.via is None:
             address = self._address(peer)
-            return Path(address.host, address.port, label=DIRECT, streams=streams)
+            return DialPath(address.host, address.port, label=DIRECT, streams=streams)
         relay = PeerId(path.via)
         address = self._address(relay)
         permit = await self._permit(relay, peer)
-        return Path(address.host, address.port, label=path.via, streams=streams, relay=permit)
+        return DialPath(address.host, address.port, label=path.via, streams=streams, relay=permit)
 
     async def _permit(self, relay: PeerId, target: PeerId) -> Permit:
         known = self._permits.get((relay, target))
         if known is None or known.expires_at - self._wall() < PERMIT_MARGIN_S:
             body = messages.RelayOpen(target=target)
-            opened = await self._ask(relay, "relay.open", body, messages.RelayOpened, timeout=ASK_TIMEOUT_S)
-            assert isinstance(opened, messages.RelayOpened)
+            opened = await self._messenger.request(relay, RELAY_OPEN, body, ASK_TIMEOUT_S)
             known = self._permits[relay, target] = opened.permit
         return known
 
@@ -426,7 +427,7 @@ class KvWays:
         return address
 
     async def _steer(self, link: bytes, way: _Way, choice: PathChoice) -> None:
-        paths: tuple[Path, ...] | None = None
+        paths: tuple[DialPath, ...] | None = None
         try:
             paths = await self._dialable(way.peer, choice)
         except NetworkError as error:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Role
+from ...bootstrap.methods import Messenger
 from ...kvtransport.errors import TicketError, TransferError
 from ...kvtransport.probing.burst import BurstGate, dial_burst, receive_burst, send_burst
 from ...kvtransport.probing.burst_ticket import BurstHello, BurstTicket, issue_burst
 from ...kvtransport.probing.estimates import BurstSample
 from ...kvtransport.probing.probe import Activity, BurstRequest, PeerLink, ProbeScheduler, ProbeStatistics
 from .. import messages
+from ..methods import PROBE_OPEN
 from .kv_ways import KvWays
 
 __all__ = ["Neighbour", "Prober"]
@@ -24,8 +26,6 @@ __all__ = ["Neighbour", "Prober"]
 STEP_S = 1.0  # members come and go, and round trips change, without waking anybody here
 ASK_TIMEOUT_S = 5.0
 DIAL_TIMEOUT_S = 5.0
-
-Ask = Callable[..., Awaitable[messages.Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,21 @@ class Prober:
         self,
         ways: KvWays,
         *,
-        ask: Ask,
+        messenger: Messenger,
         neighbours: Callable[[], list[Neighbour]],
         activity: Callable[[], Activity],
         nursery: trio.Nursery,
         rng: random.Random,
     ) -> None:
         self._ways = ways
-        self._ask = ask
+        self._messenger = messenger
         self._neighbours = neighbours
         self._activity = activity
         self._nursery = nursery
         self._rng = rng
         self._scheduler = ProbeScheduler(ways.own, ways.settings.site, rng, now=trio.current_time())
         self._gates: dict[bytes, BurstGate] = {}
+        messenger.handle(PROBE_OPEN, self.on_open)
 
     def __repr__(self) -> str:
         return f"<Prober {self._scheduler}>"
@@ -119,10 +120,9 @@ class Prober:
 
     async def _send(self, target: Neighbour, burst: BurstRequest) -> None:
         try:
-            opened = await self._ask(
-                target.peer, "probe.open", messages.ProbeOpen(burst=burst), messages.ProbeOpened, timeout=ASK_TIMEOUT_S
+            opened = await self._messenger.request(
+                target.peer, PROBE_OPEN, messages.ProbeOpen(burst=burst), ASK_TIMEOUT_S
             )
-            assert isinstance(opened, messages.ProbeOpened)
             if opened.ticket is None:
                 self._scheduler.on_refused(target.peer, opened.retry_s, now=trio.current_time())
                 return

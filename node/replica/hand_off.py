@@ -15,22 +15,20 @@ from typing import TypeVar, final
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TicketError, TransferError
 from ...kvtransport.wire.tickets import TransferTicket, issue_transfer
-from .. import messages
+from .. import messages, methods
 from ..engine import protocol
 from ..links.kv_links import Ends, IncomingLinks
 from ..links.kv_ways import MAX_TRANSFER_S, KvWays
 from ..models import ModelInfo
 from .place import Place, PlaceError, check_sends, pieces_between
 
-__all__ = ["Ask", "Ended", "HandOffs", "Notify"]
+__all__ = ["Ended", "HandOffs"]
 
 ASK_TIMEOUT_S = 8.0  # less than a gateway waits
 
-Ask = Callable[..., Awaitable[messages.Message]]
-Notify = Callable[[PeerId, str, messages.Message], None]
-Answer = TypeVar("Answer", bound=messages.Message)
 Item = TypeVar("Item")
 
 
@@ -55,16 +53,18 @@ class _Sending:
 
 @final
 class HandOffs:
-    """`ask(peer, method, body, answer, timeout=)` requests, `notify` tells (PeerLost for one that is gone)."""
+    """One per node with an engine; asks and tells other boxes through `messenger`."""
 
-    def __init__(self, *, model: ModelInfo, ways: KvWays, ask: Ask, notify: Notify) -> None:
+    def __init__(self, *, model: ModelInfo, ways: KvWays, messenger: Messenger) -> None:
         self._model = model
         self._ways = ways
-        self._ask = ask
-        self._notify = notify
+        self._messenger = messenger
         self.place: Place | None = None
         self._incoming = IncomingLinks(secrets.token_bytes)
         self._sending: dict[bytes, _Sending] = {}
+        messenger.handle(methods.LINK_OPEN, self.open_link)
+        messenger.handle(methods.STAGE_INLETS, self.open_inlets)
+        messenger.handle(methods.STAGE_OUTLETS, self.open_outlets)
 
     def __repr__(self) -> str:
         return f"<HandOffs sending={len(self._sending)} {self._incoming}>"
@@ -120,7 +120,7 @@ class HandOffs:
             if peer == self._ways.own:
                 inlets = self._inlets(request)
             else:
-                opened = await self._request(peer, "stage.inlets", request, messages.StageInletsOpened)
+                opened = await self._messenger.request(peer, methods.STAGE_INLETS, request, ASK_TIMEOUT_S)
                 inlets = opened.inlets
             answered = [(inlet.rank, inlet.slice, inlet.ticket.transfer) for inlet in inlets]
             if answered != [(piece.target, piece.slice, wanted.transfer) for piece in theirs]:
@@ -151,7 +151,7 @@ class HandOffs:
             if peer == self._ways.own:
                 outlets = await self._outlets(request)
             else:
-                opened = await self._request(peer, "stage.outlets", request, messages.StageOutletsOpened)
+                opened = await self._messenger.request(peer, methods.STAGE_OUTLETS, request, ASK_TIMEOUT_S)
                 outlets = opened.outlets
             answered = [(outlet.rank, outlet.slice, outlet.ticket) for outlet in outlets]
             if answered != [(part.piece.source, part.piece.slice, part.ticket) for part in theirs]:
@@ -169,7 +169,7 @@ class HandOffs:
         """Tell the other stages of this replica that nothing more will be sent or expected."""
         self.forget(transfer)
         for peer in self.place.others if self.place is not None else ():
-            self._tell(peer, "stage.abort", messages.StageAbort(transfer=transfer, reason=reason))
+            self._tell(peer, methods.STAGE_ABORT, messages.StageAbort(transfer=transfer, reason=reason))
 
     def on_stage_transfer(self, peer: PeerId, body: messages.StageTransfer) -> Ended | None:
         """A stage of this replica says how its part ended; returns the end of the whole, when this is it."""
@@ -204,7 +204,7 @@ class HandOffs:
             ),
         )
         if sending.head is not None:
-            self._tell(sending.head, "stage.transfer", body)
+            self._tell(sending.head, methods.STAGE_TRANSFER, body)
         return self._part_ended(sending, body)
 
     def on_link_report(self, report: protocol.LinkReport) -> None:
@@ -235,7 +235,12 @@ class HandOffs:
             check_sends(body.parts, place, kv_heads=self._model.kv_heads)
         except PlaceError as error:
             raise RemoteError("invalid", str(error)) from error
-        outlets = await self._outlets(body)
+        try:
+            outlets = await self._outlets(body)
+        except RemoteError:
+            raise
+        except (NetworkError, TransferError) as error:  # else the head would only hear that something failed here
+            raise RemoteError("no-path", str(error)) from error
         if self.place != place:
             raise RemoteError("no-engine", "the engine process of this stage has ended")
         targets = {part.ticket.link: PeerId(part.piece.target_peer) for part in body.parts}
@@ -285,14 +290,9 @@ class HandOffs:
         if other is not None:
             raise RemoteError("invalid", f"that is for {other} to do, not for this node")
 
-    async def _request(self, peer: PeerId, method: str, body: messages.Message, answer: type[Answer]) -> Answer:
-        found = await self._ask(peer, method, body, answer, timeout=ASK_TIMEOUT_S)
-        assert isinstance(found, answer)
-        return found
-
-    def _tell(self, peer: PeerId, method: str, message: messages.Message) -> None:
+    def _tell(self, peer: PeerId, notice: Notice[Body], message: Body) -> None:
         try:
-            self._notify(peer, method, message)
+            self._messenger.notify(peer, notice, message)
         except PeerLost:
             pass  # nobody is left there who would care
 

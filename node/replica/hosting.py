@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import trio
 
-from ...bootstrap import Address, PeerId, Role
+from ...bootstrap import Address, PeerId
 from ...bootstrap.network import Network
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
@@ -126,33 +126,15 @@ class Host:
         self._config = config
         self._own = network.peer_id
         self.share = offer.share
-        hand_offs = HandOffs(model=model.info, ways=ways, ask=network.request, notify=network.notify)
-        self.worker = Worker(service=model.info.service, hand_offs=hand_offs, notify=network.notify)
+        hand_offs = HandOffs(model=model.info, ways=ways, messenger=network)
+        self.worker = Worker(service=model.info.service, hand_offs=hand_offs, messenger=network)
         self._stages = Stages(
             service=model.info.service,
-            ask=network.request,
-            notify=network.notify,
+            messenger=network,
             where=where,
             random=secrets.token_bytes,
         )
         self._supervisor: Supervisor | None = None
-        worker = self.worker
-        network.handle("decode.open", messages.DecodeOpen, worker.open_decode)
-        network.handle("prefill.open", messages.PrefillOpen, worker.open_prefill)
-        network.handle("link.open", messages.LinkOpen, hand_offs.open_link)
-        network.handle("stage.open", messages.StageOpen, self._stages.on_open)
-        network.handle("stage.inlets", messages.StageInlets, hand_offs.open_inlets)
-        network.handle("stage.outlets", messages.StageOutlets, hand_offs.open_outlets)
-        notices: dict[str, tuple[type[messages.Message], Callable[[PeerId, Role, Any], None]]] = {
-            "request.stop": (messages.StopRequest, worker.stop_request),
-            "transfer.stop": (messages.StopTransfer, worker.stop_transfer),
-            "decode.first": (messages.FirstToken, worker.first_token),
-            "stage.loaded": (messages.StageLoaded, self._stages.on_stage_loaded),
-            "stage.transfer": (messages.StageTransfer, worker.stage_transfer),
-            "stage.abort": (messages.StageAbort, worker.stage_abort),
-        }
-        for method, (body, handler) in notices.items():
-            network.on_notice(method, body, handler)
 
     async def run(self, log: Path, channel: int | None, on_change: Callable[[messages.EngineAdvert], None]) -> None:
         """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start

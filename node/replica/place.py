@@ -8,8 +8,8 @@ from typing import final
 from ...bootstrap import PeerId
 from ...coordinator import Phase, Plan, PlanError, Replica, Stage
 from ...kvtransport.errors import FiguresError
-from ...kvtransport.link.reslice import Rank as LayoutRank
 from ...kvtransport.link.reslice import ShardLayout, reslice
+from ...kvtransport.link.reslice import ShardRank as LayoutRank
 from ..engine.protocol import Rank, Slice
 from ..messages import Part, Piece
 

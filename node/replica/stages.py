@@ -15,12 +15,13 @@ import msgspec
 import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, PeerLost, RemoteError, Role
-from ...kvtransport.link.dialling import Path
+from ...bootstrap.methods import Messenger
+from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.tickets import issue_link
 from .. import messages
 from ..engine.protocol import BatchLimits, EngineConfig, PipeEnd
+from ..methods import STAGE_LOADED, STAGE_OPEN
 from .engine_link import EngineStartError
-from .hand_off import Ask, Notify
 from .place import Place
 
 __all__ = ["Call", "Stages", "limits_of", "with_limits", "with_stage"]
@@ -63,20 +64,18 @@ class Call:
 
 @final
 class Stages:
-    """One per node. `ask` requests, `notify` tells, `where` gives a member's address, `random` unpredictable bytes."""
+    """One per node. `where` gives a member's address, `random` unpredictable bytes."""
 
     def __init__(
         self,
         *,
         service: str,
-        ask: Ask,
-        notify: Notify,
+        messenger: Messenger,
         where: Callable[[PeerId], Address | None],
         random: Callable[[int], bytes],
     ) -> None:
         self._service = service
-        self._ask = ask
-        self._notify = notify
+        self._messenger = messenger
         self._where = where
         self._random = random
         self._expecting: Place | None = None
@@ -84,6 +83,8 @@ class Stages:
         self._called = trio.Event()
         self.on_call: Callable[[], None] = lambda: None
         self.on_loaded: Callable[[], None] = lambda: None
+        messenger.handle(STAGE_OPEN, self.on_open)
+        messenger.on_notice(STAGE_LOADED, self.on_stage_loaded)
 
     # ---- on the head ------------------------------------------------------------------------------------------
 
@@ -107,14 +108,14 @@ class Stages:
         """The engine of the whole replica is ready."""
         for peer in place.others:
             try:
-                self._notify(peer, "stage.loaded", messages.StageLoaded())
+                self._messenger.notify(peer, STAGE_LOADED, messages.StageLoaded())
             except PeerLost:
                 _log.info("stage %s is gone already", peer)  # its pipes say so to the engine
 
     async def _open(self, peer: PeerId, stage: int, body: messages.StageOpen) -> str | None:
         """Ask once; returns why it is too early, or None when the process is there."""
         try:
-            await self._ask(peer, "stage.open", body, messages.Opened, timeout=OPEN_TIMEOUT_S)
+            await self._messenger.request(peer, STAGE_OPEN, body, OPEN_TIMEOUT_S)
         except RemoteError as error:
             if error.code == NOT_YET:
                 return error.message
@@ -184,13 +185,13 @@ class Stages:
         """The ends with the addresses of those stages that this one dials. Raises EngineStartError."""
         found = []
         for end in ends:
-            dial: Path | None = None
+            dial: DialPath | None = None
             if end.stage > stage:
                 peer = PeerId(place.stages[end.stage].peer)
                 address = self._where(peer)
                 if address is None or not address.port:
                     raise EngineStartError(f"stage {end.stage + 1} on {peer} has no address that could be dialled")
-                dial = Path(address.host, address.port)
+                dial = DialPath(address.host, address.port)
             found.append(msgspec.structs.replace(end, dial=dial))
         return tuple(found)
 

@@ -9,13 +9,14 @@ from typing import final
 import msgspec
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.dialling import Path
-from .. import messages
+from ...kvtransport.link.dialling import DialPath
+from .. import messages, methods
 from ..engine import protocol
 from ..learning import Learner
 from .engine_link import EngineLink, EngineLost
-from .hand_off import Ended, HandOffs, Notify
+from .hand_off import Ended, HandOffs
 from .place import Place
 
 UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
@@ -34,14 +35,13 @@ class _Job:
 class Worker:
     """The engine's side of requests. Called from the agent's event loop.
 
-    `notify(gateway, method, message)` sends to a gateway; it raises PeerLost for one that is gone or does not read.
     `hand_offs` agrees with other boxes how KV passes between the engines.
     """
 
-    def __init__(self, *, service: str, hand_offs: HandOffs, notify: Notify) -> None:
+    def __init__(self, *, service: str, hand_offs: HandOffs, messenger: Messenger) -> None:
         self._service = service
         self._hand_offs = hand_offs
-        self._notify = notify
+        self._messenger = messenger
         self._engine: EngineLink | None = None
         self._pipes: frozenset[bytes] = frozenset()
         self._decodes: dict[str, _Job] = {}
@@ -50,6 +50,13 @@ class Worker:
         self._step_tokens = 0
         self.stats: protocol.EngineStats | None = None
         self.learner = Learner()
+        messenger.handle(methods.DECODE_OPEN, self.open_decode)
+        messenger.handle(methods.PREFILL_OPEN, self.open_prefill)
+        messenger.on_notice(methods.REQUEST_STOP, self.stop_request)
+        messenger.on_notice(methods.TRANSFER_STOP, self.stop_transfer)
+        messenger.on_notice(methods.DECODE_FIRST, self.first_token)
+        messenger.on_notice(methods.STAGE_TRANSFER, self.stage_transfer)
+        messenger.on_notice(methods.STAGE_ABORT, self.stage_abort)
 
     def __repr__(self) -> str:
         return f"<Worker {self._service} decoding={len(self._decodes)} prefilling={len(self._prefills)}>"
@@ -86,9 +93,9 @@ class Worker:
         prefills, self._prefills = self._prefills, {}
         failed = f"the engine process {how}"
         for job in decodes.values():
-            self._tell(job.gateway, "tokens", messages.Tokens(request=job.request, failed=failed))
+            self._tell(job.gateway, methods.TOKENS, messages.Tokens(request=job.request, failed=failed))
         for job in prefills.values():
-            self._tell(job.gateway, "prefill.ended", messages.PrefillEnded(request=job.request, failed=failed))
+            self._tell(job.gateway, methods.PREFILL_ENDED, messages.PrefillEnded(request=job.request, failed=failed))
 
     def peer_lost(self, peer: PeerId) -> None:
         """Nobody waits for these requests any more, and no KV goes to or comes from there."""
@@ -99,7 +106,7 @@ class Worker:
         for link in self._hand_offs.peer_lost(peer):
             self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
-    def set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
+    def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         """Take other ways for what the engine sends over a link."""
         self._send(protocol.SetPaths(link=link, paths=paths))
 
@@ -240,7 +247,7 @@ class Worker:
         refused = (output.reason or "no reason given") if output.finish == "refused" else ""
         told = self._tell(
             job.gateway,
-            "tokens",
+            methods.TOKENS,
             messages.Tokens(
                 request=request,
                 tokens=output.tokens,
@@ -264,7 +271,7 @@ class Worker:
             # It ends by its length here: of the answer, the gateway knows that.
             finish = "stop" if output.finish == "stop" else None
             if not self._tell(
-                job.gateway, "tokens", messages.Tokens(request=request, tokens=output.tokens, finish=finish)
+                job.gateway, methods.TOKENS, messages.Tokens(request=request, tokens=output.tokens, finish=finish)
             ):
                 self._cancel_prefill(request)
             elif job.figures is not None:
@@ -290,11 +297,11 @@ class Worker:
             if failed and job.transfer is not None:
                 self._hand_offs.abort(job.transfer, failed)
             ended = messages.PrefillEnded(request=request, failed=failed, figures=figures)
-            self._tell(job.gateway, "prefill.ended", ended)
+            self._tell(job.gateway, methods.PREFILL_ENDED, ended)
 
-    def _tell(self, gateway: PeerId, method: str, message: messages.Message) -> bool:
+    def _tell(self, gateway: PeerId, notice: Notice[Body], message: Body) -> bool:
         try:
-            self._notify(gateway, method, message)
+            self._messenger.notify(gateway, notice, message)
         except PeerLost:
             return False
         return True

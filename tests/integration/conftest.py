@@ -21,7 +21,7 @@ from p2pserve.bootstrap import Address, Identity, JoinToken, PeerId, Role
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.coordinator import Phase
-from p2pserve.node import messages
+from p2pserve.node import messages, methods
 from p2pserve.node.agent import EngineKnobs, NodeSettings, Started, run_node
 from p2pserve.node.replica.engine_link import fork_server_command
 
@@ -56,14 +56,14 @@ class Client:
         self.network = network
         self._chunks: dict[str, trio.MemorySendChannel[messages.Chunk]] = {}
         self._next = 0
-        network.on_notice("chunk", messages.Chunk, self._on_chunk)
+        network.on_notice(methods.CHUNK, self._on_chunk)
 
     def _on_chunk(self, peer: PeerId, role: Role, body: messages.Chunk) -> None:
         if body.request in self._chunks:
             self._chunks[body.request].send_nowait(body)
 
     async def status(self, peer: PeerId) -> messages.Status:
-        return await self.network.request(peer, "status", messages.StatusQuery(), messages.Status, 30)
+        return await self.network.request(peer, methods.STATUS, messages.StatusQuery(), 30)
 
     async def generate(
         self,
@@ -79,7 +79,7 @@ class Client:
         send, receive = trio.open_memory_channel[messages.Chunk](10_000)
         self._chunks[request] = send
         body = messages.Generate(request=request, prompt=prompt, **settings)  # type: ignore[arg-type]
-        accepted = await self.network.request(gateway, "generate", body, messages.Generating, 30)
+        accepted = await self.network.request(gateway, methods.GENERATE, body, 30)
         answer = Answer(accepted.prompt_tokens)
         async for chunk in receive:
             answer.tokens += chunk.tokens

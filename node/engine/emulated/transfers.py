@@ -20,14 +20,14 @@ from dataclasses import replace
 from typing import Final, NamedTuple, final
 
 from ....kernels.format import KEY_SPAN_TOKENS, Codec, WireDtype, payload_bytes
-from ....kvtransport.errors import FiguresError, ProtocolError, TransferError
+from ....kvtransport.errors import FiguresError, KVProtocolError, TransferError
 from ....kvtransport.link.endpoint import Endpoint
 from ....kvtransport.link.lanes import EndState, LinkSettings
-from ....kvtransport.link.receive_link import Incoming as ReceivingEnd
+from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
 from ....kvtransport.link.reslice import localise
-from ....kvtransport.link.send_link import Outgoing as SendingEnd
+from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
 from ....kvtransport.routing.report import TransferTimes
@@ -320,7 +320,7 @@ class EmulatedTransfers:
         """Hand over an accepted socket whose hello has been read; it may come before its link is known here."""
         try:
             self._endpoint.attach(parse_link_hello(hello), connection)
-        except ProtocolError:
+        except KVProtocolError:
             connection.close()
 
     def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:

@@ -24,7 +24,7 @@ from typing import final
 
 import msgspec
 
-from ....kvtransport.errors import ProtocolError
+from ....kvtransport.errors import KVProtocolError
 from ....kvtransport.wire.channel import parse_link_hello
 from ..protocol import AbortTransfer, CloseLink, LinkReport, Message, SetPaths, TransferReport, pack
 from ..transfers.hub import Tell, TransferHub
@@ -106,7 +106,7 @@ class Switchboard:
         """Hand an accepted connection to the worker whose link it is of. Takes over the socket."""
         try:
             link = parse_link_hello(hello).link
-        except ProtocolError:
+        except KVProtocolError:
             connection.close()
             return
         unwanted: list[socket.socket] = []

@@ -23,7 +23,7 @@ from vllm.utils.network_utils import get_file_store_init_method
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import run_method
 
-from ....kvtransport.wire.channel import LinkHello, Role
+from ....kvtransport.wire.channel import LinkHello, LinkRole
 from ....kvtransport.wire.pipe import greet
 from ....kvtransport.wire.sockets import fresh_nonce
 from ....kvtransport.wire.tickets import LinkTicket, issue_link
@@ -57,7 +57,7 @@ class Mate:
 
     def greet(self, stage: int, on_lost: OnLost) -> RemoteWorker:
         """Raises TransferError."""
-        hello = LinkHello(self.ticket.link, fresh_nonce(), Role.SENDER)
+        hello = LinkHello(self.ticket.link, fresh_nonce(), LinkRole.SENDER)
         pipe = greet(self.line, self.ticket, hello, dials=True, timeout=_GREETING_S)
         return RemoteWorker(f"worker {self.rank} of stage {stage}", pipe, on_lost)
 

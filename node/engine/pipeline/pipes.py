@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from ....kvtransport.errors import ProtocolError, TransferError
+from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.wire.channel import LinkHello, parse_link_hello
 from ....kvtransport.wire.pipe import Pipe, accept_pipe, dial_pipe
 from ..protocol import PipeEnd
@@ -84,7 +84,7 @@ class Arrivals:
         """Whether a connection with this hello is for a pipe; if so, it is taken over."""
         try:
             parsed = parse_link_hello(hello)
-        except ProtocolError:
+        except KVProtocolError:
             return False
         if parsed.link not in self._links:
             return False

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from ....kvtransport.errors import ProtocolError, TransferError
+from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.link.budget import ByteBudget
-from ....kvtransport.link.dialling import Path
+from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.endpoint import Endpoint
 from ....kvtransport.link.lanes import LinkSettings
 from ....kvtransport.link.receive_link import ReceiveLink
@@ -84,7 +84,9 @@ class TransferHub:
         self._lock = threading.Lock()
         self._outgoing: dict[bytes, dict[bytes, Outgoing]] = {}  # transfer -> link -> what goes over it
         self._incoming: dict[bytes, Incoming] = {}
-        self._early_paths: OrderedDict[bytes, tuple[float, tuple[Path, ...]]] = OrderedDict()  # link -> until when, ...
+        self._early_paths: OrderedDict[bytes, tuple[float, tuple[DialPath, ...]]] = (
+            OrderedDict()
+        )  # link -> until when, ...
         self._sending = threading.Event()
         threading.Thread(target=self._tell, name="kv-reporter", daemon=True).start()
 
@@ -97,7 +99,7 @@ class TransferHub:
         """Hand over an accepted socket whose hello has been read; it may come before its link is known here."""
         try:
             self._endpoint.attach(parse_link_hello(hello), connection)
-        except ProtocolError:
+        except KVProtocolError:
             connection.close()
 
     def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
@@ -194,7 +196,7 @@ class TransferHub:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _set_paths(self, link: bytes, paths: tuple[Path, ...]) -> None:
+    def _set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         with self._lock:
             known = self._endpoint.link(link)
             if known is None:

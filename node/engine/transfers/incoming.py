@@ -20,7 +20,7 @@ import torch
 from ....kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
 from ....kvtransport.errors import FiguresError, TransferError
 from ....kvtransport.link.budget import ByteBudget
-from ....kvtransport.link.receive_link import Incoming as ReceivingEnd
+from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
 from ....kvtransport.link.reslice import localise

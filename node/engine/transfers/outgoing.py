@@ -24,7 +24,7 @@ from ....kernels.codec import Codec, encode_into, wire_dtype
 from ....kernels.format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, payload_bytes
 from ....kvtransport.errors import TransferError, TransferTimeout
 from ....kvtransport.link.lanes import EndState
-from ....kvtransport.link.send_link import Outgoing as SendingEnd
+from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
 from ....kvtransport.routing.report import TransferTimes

@@ -19,7 +19,7 @@ from typing import final
 from ....kernels.codec import wire_dtype
 from ....kernels.format import Codec, payload_bytes
 from ....kvtransport.probing.figures import LinkFigures
-from ....kvtransport.routing.layerwise import KVShape, LayerwiseEstimator, Mode, SendMode
+from ....kvtransport.routing.layerwise import KVShape, LayerwiseEstimator, SendDecision, SendMode
 from ..protocol import Outlet
 from ..vllm.layout import Shard
 
@@ -33,7 +33,7 @@ CHANGED = 1.3  # a median of the last few prefills this much above or below that
 class Pacing:
     """How one transfer's layers are handed over."""
 
-    mode: Mode
+    mode: SendDecision
     _pacer: Pacer
     codec: str
 
@@ -145,7 +145,7 @@ class Pacer:
         with self._lock:
             self._estimator(codec).on_frame(size, seconds)
 
-    def _slowed_down(self, codec: str, tokens: int, mode: Mode) -> Mode:
+    def _slowed_down(self, codec: str, tokens: int, mode: SendDecision) -> SendDecision:
         """With what leaving layer by layer costs the prefill. Until that is known both ways are taken in turn."""
         slow_down, estimator = self._slow_downs.get(codec), self._estimator(codec)
         if mode.mode is SendMode.SERIALISED or slow_down is None:

@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from ....kvtransport.errors import TransferError
-from ....kvtransport.link.dialling import Path
+from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ...replica.engine_link import EngineError, EngineLink, EngineLost, ForkServer
@@ -203,7 +203,7 @@ class Trial:
         pairs += [("data", stage, stage + 1) for stage in range(last)]
         for kind, low, high in pairs:
             ticket = self.join(engines[high])
-            dial = Path("127.0.0.1", self._port)
+            dial = DialPath("127.0.0.1", self._port)
             ends[low].append(protocol.PipeEnd(stage=high, kind=kind, ticket=ticket, dial=dial))
             ends[high].append(protocol.PipeEnd(stage=low, kind=kind, ticket=ticket))
         for stage in reversed(ends):  # the head last: it dials the others, and it alone waits for the model
@@ -235,7 +235,7 @@ class Trial:
             slice=whole,
             ticket=ticket,
             link=link,
-            paths=(Path("127.0.0.1", self._port),),
+            paths=(DialPath("127.0.0.1", self._port),),
             gbps=FAST_GBPS,
             rtt_s=NEAR_S,
             pacing=pacing,

@@ -23,9 +23,9 @@ from ....kvtransport import KVFrame, TransferError
 from ....kvtransport.link.endpoint import Endpoint
 from ....kvtransport.link.lanes import EndState
 from ....kvtransport.link.permits import RELAY_MAGIC
-from ....kvtransport.link.receive_link import Incoming, ReceiveLink
+from ....kvtransport.link.receive_link import IncomingTransfer, ReceiveLink
 from ....kvtransport.link.relay import Relay
-from ....kvtransport.link.send_link import Outgoing, SendLink
+from ....kvtransport.link.send_link import OutgoingTransfer, SendLink
 from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hello, receive_burst, send_burst
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
@@ -70,7 +70,7 @@ class KVBox:
         self._endpoint = Endpoint()
         self._relay = Relay()
         self._bursts: dict[bytes, BurstGate] = {}
-        self._sent: dict[bytes, list[tuple[Outgoing, float, list[float]]]] = {}
+        self._sent: dict[bytes, list[tuple[OutgoingTransfer, float, list[float]]]] = {}
         block = random.Random(0).randbytes(FRAME_BYTES)
         self._numbers = memoryview(block + block)
         self._sums: dict[int, int] = {}
@@ -145,7 +145,7 @@ class KVBox:
             self._sent.setdefault(link, []).append((outgoing, time.monotonic(), ended))
             threading.Thread(target=self._push, args=(outgoing, bulk.frames), daemon=True).start()
 
-    def _push(self, outgoing: Outgoing, frames: int) -> None:
+    def _push(self, outgoing: OutgoingTransfer, frames: int) -> None:
         try:
             for number in range(frames):
                 layer, piece = number % LAYERS, number // LAYERS
@@ -184,7 +184,7 @@ class KVBox:
             incoming.grant(WINDOW_BYTES)
             threading.Thread(target=self._take, args=(incoming, bulk.frames), daemon=True).start()
 
-    def _take(self, incoming: Incoming, frames: int) -> None:
+    def _take(self, incoming: IncomingTransfer, frames: int) -> None:
         seen = set()
         try:
             for frame in incoming:
@@ -240,7 +240,7 @@ class KVBox:
             del self._bursts[ticket.burst]
 
 
-def _note_end(moments: list[float], outgoing: Outgoing, state: EndState) -> None:
+def _note_end(moments: list[float], outgoing: OutgoingTransfer, state: EndState) -> None:
     moments.append(time.monotonic())
 
 

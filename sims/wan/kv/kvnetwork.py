@@ -18,12 +18,12 @@ from typing import Final, Self
 
 import msgspec
 
-from ....kvtransport.link.dialling import Path
+from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.permits import Permit
 from ....kvtransport.probing.burst_ticket import issue_burst
 from ....kvtransport.probing.estimates import LinkEstimator
 from ....kvtransport.probing.figures import BoxFigures, LinkFigures, prior, streams_for
-from ....kvtransport.routing.paths import KVPath, Network
+from ....kvtransport.routing.paths import KVPath, NetworkView
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..emulated import EmulatedWan, Kind, environment
 from ..errors import WanError
@@ -170,7 +170,7 @@ class KVNetwork:
         estimator.on_burst(sample, now=time.monotonic())
         return estimator.figures(time.monotonic())
 
-    def known(self) -> Network:
+    def known(self) -> NetworkView:
         """What is known now: figures of all measured links, and each box's caps as its owner states them."""
         now = time.monotonic()
         boxes = {
@@ -182,7 +182,7 @@ class KVNetwork:
             )
             for name, box in self.wan.scenario.boxes.items()
         }
-        return Network({ends: one.figures(now) for ends, one in self._estimators.items()}, boxes)
+        return NetworkView({ends: one.figures(now) for ends, one in self._estimators.items()}, boxes)
 
     # ---- moving ---------------------------------------------------------------------------------------------
 
@@ -193,13 +193,13 @@ class KVNetwork:
         self.ask(source, Connect(ticket, self.dialled(paths)))
         return BulkTransfers(self, source, target, ticket)
 
-    def dialled(self, paths: Iterable[KVPath]) -> list[Path]:
+    def dialled(self, paths: Iterable[KVPath]) -> list[DialPath]:
         """The addresses of paths as their source sees them; relays are told to expect it."""
         found = []
         for path in paths:
             if path.via is None:
                 host, port = self.wan.route(path.source, path.target, self._ports[path.target])
-                found.append(Path(host, port, label=path.label, streams=path.streams))
+                found.append(DialPath(host, port, label=path.label, streams=path.streams))
                 continue
             next_host, next_port = self.wan.route(path.via, path.target, self._ports[path.target])
             permit = Permit(
@@ -213,7 +213,7 @@ class KVNetwork:
             )
             self.ask(path.via, Admit(permit))
             host, port = self.wan.route(path.source, path.via, self._ports[path.via])
-            found.append(Path(host, port, label=path.label, streams=path.streams, relay=permit))
+            found.append(DialPath(host, port, label=path.label, streams=path.streams, relay=permit))
         return found
 
     def relayed(self, box: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ....kvtransport.link.dialling import Path
+from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.permits import Permit
 from ....kvtransport.probing.burst_ticket import BurstTicket
 from ....kvtransport.probing.estimates import BurstSample
@@ -37,7 +37,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
     """Open the sending end of a link and wait until all its connections are up."""
 
     link: LinkTicket
-    paths: list[Path]
+    paths: list[DialPath]
 
 
 class Send(msgspec.Struct, frozen=True, tag="send"):
@@ -51,7 +51,7 @@ class SetPathsOrder(msgspec.Struct, frozen=True, tag="set_paths"):
     """Carry everything of a link over these paths from now on."""
 
     link: bytes
-    paths: list[Path]
+    paths: list[DialPath]
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ....kvtransport.routing.costs import transfer_cost
-from ....kvtransport.routing.paths import Job, KVPath, PathChoice, choose
-from ....kvtransport.routing.steering import PathController, SetPaths
+from ....kvtransport.routing.paths import KVPath, PathChoice, PathQuery, choose
+from ....kvtransport.routing.steering import PathChange, PathController
 from ..emulated import Kind
 from ..scenario import Scenario, WanBox, WanPair
 from .kvbox import FRAME_BYTES
@@ -91,7 +91,7 @@ def thin_direct() -> Scenario:
 
 
 def _choose(network: KVNetwork, frames: int, relays: frozenset[str] | None = None) -> PathChoice:
-    return choose(Job(source=SOURCE, target=TARGET, bytes=frames * FRAME_BYTES, relays=relays), network.known())
+    return choose(PathQuery(source=SOURCE, target=TARGET, bytes=frames * FRAME_BYTES, relays=relays), network.known())
 
 
 def _move(network: KVNetwork, paths: Sequence[KVPath], frames: int, *, warm: bool = False) -> Moved:
@@ -157,10 +157,10 @@ def no_relay(network: KVNetwork) -> PathCase:
 def degrades(network: KVNetwork) -> PathCase:
     """(d) the direct link, which is all that is used at first, degrades in mid-transfer."""
     frames = 240
-    job = Job(source=SOURCE, target=TARGET, bytes=frames * FRAME_BYTES)
+    job = PathQuery(source=SOURCE, target=TARGET, bytes=frames * FRAME_BYTES)
     choice = _choose(network, frames, frozenset())
     controller = PathController(job, choice, now=time.monotonic())
-    changes: list[SetPaths] = []
+    changes: list[PathChange] = []
     left_at_fall = 0
 
     def follow(moved: Moved) -> None:

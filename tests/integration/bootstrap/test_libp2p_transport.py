@@ -36,6 +36,7 @@ from p2pserve.bootstrap import (
 )
 from p2pserve.bootstrap.members import mesh
 from p2pserve.bootstrap.members.membership import Timeouts
+from p2pserve.bootstrap.methods import Method, Notice
 from p2pserve.bootstrap.streams import libp2p_host, yamux
 from p2pserve.bootstrap.streams.framed import FramedConnection
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
@@ -66,6 +67,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Echo(msgspec.Struct, frozen=True):
     text: str
+
+
+def asking(name: str) -> Method[Echo, Echo]:
+    return Method(name, Echo, Echo)
+
+
+def telling(name: str) -> Notice[Echo]:
+    return Notice(name, Echo)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -137,7 +146,7 @@ def build(
     async def echo(peer: PeerId, role: Role, body: Echo) -> Echo:
         return body
 
-    network.handle("echo", Echo, echo)
+    network.handle(asking("echo"), echo)
     return network
 
 
@@ -596,10 +605,10 @@ def test_three_join_talk_and_elect() -> None:
             await until(lambda: all(len(network.entries("load")) == 3 for network in everybody))
             await until(lambda: all(network.coordinator is not None for network in everybody))
             assert len({network.coordinator for network in everybody}) == 1
-            assert await two.request(three.peer_id, "echo", Echo("hello"), Echo, 30) == Echo("hello")
+            assert await two.request(three.peer_id, asking("echo"), Echo("hello"), 30) == Echo("hello")
             heard: list[tuple[PeerId, Role, str]] = []
-            three.on_notice("tell", Echo, lambda peer, role, body: heard.append((peer, role, body.text)))
-            two.notify(three.peer_id, "tell", Echo("psst"))
+            three.on_notice(telling("tell"), lambda peer, role, body: heard.append((peer, role, body.text)))
+            two.notify(three.peer_id, telling("tell"), Echo("psst"))
             await until(lambda: heard)
             assert heard == [(two.peer_id, Role.WORKER, "psst")]
             await until(lambda: all(m.rtt_s is not None for m in one.members() if m.peer_id != one.peer_id))
@@ -616,20 +625,21 @@ def test_hundreds_of_timeouts_leave_the_connection_healthy() -> None:
     async def main() -> None:
         async with build(None) as one, build(one) as two:
 
-            async def hang(peer: PeerId, role: Role, body: Echo) -> None:
+            async def hang(peer: PeerId, role: Role, body: Echo) -> Echo:
                 await trio.sleep(0.3)
+                return body
 
-            one.handle("hang", Echo, hang)
+            one.handle(asking("hang"), hang)
 
             async def give_up() -> None:
                 for _ in range(20):
                     with pytest.raises(RequestTimeout):
-                        await two.request(one.peer_id, "hang", Echo("x" * 1000), Echo, 0.01)
+                        await two.request(one.peer_id, asking("hang"), Echo("x" * 1000), 0.01)
 
             async with trio.open_nursery() as nursery:
                 for _ in range(10):
                     nursery.start_soon(give_up)
-            assert await two.request(one.peer_id, "echo", Echo("fine"), Echo, 30) == Echo("fine")
+            assert await two.request(one.peer_id, asking("echo"), Echo("fine"), 30) == Echo("fine")
 
     run(main)
 
@@ -642,7 +652,7 @@ def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: py
         async with build(None) as one, build(one) as two:
             heard: list[int] = []
             lost: list[PeerId] = []
-            two.on_notice("tell", Echo, lambda peer, role, body: heard.append(len(body.text)))
+            two.on_notice(telling("tell"), lambda peer, role, body: heard.append(len(body.text)))
             one.on_peer_lost(lost.append)
             two.on_peer_lost(lost.append)
             await until(lambda: one.connected() and two.connected())
@@ -656,7 +666,7 @@ def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: py
 
             def tell(count: int) -> None:
                 for _ in range(count):
-                    one.notify(two.peer_id, "tell", Echo("x" * 60_000))
+                    one.notify(two.peer_id, telling("tell"), Echo("x" * 60_000))
 
             with pytest.raises(PeerLost, match="does not read its messages"):
                 tell(5000)
@@ -664,7 +674,7 @@ def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: py
             heard.clear()
             await until(lambda: one.connected() and two.connected())
             await trio.sleep(0.2)
-            one.notify(two.peer_id, "tell", Echo("again"))
+            one.notify(two.peer_id, telling("tell"), Echo("again"))
             await until(lambda: heard == [5])
 
     run(main)

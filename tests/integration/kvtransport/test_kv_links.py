@@ -19,14 +19,14 @@ from pathlib import Path as FilePath
 import pytest
 
 from p2pserve.kvtransport import (
+    DialPath,
     Endpoint,
     EndState,
-    Incoming,
+    IncomingTransfer,
     KVFrame,
     LinkSettings,
     LinkTicket,
-    Outgoing,
-    Path,
+    OutgoingTransfer,
     Permit,
     ReceiveLink,
     Refusal,
@@ -40,7 +40,7 @@ from p2pserve.kvtransport import (
     issue_transfer,
     read_link_hello,
 )
-from p2pserve.kvtransport.wire.channel import Channel, LinkHello, Role
+from p2pserve.kvtransport.wire.channel import Channel, LinkHello, LinkRole
 from p2pserve.kvtransport.wire.signals import Signal
 
 WINDOW = 16 << 20
@@ -154,7 +154,7 @@ class Pair:
         except TransferError:
             connection.close()
 
-    def links(self, *paths: Path, streams: int = 2) -> tuple[SendLink, ReceiveLink]:
+    def links(self, *paths: DialPath, streams: int = 2) -> tuple[SendLink, ReceiveLink]:
         receiving = self.receiver.receiving(self.ticket)
         sending = self.sender.sending(self.ticket, paths or [self.direct(streams)])
         count = sum(path.streams for path in paths) or streams
@@ -162,27 +162,29 @@ class Pair:
         assert receiving.wait_connected(count, PATIENCE_S), receiving.statistics()
         return sending, receiving
 
-    def direct(self, streams: int = 1, pace: int = 0) -> Path:
-        return Path("127.0.0.1", self.listener.port, streams=streams, pace_bytes_s=pace)
+    def direct(self, streams: int = 1, pace: int = 0) -> DialPath:
+        return DialPath("127.0.0.1", self.listener.port, streams=streams, pace_bytes_s=pace)
 
     def forwarder(self, limit: float = math.inf) -> Forwarder:
         found = Forwarder(self.listener.port, limit)
         self.others.append(found)
         return found
 
-    def relay(self, *, budget: int = 1 << 30, rate: float = 1e9, expires_s: float = 60) -> tuple[Relay, Path]:
+    def relay(self, *, budget: int = 1 << 30, rate: float = 1e9, expires_s: float = 60) -> tuple[Relay, DialPath]:
         relay = Relay()
         listener = Listener(relay.attach)
         self.others += [listener, relay]
         where = ("127.0.0.1", self.listener.port)
         permit = Permit(secrets.token_bytes(16), secrets.token_bytes(32), *where, budget, rate, time.time() + expires_s)
         relay.admit(permit)
-        return relay, Path("127.0.0.1", listener.port, label="relay", relay=permit)
+        return relay, DialPath("127.0.0.1", listener.port, label="relay", relay=permit)
 
     def transfer(self, deadline_s: float = 60) -> TransferTicket:
         return issue_transfer(self.ticket.link, "raw", deadline_s, secrets.token_bytes)
 
-    def begin(self, links: tuple[SendLink, ReceiveLink], deadline_s: float = 60) -> tuple[Outgoing, Incoming]:
+    def begin(
+        self, links: tuple[SendLink, ReceiveLink], deadline_s: float = 60
+    ) -> tuple[OutgoingTransfer, IncomingTransfer]:
         ticket = self.transfer(deadline_s)
         return links[0].open(ticket), links[1].expect(ticket)
 
@@ -221,7 +223,7 @@ def payloads(count: int, size: int) -> list[bytes]:
     return [os.urandom(size) for _ in range(count)]
 
 
-def send_all(outgoing: Outgoing, data: list[bytes]) -> threading.Thread:
+def send_all(outgoing: OutgoingTransfer, data: list[bytes]) -> threading.Thread:
     def run() -> None:
         with suppress(TransferError):
             for layer, payload in enumerate(data):
@@ -233,7 +235,7 @@ def send_all(outgoing: Outgoing, data: list[bytes]) -> threading.Thread:
     return thread
 
 
-def receive_all(incoming: Incoming, data: list[bytes]) -> None:
+def receive_all(incoming: IncomingTransfer, data: list[bytes]) -> None:
     incoming.grant(WINDOW)
     seen = set()
     for each in incoming:
@@ -278,7 +280,7 @@ def test_frames_arrive_and_both_ends_say_delivered(pair: Pair, streams: int) -> 
 
 def test_connections_that_die_in_mid_transfer_are_replaced(pair: Pair) -> None:
     way = pair.forwarder()
-    links = pair.links(Path("127.0.0.1", way.port, streams=3))
+    links = pair.links(DialPath("127.0.0.1", way.port, streams=3))
     outgoing, incoming = pair.begin(links)
     data = payloads(40, 500_000)
     timers = [threading.Timer(0.05, way.cut, (1,)), threading.Timer(0.15, way.cut, (2,))]
@@ -294,7 +296,7 @@ def test_connections_that_die_in_mid_transfer_are_replaced(pair: Pair) -> None:
 
 def test_a_transfer_outlives_all_its_connections(pair: Pair) -> None:
     way = pair.forwarder()
-    links = pair.links(Path("127.0.0.1", way.port, streams=2))
+    links = pair.links(DialPath("127.0.0.1", way.port, streams=2))
     outgoing, incoming = pair.begin(links)
     data = payloads(30, 500_000)
     incoming.grant(WINDOW)
@@ -312,7 +314,7 @@ def test_a_transfer_outlives_all_its_connections(pair: Pair) -> None:
 
 def test_a_frozen_path_is_left_for_another(pair: Pair) -> None:
     way = pair.forwarder(limit=2_000_000)
-    slow = Path("127.0.0.1", way.port, label="slow")
+    slow = DialPath("127.0.0.1", way.port, label="slow")
     links = pair.links(slow)
     outgoing, incoming = pair.begin(links)
     data = payloads(40, 500_000)
@@ -506,7 +508,7 @@ def test_32_transfers_share_a_connection_fairly(pair: Pair) -> None:
     sending, receiving = pair.links(pair.direct(1, pace=16_000_000))
     data = payloads(15, SETTINGS.chunk_bytes)
     come: list[int] = []  # whose frame
-    both: list[tuple[Outgoing, Incoming]] = []
+    both: list[tuple[OutgoingTransfer, IncomingTransfer]] = []
     for number in range(32):
         ticket = pair.transfer()
         both.append((sending.open(ticket), receiving.expect(ticket, partial(come.append, number))))
@@ -552,7 +554,7 @@ def test_the_receiver_may_dial(pair: Pair) -> None:
     listener = Listener(lambda connection: pair.sender.attach(read_link_hello(connection, PATIENCE_S), connection))
     pair.others.append(listener)
     sending = pair.sender.sending(pair.ticket)
-    receiving = pair.receiver.receiving(pair.ticket, [Path("127.0.0.1", listener.port, streams=2)])
+    receiving = pair.receiver.receiving(pair.ticket, [DialPath("127.0.0.1", listener.port, streams=2)])
     assert sending.wait_connected(2, PATIENCE_S)
     outgoing, incoming = pair.begin((sending, receiving))
     data = payloads(5, 100_000)
@@ -573,7 +575,7 @@ def test_connections_may_come_before_their_link_is_known(pair: Pair) -> None:
 def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
     pair.receiver.settings = replace(SETTINGS, authenticate_s=0.5)
     links = pair.links()
-    hello = LinkHello(pair.ticket.link, secrets.token_bytes(16), Role.SENDER).pack()
+    hello = LinkHello(pair.ticket.link, secrets.token_bytes(16), LinkRole.SENDER).pack()
     address = ("127.0.0.1", pair.listener.port)
     with socket.create_connection(address) as silent, socket.create_connection(address) as loud:
         silent.sendall(hello)
@@ -595,7 +597,7 @@ def test_a_replayed_connection_authenticates_nobody(pair: Pair) -> None:
     """Everything that a sender once said on a connection, said again: the answer's fresh nonce makes other keys."""
     receiving = pair.receiver.receiving(pair.ticket)
     recorded: list[bytes] = []
-    channel = Channel(pair.ticket, Role.SENDER, secrets.token_bytes(16), label="direct")
+    channel = Channel(pair.ticket, LinkRole.SENDER, secrets.token_bytes(16), label="direct")
     address = ("127.0.0.1", pair.listener.port)
     from p2pserve.kvtransport.wire.sockets import shake_hands
 
@@ -632,7 +634,7 @@ def test_closing_one_end_ends_the_other(pair: Pair) -> None:
 def test_without_any_connection_a_transfer_fails_after_the_grace(pair: Pair) -> None:
     pair.sender.settings = pair.receiver.settings = replace(SETTINGS, grace_s=0.5)
     way = pair.forwarder()
-    links = pair.links(Path("127.0.0.1", way.port))
+    links = pair.links(DialPath("127.0.0.1", way.port))
     outgoing, incoming = pair.begin(links)
     way.listener.close()
     way.cut()

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from p2pserve.kvtransport.errors import ConnectionClosed, ProtocolError, TransferTimeout
+from p2pserve.kvtransport.errors import ConnectionClosed, KVProtocolError, TransferTimeout
 from p2pserve.kvtransport.probing.burst import (
     BurstEnds,
     BurstGate,
@@ -139,20 +139,20 @@ def test_strangers_are_hung_up_on(listener: socket.socket) -> None:
         return sock, listener.accept()[0]
 
     forged, accepted = knock(pack_hello(ticket(streams=2), 0))
-    with pytest.raises(ProtocolError, match="does not prove"):
+    with pytest.raises(KVProtocolError, match="does not prove"):
         gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
     assert forged.recv(1) == b""
     first, accepted = knock(pack_hello(one, 0))
     gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
     again, accepted = knock(pack_hello(one, 0))
-    with pytest.raises(ProtocolError, match="twice or too late"):
+    with pytest.raises(KVProtocolError, match="twice or too late"):
         gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
     assert again.recv(1) == b""
     assert repr(gate).endswith("1 of 2>")
     with pytest.raises(TransferTimeout, match="1 of 2 burst connections"):
         gate.wait(0.05)
     second, accepted = knock(pack_hello(one, 1))
-    with pytest.raises(ProtocolError, match="too late"):
+    with pytest.raises(KVProtocolError, match="too late"):
         gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
     for sock in (forged, first, again, second):
         sock.close()

@@ -19,12 +19,13 @@ from p2pserve.kvtransport.probing.burst import BurstGate
 from p2pserve.kvtransport.probing.burst_ticket import BURST_MAGIC, BurstHello, issue_burst, pack_hello
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello
-from p2pserve.kvtransport.wire.channel import Role as LinkRole
+from p2pserve.kvtransport.wire.channel import LinkRole as LinkRole
 from p2pserve.node import messages
 from p2pserve.node.links import data_port
 from p2pserve.node.links.data_port import MAX_PENDING_HELLOS, DataPort, RelayDesk
 from p2pserve.node.links.prober import Prober
 from p2pserve.node.replica.worker import Worker
+from p2pserve.node.testing import MemoryExchange
 
 pytestmark = pytest.mark.beside
 
@@ -264,7 +265,7 @@ class Admitted:
 
 def desk_of(**box: Any) -> tuple[RelayDesk, Admitted]:
     relay = Admitted()
-    desk = RelayDesk(cast(Relay, relay), BoxFigures(**box))
+    desk = RelayDesk(cast(Relay, relay), BoxFigures(**box), MemoryExchange().join(PeerId("relay")))
     desk.know({TARGET: Address("192.0.2.5", 7005), PeerId("nowhere"): Address("192.0.2.6", 0)})
     return desk, relay
 

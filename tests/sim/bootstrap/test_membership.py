@@ -33,6 +33,7 @@ from p2pserve.bootstrap import (
 from p2pserve.bootstrap.errors import ProtocolError
 from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
 from p2pserve.bootstrap.members.entries import MEMBER_KIND, MemberRecord, sign_entry
+from p2pserve.bootstrap.methods import EVERYONE, MEMBERS, Method, Notice
 from p2pserve.bootstrap.streams.control import Hello, Rejected, decode_greeting, encode_greeting, encode_notice
 from p2pserve.bootstrap.streams.memory import MemoryConnection
 from p2pserve.bootstrap.streams.transport import Connection
@@ -44,6 +45,18 @@ PEOPLE = sorted((Identity(bytes([seed]) * 32) for seed in range(1, 17)), key=lam
 
 class Echo(msgspec.Struct, frozen=True):
     text: str
+
+
+class Wrong(msgspec.Struct, frozen=True):
+    number: int
+
+
+def asking(name: str, callers: frozenset[Role] = MEMBERS) -> Method[Echo, Echo]:
+    return Method(name, Echo, Echo, callers)
+
+
+def telling(name: str) -> Notice[Echo]:
+    return Notice(name, Echo)
 
 
 async def elapse(seconds: float) -> None:
@@ -85,7 +98,7 @@ class World:
         async def echo(peer: PeerId, role: Role, body: Echo) -> Echo:
             return Echo(f"{body.text} from {role.value}")
 
-        network.handle("echo", Echo, echo, client=True)
+        network.handle(asking("echo", EVERYONE), echo)
         return network
 
     async def start(self, index: int, **options: object) -> Network:
@@ -538,22 +551,22 @@ def test_requests_and_their_failures(caplog: pytest.LogCaptureFixture) -> None:
             one, other = await w.start(0), await w.start(1)
             peer = other.peer_id
 
-            async def refuse(peer: PeerId, role: Role, body: Echo) -> None:
+            async def refuse(peer: PeerId, role: Role, body: Echo) -> Echo:
                 raise RemoteError("full", "no room for another one")
 
-            async def crash(peer: PeerId, role: Role, body: Echo) -> None:
+            async def crash(peer: PeerId, role: Role, body: Echo) -> Echo:
                 raise KeyError("a bug")
 
-            async def hang(peer: PeerId, role: Role, body: Echo) -> None:
+            async def hang(peer: PeerId, role: Role, body: Echo) -> Echo:
                 await trio.sleep_forever()
 
             async def huge(peer: PeerId, role: Role, body: Echo) -> Echo:
                 return Echo("x" * 5_000_000)
 
             for name, handler in (("refuse", refuse), ("crash", crash), ("hang", hang), ("huge", huge)):
-                other.handle(name, Echo, handler)
-            assert await one.request(peer, "echo", Echo("a"), Echo, 1.0) == Echo("a from worker")
-            assert await one.request(one.peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from worker")
+                other.handle(asking(name), handler)
+            assert await one.request(peer, asking("echo"), Echo("a"), 1.0) == Echo("a from worker")
+            assert await one.request(one.peer_id, asking("echo"), Echo("a"), 1.0) == Echo("a from worker")
             for method, code in (
                 ("refuse", "full"),
                 ("crash", "internal"),
@@ -561,18 +574,18 @@ def test_requests_and_their_failures(caplog: pytest.LogCaptureFixture) -> None:
                 ("missing", "unknown_method"),
             ):
                 with pytest.raises(RemoteError) as caught:
-                    await one.request(peer, method, Echo("a"), Echo, 1.0)
+                    await one.request(peer, asking(method), Echo("a"), 1.0)
                 assert caught.value.code == code
             assert "KeyError: 'a bug'" in caplog.text
             with pytest.raises(RequestTimeout, match="did not answer 'hang' within 1 s"):
-                await one.request(peer, "hang", Echo("a"), Echo, 1.0)
+                await one.request(peer, asking("hang"), Echo("a"), 1.0)
             with pytest.raises(RemoteError, match="malformed"):
-                await one.request(peer, "echo", msgspec.defstruct("Wrong", [("n", int)])(1), Echo, 1.0)
+                await one.request(peer, Method("echo", Wrong, Echo), Wrong(1), 1.0)
             with pytest.raises(ProtocolError, match="exceeds 4194304"):
-                await one.request(peer, "echo", Echo("x" * 5_000_000), Echo, 1.0)
+                await one.request(peer, asking("echo"), Echo("x" * 5_000_000), 1.0)
             with pytest.raises(PeerLost, match="not connected"):
-                await one.request(PEOPLE[7].peer_id, "echo", Echo("a"), Echo, 1.0)
-            assert await one.request(peer, "echo", Echo("still here"), Echo, 1.0) == Echo("still here from worker")
+                await one.request(PEOPLE[7].peer_id, asking("echo"), Echo("a"), 1.0)
+            assert await one.request(peer, asking("echo"), Echo("still here"), 1.0) == Echo("still here from worker")
 
     with caplog.at_level(logging.ERROR):
         simulate(main)
@@ -583,15 +596,15 @@ def test_a_request_in_flight_fails_when_its_peer_dies() -> None:
         async with world() as w:
             one, other = await w.start(0), await w.start(1)
 
-            async def hang(peer: PeerId, role: Role, body: Echo) -> None:
+            async def hang(peer: PeerId, role: Role, body: Echo) -> Echo:
                 await trio.sleep_forever()
 
-            other.handle("hang", Echo, hang)
+            other.handle(asking("hang"), hang)
             async with trio.open_nursery() as nursery:
 
                 async def ask() -> None:
                     with pytest.raises(PeerLost, match="was lost"):
-                        await one.request(PEOPLE[1].peer_id, "hang", Echo("a"), Echo, 100.0)
+                        await one.request(PEOPLE[1].peer_id, asking("hang"), Echo("a"), 100.0)
 
                 nursery.start_soon(ask)
                 await elapse(1)
@@ -613,14 +626,14 @@ def test_notices_arrive_in_order_and_a_bad_handler_costs_nothing(caplog: pytest.
                 if body.text == "7":
                     raise ValueError("a bug")
 
-            other.on_notice("tell", Echo, take)
+            other.on_notice(telling("tell"), take)
             for index in range(50):
-                one.notify(other.peer_id, "tell", Echo(str(index)))
+                one.notify(other.peer_id, telling("tell"), Echo(str(index)))
             await elapse(5)
             assert heard == [str(index) for index in range(50)]
             assert "a bug" in caplog.text
             with pytest.raises(PeerLost):
-                one.notify(PEOPLE[9].peer_id, "tell", Echo("a"))
+                one.notify(PEOPLE[9].peer_id, telling("tell"), Echo("a"))
 
     simulate(main)
 
@@ -634,17 +647,17 @@ def test_a_client_may_only_do_what_clients_may() -> None:
             async def secret(peer: PeerId, role: Role, body: Echo) -> Echo:
                 return body
 
-            w.nodes[0].handle("secret", Echo, secret)
+            w.nodes[0].handle(asking("secret"), secret)
             client = await w.start(5, role=Role.CLIENT)
             await elapse(5)
-            assert await client.request(PEOPLE[0].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from client")
+            assert await client.request(PEOPLE[0].peer_id, asking("echo"), Echo("a"), 1.0) == Echo("a from client")
             with pytest.raises(RemoteError, match="clients may not call 'secret'"):
-                await client.request(PEOPLE[0].peer_id, "secret", Echo("a"), Echo, 1.0)
+                await client.request(PEOPLE[0].peer_id, asking("secret"), Echo("a"), 1.0)
             assert {int(name) for name in client.entries("name").values()} == {0, 1, 2, 5}
             assert client.coordinator == w.nodes[0].coordinator
             # Those that it did not call know nothing of it, and it can call any of them.
             assert PEOPLE[5].peer_id not in {member.peer_id for member in w.nodes[2].members()}
-            assert await client.request(PEOPLE[2].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from client")
+            assert await client.request(PEOPLE[2].peer_id, asking("echo"), Echo("a"), 1.0) == Echo("a from client")
             assert all(node.statistics().entries_forged == 0 for node in w.nodes.values())
             assert w.nodes[0].entries("name").keys() == {PEOPLE[index].peer_id for index in range(3)}
 
@@ -682,7 +695,7 @@ def test_a_client_that_only_lost_its_connection_comes_back() -> None:
             await elapse(2)
             states = {member.peer_id: member.state for member in w.nodes[0].members()}
             assert states[PEOPLE[5].peer_id] is MemberState.ALIVE
-            assert await client.request(PEOPLE[0].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from client")
+            assert await client.request(PEOPLE[0].peer_id, asking("echo"), Echo("a"), 1.0) == Echo("a from client")
             w.nodes[0].check_integrity()
 
     simulate(main)
@@ -722,7 +735,7 @@ def test_garbage_in_an_answer_to_gossip_costs_only_that_answer(caplog: pytest.Lo
             w.nodes[0]._sessions.by_peer[PEOPLE[1].peer_id].control._serve = nonsense
             await elapse(5)
             assert "answered a digest with nonsense" in caplog.text
-            assert await w.nodes[0].request(PEOPLE[1].peer_id, "echo", Echo("a"), Echo, 1.0) == Echo("a from worker")
+            assert await w.nodes[0].request(PEOPLE[1].peer_id, asking("echo"), Echo("a"), 1.0) == Echo("a from worker")
 
     simulate(main)
 
@@ -760,27 +773,27 @@ def test_a_connection_that_only_one_side_lost_is_seen_as_lost_by_both() -> None:
             one, other = await w.start(0), await w.start(1)
             await elapse(20)
             events: list[str] = []
-            other.on_notice("tell", Echo, lambda peer, role, body: events.append(body.text))
+            other.on_notice(telling("tell"), lambda peer, role, body: events.append(body.text))
             one.on_peer_lost(lambda peer: events.append("lost at one"))
             other.on_peer_lost(lambda peer: events.append("lost at other"))
 
-            async def hang(peer: PeerId, role: Role, body: Echo) -> None:
+            async def hang(peer: PeerId, role: Role, body: Echo) -> Echo:
                 await trio.sleep_forever()
 
             async def ask() -> None:
                 with pytest.raises(PeerLost, match="has lost this connection"):
-                    await one.request(other.peer_id, "hang", Echo("a"), Echo, 100.0)
+                    await one.request(other.peer_id, asking("hang"), Echo("a"), 100.0)
                 events.append("request failed")
 
-            other.handle("hang", Echo, hang)
+            other.handle(asking("hang"), hang)
             w.nursery.start_soon(ask)
             await elapse(1)
             connection = other._sessions.by_peer[one.peer_id].control.connection
             assert isinstance(connection, MemoryConnection)
             connection.sever("only this side noticed")
-            one.notify(other.peer_id, "tell", Echo("into the old stream"))
+            one.notify(other.peer_id, telling("tell"), Echo("into the old stream"))
             await elapse(0.5)
-            one.notify(other.peer_id, "tell", Echo("into the new one"))
+            one.notify(other.peer_id, telling("tell"), Echo("into the new one"))
             await elapse(3)
             assert events == ["lost at other", "lost at one", "request failed", "into the new one"]
             w.check_full_mesh()
@@ -796,7 +809,7 @@ def test_a_peer_that_does_not_read_gets_no_stream_with_a_gap() -> None:
             heard: list[int] = []
             lost: list[PeerId] = []
             within = True
-            other.on_notice("tell", Echo, lambda peer, role, body: heard.append(int(body.text)))
+            other.on_notice(telling("tell"), lambda peer, role, body: heard.append(int(body.text)))
             other.on_peer_lost(lost.append)
             one.on_peer_lost(lambda peer: lost.append(peer) if not within else pytest.fail("called within notify"))
             w.air.block(one.peer_id, other.peer_id)
@@ -804,13 +817,13 @@ def test_a_peer_that_does_not_read_gets_no_stream_with_a_gap() -> None:
 
             def tell(count: int) -> None:
                 for number in range(count):
-                    one.notify(other.peer_id, "tell", Echo(str(number)))
+                    one.notify(other.peer_id, telling("tell"), Echo(str(number)))
                     told.append(number)
 
             with pytest.raises(PeerLost, match="does not read its messages"):
                 tell(5000)
             with pytest.raises(PeerLost):
-                one.notify(other.peer_id, "tell", Echo("9999"))
+                one.notify(other.peer_id, telling("tell"), Echo("9999"))
             within = False
             await elapse(0.1)
             assert lost == [other.peer_id]
@@ -818,7 +831,7 @@ def test_a_peer_that_does_not_read_gets_no_stream_with_a_gap() -> None:
             await elapse(5)
             assert sorted(lost) == sorted([one.peer_id, other.peer_id])
             assert heard == told, "all before the gap, nothing after it"
-            one.notify(other.peer_id, "tell", Echo("7"))
+            one.notify(other.peer_id, telling("tell"), Echo("7"))
             await elapse(0.1)
             assert heard[len(told) :] == [7]
             w.check_full_mesh()
@@ -837,14 +850,14 @@ def test_a_notice_does_not_overtake_the_request_before_it() -> None:
                 await elapse(1)
                 return body
 
-            other.handle("begin", Echo, begin)
-            other.on_notice("cancel", Echo, lambda peer, role, body: heard.append(f"cancel {body.text}"))
+            other.handle(asking("begin"), begin)
+            other.on_notice(telling("cancel"), lambda peer, role, body: heard.append(f"cancel {body.text}"))
             async with trio.open_nursery() as nursery:
                 for index in range(30):
-                    nursery.start_soon(one.request, other.peer_id, "begin", Echo(str(index)), Echo, 5.0)
+                    nursery.start_soon(one.request, other.peer_id, asking("begin"), Echo(str(index)), 5.0)
                     await trio.lowlevel.checkpoint()
                     await trio.lowlevel.checkpoint()
-                    one.notify(other.peer_id, "cancel", Echo(str(index)))
+                    one.notify(other.peer_id, telling("cancel"), Echo(str(index)))
             for index in range(30):
                 assert heard.index(f"begin {index}") < heard.index(f"cancel {index}")
 

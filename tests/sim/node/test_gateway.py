@@ -14,6 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role
+from p2pserve.bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.wire.tickets import TransferTicket
@@ -134,13 +135,32 @@ class World:
         self._changed = trio.Event()
         self.gateway = Gateway(
             view=self.view,
-            connections=Connections(self._request, self._notify, self._wait_changed),
+            connections=Connections(self, self._wait_changed),
             model=MODEL,
             text=TEXT,
             nursery=self.nursery,
         )
 
     # ---- the network ----------------------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> PeerId:
+        return PeerId("gateway")
+
+    async def request(self, peer: PeerId, method: Method[Body, Answer], body: Body, timeout: float) -> Answer:
+        found = await self._request(peer, method.name, body, timeout=timeout)
+        assert isinstance(found, method.answer)
+        return found
+
+    def notify(self, peer: PeerId, notice: Notice[Body], body: Body) -> None:
+        assert isinstance(body, messages.Message)
+        self._notify(peer, notice.name, body)
+
+    def handle(self, method: Method[Body, Answer], handler: AsyncHandler[Body, Answer]) -> None:
+        raise AssertionError
+
+    def on_notice(self, notice: Notice[Body], handler: NoticeHandler[Body]) -> None:
+        raise AssertionError
 
     def set_engine(self, peer: PeerId, state: str = "ready", *, starts: int = 1, draining: bool = False) -> None:
         """What the peer advertises from now on."""
@@ -234,9 +254,7 @@ class World:
             if job is not None:
                 job.word.set()
 
-    async def _request(
-        self, peer: PeerId, method: str, body: Any, answer: type[messages.Message], *, timeout: float
-    ) -> messages.Message:
+    async def _request(self, peer: PeerId, method: str, body: Any, *, timeout: float) -> messages.Message:
         kind = method.removesuffix(".open")
         if peer in self.dead:
             raise PeerLost(f"{peer} is gone")

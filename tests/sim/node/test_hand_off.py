@@ -12,20 +12,23 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import NetworkError, PeerId, PeerLost, RemoteError, RequestTimeout, Role
+from p2pserve.bootstrap import NetworkError, PeerId, RemoteError, RequestTimeout, Role
+from p2pserve.bootstrap.methods import Messenger
 from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.links.kv_links import Ends, OutgoingLinks
 from p2pserve.node.links.kv_ways import KvWays
+from p2pserve.node.methods import LINK_OPEN
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.engine_link import EngineLink
 from p2pserve.node.replica.hand_off import HandOffs
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
+from p2pserve.node.testing import MemoryExchange, Sent
 
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(
@@ -72,21 +75,19 @@ class ScriptedEngine:
 class ScriptedWays:
     """In place of `KvWays`: asks for links for real, dials nobody."""
 
-    def __init__(self, own: PeerId, ask: Callable[..., Any]) -> None:
-        self.own = own
-        self._ask = ask
+    def __init__(self, messenger: Messenger) -> None:
+        self.own = messenger.peer_id
+        self._messenger = messenger
         self._links = OutgoingLinks(self._open)
 
     async def _open(self, ends: Ends) -> LinkTicket:
         body = messages.LinkOpen(service=SERVICE, source=ends.source, target=ends.target)
-        opened = await self._ask(ends.peer, "link.open", body, messages.LinkOpened, timeout=5)
-        assert isinstance(opened, messages.LinkOpened)
-        return opened.link
+        return (await self._messenger.request(ends.peer, LINK_OPEN, body, 5)).link
 
     async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
         piece = part.piece
         link = await self._links.to(Ends(PeerId(piece.target_peer), piece.source, piece.target), 1)
-        paths = (Path(f"{piece.target_peer}.example", 1),)
+        paths = (DialPath(f"{piece.target_peer}.example", 1),)
         return protocol.Outlet(
             rank=piece.source, slice=piece.slice, ticket=part.ticket, link=link, paths=paths, gbps=1.0, rtt_s=0.1
         )
@@ -118,55 +119,35 @@ class World:
 
     def __init__(self) -> None:
         self.boxes: dict[PeerId, Box] = {}
-        self.told: list[tuple[PeerId, str, messages.Message]] = []
         self.faults: dict[tuple[PeerId, str], NetworkError] = {}
         self.during: dict[tuple[PeerId, str], Callable[[], None]] = {}
-        self.asked: list[tuple[PeerId, PeerId, str]] = []
+        self.exchange = MemoryExchange(latency_s=LATENCY_S, before=self._before)
+        self.exchange.join(GATEWAY)
         for replica in (PREFILL, DECODE):
             for index, stage in enumerate(replica):
                 self._add(PeerId(stage.peer), Place(replica, index))
 
     def _add(self, own: PeerId, place: Place) -> None:
-        async def ask(
-            peer: PeerId, method: str, body: Any, answer: type[messages.Message], *, timeout: float
-        ) -> messages.Message:
-            return await self._ask(own, peer, method, body)
-
-        def notify(peer: PeerId, method: str, body: messages.Message) -> None:
-            self._notify(own, peer, method, body)
-
-        hand_offs = HandOffs(model=MODEL, ways=cast(KvWays, ScriptedWays(own, ask)), ask=ask, notify=notify)
-        box = Box(hand_offs, Worker(service=SERVICE, hand_offs=hand_offs, notify=notify))
+        messenger = self.exchange.join(own)
+        ways = cast(KvWays, ScriptedWays(messenger))
+        hand_offs = HandOffs(model=MODEL, ways=ways, messenger=messenger)
+        box = Box(hand_offs, Worker(service=SERVICE, hand_offs=hand_offs, messenger=messenger))
         box.worker.use(cast(EngineLink, box.engine), place)
         self.boxes[own] = box
 
-    async def _ask(self, source: PeerId, peer: PeerId, method: str, body: Any) -> messages.Message:
-        self.asked.append((source, peer, method))
-        with trio.move_on_after(LATENCY_S):
-            await trio.sleep_forever()
-        if (peer, method) in self.faults:
-            raise self.faults[peer, method]
-        self.during.pop((peer, method), lambda: None)()
-        box = self.boxes[peer]
-        handlers: dict[str, Callable[..., Any]] = {
-            "stage.inlets": box.hand_offs.open_inlets,
-            "stage.outlets": box.hand_offs.open_outlets,
-            "link.open": box.hand_offs.open_link,
-        }
-        found = await handlers[method](source, Role.WORKER, body)
-        assert isinstance(found, messages.Message)
-        return found
+    def _before(self, sent: Sent) -> None:
+        if (sent.target, sent.method) in self.faults:
+            raise self.faults[sent.target, sent.method]
+        self.during.pop((sent.target, sent.method), lambda: None)()
 
-    def _notify(self, source: PeerId, peer: PeerId, method: str, body: messages.Message) -> None:
-        if peer == GATEWAY:
-            self.told.append((source, method, body))
-        elif peer not in self.boxes:
-            raise PeerLost(f"{peer} is gone")
-        elif method == "stage.transfer":
-            self.boxes[peer].worker.stage_transfer(source, Role.WORKER, cast(messages.StageTransfer, body))
-        else:
-            assert method == "stage.abort"
-            self.boxes[peer].worker.stage_abort(source, Role.WORKER, cast(messages.StageAbort, body))
+    @property
+    def told(self) -> list[tuple[PeerId, str, Any]]:
+        """What the gateway was told, and by whom."""
+        return [(sent.source, sent.method, sent.body) for sent in self.exchange.told if sent.target == GATEWAY]
+
+    @property
+    def asked(self) -> list[tuple[PeerId, PeerId, str]]:
+        return [(sent.source, sent.target, sent.method) for sent in self.exchange.asked]
 
     async def decode(self, request: str = "r", tokens: int = 3) -> messages.DecodeOpened:
         body = messages.DecodeOpen(

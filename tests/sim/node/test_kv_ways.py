@@ -7,16 +7,17 @@ import random
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import Address, NetworkError, PeerId, RemoteError, Unreachable
+from p2pserve.bootstrap import Address, NetworkError, PeerId, RemoteError, Role, Unreachable
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.link.permits import Permit
 from p2pserve.kvtransport.probing.estimates import LinkEstimator
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, Source
@@ -33,7 +34,9 @@ from p2pserve.node.links.kv_ways import (
     KvWays,
     WaySettings,
 )
+from p2pserve.node.methods import LINK_OPEN, RELAY_OPEN
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.testing import MemoryExchange, Sent
 
 S, T, R, R2 = PeerId("source"), PeerId("target"), PeerId("relay-1"), PeerId("relay-2")
 MODEL = ModelInfo(
@@ -82,17 +85,15 @@ class World:
     addresses: dict[PeerId, Address] = field(default_factory=dict)
     links: dict[PeerId, LinkTicket] = field(default_factory=dict)
     faults: dict[PeerId, NetworkError] = field(default_factory=dict)
-    asked: list[tuple[PeerId, str]] = field(default_factory=list)
-    paths: list[tuple[bytes, tuple[Path, ...]]] = field(default_factory=list)
-    delay_s: float = 0.01
+    paths: list[tuple[bytes, tuple[DialPath, ...]]] = field(default_factory=list)
     wall: float = 1e9
 
     def __post_init__(self) -> None:
         self.rng = random.Random(3)
+        self.exchange = MemoryExchange(latency_s=0.01, before=self._before)
         self.ways = KvWays(
-            S,
+            messenger=self.exchange.join(S),
             settings=self.settings,
-            ask=self._ask,
             where=self.addresses.get,
             set_paths=lambda link, paths: self.paths.append((link, paths)),
             nursery=self.nursery,
@@ -104,6 +105,10 @@ class World:
     def member(self, peer: PeerId, **box: Any) -> None:
         """A node that can be dialled and advertises this of itself."""
         self.addresses[peer] = Address(f"{peer}.example", 7000)
+        if peer not in self.exchange.nodes:
+            others = self.exchange.join(peer)
+            others.handle(LINK_OPEN, partial(self._open_link, peer))
+            others.handle(RELAY_OPEN, self._permit)
         self.links.setdefault(peer, issue_link(600.0, self.rng.randbytes))
         self.lives.setdefault(peer, 1)
         known = self.tables.get(peer, messages.LinkTable())
@@ -129,18 +134,21 @@ class World:
     def learn(self) -> None:
         self.ways.learn(self.tables, self.lives)
 
-    async def _ask(
-        self, peer: PeerId, method: str, body: messages.Message, answer: type[messages.Message], *, timeout: float
-    ) -> messages.Message:
-        self.asked.append((peer, method))
-        await elapse(self.delay_s)
-        if peer in self.faults:
-            raise self.faults[peer]
-        if method == "link.open":
-            assert isinstance(body, messages.LinkOpen)
-            assert body.service == "tiny"
-            return messages.LinkOpened(link=self.links[peer])
-        assert isinstance(body, messages.RelayOpen)
+    @property
+    def asked(self) -> list[tuple[PeerId, str]]:
+        return [(sent.target, sent.method) for sent in self.exchange.asked]
+
+    def _before(self, sent: Sent) -> None:
+        if sent.target in self.faults:
+            raise self.faults[sent.target]
+
+    async def _open_link(
+        self, peer: PeerId, source: PeerId, role: Role, body: messages.LinkOpen
+    ) -> messages.LinkOpened:
+        assert body.service == "tiny"
+        return messages.LinkOpened(link=self.links[peer])
+
+    async def _permit(self, source: PeerId, role: Role, body: messages.RelayOpen) -> messages.RelayOpened:
         address = self.addresses[PeerId(body.target)]
         permit = Permit(
             permit=self.rng.randbytes(16),

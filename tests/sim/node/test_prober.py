@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +25,11 @@ from p2pserve.node import messages
 from p2pserve.node.links import prober
 from p2pserve.node.links.kv_ways import KvWays, WaySettings
 from p2pserve.node.links.prober import Neighbour, Prober
+from p2pserve.node.methods import PROBE_OPEN
+from p2pserve.node.testing import MemoryExchange
 
 ME, A, B = PeerId("me"), PeerId("a"), PeerId("b")
+CROWD = tuple(PeerId(f"n{i}") for i in range(6))
 SETTINGS = ProbeSettings()
 BURST_S = 0.5
 MB = 1_000_000
@@ -66,17 +70,20 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(4)
+        self.exchange = MemoryExchange(latency_s=0.02)
+        messenger = self.exchange.join(ME)
+        for peer in (A, B, *CROWD):
+            self.exchange.join(peer).handle(PROBE_OPEN, partial(self._answer, peer))
         self.ways = KvWays(
-            ME,
+            messenger=messenger,
             settings=self.settings,
-            ask=self._ask,
             where=lambda peer: ADDRESS,
             set_paths=lambda link, paths: None,
             nursery=self.nursery,
         )
         self.prober = Prober(
             self.ways,
-            ask=self._ask,
+            messenger=messenger,
             neighbours=lambda: self.neighbours,
             activity=lambda: self.activity,
             nursery=self.nursery,
@@ -88,13 +95,8 @@ class World:
         fields = {"streams": request.streams, "seconds": request.seconds, "max_bytes": request.max_bytes, **changes}
         return issue_burst(rtt_s=0.02, random=self.rng.randbytes, **fields)
 
-    async def _ask(
-        self, peer: PeerId, method: str, body: messages.Message, answer: type[messages.Message], *, timeout: float
-    ) -> messages.Message:
-        assert (method, answer) == ("probe.open", messages.ProbeOpened)
-        assert isinstance(body, messages.ProbeOpen)
+    async def _answer(self, peer: PeerId, source: PeerId, role: Role, body: messages.ProbeOpen) -> messages.ProbeOpened:
         self.asked.append((trio.current_time(), peer, body.burst))
-        await elapse(0.02)
         found = self.answers.pop(0) if self.answers else messages.ProbeOpened(ticket=self.ticket(body.burst))
         if isinstance(found, NetworkError):
             raise found
@@ -175,7 +177,7 @@ def test_a_burst_measures_the_link_and_is_not_repeated_soon(play: Callable[..., 
 
 def test_bursts_do_not_meet_each_other(play: Callable[..., None]) -> None:
     async def scenario(world: World) -> None:
-        world.neighbours = [Neighbour(PeerId(f"n{i}"), ADDRESS, 0.01) for i in range(6)]
+        world.neighbours = [Neighbour(peer, ADDRESS, 0.01) for peer in CROWD]
         await world.until(lambda: world.prober.statistics().bursts == 6)
         times = sorted(at for at, _, _ in world.bursts)
         assert len(times) == 6

@@ -16,10 +16,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import Address, NetworkError, PeerId, PeerLost, RemoteError, Role
+from p2pserve.bootstrap import Address, PeerId, RemoteError, Role
 from p2pserve.coordinator import Stage
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.methods import STAGE_OPEN
 from p2pserve.node.models import ModelError
 from p2pserve.node.replica import supervisor
 from p2pserve.node.replica.engine_link import EngineLink, EngineStartError
@@ -27,6 +28,7 @@ from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import Stages, limits_of
 from p2pserve.node.replica.supervisor import MAX_FAILURES, Supervisor, backoff_s
 from p2pserve.node.replica.worker import Worker
+from p2pserve.node.testing import MemoryExchange
 
 SERVICE = "tiny"
 LATENCY_S = 0.01
@@ -124,38 +126,21 @@ class World:
     def __init__(self, nursery: trio.Nursery, *peers: str) -> None:
         self.nursery = nursery
         self.boxes: dict[PeerId, Box] = {}
-        self.dead: set[PeerId] = set()
+        self.exchange = MemoryExchange(latency_s=LATENCY_S)
         self.start_faults: dict[PeerId, list[str]] = {}
         self.fetch_faults: dict[PeerId, list[str]] = {}
         self.fetch_s: dict[PeerId, float] = {}
-        self.opened: list[tuple[PeerId, PeerId]] = []
         self.servers = 0
         self._random = random.Random(4).randbytes
         for peer in peers:
             self._add(PeerId(peer))
 
+    @property
+    def opened(self) -> list[PeerId]:
+        """Who was asked for the process of a stage."""
+        return [peer for peer, _ in self.exchange.asked_of(STAGE_OPEN)]
+
     def _add(self, own: PeerId) -> None:
-        async def ask(
-            peer: PeerId, method: str, body: Any, answer: type[messages.Message], *, timeout: float
-        ) -> messages.Message:
-            await elapse(LATENCY_S)
-            assert method == "stage.open"
-            self.opened.append((own, peer))
-            if peer in self.dead:
-                raise PeerLost(f"{peer} is gone")
-            found: messages.Message | NetworkError = RemoteError("timeout", "no answer")
-            with trio.move_on_after(timeout):
-                found = await self.boxes[peer].stages.on_open(own, Role.WORKER, body)
-            if isinstance(found, NetworkError):
-                raise found
-            return found
-
-        def notify(peer: PeerId, method: str, body: messages.Message) -> None:
-            if peer in self.dead:
-                raise PeerLost(f"{peer} is gone")
-            assert isinstance(body, messages.StageLoaded)
-            self.boxes[peer].stages.on_stage_loaded(own, Role.WORKER, body)
-
         async def fetch(place: Place, say: Callable[[str], None]) -> Path:
             faults = self.fetch_faults.get(own)
             if faults:
@@ -166,8 +151,7 @@ class World:
 
         found = Stages(
             service=SERVICE,
-            ask=ask,
-            notify=notify,
+            messenger=self.exchange.join(own),
             where=lambda peer: Address(f"{peer}.example", 7),
             random=self._random,
         )

@@ -8,6 +8,7 @@ from p2pserve.bootstrap.errors import ProtocolError
 from p2pserve.bootstrap.handlers import Handlers
 from p2pserve.bootstrap.members.election import decode_claim
 from p2pserve.bootstrap.members.entries import read_record
+from p2pserve.bootstrap.methods import Notice
 from p2pserve.bootstrap.streams.control import decode_greeting
 
 NO_TEXT = b"\xa1\xff"
@@ -44,7 +45,7 @@ def test_a_body(data: bytes) -> None:
     def take(peer: PeerId, role: Role, body: Body) -> None:
         pytest.fail("never called")
 
-    handlers.add_notice("tell", Body, take, client=False)
+    handlers.add_notice(Notice("tell", Body), take)
 
     with pytest.raises(ProtocolError, match="the body of 'tell' is malformed"):
         handlers.notify(PEER, Role.WORKER, "tell", data)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.probing.figures import LinkFigures, bytes_per_s
-from p2pserve.kvtransport.routing.layerwise import KVShape, LayerwiseEstimator, Mode, SendMode
+from p2pserve.kvtransport.routing.layerwise import KVShape, LayerwiseEstimator, SendDecision, SendMode
 
 SHAPE = KVShape(layers=28, bytes_per_token_layer=1126.0)  # Qwen3-0.6B in kv4
 LAN = LinkFigures(rtt_s=0.0005, one_stream_gbps=10.0, capacity_gbps=10.0)
@@ -143,7 +143,7 @@ class TestDecisions:
     def test_until_measured_it_goes_layer_by_layer(self) -> None:
         estimator = LayerwiseEstimator(SHAPE)
         estimator.on_prefill(100, 0.01)
-        assert estimator.decide(10, LAN, 1) == Mode(
+        assert estimator.decide(10, LAN, 1) == SendDecision(
             SendMode.LAYERWISE, 1, math.inf, math.inf, "not measured yet: frames, hold-ups"
         )
         assert "frames, hold-ups" in repr(estimator)

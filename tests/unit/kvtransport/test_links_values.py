@@ -7,10 +7,10 @@ import random
 import pytest
 
 from p2pserve.kvtransport import (
+    DialPath,
+    KVProtocolError,
     LinkTicket,
-    Path,
     Permit,
-    ProtocolError,
     Refusal,
     RelayRefused,
     TicketError,
@@ -19,19 +19,19 @@ from p2pserve.kvtransport import (
 from p2pserve.kvtransport.dev.fuzz import fuzz
 from p2pserve.kvtransport.link.dialling import Dialler
 from p2pserve.kvtransport.link.permits import RelayLedger, pack_relay_hello
-from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, Channel, LinkHello, Role, parse_link_hello
+from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, Channel, LinkHello, LinkRole, parse_link_hello
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
 from p2pserve.kvtransport.wire.signals import (
     MAX_CHUNK_BYTES,
     Abort,
+    Ack,
     Chunk,
     Credit,
     End,
     Goodbye,
-    Greeting,
+    LinkGreeting,
     Ping,
     Pong,
-    Progress,
     Result,
     Signal,
     pack,
@@ -45,12 +45,12 @@ KEY = b"t" * 16
 
 def channels(bounds: RekeyBounds | None = None) -> tuple[Channel, Channel]:
     """A sender that dials and a receiver, the handshake behind them."""
-    hello = LinkHello(TICKET.link, b"d" * 16, Role.SENDER)
-    dials = Channel(TICKET, Role.SENDER, hello.nonce, label="direct", bounds=bounds)
-    accepts = Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello, bounds=bounds)
+    hello = LinkHello(TICKET.link, b"d" * 16, LinkRole.SENDER)
+    dials = Channel(TICKET, LinkRole.SENDER, hello.nonce, label="direct", bounds=bounds)
+    accepts = Channel(TICKET, LinkRole.RECEIVER, b"a" * 16, hello=hello, bounds=bounds)
     assert dials.opening() == hello.pack()
-    assert give(dials, accepts.opening()) == [Greeting("")]
-    assert give(accepts, bytes(dials.seal(Greeting("direct")))) == [Greeting("direct")]
+    assert give(dials, accepts.opening()) == [LinkGreeting("")]
+    assert give(accepts, bytes(dials.seal(LinkGreeting("direct")))) == [LinkGreeting("direct")]
     assert accepts.label == "direct"
     return dials, accepts
 
@@ -81,10 +81,10 @@ def give(channel: Channel, data: bytes, payload: bytearray | None = None) -> lis
         Credit(KEY, 5, (1 << 32) - 1),
         Result(KEY, True, ""),
         Result(KEY, False, "no blocks"),
-        Progress(1 << 40, 1 << 50),
+        Ack(1 << 40, 1 << 50),
         Ping(7),
         Pong(7),
-        Greeting("relay"),
+        LinkGreeting("relay"),
         Goodbye("the engine stops"),
     ],
 )
@@ -99,7 +99,7 @@ def test_long_reasons_are_cut_and_bad_text_is_refused() -> None:
     head, text = pack(Abort(KEY, "ü" * 600))
     assert len(text) == 512
     assert unpack(head, text) == Abort(KEY, "ü" * 256)
-    with pytest.raises(ProtocolError, match="UTF-8"):
+    with pytest.raises(KVProtocolError, match="UTF-8"):
         unpack(head, b"\xff" * 512)
 
 
@@ -127,32 +127,32 @@ def test_keys_are_replaced_at_the_bounds_on_both_sides() -> None:
 
 
 def test_ends_with_other_bounds_or_secrets_do_not_understand_each_other() -> None:
-    hello = LinkHello(TICKET.link, b"d" * 16, Role.SENDER)
+    hello = LinkHello(TICKET.link, b"d" * 16, LinkRole.SENDER)
     other = LinkTicket(TICKET.link, bytes(32), 60.0)
-    dials = Channel(other, Role.SENDER, hello.nonce)
-    accepts = Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello)
-    with pytest.raises(ProtocolError, match="does not open"):
+    dials = Channel(other, LinkRole.SENDER, hello.nonce)
+    accepts = Channel(TICKET, LinkRole.RECEIVER, b"a" * 16, hello=hello)
+    with pytest.raises(KVProtocolError, match="does not open"):
         give(dials, accepts.opening())
     assert dials.damaged
 
 
 def test_a_reflected_record_does_not_open() -> None:
     dials, _ = channels()
-    with pytest.raises(ProtocolError, match="does not open"):
+    with pytest.raises(KVProtocolError, match="does not open"):
         give(dials, bytes(dials.seal(Ping(1))))
 
 
 def test_a_second_greeting_and_a_missing_one_are_refused() -> None:
     dials, accepts = channels()
-    with pytest.raises(ProtocolError, match="greeting"):
-        give(accepts, bytes(dials.seal(Greeting("again"))))
+    with pytest.raises(KVProtocolError, match="greeting"):
+        give(accepts, bytes(dials.seal(LinkGreeting("again"))))
     assert not accepts.damaged, "the peer said this under its own key"
-    hello = LinkHello(TICKET.link, b"d" * 16, Role.SENDER)
-    rude = Channel(TICKET, Role.SENDER, hello.nonce)
-    accepts = Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello)
+    hello = LinkHello(TICKET.link, b"d" * 16, LinkRole.SENDER)
+    rude = Channel(TICKET, LinkRole.SENDER, hello.nonce)
+    accepts = Channel(TICKET, LinkRole.RECEIVER, b"a" * 16, hello=hello)
     opening = accepts.opening()
     give(rude, opening)
-    with pytest.raises(ProtocolError, match="greeting"):
+    with pytest.raises(KVProtocolError, match="greeting"):
         give(accepts, bytes(rude.seal(Ping(1))))
 
 
@@ -161,16 +161,16 @@ def test_a_second_greeting_and_a_missing_one_are_refused() -> None:
     [b"", b"p2pKV/1\n" + bytes(40), b"p2pKV/2\n" + bytes(32) + b"\2" + bytes(7), b"p2pKV/2\n" + bytes(39) + b"\1"],
 )
 def test_what_is_no_hello(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(KVProtocolError):
         parse_link_hello(data)
 
 
 def test_a_hello_survives_and_names_its_end() -> None:
-    hello = LinkHello(TICKET.link, b"n" * 16, Role.RECEIVER)
+    hello = LinkHello(TICKET.link, b"n" * 16, LinkRole.RECEIVER)
     assert len(hello.pack()) == LINK_HELLO_BYTES
     assert parse_link_hello(hello.pack()) == hello
-    with pytest.raises(ProtocolError, match="same end"):
-        Channel(TICKET, Role.RECEIVER, b"a" * 16, hello=hello)
+    with pytest.raises(KVProtocolError, match="same end"):
+        Channel(TICKET, LinkRole.RECEIVER, b"a" * 16, hello=hello)
 
 
 def permit(**changed: object) -> Permit:
@@ -247,11 +247,11 @@ def test_permits_that_permit_nothing(changed: dict[str, object]) -> None:
         (lambda: TransferTicket(KEY, b"", "raw", 1.0), "link id"),
         (lambda: TransferTicket(KEY, bytes(16), "zip", 1.0), "codec"),
         (lambda: TransferTicket(KEY, bytes(16), "raw", float("nan")), "deadline"),
-        (lambda: Path("", 1), "host"),
-        (lambda: Path("h", 0), "port"),
-        (lambda: Path("h", 1, label=""), "label"),
-        (lambda: Path("h", 1, streams=65), "streams"),
-        (lambda: Path("h", 1, pace_bytes_s=-1), "pace_bytes_s"),
+        (lambda: DialPath("", 1), "host"),
+        (lambda: DialPath("h", 0), "port"),
+        (lambda: DialPath("h", 1, label=""), "label"),
+        (lambda: DialPath("h", 1, streams=65), "streams"),
+        (lambda: DialPath("h", 1, pace_bytes_s=-1), "pace_bytes_s"),
     ],
 )
 def test_tickets_and_paths_name_what_is_wrong_with_them(make: object, field: str) -> None:
@@ -263,7 +263,7 @@ def test_tickets_and_paths_name_what_is_wrong_with_them(make: object, field: str
 
 def test_the_dialler_dials_what_is_missing_and_waits_longer_each_time() -> None:
     dialler = Dialler(random.Random(1))
-    path = Path("h", 1, streams=2)
+    path = DialPath("h", 1, streams=2)
     dialler.set_paths([path], 0.0)
     first, second = dialler.due(0.0)
     assert dialler.due(0.0) == []
@@ -284,11 +284,11 @@ def test_the_dialler_dials_what_is_missing_and_waits_longer_each_time() -> None:
 
 def test_former_paths_leave_when_a_new_one_is_up() -> None:
     dialler = Dialler(random.Random(1))
-    old, new = Path("a", 1, streams=3), Path("b", 1, label="relay")
+    old, new = DialPath("a", 1, streams=3), DialPath("b", 1, label="relay")
     dialler.set_paths([old], 0.0)
     for number, attempt in enumerate(dialler.due(0.0)):
         dialler.up(attempt.slot, number)
-    dialler.set_paths([Path("a", 1), new], 1.0)
+    dialler.set_paths([DialPath("a", 1), new], 1.0)
     assert sorted(dialler.leaving()) == [1, 2], "one that is wanted is up already"
     dialler.set_paths([new], 2.0)
     assert dialler.leaving() == []

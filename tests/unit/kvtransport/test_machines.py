@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.errors import ProtocolError, TransferError
+from p2pserve.kvtransport.errors import KVProtocolError, TransferError
 from p2pserve.kvtransport.link.lanes import FrameReady, LinkSettings
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES, ReceiveMachine
 from p2pserve.kvtransport.link.sending import FRAME_CHARGE, SendMachine
 from p2pserve.kvtransport.link.simulated import SimulatedLink, SimulatedWire
-from p2pserve.kvtransport.wire.channel import Role
+from p2pserve.kvtransport.wire.channel import LinkRole
 from p2pserve.kvtransport.wire.frames import KVFrame
-from p2pserve.kvtransport.wire.signals import Chunk, Credit, End, Progress, Result, frame_header
+from p2pserve.kvtransport.wire.signals import Ack, Chunk, Credit, End, Result, frame_header
 
 SMALL = LinkSettings(chunk_bytes=4096, silence_s=1.0, grace_s=2.0, ping_s=0.2, hedge_s=0.3)
 WINDOW = 2 * MIN_WINDOW_BYTES
@@ -38,7 +38,7 @@ def transfer(link: SimulatedLink, name: int, sizes: list[int], *, deadline: floa
 
 
 def states(link: SimulatedLink, key: bytes) -> tuple[str, str]:
-    return tuple(str(link.ends.get((role, key), ["open"])[0]) for role in Role)  # type: ignore[return-value]
+    return tuple(str(link.ends.get((role, key), ["open"])[0]) for role in LinkRole)  # type: ignore[return-value]
 
 
 def assert_intact(link: SimulatedLink, key: bytes, sizes: list[int]) -> None:
@@ -268,7 +268,7 @@ def test_retired_connections_give_their_chunks_back() -> None:
     key = transfer(link, 1, [100_000])
     link.run(0.05)
     link.connect("relay", rate=1e7)
-    link.sender.retire(slow.lanes[Role.SENDER], "its path is no longer used", link.now)
+    link.sender.retire(slow.lanes[LinkRole.SENDER], "its path is no longer used", link.now)
     link.run_until_ended(1)
     assert states(link, key) == ("delivered", "delivered")
     progress = link.sender.progress(key, link.now)
@@ -277,15 +277,15 @@ def test_retired_connections_give_their_chunks_back() -> None:
     assert link.now < 0.5
 
 
-@pytest.mark.parametrize("side", list(Role))
-def test_an_abort_reaches_the_other_side_with_its_reason(side: Role) -> None:
+@pytest.mark.parametrize("side", list(LinkRole))
+def test_an_abort_reaches_the_other_side_with_its_reason(side: LinkRole) -> None:
     link = SimulatedLink(settings=SMALL)
     link.connect(rate=1e6)
     key = transfer(link, 1, [500_000])
     link.run(0.05)
     link.machine(side).abort(key, "the client went away")
     link.run(0.1)
-    here, there = link.ends[side, key], link.ends[Role(1 - side), key]
+    here, there = link.ends[side, key], link.ends[LinkRole(1 - side), key]
     assert [str(state) for state in here] == ["failed(the client went away)"]
     assert [str(state) for state in there] == ["failed(the other side gave up: the client went away)"]
     assert link.sender.bytes_held == 0
@@ -304,22 +304,22 @@ def test_an_abort_before_the_other_side_knows_the_transfer() -> None:
     link.receiver.expect(b"a" * 16, 60, link.now)
     link.sender.open(b"b" * 16, 60, link.now)
     link.settle()
-    assert str(link.ends[Role.RECEIVER, b"a" * 16][0]) == "failed(the other side gave up: never mind)"
-    assert str(link.ends[Role.SENDER, b"b" * 16][0]) == "failed(the other side gave up: no blocks)"
+    assert str(link.ends[LinkRole.RECEIVER, b"a" * 16][0]) == "failed(the other side gave up: never mind)"
+    assert str(link.ends[LinkRole.SENDER, b"b" * 16][0]) == "failed(the other side gave up: no blocks)"
 
 
-@pytest.mark.parametrize("late", list(Role))
-def test_the_deadline_of_either_side_ends_both(late: Role) -> None:
+@pytest.mark.parametrize("late", list(LinkRole))
+def test_the_deadline_of_either_side_ends_both(late: LinkRole) -> None:
     link = SimulatedLink(settings=SMALL)
     link.connect(rate=1e5)
     key = b"d" * 16
-    link.receiver.expect(key, 0.5 if late is Role.RECEIVER else 60, 0)
+    link.receiver.expect(key, 0.5 if late is LinkRole.RECEIVER else 60, 0)
     link.receiver.grant(key, WINDOW)
-    link.sender.open(key, 0.5 if late is Role.SENDER else 60, 0)
+    link.sender.open(key, 0.5 if late is LinkRole.SENDER else 60, 0)
     link.sender.push(key, frame(0, bytes(1_000_000)), 0)
     link.run(0.7)
     assert str(link.ends[late, key][0]) == "failed(the deadline of the ticket has passed)"
-    assert str(link.ends[Role(1 - late), key][0]).startswith("failed(the other side gave up: the deadline")
+    assert str(link.ends[LinkRole(1 - late), key][0]).startswith("failed(the other side gave up: the deadline")
 
 
 def test_32_transfers_share_fairly() -> None:
@@ -414,45 +414,45 @@ def test_an_idle_link_stays_alive_and_knows_its_round_trip() -> None:
     assert 0.1 <= rtt < 0.11
 
 
-def violations() -> list[tuple[Role, list[object]]]:
+def violations() -> list[tuple[LinkRole, list[object]]]:
     """What a peer may not say, though it holds the keys: who is told, and the signals."""
     key, other = b"k" * 16, b"o" * 16
     header = frame_header(frame(0, b"x"))
     bad = b"\xff" * 18
     return [
-        (Role.RECEIVER, [Chunk(other, 0, 0, 10, 12, header, 10)]),
-        (Role.RECEIVER, [Chunk(key, 0, 0, 10, 12, bad, 10)]),
-        (Role.RECEIVER, [Chunk(key, 0, 0, 5000, 12, header, 4096), Chunk(key, 0, 4096, 5001, 12, header, 905)]),
-        (Role.RECEIVER, [Chunk(key, 1 << 20, 0, 10, 12, header, 10)]),
-        (Role.RECEIVER, [Chunk(key, n, 0, 8_000_000, 12, header, 4096) for n in range(4)]),
-        (Role.RECEIVER, [End(key, 1, 2), End(key, 1, 3)]),
-        (Role.RECEIVER, [End(key, 1, 1), Chunk(key, 1, 0, 10, 12, header, 10)]),
-        (Role.RECEIVER, [Chunk(key, 5, 0, 10, 12, header, 10), End(key, 1, 1)]),
-        (Role.RECEIVER, [End(other, 1, 1)]),
-        (Role.RECEIVER, [Credit(key, 5, 0)]),
-        (Role.RECEIVER, [Progress(1000, 0)]),
-        (Role.SENDER, [Result(key, True, "")]),
-        (Role.SENDER, [Progress(1000, 0)]),
-        (Role.SENDER, [End(key, 1, 1)]),
+        (LinkRole.RECEIVER, [Chunk(other, 0, 0, 10, 12, header, 10)]),
+        (LinkRole.RECEIVER, [Chunk(key, 0, 0, 10, 12, bad, 10)]),
+        (LinkRole.RECEIVER, [Chunk(key, 0, 0, 5000, 12, header, 4096), Chunk(key, 0, 4096, 5001, 12, header, 905)]),
+        (LinkRole.RECEIVER, [Chunk(key, 1 << 20, 0, 10, 12, header, 10)]),
+        (LinkRole.RECEIVER, [Chunk(key, n, 0, 8_000_000, 12, header, 4096) for n in range(4)]),
+        (LinkRole.RECEIVER, [End(key, 1, 2), End(key, 1, 3)]),
+        (LinkRole.RECEIVER, [End(key, 1, 1), Chunk(key, 1, 0, 10, 12, header, 10)]),
+        (LinkRole.RECEIVER, [Chunk(key, 5, 0, 10, 12, header, 10), End(key, 1, 1)]),
+        (LinkRole.RECEIVER, [End(other, 1, 1)]),
+        (LinkRole.RECEIVER, [Credit(key, 5, 0)]),
+        (LinkRole.RECEIVER, [Ack(1000, 0)]),
+        (LinkRole.SENDER, [Result(key, True, "")]),
+        (LinkRole.SENDER, [Ack(1000, 0)]),
+        (LinkRole.SENDER, [End(key, 1, 1)]),
     ]
 
 
 @pytest.mark.parametrize(("victim", "signals"), violations())
-def test_a_peer_that_breaks_the_rules_ends_the_link(victim: Role, signals: list[Chunk | End | Progress]) -> None:
+def test_a_peer_that_breaks_the_rules_ends_the_link(victim: LinkRole, signals: list[Chunk | End | Ack]) -> None:
     link = SimulatedLink(settings=SMALL)
     wire = link.connect()
     link.receiver.expect(b"k" * 16, 60, 0)
     link.receiver.grant(b"k" * 16, WINDOW)
     link.sender.open(b"k" * 16, 60, 0)
     link.run(0.02)
-    lie(link, wire, Role(1 - victim), signals)
+    lie(link, wire, LinkRole(1 - victim), signals)
     link.run(0.02)
     assert "protocol violation" in str(link.machine(victim).ended)
     assert str(link.ends[victim, b"k" * 16][0]).startswith("failed(protocol violation")
     link.check()
 
 
-def lie(link: SimulatedLink, wire: SimulatedWire, role: Role, signals: list[Chunk | End | Progress]) -> None:
+def lie(link: SimulatedLink, wire: SimulatedWire, role: LinkRole, signals: list[Chunk | End | Ack]) -> None:
     """Signals that the machine of `role` never said, validly sealed."""
     for signal in signals:
         payload = memoryview(bytes(signal.length)) if isinstance(signal, Chunk) else None
@@ -465,8 +465,8 @@ def test_damaged_bytes_cost_the_connection_and_not_the_link() -> None:
     sizes = [100_000] * 3
     key = transfer(link, 1, sizes)
     link.run(0.01)
-    at, data = wires[0].flying[Role.SENDER][0]
-    wires[0].flying[Role.SENDER][0] = (at, data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    at, data = wires[0].flying[LinkRole.SENDER][0]
+    wires[0].flying[LinkRole.SENDER][0] = (at, data[:100] + bytes([data[100] ^ 1]) + data[101:])
     link.run_until_ended(1)
     assert wires[0] not in link.wires
     assert states(link, key) == ("delivered", "delivered")
@@ -476,17 +476,17 @@ def test_damaged_bytes_cost_the_connection_and_not_the_link() -> None:
 def test_calls_that_cannot_be_meant() -> None:
     link = SimulatedLink(settings=SMALL)
     link.sender.open(b"a" * 16, 60, 0)
-    with pytest.raises(ProtocolError, match="used before"):
+    with pytest.raises(KVProtocolError, match="used before"):
         link.sender.open(b"a" * 16, 60, 0)
     link.receiver.expect(b"a" * 16, 60, 0)
-    with pytest.raises(ProtocolError, match="used before"):
+    with pytest.raises(KVProtocolError, match="used before"):
         link.receiver.expect(b"a" * 16, 60, 0)
     with pytest.raises(ValueError, match="window of 10 bytes"):
         link.receiver.grant(b"a" * 16, 10)
-    with pytest.raises(ProtocolError, match="nothing to acknowledge"):
+    with pytest.raises(KVProtocolError, match="nothing to acknowledge"):
         link.receiver.acknowledge(b"a" * 16)
     link.sender.finish(b"a" * 16, 1)
-    with pytest.raises(ProtocolError, match="after the end"):
+    with pytest.raises(KVProtocolError, match="after the end"):
         link.sender.push(b"a" * 16, frame(0, b"x"), 0)
     with pytest.raises(ValueError, match="chunk_bytes"):
         LinkSettings(chunk_bytes=5000)
@@ -521,11 +521,11 @@ def test_any_schedule_ends_every_transfer_once(
             link.kill(wire)
         elif mishap == "stall":
             wire.stalled = True
-        elif mishap == "flip" and wire.flying[Role.SENDER]:
-            at, data = wire.flying[Role.SENDER].pop()
-            wire.flying[Role.SENDER].append((at, bytes([data[0] ^ 128]) + data[1:]))
+        elif mishap == "flip" and wire.flying[LinkRole.SENDER]:
+            at, data = wire.flying[LinkRole.SENDER].pop()
+            wire.flying[LinkRole.SENDER].append((at, bytes([data[0] ^ 128]) + data[1:]))
         elif mishap == "abort":
-            link.machine(chance.choice(list(Role))).abort(chance.choice(keys), "enough")
+            link.machine(chance.choice(list(LinkRole))).abort(chance.choice(keys), "enough")
             aborted = True
     link.connect(rate=1e7)
     link.run_until_ended(len(keys), limit_s=10.0)

@@ -11,8 +11,14 @@ from contextlib import suppress
 
 import pytest
 
-from p2pserve.kvtransport.errors import ConnectionClosed, ProtocolError, TransferAborted, TransferError, TransferTimeout
-from p2pserve.kvtransport.wire.channel import LinkHello, Role
+from p2pserve.kvtransport.errors import (
+    ConnectionClosed,
+    KVProtocolError,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
+from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
 from p2pserve.kvtransport.wire.pipe import MAX_BUFFERS, Head, Kind, Pipe, PipeSettings, greet, parse_head, split
 from p2pserve.kvtransport.wire.tickets import LinkTicket, issue_link
@@ -29,7 +35,7 @@ def shake(
 ) -> list[Pipe | TransferError]:
     """Both ends of a pipe; `other` is the ticket of the accepting side, if it is not the same one."""
     ticket = issue_link(60, secrets.token_bytes)
-    hello = LinkHello(ticket.link, secrets.token_bytes(16), Role.SENDER)
+    hello = LinkHello(ticket.link, secrets.token_bytes(16), LinkRole.SENDER)
 
     def end(sock: socket.socket, ticket: LinkTicket, dials: bool) -> Pipe | TransferError:
         try:
@@ -134,7 +140,7 @@ def test_many_threads_may_send(make_pair: MakePair) -> None:
 def test_a_message_that_is_too_large_is_refused_and_costs_nothing(make_pair: MakePair) -> None:
     one, two = make_pair(PipeSettings(max_bytes=1000, beat_s=30, lost_s=60))
     for message in ([bytes(1001)], [b""] * (MAX_BUFFERS + 1)):
-        with pytest.raises(ProtocolError, match="too large"):
+        with pytest.raises(KVProtocolError, match="too large"):
             one.send(message)
     one.send([b"ok"])
     assert two.receive() == [b"ok"]
@@ -244,7 +250,7 @@ def test_another_secret_is_refused_at_both_ends() -> None:
     ours, theirs = socket.socketpair()
     ticket = issue_link(60, secrets.token_bytes)
     first, second = shake(ours, theirs, PATIENT, other=ticket)
-    assert isinstance(second, ProtocolError)  # another link as well: it does not even answer
+    assert isinstance(second, KVProtocolError)  # another link as well: it does not even answer
     assert isinstance(first, ConnectionClosed)
 
 
@@ -256,7 +262,7 @@ def test_what_is_no_end_of_a_pipe_is_refused(answer: bytes) -> None:
         theirs.sendall(answer)
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(TransferError):
-            greet(ours, ticket, LinkHello(ticket.link, bytes(16), Role.SENDER), dials=True, timeout=20)
+            greet(ours, ticket, LinkHello(ticket.link, bytes(16), LinkRole.SENDER), dials=True, timeout=20)
 
 
 def relayed(flip: int) -> TransferError | None:
@@ -303,7 +309,7 @@ def test_no_bit_of_a_record_can_be_changed() -> None:
     rng = random.Random(4)
     assert relayed(-1) is None
     for flip in [before, before + 31, *(rng.randrange(before, before + 32 + 250) for _ in range(20))]:
-        assert isinstance(relayed(flip), ProtocolError), flip
+        assert isinstance(relayed(flip), KVProtocolError), flip
 
 
 def test_heads_survive_packing() -> None:
@@ -324,7 +330,7 @@ def test_heads_survive_packing() -> None:
     ],
 )
 def test_heads_that_no_peer_may_send(head: Head) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(KVProtocolError):
         parse_head(head.pack(), max(1000, 1 << 21 if head.buffers > MAX_BUFFERS else 0))
 
 
@@ -340,6 +346,6 @@ def test_fuzzed_heads_and_tables_give_only_protocol_errors() -> None:
             body = bytearray(head.size)
             struct.pack_into(f"<{head.buffers}I", body, 0, *(rng.choice((0, 16, 24, 60)) for _ in range(head.buffers)))
             taken += len(split(memoryview(body), head.buffers)) == head.buffers
-        except ProtocolError:
+        except KVProtocolError:
             pass
     assert 1000 < taken < 19_000

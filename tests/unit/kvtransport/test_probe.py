@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.errors import FiguresError, ProtocolError, TicketError
+from p2pserve.kvtransport.errors import FiguresError, KVProtocolError, TicketError
 from p2pserve.kvtransport.probing.burst_meter import BIN_S, BurstMeter
 from p2pserve.kvtransport.probing.burst_ticket import (
     BURST_HELLO_BYTES,
@@ -31,13 +31,13 @@ from p2pserve.kvtransport.probing.estimates import BurstSample
 from p2pserve.kvtransport.probing.figures import prior
 from p2pserve.kvtransport.probing.probe import (
     Activity,
+    BurstRefusal,
     BurstRequest,
-    Deferred,
+    DeferReason,
     PeerLink,
     ProbeScheduler,
     ProbeSettings,
     ProbeStep,
-    Refusal,
     representatives,
 )
 
@@ -155,7 +155,7 @@ class TestBursts:
         assert [one for now in range(40, 60) if (one := probes.step(IDLE, now=now).burst)] != []
         step = probes.step(IDLE, now=60.0)
         assert step.burst is None
-        assert {one.reason for one in step.deferred} == {Deferred.RESERVED}
+        assert {one.reason for one in step.deferred} == {DeferReason.RESERVED}
 
     def test_a_refusal_is_tried_again_later_and_costs_nothing(self) -> None:
         probes = scheduler(1, usd_per_gb=0.01)
@@ -199,7 +199,7 @@ class TestMoney:
         day.run(2000)
         assert day.bursts == []
         step = day.probes.step(IDLE, now=2100.0)
-        assert {one.reason for one in step.deferred} == {Deferred.BUDGET}
+        assert {one.reason for one in step.deferred} == {DeferReason.BUDGET}
 
     def test_bytes_not_sent_are_not_paid(self) -> None:
         probes = scheduler(1, usd_per_gb=0.01)
@@ -213,7 +213,7 @@ class TestMoney:
 class TestBeingAsked:
     REQUEST = BurstRequest("me", 8, 1.0, 100_000_000, False)
 
-    def ask(self, probes: ProbeScheduler, now: float, activity: Activity = IDLE, **more: Any) -> Refusal | None:
+    def ask(self, probes: ProbeScheduler, now: float, activity: Activity = IDLE, **more: Any) -> BurstRefusal | None:
         request = msgspec.structs.replace(self.REQUEST, **more)
         return probes.on_asked(request, "p0", activity, usd_per_gb=0.01, now=now)
 
@@ -222,7 +222,7 @@ class TestBeingAsked:
         assert self.ask(probes, 1.0) is None
         refusal = self.ask(probes, 1.1)
         assert refusal is not None
-        assert refusal.reason is Deferred.RESERVED
+        assert refusal.reason is DeferReason.RESERVED
         assert 0 < refusal.retry_s <= 22
         probes.on_burst_done("p0", 50_000_000, succeeded=True, now=2.0)
         assert self.ask(probes, 2.1) is None
@@ -253,7 +253,7 @@ class TestBeingAsked:
         probes = scheduler(2, postpone_s=600.0)
         refusal = self.ask(probes, 1.0, BUSY)
         assert refusal is not None
-        assert refusal.reason is Deferred.BUSY
+        assert refusal.reason is DeferReason.BUSY
         assert self.ask(probes, 2.0, BUSY, overdue=True) is None
         probes.on_burst_done("p0", 1, succeeded=True, now=3.0)
         assert self.ask(probes, 100.0, BUSY, overdue=True) is not None
@@ -265,12 +265,12 @@ class TestBeingAsked:
         probes.on_burst_done("p0", 100_000_000, succeeded=True, now=2.0)
         refusal = self.ask(probes, 3.0)
         assert refusal is not None
-        assert refusal.reason is Deferred.BUDGET
+        assert refusal.reason is DeferReason.BUDGET
 
     def test_too_much(self) -> None:
         refusal = self.ask(scheduler(2), 1.0, max_bytes=1_000_000_000)
         assert refusal is not None
-        assert refusal.reason is Deferred.TOO_MUCH
+        assert refusal.reason is DeferReason.TOO_MUCH
 
     @pytest.mark.parametrize(
         ("field_", "value"), [("streams", 0), ("streams", 65), ("seconds", 0.0), ("seconds", 60.0), ("max_bytes", 0)]
@@ -425,16 +425,16 @@ class TestTicket:
         hello.check(self.TICKET)
         assert (hello.burst, hello.index) == (self.TICKET.burst, 3)
         other = msgspec.structs.replace(self.TICKET, key=bytes(32))
-        with pytest.raises(ProtocolError, match="does not prove"):
+        with pytest.raises(KVProtocolError, match="does not prove"):
             hello.check(other)
-        with pytest.raises(ProtocolError, match="burst connection 4 of 4"):
+        with pytest.raises(KVProtocolError, match="burst connection 4 of 4"):
             parse_hello(pack_hello(self.TICKET, 4)).check(self.TICKET)
 
     @given(st.integers(0, BURST_HELLO_BYTES - 1), st.integers(1, 255))
     def test_a_changed_hello_does_not(self, at: int, flip: int) -> None:
         data = bytearray(pack_hello(self.TICKET, 1))
         data[at] ^= flip
-        with pytest.raises(ProtocolError):
+        with pytest.raises(KVProtocolError):
             parse_hello(bytes(data)).check(self.TICKET)
 
     def read(self, data: bytes) -> BurstSample:
@@ -451,15 +451,15 @@ class TestTicket:
     def test_a_changed_result_does_not(self, data: st.DataObject) -> None:
         made = bytearray(pack_result(self.TICKET, self.SAMPLE))
         made[data.draw(st.integers(0, len(made) - 1))] ^= data.draw(st.integers(1, 255))
-        with pytest.raises(ProtocolError):
+        with pytest.raises(KVProtocolError):
             self.read(bytes(made))
 
     def test_a_result_that_cannot_be_meant(self) -> None:
-        with pytest.raises(ProtocolError, match="not a burst's result"):
+        with pytest.raises(KVProtocolError, match="not a burst's result"):
             result_bytes(bytes(RESULT_HEAD_BYTES))
-        with pytest.raises(ProtocolError, match="result of 1000000 bytes"):
+        with pytest.raises(KVProtocolError, match="result of 1000000 bytes"):
             result_bytes(b"p2pBR/1\n" + (1_000_000).to_bytes(4, "little"))
-        with pytest.raises(ProtocolError, match="not a burst connection"):
+        with pytest.raises(KVProtocolError, match="not a burst connection"):
             parse_hello(b"GET / HTTP/1.1\r\n")
 
     @pytest.mark.parametrize(

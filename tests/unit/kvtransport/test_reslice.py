@@ -14,16 +14,16 @@ from p2pserve.kernels import codec as codecs
 from p2pserve.kernels.format import Codec
 from p2pserve.kvtransport import Assembly, KVFrame
 from p2pserve.kvtransport.errors import FiguresError
-from p2pserve.kvtransport.link.reslice import Piece, Rank, ShardLayout, localise, reslice
+from p2pserve.kvtransport.link.reslice import ShardLayout, ShardRank, ShardTransfer, localise, reslice
 
 TPS, HEADS, PPS = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4)
 CUTS = [(tp, pp) for tp in TPS for pp in PPS]
 
 
-def check(source: ShardLayout, target: ShardLayout) -> tuple[Piece, ...]:
+def check(source: ShardLayout, target: ShardLayout) -> tuple[ShardTransfer, ...]:
     """Everything that must hold of the pieces between two layouts."""
     pieces = reslice(source, target)
-    got: Counter[tuple[Rank, int, int]] = Counter()
+    got: Counter[tuple[ShardRank, int, int]] = Counter()
     for piece in pieces:
         for layer, head in product(piece.layers, piece.heads):
             assert layer in source.layers_of(piece.source)
@@ -46,7 +46,7 @@ def check(source: ShardLayout, target: ShardLayout) -> tuple[Piece, ...]:
     }
     assert len(pieces) == len(touched)
     # Ranks that hold the same differ by one piece at most.
-    load: Counter[Rank] = Counter()
+    load: Counter[ShardRank] = Counter()
     for piece in pieces:
         load[piece.source] += piece.size
     largest = {piece.source.stage: 0 for piece in pieces}
@@ -100,14 +100,14 @@ def test_ranks_that_hold_the_same_heads_share_the_work() -> None:
 class TestLayout:
     def test_ranks_layers_and_heads(self) -> None:
         layout = ShardLayout.uniform(2, (3, 5), 4)
-        assert layout.ranks == (Rank(0, 0), Rank(0, 1), Rank(1, 0), Rank(1, 1))
-        assert layout.layers_of(Rank(1, 0)) == range(3, 8)
-        assert layout.heads_of(Rank(1, 1)) == range(2, 4)
+        assert layout.ranks == (ShardRank(0, 0), ShardRank(0, 1), ShardRank(1, 0), ShardRank(1, 1))
+        assert layout.layers_of(ShardRank(1, 0)) == range(3, 8)
+        assert layout.heads_of(ShardRank(1, 1)) == range(2, 4)
         mixed = ShardLayout((1, 4), (3, 5), 4)
-        assert mixed.ranks == (Rank(0, 0), *(Rank(1, tp) for tp in range(4)))
-        assert (mixed.heads_of(Rank(0, 0)), mixed.heads_of(Rank(1, 2))) == (range(4), range(2, 3))
-        assert ShardLayout.uniform(8, (1,), 2).heads_of(Rank(0, 3)) == range(1)
-        assert ShardLayout.uniform(8, (1,), 2).heads_of(Rank(0, 4)) == range(1, 2)
+        assert mixed.ranks == (ShardRank(0, 0), *(ShardRank(1, tp) for tp in range(4)))
+        assert (mixed.heads_of(ShardRank(0, 0)), mixed.heads_of(ShardRank(1, 2))) == (range(4), range(2, 3))
+        assert ShardLayout.uniform(8, (1,), 2).heads_of(ShardRank(0, 3)) == range(1)
+        assert ShardLayout.uniform(8, (1,), 2).heads_of(ShardRank(0, 4)) == range(1, 2)
         assert ShardLayout.even(tp=1, pp=4, layers=13, kv_heads=1).stages == (4, 3, 3, 3)
 
     @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ class TestLayout:
         with pytest.raises(FiguresError, match=r"layout\.pp is 5"):
             ShardLayout.even(tp=1, pp=5, layers=4, kv_heads=1)
         with pytest.raises(FiguresError, match="does not exist"):
-            layout.layers_of(Rank(1, 0))
+            layout.layers_of(ShardRank(1, 0))
         with pytest.raises(FiguresError, match="of the same model"):
             reslice(layout, ShardLayout.uniform(2, (5,), 2))
         with pytest.raises(FiguresError, match="heads that this rank does not hold"):
@@ -157,7 +157,7 @@ def made_kv() -> tuple[torch.Tensor, torch.Tensor]:
     return k.to(torch.bfloat16), v.to(torch.bfloat16)
 
 
-def sent(codec: Codec, k: torch.Tensor, v: torch.Tensor, piece: Piece) -> list[KVFrame]:
+def sent(codec: Codec, k: torch.Tensor, v: torch.Tensor, piece: ShardTransfer) -> list[KVFrame]:
     """What the source rank of a piece sends: a frame for each of its layers."""
     heads = slice(piece.heads.start, piece.heads.stop)
     frames = []

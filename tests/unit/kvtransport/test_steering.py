@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, bytes_per_s
-from p2pserve.kvtransport.routing.paths import Job, Network, choose
-from p2pserve.kvtransport.routing.steering import PathController, SetPaths, SteeringSettings, TriggerKind
+from p2pserve.kvtransport.routing.paths import NetworkView, PathQuery, choose
+from p2pserve.kvtransport.routing.steering import PathChange, PathController, SteeringSettings, TriggerKind
 
 MB = 1_000_000
 TICK = 0.05
@@ -27,7 +27,7 @@ def link(rtt_ms: float, gbps: float) -> LinkFigures:
 
 BELIEVED = {("a", "b"): link(90, 1.0), ("a", "r"): link(60, 0.8), ("r", "b"): link(60, 0.8)}
 BOXES = {"a": BoxFigures(up_gbps=1.0)}  # so that two paths are no better than one
-NETWORK = Network(BELIEVED, BOXES)
+NETWORK = NetworkView(BELIEVED, BOXES)
 
 
 @dataclass
@@ -36,16 +36,16 @@ class Transfer:
 
     size: int
     rates: Mapping[str | None, Rate]
-    network: Network = NETWORK
+    network: NetworkView = NETWORK
     settings: SteeringSettings = field(default_factory=SteeringSettings)
     supply: Rate | None = None  # Gb/s at which there is something to send
     now: float = 100.0
-    changes: list[SetPaths] = field(default_factory=list)
+    changes: list[PathChange] = field(default_factory=list)
 
     def run(self, *, at_most: float = 600.0) -> float:
         """Seconds until everything has been acknowledged."""
         begun = self.now
-        job = Job(source="a", target="b", bytes=self.size)
+        job = PathQuery(source="a", target="b", bytes=self.size)
         self.controller = PathController(job, choose(job, self.network), now=begun, settings=self.settings)
         acked: dict[str | None, float] = {}
         supplied = 0.0 if self.supply else float(self.size)
@@ -138,7 +138,7 @@ def test_pauses_of_the_supply_are_not_stalls() -> None:
 
 
 def test_with_no_other_way_it_waits() -> None:
-    alone = Network({("a", "b"): BELIEVED["a", "b"]})
+    alone = NetworkView({("a", "b"): BELIEVED["a", "b"]})
     rates: dict[str | None, Rate] = {None: lambda now: 0.0 if 2.0 < now < 20.0 else 1.0}
     run = Transfer(1000 * MB, rates, alone)
     assert run.run() == pytest.approx(26.0, abs=0.5)
@@ -146,7 +146,7 @@ def test_with_no_other_way_it_waits() -> None:
 
 
 def test_a_relay_slower_than_what_is_left_of_the_path_is_no_help() -> None:
-    slow = Network({**BELIEVED, ("a", "r"): link(60, 0.2)}, BOXES)
+    slow = NetworkView({**BELIEVED, ("a", "r"): link(60, 0.2)}, BOXES)
     run = Transfer(300 * MB, {None: until(1.0, 1.0, 0.4), "r": steady(0.2)}, slow)
     run.run()
     assert run.changes == []
@@ -154,7 +154,7 @@ def test_a_relay_slower_than_what_is_left_of_the_path_is_no_help() -> None:
 
 def test_a_recovered_path_is_taken_again_after_a_while() -> None:
     recovering: Rate = lambda now: 0.02 if 3.0 < now < 10.0 else 1.0  # noqa: E731
-    network = Network({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
+    network = NetworkView({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
     run = Transfer(6000 * MB, {None: recovering, "r": steady(0.3)}, network)
     run.run()
     away, back = run.changes
@@ -167,7 +167,7 @@ def test_a_recovered_path_is_taken_again_after_a_while() -> None:
 def test_flapping_links_are_not_followed() -> None:
     """Direct is good for 10 s, dead for 10 s, and so on: ever longer it is not trusted."""
     flapping: Rate = lambda now: 1.0 if int(now / 10) % 2 == 0 else 0.02  # noqa: E731
-    network = Network({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
+    network = NetworkView({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
     run = Transfer(20_000 * MB, {None: flapping, "r": steady(0.3)}, network)
     run.run(at_most=800)
     # 26 flaps in the time it takes; every second change leads back to the direct path after 30, 60, 120, ... s.
@@ -177,7 +177,7 @@ def test_flapping_links_are_not_followed() -> None:
 
 
 def test_one_bad_path_of_two_is_dropped() -> None:
-    network = Network({("a", "b"): link(40, 1.0), ("a", "r"): link(20, 1.0), ("r", "b"): link(20, 1.0)})
+    network = NetworkView({("a", "b"): link(40, 1.0), ("a", "r"): link(20, 1.0), ("r", "b"): link(20, 1.0)})
     run = Transfer(3000 * MB, {None: steady(1.0), "r": until(4.0, 1.0, 0.02)}, network)
     run.run()
     assert run.controller.choice.vias == {None}
@@ -187,10 +187,10 @@ def test_one_bad_path_of_two_is_dropped() -> None:
 def test_a_path_in_trouble_is_not_made_one_of_two() -> None:
     """Seen over a whole window it still looks half good, and both together would be predicted to be the fastest."""
     links = {("a", "b"): link(90, 1.45), ("a", "r"): link(30, 1.45), ("r", "b"): link(90, 1.45)}
-    network = Network(links, {"b": BoxFigures(down_gbps=2.5)})
+    network = NetworkView(links, {"b": BoxFigures(down_gbps=2.5)})
     run = Transfer(2000 * MB, {None: until(4.0, 1.45, 0.3), "r": steady(1.4)}, network)
     run.size = 2500 * MB
-    job = Job(source="a", target="b", bytes=run.size)
+    job = PathQuery(source="a", target="b", bytes=run.size)
     assert choose(job, network, observed={None: 0.3}).vias == {None, "r"}
     assert choose(job, network, observed={None: 0.3}, unsteady=frozenset({None})).vias == {"r"}
     run.run()
@@ -205,7 +205,7 @@ def test_the_end_of_a_transfer_is_not_worth_a_change() -> None:
 
 
 def test_progress_of_paths_no_longer_in_use_counts() -> None:
-    job = Job(source="a", target="b", bytes=100 * MB)
+    job = PathQuery(source="a", target="b", bytes=100 * MB)
     controller = PathController(job, choose(job, NETWORK), now=0.0)
     controller.on_progress("r", 60 * MB, 0, now=1.0)
     controller.on_progress(None, 40 * MB, 0, now=1.0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from p2pserve.kvtransport import (
     Assembly,
     KVFrame,
+    KVProtocolError,
     LinkTicket,
-    ProtocolError,
     TicketError,
     TransferTicket,
     TransferTimes,
@@ -110,7 +110,7 @@ class TestAssembly:
                 assembly.add(piece)
                 naive[at] = True
             else:
-                with pytest.raises(ProtocolError):
+                with pytest.raises(KVProtocolError):
                     assembly.add(piece)
             assembly.check_integrity()
             whole = naive.all(axis=(0, 1))
@@ -144,7 +144,7 @@ class TestAssembly:
     def test_a_refused_frame_changes_nothing(self) -> None:
         assembly = Assembly(range(1), 2, 10)
         assembly.add(frame(heads=(1, 2), tokens=(5, 6)))
-        with pytest.raises(ProtocolError, match=r"repeats positions 5\.\.5 of head 1"):
+        with pytest.raises(KVProtocolError, match=r"repeats positions 5\.\.5 of head 1"):
             assembly.add(frame(heads=(0, 2), tokens=(0, 10)))
         assembly.check_integrity()
         assembly.add(frame(heads=(0, 1), tokens=(0, 10)))

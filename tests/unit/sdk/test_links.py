@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, Source
-from p2pserve.kvtransport.routing.paths import Verdict
+from p2pserve.kvtransport.routing.paths import CandidateVerdict
 from p2pserve.node.messages import LinkTable, NodeStatus, Status
 from p2pserve.sdk.commands.links_view import choice_text, explain_path, network_of, print_links
 from p2pserve.sdk.errors import UsageError
@@ -63,7 +63,7 @@ def test_a_price_limit_is_kept() -> None:
     )
     choice = explain_path(dear, PARIS, NYC, 80, (None, 0.01))
     assert choice.vias == {None}
-    assert any(each.verdict is Verdict.TOO_DEAR for each in choice.why)
+    assert any(each.verdict is CandidateVerdict.TOO_DEAR for each in choice.why)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from p2pserve.node.messages import (
     StatusQuery,
     StopRequest,
 )
+from p2pserve.node.methods import CHUNK, GENERATE, GENERATE_STOP, STATUS
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk import AsyncClient, Client
 from p2pserve.sdk.errors import ClientClosed, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
@@ -78,7 +79,7 @@ class Gateway:
         self, client: PeerId, body: Generate, text: str, *tokens: int, finish: str | None = None, error: str = ""
     ) -> None:
         chunk = Chunk(request=body.request, text=text, tokens=tokens, finish=finish, error=error)
-        self.network.notify(client, "chunk", chunk)
+        self.network.notify(client, CHUNK, chunk)
 
 
 class World:
@@ -111,13 +112,13 @@ class World:
         async def status(peer: PeerId, role: Role, body: StatusQuery) -> Status:
             return Status(answered_by=network.peer_id, coordinator=None, epoch=0, nodes=(), plan=None)
 
-        network.handle("status", StatusQuery, status, client=True)
+        network.handle(STATUS, status)
         if script is not None:
             gateway = Gateway(network, script, self._nursery)
             self.gateways.append(gateway)
             self.memory.set_latency(identity.peer_id, self._client.peer_id, 0.001 * len(self.gateways))
-            network.handle("generate", Generate, gateway.generate, client=True)
-            network.on_notice("generate.stop", StopRequest, gateway.on_stop, client=True)
+            network.handle(GENERATE, gateway.generate)
+            network.on_notice(GENERATE_STOP, gateway.on_stop)
 
         async def live(task_status: trio.TaskStatus[None]) -> None:
             async with network:

@@ -19,7 +19,7 @@ import torch
 import trio
 
 from p2pserve.kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
-from p2pserve.kvtransport.link.dialling import Path as KvPath
+from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.reslice import ShardLayout, reslice
 from p2pserve.kvtransport.wire.channel import parse_link_hello

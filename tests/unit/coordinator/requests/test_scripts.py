@@ -30,7 +30,7 @@ from p2pserve.coordinator.requests import (
     ShowTokens,
     Tokens,
 )
-from p2pserve.coordinator.router import Route
+from p2pserve.coordinator.routing import Route
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
 FINISHES = frozenset({"stop", "length", "deadline"})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.link.permits import Permit
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
@@ -27,8 +27,8 @@ PERMIT = Permit(
     expires_at=2e9,
 )
 PATHS = (
-    Path("192.0.2.1", 4000, streams=8),
-    Path("relay.example", 1, label="p2", streams=64, relay=PERMIT, congestion="bbr", pace_bytes_s=10),
+    DialPath("192.0.2.1", 4000, streams=8),
+    DialPath("relay.example", 1, label="p2", streams=64, relay=PERMIT, congestion="bbr", pace_bytes_s=10),
 )
 PART = protocol.Slice(first_layer=4, last_layer=8, first_head=0, last_head=1)
 OUTLET = protocol.Outlet(

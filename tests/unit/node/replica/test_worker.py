@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import trio
 
-from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role, Unreachable
+from p2pserve.bootstrap import PeerId, RemoteError, RequestTimeout, Role, Unreachable
 from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
@@ -25,6 +25,7 @@ from p2pserve.node.replica.engine_link import EngineLink, EngineLost
 from p2pserve.node.replica.hand_off import HandOffs
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
+from p2pserve.node.testing import MemoryExchange
 
 A, B = PeerId("gateway-a"), PeerId("gateway-b")
 OWN, P, D = PeerId("own"), PeerId("prefill-node"), PeerId("decode-node")
@@ -59,7 +60,7 @@ MODEL = ModelInfo(
 )
 WHOLE = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)
 RANK = protocol.Rank()
-PATHS = (Path("192.0.2.7", 4321, streams=2),)
+PATHS = (DialPath("192.0.2.7", 4321, streams=2),)
 
 T = TypeVar("T")
 
@@ -133,10 +134,6 @@ class ScriptedWays:
         return 0.25
 
 
-async def ask_nobody(peer: PeerId, method: str, body: messages.Message, *rest: Any, **more: Any) -> messages.Message:
-    raise AssertionError(f"{peer} was asked for {method}")
-
-
 class World:
     """A worker, its engine's end of the link, and what gateways were told."""
 
@@ -144,22 +141,19 @@ class World:
         ours, theirs = socket.socketpair()
         self.sockets, self.engine_sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.engine_messages = theirs
-        self.told: list[tuple[PeerId, str, messages.Message]] = []
-        self.gone: set[PeerId] = set()
+        self.exchange = MemoryExchange()
+        messenger = self.exchange.join(OWN)
+        for peer in (A, B):
+            self.exchange.join(peer)
         self.ways = ScriptedWays()
-        self.hand_offs = HandOffs(model=MODEL, ways=cast(KvWays, self.ways), ask=ask_nobody, notify=self._notify)
-        self.worker = Worker(service=SERVICE, hand_offs=self.hand_offs, notify=self._notify)
+        self.hand_offs = HandOffs(model=MODEL, ways=cast(KvWays, self.ways), messenger=messenger)
+        self.worker = Worker(service=SERVICE, hand_offs=self.hand_offs, messenger=messenger)
         self.engine = EngineLink(trio.socket.from_stdlib_socket(ours), self.sockets, self.worker.on_engine_message)
         self.engine.ready = READY
         self.use()
 
     def use(self) -> None:
         self.worker.use(self.engine, Place(alone(OWN), 0))
-
-    def _notify(self, peer: PeerId, method: str, message: messages.Message) -> None:
-        if peer in self.gone:
-            raise PeerLost("gone")
-        self.told.append((peer, method, message))
 
     def close(self) -> None:
         async def hang_up() -> None:
@@ -178,9 +172,9 @@ class World:
             except trio.WouldBlock:
                 return found
 
-    def news(self) -> list[tuple[PeerId, str, messages.Message]]:
-        told, self.told = self.told, []
-        return told
+    def news(self) -> list[tuple[PeerId, str, Any]]:
+        told, self.exchange.told = self.exchange.told, []
+        return [(sent.target, sent.method, sent.body) for sent in told]
 
     def decode(self, request: str = "r", gateway: PeerId = A, **changes: Any) -> messages.DecodeOpened:
         fields: dict[str, Any] = {
@@ -478,8 +472,9 @@ def test_an_engine_that_has_just_died_gets_nothing(world: World, kind: str) -> N
 
 def test_a_node_whose_engine_never_started_refuses() -> None:
     ways = cast(KvWays, ScriptedWays())
-    hand_offs = HandOffs(model=MODEL, ways=ways, ask=ask_nobody, notify=lambda *_: None)
-    worker = Worker(service=SERVICE, hand_offs=hand_offs, notify=lambda *_: None)
+    messenger = MemoryExchange().join(OWN)
+    hand_offs = HandOffs(model=MODEL, ways=ways, messenger=messenger)
+    worker = Worker(service=SERVICE, hand_offs=hand_offs, messenger=messenger)
     body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, parts=(part_of(),))
     with pytest.raises(RemoteError) as caught:
         run(worker.open_prefill(A, Role.WORKER, body))
@@ -542,11 +537,11 @@ def test_a_gateway_that_does_not_read_loses_its_request(world: World) -> None:
     """An answer with a gap would be worse than none."""
     world.decode()
     world.asked()
-    world.gone.add(A)
+    world.exchange.lost.add(A)
     world.step(protocol.NewTokens("decode:r", (5,)))
     assert world.asked() == [protocol.Cancel(request="decode:r")]
     assert world.worker.idle
-    world.gone.clear()
+    world.exchange.lost.clear()
     world.step(protocol.NewTokens("decode:r", (6,)))
     assert world.news() == []
 
@@ -643,7 +638,7 @@ def test_kv_that_fails_ends_the_prefill_whether_or_not_its_token_is_written(worl
 def test_a_gateway_that_cannot_be_told_the_first_token_loses_its_prefill(world: World) -> None:
     world.prefill(sampling=WANTED)
     world.asked()
-    world.gone.add(A)
+    world.exchange.lost.add(A)
     world.step(protocol.NewTokens("prefill:r", (5,), "length"))
     assert world.asked()[0] == protocol.Cancel(request="prefill:r")
     assert world.worker.idle
@@ -761,7 +756,7 @@ def test_a_lost_engine_is_told_to_every_gateway_even_when_one_is_gone(world: Wor
     world.prefill("t", B)
     world.step()
     world.asked()
-    world.gone.add(A)
+    world.exchange.lost.add(A)
     world.worker.engine_lost("was killed by SIGKILL")
     failed = "the engine process was killed by SIGKILL"
     assert world.news() == [

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LinkHello
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
@@ -182,7 +182,7 @@ def assert_nothing_is_held(hub: TransferHub) -> None:
 class Listener:
     """What an agent does with the connections of a link: reads whose each is and hands it over."""
 
-    path: Path
+    path: DialPath
     accepted: int = 0
     sockets: list[socket.socket] = field(default_factory=list)
 
@@ -196,7 +196,7 @@ class Listener:
 @contextmanager
 def listening(hub: TransferHub, streams: int = 1) -> Iterator[Listener]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = Listener(Path("127.0.0.1", server.getsockname()[1], streams=streams))
+        found = Listener(DialPath("127.0.0.1", server.getsockname()[1], streams=streams))
 
         def serve() -> None:
             while True:
@@ -219,14 +219,14 @@ def listening(hub: TransferHub, streams: int = 1) -> Iterator[Listener]:
 
 
 @contextmanager
-def path_to_nowhere() -> Iterator[Path]:
+def path_to_nowhere() -> Iterator[DialPath]:
     """Its port is bound and nobody listens there: no other process can be there either."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        yield Path("127.0.0.1", taken.getsockname()[1], label="nowhere")
+        yield DialPath("127.0.0.1", taken.getsockname()[1], label="nowhere")
 
 
-def outlet_of(*paths: Path, ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: Slice = ALL) -> Outlet:
+def outlet_of(*paths: DialPath, ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: Slice = ALL) -> Outlet:
     return Outlet(slice=part, ticket=ticket, link=link, paths=paths, gbps=1.0, rtt_s=0.001)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from p2pserve.kvtransport.link.dialling import Path
-from p2pserve.kvtransport.link.reslice import Piece
+from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.link.reslice import ShardTransfer
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from p2pserve.node.engine.protocol import Inlet, Outlet, Rank, Slice
 from p2pserve.node.engine.trials.trial import Trial
 
 
 def transfer_between(
-    trial: Trial, pieces: Sequence[Piece], links: Sequence[LinkTicket]
+    trial: Trial, pieces: Sequence[ShardTransfer], links: Sequence[LinkTicket]
 ) -> tuple[tuple[Outlet, ...], tuple[Inlet, ...]]:
     """One transfer of all pieces, each on a link of its own."""
     ticket = issue_transfer(links[0].link, "raw", 60, os.urandom)
@@ -28,7 +28,7 @@ def transfer_between(
         )
         source = Rank(stage=piece.source.stage, tp=piece.source.tp)
         target = Rank(stage=piece.target.stage, tp=piece.target.tp)
-        path = Path("127.0.0.1", trial._port)
+        path = DialPath("127.0.0.1", trial._port)
         outlets.append(Outlet(rank=source, slice=part, ticket=own, link=link, paths=(path,), gbps=10, rtt_s=0.0001))
         inlets.append(Inlet(rank=target, slice=part, ticket=own, link=link))
     return tuple(outlets), tuple(inlets)

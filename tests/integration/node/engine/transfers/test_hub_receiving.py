@@ -16,7 +16,7 @@ import torch
 from p2pserve.kernels.codec import Codec, encode, wire_dtype
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES
-from p2pserve.kvtransport.link.send_link import Outgoing as SendingEnd
+from p2pserve.kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from p2pserve.kvtransport.link.send_link import SendLink
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.wire.frames import KVFrame

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import TransferTicket, issue_link
 from p2pserve.node.engine.protocol import CloseLink, SetPaths
 from p2pserve.node.engine.transfers import outgoing as sending
@@ -186,7 +186,7 @@ def test_a_ticket_of_another_link_opens_nothing() -> None:
     other = issue_link(600.0, random.Random(2).randbytes)
     reports = Reports()
     hub = make_hub(reports)
-    hub.send(outlet_of(Path("127.0.0.1", 1), link=other), TOKENS)
+    hub.send(outlet_of(DialPath("127.0.0.1", 1), link=other), TOKENS)
     report = reports.end(TICKET)
     assert not report.delivered
     assert "the ticket is for link" in report.reason
@@ -594,6 +594,6 @@ def test_one_sender_that_fails_ends_it_for_the_other() -> None:
 def test_a_part_that_this_worker_does_not_hold_is_not_sent() -> None:
     reports = Reports()
     hub = make_hub(reports)
-    hub.send(outlet_of(Path("127.0.0.1", 1), part=heads_of(1, 3)), TOKENS)
+    hub.send(outlet_of(DialPath("127.0.0.1", 1), part=heads_of(1, 3)), TOKENS)
     assert "is not held by this worker" in reports.end(TICKET).reason
     assert hub.outgoing(TICKET.transfer) == ()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node.engine.protocol import Inlet, LinkReport, Outlet, Slice, TransferReport
@@ -73,7 +73,7 @@ def send(port: int) -> dict[str, object]:
     hub = TransferHub(SHARD, device, lambda layer, _, first, last: values(layer, first, last), MEMORY, tell)
     before = now_mib()
     outlet = Outlet(
-        slice=WHOLE, ticket=TICKET, link=LINK, paths=(Path("127.0.0.1", port, streams=2),), gbps=4.0, rtt_s=0.001
+        slice=WHOLE, ticket=TICKET, link=LINK, paths=(DialPath("127.0.0.1", port, streams=2),), gbps=4.0, rtt_s=0.001
     )
     hub.send(outlet, TOKENS)
     (outgoing,) = hub.outgoing(TICKET.transfer)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2pserve.kvtransport.wire.channel import NONCE_BYTES, LinkHello, Role
+from p2pserve.kvtransport.wire.channel import NONCE_BYTES, LinkHello, LinkRole
 from p2pserve.node.engine.kv.switchboard import Switchboard, WorkerLine
 from p2pserve.node.engine.protocol import AbortTransfer, CloseLink, LinkReport
 from p2pserve.node.engine.transfers.hub import Tell, TransferHub
@@ -72,7 +72,7 @@ def report_of(number: int) -> LinkReport:
 
 
 def hello_of(link: bytes) -> bytes:
-    return LinkHello(link, random.Random(1).randbytes(NONCE_BYTES), Role.SENDER).pack()
+    return LinkHello(link, random.Random(1).randbytes(NONCE_BYTES), LinkRole.SENDER).pack()
 
 
 def connection(text: bytes) -> tuple[socket.socket, socket.socket]:

@@ -11,7 +11,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.costs.step_times import chunk_pairs
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.box.emulation import emulated_hardware, emulated_model, parse_cards
 from p2pserve.node.box.hardware import Hardware
@@ -32,7 +32,7 @@ TIMES = replica_times(SHAPE, (StageHardware(GPU, 1, 8, 100.0),))
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
 TICKET = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="kv4", deadline_s=30.0)
 ALL = protocol.Slice(first_layer=0, last_layer=8, first_head=0, last_head=4)
-OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(Path("192.0.2.1", 1),), gbps=1.0, rtt_s=0.01)
+OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(DialPath("192.0.2.1", 1),), gbps=1.0, rtt_s=0.01)
 INLET = protocol.Inlet(slice=ALL, ticket=TICKET, link=LINK)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from p2pserve.kvtransport.routing.layerwise import Mode, SendMode
+from p2pserve.kvtransport.routing.layerwise import SendDecision, SendMode
 from p2pserve.kvtransport.wire.tickets import TransferTicket, issue_link
 from p2pserve.node.engine.kv import worker_side
 from p2pserve.node.engine.kv.scheduler_side import GIVE_WAY_APART_S, GIVE_WAY_S, SchedulerSide
@@ -263,7 +263,7 @@ class Hub:
 
 
 def pacing(mode: SendMode, group: int = 1) -> Pacing:
-    return Pacing(Mode(mode, group, 0.0, 0.0, ""), None, "raw")  # type: ignore[arg-type]
+    return Pacing(SendDecision(mode, group, 0.0, 0.0, ""), None, "raw")  # type: ignore[arg-type]
 
 
 @dataclass

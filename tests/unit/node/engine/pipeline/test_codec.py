@@ -15,7 +15,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 
-from p2pserve.kvtransport.link.dialling import Path
+from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine.kv.step_work import LoadWork, Opening, SendWork, StepWork, transfer_params
 from p2pserve.node.engine.pipeline.codec import MAX_DEPTH, Codec, CodecError
@@ -209,7 +209,7 @@ def scheduled(requests: int) -> Call:
         slice=Slice(first_layer=0, last_layer=2, first_head=0, last_head=2),
         ticket=ticket,
         link=LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=60),
-        paths=(Path("127.0.0.1", 5000),),
+        paths=(DialPath("127.0.0.1", 5000),),
         gbps=1,
         rtt_s=0.01,
     )

@@ -15,8 +15,8 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
-from p2pserve.kvtransport.link.dialling import Path
-from p2pserve.kvtransport.wire.channel import LinkHello, Role
+from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.kvtransport.wire.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.wire.tickets import issue_link
 from p2pserve.node.engine.pipeline import pipes, rehearsal
@@ -35,7 +35,7 @@ PATIENT = PipeSettings(beat_s=30, lost_s=60)
 def piped() -> tuple[Pipe, Pipe]:
     ours, theirs = socket.socketpair()
     ticket = issue_link(60, secrets.token_bytes)
-    hello = LinkHello(ticket.link, bytes(16), Role.SENDER)
+    hello = LinkHello(ticket.link, bytes(16), LinkRole.SENDER)
 
     def accept() -> Pipe:
         theirs.recv(48, socket.MSG_WAITALL)
@@ -415,7 +415,7 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
 def test_pipes_that_cannot_be_opened_name_the_stage() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    end = PipeEnd(stage=2, kind="data", ticket=issue_link(60, secrets.token_bytes), dial=Path("127.0.0.1", port))
+    end = PipeEnd(stage=2, kind="data", ticket=issue_link(60, secrets.token_bytes), dial=DialPath("127.0.0.1", port))
     with pytest.raises(StageLost, match=f"no data pipe to stage 2: 127.0.0.1:{port}"):
         open_pipes([end], Arrivals([end]), timeout_s=0.01)
     ends = [PipeEnd(stage=0, kind="control", ticket=end.ticket)]
@@ -428,9 +428,9 @@ def test_connections_of_others_are_left_to_them() -> None:
     arrivals = Arrivals([end])
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert not arrivals.put(LinkHello(b"x" * 16, bytes(16), Role.SENDER).pack(), ours)
+        assert not arrivals.put(LinkHello(b"x" * 16, bytes(16), LinkRole.SENDER).pack(), ours)
         assert not arrivals.put(b"no hello", ours)
-        assert arrivals.put(LinkHello(end.ticket.link, bytes(16), Role.SENDER).pack(), ours)
+        assert arrivals.put(LinkHello(end.ticket.link, bytes(16), LinkRole.SENDER).pack(), ours)
         taken = arrivals.take(end.ticket.link, until=0)
         assert taken is not None
         assert taken[1] is ours

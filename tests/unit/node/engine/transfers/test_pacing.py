@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.link.dialling import Path
-from p2pserve.kvtransport.routing.layerwise import Mode, SendMode
+from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.routing.layerwise import SendDecision, SendMode
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine.protocol import Outlet, Slice
 from p2pserve.node.engine.transfers.pacing import PREFILLS_ENOUGH, Pacer, Pacing
@@ -30,7 +30,7 @@ def outlet_of(
     streams: tuple[int, ...] = (4,),
     heads: int = 8,
 ) -> Outlet:
-    paths = tuple(Path("192.0.2.1", 1, label=f"path{i}", streams=n) for i, n in enumerate(streams))
+    paths = tuple(DialPath("192.0.2.1", 1, label=f"path{i}", streams=n) for i, n in enumerate(streams))
     part = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=heads)
     return Outlet(slice=part, ticket=TICKET, link=LINK, paths=paths, gbps=gbps, rtt_s=rtt_s, pacing=pacing)
 
@@ -46,7 +46,7 @@ def handed_over(pacing: Pacing, layers: int) -> list[int]:
 def test_each_layer_leaves_exactly_once_and_never_before_it_is_computed(
     layers: int, group: int, mode: SendMode
 ) -> None:
-    pacing = Pacing(Mode(mode, group, 0.0, 0.0, "a test"), pacer_of(layers), "kv4")
+    pacing = Pacing(SendDecision(mode, group, 0.0, 0.0, "a test"), pacer_of(layers), "kv4")
     assert handed_over(pacing, layers) == list(range(layers))
     for position in range(layers):
         due = pacing.due(position, layers)
@@ -56,7 +56,7 @@ def test_each_layer_leaves_exactly_once_and_never_before_it_is_computed(
 
 
 def pacing_of(pacer: Pacer, mode: SendMode) -> Pacing:
-    return Pacing(Mode(mode, 1, 0.0, 0.0, "a test"), pacer, "kv4")
+    return Pacing(SendDecision(mode, 1, 0.0, 0.0, "a test"), pacer, "kv4")
 
 
 def measured(pacer: Pacer, *, hold_up_s: float = 0.0005, token_s: float = 0.0005, slowed_down: float = 1.0) -> None:

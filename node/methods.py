@@ -1,0 +1,42 @@
+"""The catalogue: every question that nodes and clients ask each other, and every notice that they give.
+
+One line per method: its name on the wire, what is sent, what comes back, and who may call it if not members only.
+`messages` says how they follow each other in a request's life. A new one is a message there, a line here, and a
+handler (`docs/extending.md`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..bootstrap.methods import EVERYONE, Method, Notice
+from . import messages as m
+
+# Clients ask a gateway.
+STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
+GENERATE: Final = Method("generate", m.Generate, m.Generating, EVERYONE)
+GENERATE_CONTINUE: Final = Method("generate.continue", m.ContinueGenerate, m.Generating, EVERYONE)
+GENERATE_STOP: Final = Notice("generate.stop", m.StopRequest, EVERYONE)
+CHUNK: Final = Notice("chunk", m.Chunk)
+
+# A gateway and the heads of the replicas that serve a request.
+DECODE_OPEN: Final = Method("decode.open", m.DecodeOpen, m.DecodeOpened)
+DECODE_FIRST: Final = Notice("decode.first", m.FirstToken)
+PREFILL_OPEN: Final = Method("prefill.open", m.PrefillOpen, m.Opened)
+PREFILL_ENDED: Final = Notice("prefill.ended", m.PrefillEnded)
+TOKENS: Final = Notice("tokens", m.Tokens)
+REQUEST_STOP: Final = Notice("request.stop", m.StopRequest)
+TRANSFER_STOP: Final = Notice("transfer.stop", m.StopTransfer)
+
+# The head of a replica and its other stages.
+STAGE_OPEN: Final = Method("stage.open", m.StageOpen, m.Opened)
+STAGE_LOADED: Final = Notice("stage.loaded", m.StageLoaded)
+STAGE_INLETS: Final = Method("stage.inlets", m.StageInlets, m.StageInletsOpened)
+STAGE_OUTLETS: Final = Method("stage.outlets", m.StageOutlets, m.StageOutletsOpened)
+STAGE_TRANSFER: Final = Notice("stage.transfer", m.StageTransfer)
+STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
+
+# Any two nodes, for KV.
+LINK_OPEN: Final = Method("link.open", m.LinkOpen, m.LinkOpened)
+RELAY_OPEN: Final = Method("relay.open", m.RelayOpen, m.RelayOpened)
+PROBE_OPEN: Final = Method("probe.open", m.ProbeOpen, m.ProbeOpened)
