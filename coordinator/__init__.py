@@ -2,7 +2,8 @@
 
 Nothing here reads a clock, a socket, a file or a random number, so the network, the tests and the simulator
 run the same code. `network_plan.plan_network` turns views of boxes and links and the demand into a `Plan`; a `Router`
-turns a plan and the latest loads into a `Route` for one request. All values can be sent with msgspec and are validated
+turns a plan and the latest loads into a `Route` for one request, by the policy that it is set to.
+All values can be sent with msgspec and are validated
 on the way in.
 
 `network_plan` is not imported here: it takes a solver, which is slow to import and needed by whoever plans only.
@@ -12,7 +13,7 @@ from .capacity import BoxView, CapacityError, LinkView
 from .demand import Demand, DemandMeter
 from .plan import Pairing, Phase, Plan, PlanError, Replica, Stage
 from .profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
-from .router import Load, LoadError, NoRoute, Route, Router, route
+from .routing import Load, LoadError, NoRoute, PolicyError, Route, Router, RoutingSettings
 
 __all__ = [
     "BoxView",
@@ -30,10 +31,11 @@ __all__ = [
     "PhaseFit",
     "Plan",
     "PlanError",
+    "PolicyError",
     "Replica",
     "Route",
     "Router",
+    "RoutingSettings",
     "Stage",
     "StepSample",
-    "route",
 ]

@@ -24,7 +24,7 @@ from ..bootstrap import Address, Identity, PeerId, Role, announced_address
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.members.membership import Member, MemberState
 from ..bootstrap.network import Network
-from ..coordinator import Phase, PlanError
+from ..coordinator import Phase, PlanError, RoutingSettings
 from ..kvtransport.link.dialling import DialPath as KvPath
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.probe import Activity
@@ -66,6 +66,7 @@ class NodeSettings:
     codec: str = "kv4"
     ways: WaySettings = field(default_factory=WaySettings)
     engine: EngineKnobs = field(default_factory=EngineKnobs)
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
     drain_s: float = 30.0
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
@@ -200,6 +201,7 @@ class Node:
             model=offer.model.info,
             text=offer.text,
             nursery=nursery,
+            routing=self._settings.routing,
         )
         network.handle(methods.GENERATE, gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, gateway.continue_answer)

@@ -28,7 +28,18 @@ from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
 from ..kvtransport.wire.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.hardware import Hardware
-from .engine.protocol import BatchLimits, Count, EngineStats, Figure, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
+from .engine.protocol import (
+    BatchLimits,
+    Count,
+    EngineStats,
+    Figure,
+    Inlet,
+    KvSlice,
+    Outlet,
+    PipeEnd,
+    Sampling,
+    WorkerRank,
+)
 from .models import ModelInfo
 
 ADVERT: Final = "advert"
@@ -107,10 +118,10 @@ class Piece(Message, frozen=True, kw_only=True):
     """A rectangle of a prompt's KV, and the two workers between which it passes."""
 
     source_peer: Name
-    source: Rank
+    source: WorkerRank
     target_peer: Name
-    target: Rank
-    slice: Slice
+    target: WorkerRank
+    slice: KvSlice
 
 
 class Part(Message, frozen=True, kw_only=True):
@@ -218,8 +229,8 @@ class LinkOpen(Message, frozen=True, kw_only=True):
     of the one of `service` there."""
 
     service: str
-    source: Rank = Rank()
-    target: Rank = Rank()
+    source: WorkerRank = WorkerRank()
+    target: WorkerRank = WorkerRank()
 
 
 class LinkOpened(Message, frozen=True, kw_only=True):

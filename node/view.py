@@ -239,7 +239,7 @@ class NetworkView:
                 Load(
                     replica=peer,
                     outstanding=mine.requests + others.requests,
-                    unread_tokens=mine.unread_tokens + others.unread_tokens,
+                    prefill_tokens=mine.unread_tokens + others.unread_tokens,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                 )
             )

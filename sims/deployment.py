@@ -11,13 +11,13 @@ import numpy as np
 from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.router import Route
+from ..coordinator.routing import Route, Router
 from .engine.engine import Engine
 from .engine.sequence import Sequence
 from .engine.values import SimEngineError
 from .events import Scheduled
 from .kv_transfers import KVTransfer, TransferLinks, links_between
-from .policies.dispatch import Dispatcher, dispatcher
+from .policies import POLICIES
 from .results.outcomes import ReplicaOutcome, ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
 
@@ -41,7 +41,7 @@ class Deployment:
         self._cluster = cluster
         self._settings = settings
         self._rng = np.random.default_rng((settings.seed, number))
-        self._dispatcher: Dispatcher = dispatcher(run.plan, settings.dispatch, self._rng)
+        self._router = Router(run.plan, settings.routing, policies=POLICIES, rng=self._rng)
         self._excluded: frozenset[str] = frozenset()
         self._not_ready: set[str] = set()
         self._missing: frozenset[str] = frozenset()
@@ -49,12 +49,13 @@ class Deployment:
         self._ways: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
-    def route(self, tokens: int) -> Route:
+    def route(self, tokens: int, now: float) -> Route:
         """By the loads as they are now. Raises NoRoute."""
+        loads = self._router.loads
         for name, host in self._changed.items():
-            self._dispatcher.note(name, host.outstanding, host.unread, host.engine.free_tokens)
+            loads.note(name, host.outstanding, host.unread, host.engine.free_tokens)
         self._changed.clear()
-        return self._dispatcher.route(tokens, self._excluded)
+        return self._router.route(tokens, self._excluded, now=now)
 
     def changed(self, host: SimReplica) -> None:
         """The load of this replica is another than before."""
@@ -104,7 +105,7 @@ class Deployment:
         old = self._not_ready
         self._not_ready = {host.replica.id for host in begun} | (old & self.hosts.keys())
         self.plan = plan
-        self._dispatcher = dispatcher(plan, self._settings.dispatch, self._rng)
+        self._router = Router(plan, self._settings.routing, policies=POLICIES, rng=self._rng)
         self._ways.clear()
         self._changed = dict(self.hosts)
         self.boxes_missing(self._missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, replica_times
@@ -12,8 +12,8 @@ from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
+from ..coordinator.routing import RoutingSettings
 from .engine.values import EngineSettings
-from .policies.dispatch import Dispatch
 from .records import Trace
 
 __all__ = [
@@ -54,8 +54,8 @@ class SimSettings:
     `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`: TCP streams of a
     transfer; None for as many as the link needs. `decode_writes_first`: the first token comes from the decode replica
     once the KV is there; else from the prefill replica, as in the running network and the papers.
-    `detect_s`: seconds until it is noticed that a box is gone. `dispatch`: the router, or what it is compared with;
-    `seed` is for dispatch at random.
+    `detect_s`: seconds until it is noticed that a box is gone. `routing`: the policy that requests are
+    routed by, one of `policies.POLICIES`; `seed` is for policies that draw lots.
     """
 
     engine: EngineSettings | None = None
@@ -63,7 +63,7 @@ class SimSettings:
     streams: int | None = None
     decode_writes_first: bool = False
     detect_s: float = 1.0
-    dispatch: Dispatch = Dispatch.PLAN
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
     seed: int = 0
 
     def __post_init__(self) -> None:

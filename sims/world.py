@@ -19,7 +19,7 @@ from typing import Final, final
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.router import NoRoute
+from ..coordinator.routing import NoRoute
 from .deployment import NEVER, Assignment, Deployment, SimReplica, SimRequest, Split, check_plans
 from .engine.engine import Engine
 from .engine.sequence import Sequence as Work
@@ -214,7 +214,7 @@ class _World:
         deployment = self._deployments[request.service]
         known = request.prompt + request.written
         try:
-            route = deployment.route(known)
+            route = deployment.route(known, now)
         except NoRoute:
             deployment.backlog.append(request)
             return

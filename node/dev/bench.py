@@ -33,7 +33,7 @@ from ...kvtransport.wire.sockets import read_link_hello
 from ...kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..engine import protocol
 from ..models import ModelError, ModelInfo, open_model
-from ..replica.engine_link import EngineError, EngineLink, ForkServer, open_fork_server
+from ..replica.engine_link import EngineError, EngineLink, ForkServerClient, open_fork_server
 
 Mode = Literal["auto", "layerwise", "serialised"]
 
@@ -91,7 +91,7 @@ class _Engine:
         self._news.set()
         self._news = trio.Event()
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.EngineMessage) -> None:
         assert self.link is not None
         self.link.send(message)
 
@@ -119,7 +119,7 @@ class _Bench:
         self._codec = codec
         self._vocabulary = model.shape.vocabulary
         self._rng = random.Random(1)
-        self._all = protocol.Slice(first_layer=0, last_layer=model.layers, first_head=0, last_head=model.kv_heads)
+        self._all = protocol.KvSlice(first_layer=0, last_layer=model.layers, first_head=0, last_head=model.kv_heads)
         self._link: LinkTicket = issue_link(LEASE_S, secrets.token_bytes)
 
     def prompt(self, tokens: int) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ async def _listener(decode: _Engine) -> AsyncIterator[int]:
         nursery.cancel_scope.cancel()
 
 
-async def _start(server: ForkServer, config: protocol.EngineConfig) -> _Engine:
+async def _start(server: ForkServerClient, config: protocol.EngineConfig) -> _Engine:
     engine = _Engine()
     engine.link = await server.start_engine(config, engine.on_message)
     return engine

@@ -147,11 +147,11 @@ class ForkServer:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
-    def _tell_all(self, event: protocol.Message) -> None:
+    def _tell_all(self, event: protocol.EngineMessage) -> None:
         for channel in tuple(self._channels):
             self._tell(channel, event)
 
-    def _tell(self, channel: socket.socket, event: protocol.Message) -> None:
+    def _tell(self, channel: socket.socket, event: protocol.EngineMessage) -> None:
         try:
             channel.send(protocol.pack(event))
         except OSError:  # that agent is gone; its engines end by themselves

@@ -361,7 +361,7 @@ class KvWays:
         opened = await self._messenger.request(ends.peer, LINK_OPEN, body, ASK_TIMEOUT_S)
         return opened.link
 
-    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
+    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.KvSlice) -> int:
         model = self._model
         if model is None:
             return max(1, tokens)

@@ -49,7 +49,7 @@ class EngineLost(EngineError):
 
 
 @final
-class ForkServer:
+class ForkServerClient:
     """Connection to a fork server, this node's own or one shared by the nodes of a box."""
 
     def __init__(self, channel: trio.socket.SocketType, nursery: trio.Nursery, log: Path | None) -> None:
@@ -132,7 +132,7 @@ class ForkServer:
 @asynccontextmanager
 async def open_fork_server(
     *, log: Path | None, threads: int, channel: int | None = None, emulated: bool = False
-) -> AsyncIterator[ForkServer]:
+) -> AsyncIterator[ForkServerClient]:
     """A fork server for the body; `channel` is the descriptor of a shared one, else one is started: `emulated`, one
     without vLLM, for emulated engines only.
 
@@ -185,9 +185,9 @@ async def start_fork_server_process(
 
 
 @asynccontextmanager
-async def _connected(channel: socket.socket, log: Path | None) -> AsyncIterator[ForkServer]:
+async def _connected(channel: socket.socket, log: Path | None) -> AsyncIterator[ForkServerClient]:
     async with trio.open_nursery() as nursery:
-        server = ForkServer(trio.socket.from_stdlib_socket(channel), nursery, log)
+        server = ForkServerClient(trio.socket.from_stdlib_socket(channel), nursery, log)
         nursery.start_soon(server.serve)
         try:
             yield server
@@ -210,13 +210,13 @@ class EngineLink:
         sockets.setblocking(False)  # the event loop waits for no engine
         self._sockets = sockets
         self._on_message = on_message
-        self._outbox_send, self._outbox = trio.open_memory_channel[protocol.Message](float("inf"))
+        self._outbox_send, self._outbox = trio.open_memory_channel[protocol.EngineMessage](float("inf"))
         self._started = trio.Event()
         self._gone = trio.Event()
         self._exited = trio.Event()
         self._failure: str | None = None
         self._status: int | None = None
-        self.ready: protocol.Ready | None = None
+        self.ready: protocol.EngineReady | None = None
 
     def __repr__(self) -> str:
         state = "gone" if self._gone.is_set() else "ready" if self.ready else "starting"
@@ -227,7 +227,7 @@ class EngineLink:
         """Whether requests may be submitted."""
         return self.ready is not None and not self._gone.is_set()
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.EngineMessage) -> None:
         """Queue a message. Raises EngineLost."""
         if self._gone.is_set():
             raise EngineLost("the engine process is gone")
@@ -329,7 +329,7 @@ class EngineLink:
             self.close()
             return
         match message:
-            case protocol.Ready():
+            case protocol.EngineReady():
                 self.ready = message
                 self._started.set()
             case protocol.StartFailed(reason=reason):

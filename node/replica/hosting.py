@@ -22,7 +22,7 @@ from ..box.hardware import Hardware
 from ..box.home import NodeError
 from ..box.shares import EngineKnobs, Share, choose_limits, share_of
 from ..engine import protocol
-from ..engine.emulated.engine import EmulationError, modelled
+from ..engine.emulated.engine import EmulationError, model_capacity
 from ..links.kv_ways import KvWays
 from ..models import Model, Progress, TerminalProgress, open_model
 from ..requests.text import TextModel
@@ -67,7 +67,7 @@ def _look_at_emulated(name: str, hardware: Hardware, cards: Cards, knobs: Engine
     model = emulated_model(name, cards)
     tp = emulated_tp(hardware, knobs.tp, model.info)
     try:
-        capacity, _ = modelled(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
+        capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
     except EmulationError as error:
         raise NodeError(f"emulate: {error}") from error
     limits = choose_limits(knobs, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))

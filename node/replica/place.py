@@ -10,7 +10,7 @@ from ...coordinator import Phase, Plan, PlanError, Replica, Stage
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.link.reslice import ShardLayout, reslice
 from ...kvtransport.link.reslice import ShardRank as LayoutRank
-from ..engine.protocol import Rank, Slice
+from ..engine.protocol import KvSlice, WorkerRank
 from ..messages import Part, Piece
 
 __all__ = ["Place", "PlaceError", "check_sends", "pieces_between", "place_in"]
@@ -81,10 +81,10 @@ def pieces_between(
     return tuple(
         Piece(
             source_peer=prefill[piece.source.stage].peer,
-            source=Rank(stage=piece.source.stage, tp=piece.source.tp),
+            source=WorkerRank(stage=piece.source.stage, tp=piece.source.tp),
             target_peer=decode[piece.target.stage].peer,
-            target=Rank(stage=piece.target.stage, tp=piece.target.tp),
-            slice=Slice(
+            target=WorkerRank(stage=piece.target.stage, tp=piece.target.tp),
+            slice=KvSlice(
                 first_layer=piece.layers.start,
                 last_layer=piece.layers.stop,
                 first_head=piece.heads.start,

@@ -24,7 +24,7 @@ from ..engine import protocol
 from ..engine.trials.selftest import require_known_to_work
 from ..messages import EngineAdvert
 from ..models import ModelError
-from .engine_link import EngineLink, EngineStartError, ForkServer, open_fork_server
+from .engine_link import EngineLink, EngineStartError, ForkServerClient, open_fork_server
 from .place import Place
 from .stages import Call, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
@@ -73,7 +73,7 @@ class Supervisor:
         self._failures = 0  # in a row
         self._failure = ""  # the last of them
         self._starts = 0
-        self._ready: protocol.Ready | None = None
+        self._ready: protocol.EngineReady | None = None
         self._link: EngineLink | None = None
         self._advert: EngineAdvert | None = None
         stages.on_call = self._on_call
@@ -111,7 +111,7 @@ class Supervisor:
 
     # ---- one life of an engine --------------------------------------------------------------------------------
 
-    async def _run_once(self, server: ForkServer) -> None:
+    async def _run_once(self, server: ForkServerClient) -> None:
         """Wait for something to run, and run it until it ends or something else is to run."""
         self._changed = trio.Event()
         place = self._place
@@ -128,7 +128,7 @@ class Supervisor:
             await self._link.wait_gone()  # its memory is needed for what comes now
         self._link = None
 
-    async def _live(self, server: ForkServer, place: Place) -> str | None:
+    async def _live(self, server: ForkServerClient, place: Place) -> str | None:
         """Prepare, start and serve; returns what went wrong, for people, or None for a stage that ended with its head.
 
         That it ended is then for the head to deal with: it knows why, and counts.

@@ -108,7 +108,7 @@ class Worker:
 
     def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         """Take other ways for what the engine sends over a link."""
-        self._send(protocol.SetPaths(link=link, paths=paths))
+        self._send(protocol.SetLinkPaths(link=link, paths=paths))
 
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
         """Queue a request; with `receive_tokens`, first make tickets for its KV."""
@@ -179,7 +179,7 @@ class Worker:
         """The answer to this request has begun at its prefill node."""
         job = self._decodes.get(body.request)
         if job is not None and job.gateway == gateway and job.transfer is not None:
-            told = protocol.FirstToken(request=_decode_id(body.request), token=body.token)
+            told = protocol.SetFirstToken(request=_decode_id(body.request), token=body.token)
             self._send(told)
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
@@ -230,7 +230,7 @@ class Worker:
                 self._on_ended(self._hand_offs.on_report(message))
             case protocol.LinkReport():
                 self._hand_offs.on_link_report(message)
-            case protocol.Ready() | protocol.StartFailed():
+            case protocol.EngineReady() | protocol.StartFailed():
                 pass  # the link has dealt with these
 
     def _on_tokens(self, output: protocol.NewTokens) -> None:
@@ -341,7 +341,7 @@ class Worker:
         self._send(protocol.AbortTransfer(transfer=transfer, reason=reason))
         self._hand_offs.abort(transfer, reason)
 
-    def _send(self, message: protocol.Message) -> None:
+    def _send(self, message: protocol.EngineMessage) -> None:
         if self._engine is not None and self._engine.running:
             self._engine.send(message)
 

@@ -19,7 +19,7 @@ from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.workload import Service
 from ...coordinator.planning.upper.search import search
-from ...sims.policies.dispatch import Dispatch
+from ...coordinator.routing import RoutingSettings
 from ...sims.records import Trace, TraceError
 from ...sims.results.chrome_trace import write_chrome_trace
 from ...sims.results.outcomes import SimResult
@@ -61,7 +61,9 @@ def run_planned(arguments: Namespace) -> int:
         for service, plan, trace in zip(problem.services, plans, traces, strict=True)
     ]
     settings = SimSettings(
-        layerwise=not arguments.serialised, dispatch=Dispatch(arguments.dispatch), seed=arguments.seed
+        layerwise=not arguments.serialised,
+        routing=RoutingSettings(policy=arguments.dispatch),
+        seed=arguments.seed,
     )
     started = time.process_time()
     result = _simulate(problem, runs, settings, losses, arguments)

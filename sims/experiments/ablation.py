@@ -10,7 +10,7 @@ import numpy as np
 
 from ...coordinator.plan import Plan
 from ...coordinator.planning.model.problem import Problem
-from ..policies.dispatch import Dispatch
+from ..policies import PLAN, RANDOM, SHARES
 from ..results.outcomes import attainment
 from .page import Page, ResultRow, Table
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, at_rate, outcome, planned, spread
@@ -40,16 +40,16 @@ class AblationRow(ResultRow, frozen=True):
 class _System:
     name: str
     kv_bits: float
-    dispatch: Dispatch
+    dispatch: str
     paper: str = "-"
 
 
 SYSTEMS: Final = (
-    _System("4 bit, shares of the plan", 4.5, Dispatch.SHARES, "1"),
-    _System("16 bit, shares of the plan", 16.0, Dispatch.SHARES, "1.3"),
-    _System("16 bit, at random", 16.0, Dispatch.RANDOM, "1.3 x 4"),
-    _System("4 bit, at random", 4.5, Dispatch.RANDOM),
-    _System("4 bit, by plan and queues", 4.5, Dispatch.PLAN),
+    _System("4 bit, shares of the plan", 4.5, SHARES, "1"),
+    _System("16 bit, shares of the plan", 16.0, SHARES, "1.3"),
+    _System("16 bit, at random", 16.0, RANDOM, "1.3 x 4"),
+    _System("4 bit, at random", 4.5, RANDOM),
+    _System("4 bit, by plan and queues", 4.5, PLAN),
 )
 
 
@@ -103,7 +103,7 @@ def _rows(deployed: Deployed, rate: float, scope: Scope) -> list[AblationRow]:
     return rows
 
 
-def _run(problem: Problem, plan: Plan, dispatch: Dispatch, scope: Scope) -> tuple[float, float, list[float]]:
+def _run(problem: Problem, plan: Plan, dispatch: str, scope: Scope) -> tuple[float, float, list[float]]:
     """Mean end-to-end time, mean time that KV is waited for by those that wait, and attainment by seed."""
     found = [outcome(problem, plan, scope, seed, dispatch=dispatch) for seed in scope.seeds]
     slo = problem.services[0].slo

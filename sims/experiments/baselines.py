@@ -157,7 +157,7 @@ def _system_row(case: PlannedCase, measured: _Measured, rate: float) -> SystemRo
         system=system.name,
         usd_per_h=problem.cluster.usd_per_hour,
         replicas=counts(proposal.plan),
-        dispatch=system.dispatch.value,
+        dispatch=system.dispatch,
         expected_rate=proposal.max_rate,
         highest_rate=spread(measured.rates),
         tokens_per_s=float(np.mean(measured.rates)) * service.workload.mean_output,

@@ -8,7 +8,7 @@ from typing import Final
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.cluster import Cluster
 from ...coordinator.planning.model.problem import Solution
-from ..policies.dispatch import Dispatch
+from ..policies import PLAN, SHARES
 from .page import Page, ResultRow, Table
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, counts, group, highest_rate, shapes
 from .systems import chosen
@@ -90,9 +90,7 @@ def _row(case: PlannedCase, name: str, deployed: Deployed, scope: Scope) -> Depl
         decode=kinds[Phase.DECODE],
         both=kinds[Phase.MIXED],
         expected_rate=proposal.max_rate,
-        simulated_rate=max(
-            highest_rate(deployed, scope, scope.seeds[0], dispatch) for dispatch in (Dispatch.SHARES, Dispatch.PLAN)
-        ),
+        simulated_rate=max(highest_rate(deployed, scope, scope.seeds[0], dispatch) for dispatch in (SHARES, PLAN)),
     )
 
 

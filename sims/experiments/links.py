@@ -18,7 +18,8 @@ from ...coordinator.planning.model.cluster_file import packaged_cluster
 from ...coordinator.planning.model.problem import Problem, Solution
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
-from ..policies.dispatch import Dispatch
+from ...coordinator.routing import RoutingSettings
+from ..policies import SHARES
 from ..records import Trace
 from ..scenario import SimSettings
 from .page import Page, ResultRow, Table
@@ -198,7 +199,12 @@ def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[fl
     total = np.zeros(3)
     for pair in plan.pairings:
         only = msgspec.structs.replace(plan, pairings=(msgspec.structs.replace(pair, weight=1.0),))
-        found = run(problem, only, _requests(1, prompt, output), SimSettings(layerwise=False, dispatch=Dispatch.SHARES))
+        found = run(
+            problem,
+            only,
+            _requests(1, prompt, output),
+            SimSettings(layerwise=False, routing=RoutingSettings(policy=SHARES)),
+        )
         read, sent = float(found.outcomes.ttft_s[0]), float(found.kv_s[0])
         total += pair.weight * np.array([read, sent, float(found.outcomes.e2e_s[0]) - read - sent])
     figures = (1e3 * total).tolist()
@@ -207,7 +213,7 @@ def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[fl
 
 def _tokens_s(problem: Problem, plan: Plan) -> float:
     """In and out, when BURST requests come at once."""
-    found = run(problem, plan, _requests(BURST, PROMPT, OUTPUT), SimSettings(dispatch=Dispatch.SHARES))
+    found = run(problem, plan, _requests(BURST, PROMPT, OUTPUT), SimSettings(routing=RoutingSettings(policy=SHARES)))
     return BURST * (PROMPT + OUTPUT) / float(found.outcomes.e2e_s.max())
 
 

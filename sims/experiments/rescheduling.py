@@ -15,7 +15,7 @@ from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.upper.light import keeping, reschedule, surviving
 from ...coordinator.planning.upper.search import search
-from ..policies.dispatch import Dispatch
+from ..policies import PLAN
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
 from .page import Page, ResultRow, Table
@@ -71,7 +71,7 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     whole = case.problem()
     running = papers_solution(whole.cluster, case.workload)
     deployed = Deployed(whole, running)
-    rate = LOAD * highest_rate(deployed, scope, scope.seeds[0], Dispatch.PLAN)
+    rate = LOAD * highest_rate(deployed, scope, scope.seeds[0], PLAN)
     before, whole = deployed.at(rate), at_rate(whole, rate)
     less = replace(whole, cluster=whole.cluster.without(frozenset({LOST})))
     left, old = surviving(running, whole.cluster, less.cluster), LowerLevel(whole)
@@ -113,7 +113,7 @@ def _without(plan: Plan) -> Plan:
 def _row(case: PlannedCase, problem: Problem, plan: Plan, what: tuple[str, str, float], scope: Scope) -> RescheduleRow:
     name, flips, cpu_s = what
     service = problem.services[0]
-    found = [outcome(problem, plan, scope, seed, dispatch=Dispatch.PLAN) for seed in scope.seeds]
+    found = [outcome(problem, plan, scope, seed, dispatch=PLAN) for seed in scope.seeds]
     return RescheduleRow(
         column=case.specs.value,
         workload=case.workload,

@@ -21,8 +21,9 @@ from ...coordinator.planning.model.problem import Group, Problem, Proposal, Slic
 from ...coordinator.planning.model.slo import scaled_slo
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
+from ...coordinator.routing import RoutingSettings
 from ..engine.values import EngineSettings
-from ..policies.dispatch import Dispatch
+from ..policies import SHARES
 from ..records import Trace
 from ..results.outcomes import ServiceOutcome, attainment
 from ..scenario import ServiceRun, SimSettings
@@ -174,7 +175,7 @@ def outcome(
     seed: int,
     *,
     rate: float | None = None,
-    dispatch: Dispatch = Dispatch.SHARES,
+    dispatch: str = SHARES,
     engine: EngineSettings | None = None,
 ) -> ServiceOutcome:
     """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All plans meet the same
@@ -186,7 +187,7 @@ def outcome(
     drawn = Lengths(workload.prompts, workload.outputs, workload.name)
     rng = np.random.default_rng([17, seed])
     trace = draw(drawn, rate=rate or workload.rate, rng=rng, seconds=scope.seconds)
-    return run(problem, plan, trace, SimSettings(engine=engine, dispatch=dispatch, seed=seed))
+    return run(problem, plan, trace, SimSettings(engine=engine, routing=RoutingSettings(policy=dispatch), seed=seed))
 
 
 def _with_steps_of_engines(plan: Plan) -> Plan:
@@ -207,7 +208,7 @@ def highest_rate(
     deployed: Deployed,
     scope: Scope,
     seed: int,
-    dispatch: Dispatch = Dispatch.SHARES,
+    dispatch: str = SHARES,
     engine: EngineSettings | None = None,
 ) -> float:
     """Requests per second at which TARGET of them still meet all deadlines, by halving around the planner's estimate;

@@ -13,7 +13,7 @@ from typing import Final
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
 from ..engine.values import EngineSettings
-from ..policies.dispatch import Dispatch
+from ..policies import PLAN, SHARES
 from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
 
 __all__ = ["IN_HOUSE", "SYSTEMS", "TRIALS", "WHOLE", "System", "best_dispatch", "chosen", "systems"]
@@ -33,7 +33,7 @@ class System:
 
     name: str
     deployed: Deployed
-    dispatch: Dispatch
+    dispatch: str
     engine: EngineSettings | None = None
 
 
@@ -58,18 +58,18 @@ def chosen(case: PlannedCase, scope: Scope) -> Deployed:
     carried = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
     plans = [most(case, scope.steps), most(carried, scope.steps)]
     plans.append(Deployed(plans[0].problem, colocated.solution))
-    return max(plans, key=lambda plan: _carried(plan, scope, Dispatch.PLAN))
+    return max(plans, key=lambda plan: _carried(plan, scope, PLAN))
 
 
 @cache
-def _carried(deployed: Deployed, scope: Scope, dispatch: Dispatch, engine: EngineSettings | None = None) -> float:
+def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: EngineSettings | None = None) -> float:
     """The highest rate in trials: the mean of as many as are reported, because one alone cannot tell a few percent."""
     return fmean(highest_rate(deployed, scope, TRIALS + seed, dispatch, engine) for seed in scope.seeds)
 
 
-def best_dispatch(deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> Dispatch:
+def best_dispatch(deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> str:
     """Whichever carries more in trials; the router by queues, which is the network's, where both carry as much."""
-    return max((Dispatch.PLAN, Dispatch.SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
+    return max((PLAN, SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
 
 
 def _system(name: str, deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> System:

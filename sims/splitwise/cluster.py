@@ -1,7 +1,9 @@
-"""A cluster of Splitwise machines in virtual time: what passes between them, as events of an `EventQueue`.
+"""A cluster of Splitwise machines in virtual time: what passes between them, as events of an
+`EventQueue`.
 
-The policies are `coordinator.pools`, and what a machine does is in `machine.py`. A KV cache moves when its prompt is
-done, at a rate that it shares with no other; where the other side has no memory for it, it tries again every second.
+The policies are `sims.policies.pools`, and what a machine does is in `machine.py`. A KV cache moves
+when its prompt is done, at a rate that it shares with no other; where the other side has no memory
+for it, it tries again every second.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import nan
 
+import numpy as np
+
+from ...coordinator.routing import ReplicaLoads, RequestFacts, RoutingPolicy
 from ..events import EventQueue, Scheduled
-from ..policies.pools import Pools
 from ..records import Trace
 from .machine import Machine, MachineTask
 
@@ -20,9 +24,12 @@ RETRY_S = 1.0
 
 
 class SplitwiseCluster:
-    """Machines that serve one trace. `kv_token_s`: seconds to move the KV cache of one token."""
+    """Machines that serve one trace. `kv_tokens`: KV that each has memory for. `kv_token_s`:
+    seconds to move the KV cache of one token."""
 
-    def __init__(self, trace: Trace, machines: Sequence[Machine], pools: Pools, *, kv_token_s: float) -> None:
+    def __init__(
+        self, trace: Trace, machines: Sequence[Machine], policy: RoutingPolicy, *, kv_tokens: float, kv_token_s: float
+    ) -> None:
         # Plain lists: an element of an array costs three times as much to read.
         self.arrival: list[float] = trace.arrival_s.tolist()
         self.prompt: list[int] = trace.prompt.tolist()
@@ -30,12 +37,15 @@ class SplitwiseCluster:
         self.first_token = [nan] * len(trace)
         self.last_token = [nan] * len(trace)
         self.kv_token_s = kv_token_s
-        self.pools = pools
+        self.policy = policy
+        self.kv_tokens = kv_tokens
         self.boxes = [_Box(self, number, machine) for number, machine in enumerate(machines)]
         self.decodes_on = [0] * len(trace)
         self.overtaken = 0  # events of runs that were cut short: they are passed over
         self.retrying = 0  # KV caches that wait for memory
         self.ended_at = 0.0
+        self._loads = ReplicaLoads(str(number) for number in range(len(machines)))
+        self._rng = np.random.default_rng(0)  # no policy of Splitwise draws lots
         self._queue = EventQueue()
 
     def run(self) -> int:
@@ -45,29 +55,40 @@ class SplitwiseCluster:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether all that can still happen is waiting for memory, so that none will ever be released."""
+        """Whether all that can still happen is waiting for memory, so that none will ever be
+        released."""
         return self.retrying == len(self._queue)
 
     def place(self, request: int, now: float) -> list[Scheduled]:
         """Choose the request's machines and hand it over."""
         prompt, steps = self.prompt[request], self.output[request] - 1
-        prefill, decode = self.pools.place(prompt, steps + 1, self._waits)
-        self.decodes_on[request] = decode
+        for each in self.boxes:
+            each.tell(self._loads)
+        facts = RequestFacts(prompt, output_tokens=steps + 1)
+        route = self.policy.choose(facts, self._loads, now=now, rng=self._rng)
+        decode = self.decodes_on[request] = int(route.decode)
+        prefill = decode if route.prefill is None else int(route.prefill)
         box = self.boxes[prefill]
+        box.prompt_tokens += prompt
+        self.boxes[decode].decodes += 1
+        self.boxes[decode].kv_reserved += prompt + steps + 1
+        if prefill != decode:
+            box.kv_reserved += prompt + 1
         due = box.watch(box.machine.arrive(MachineTask(request, now, prompt=prompt), now))
         if decode == prefill and steps:
             due += box.watch(box.machine.arrive(MachineTask(request, now, steps=steps), now, follows=True))
         return due
 
     def prompt_done(self, request: int, prefill: int, now: float) -> list[Scheduled]:
-        """The first token is there; the KV cache goes where the others are made, if that is elsewhere."""
+        """The first token is there; the KV cache goes where the others are made, if that is
+        elsewhere."""
         self.first_token[request] = now
-        self.pools.prefilled(prefill, self.prompt[request])
+        self.boxes[prefill].prompt_tokens -= self.prompt[request]
         decode = self.decodes_on[request]
         if self.output[request] == 1:
             self.boxes[prefill].machine.release(self.prompt[request] + 1)
             if decode != prefill:
-                self.pools.released(prefill, self.prompt[request] + 1)
+                self.boxes[prefill].kv_reserved -= self.prompt[request] + 1
             self.request_done(request, now)
         elif decode != prefill:
             return _Transfer(self, request, self.boxes[prefill], self.boxes[decode]).happen(now)
@@ -77,11 +98,8 @@ class SplitwiseCluster:
         """The last token is there."""
         decode = self.decodes_on[request]
         self.last_token[request] = now
-        self.pools.finished(decode)
-        self.pools.released(decode, self.prompt[request] + self.output[request])
-
-    def _waits(self, number: int) -> bool:
-        return self.boxes[number].machine.waits
+        self.boxes[decode].decodes -= 1
+        self.boxes[decode].kv_reserved -= self.prompt[request] + self.output[request]
 
 
 class _TraceFeed:
@@ -100,13 +118,27 @@ class _TraceFeed:
 
 
 class _Box:
-    """A machine with its number; as an event, the end of its run."""
+    """A machine with its number, and what has been sent there: tokens of prompts that are not
+    computed yet, requests that decode, KV tokens reserved for both. As an event, the end of its
+    run."""
 
     def __init__(self, cluster: SplitwiseCluster, number: int, machine: Machine) -> None:
         self._cluster = cluster
         self.number = number
         self.machine = machine
+        self.prompt_tokens = 0
+        self.decodes = 0
+        self.kv_reserved = 0
+        self._told: tuple[int, int, int, bool] | None = None
         self._ends_at = nan
+
+    def tell(self, loads: ReplicaLoads) -> None:
+        """Bring the live state of this machine up to date."""
+        now = (self.decodes, self.prompt_tokens, self.kv_reserved, self.machine.waits)
+        if now != self._told:
+            self._told = now
+            free = self._cluster.kv_tokens - self.kv_reserved
+            loads.note(str(self.number), self.decodes, self.prompt_tokens, free, waiting=int(self.machine.waits))
 
     def watch(self, ends_at: float | None) -> list[Scheduled]:
         """The end of a run that started or was cut just now, if one was."""
@@ -131,7 +163,7 @@ class _Box:
                 cluster.request_done(task.request, now)
         due += self.watch(machine.start(now))
         if machine.is_drained:
-            cluster.pools.drained(self.number)
+            cluster.policy.on_drained(self.number)
         return due
 
 
@@ -150,7 +182,7 @@ class _Transfer:
         prompt = cluster.prompt[request]
         if self._moves:
             self._source.machine.release(prompt + 1)
-            cluster.pools.released(self._source.number, prompt + 1)
+            self._source.kv_reserved -= prompt + 1
             task = MachineTask(request, cluster.arrival[request], steps=cluster.output[request] - 1)
             due = self._target.watch(self._target.machine.arrive(task, now))
             return due + self._source.watch(self._source.machine.look_again(now))

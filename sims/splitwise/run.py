@@ -17,7 +17,8 @@ import numpy as np
 
 from ...coordinator.costs.step_times import StepTimes
 from ...coordinator.costs.tables import SplitwiseTimes
-from ..policies.pools import Pools, SharedPool, SplitPools
+from ...coordinator.routing import RoutingPolicy
+from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace
 from .cluster import SplitwiseCluster
 from .machine import Machine
@@ -85,7 +86,7 @@ def run_setup(
     iterations = {gpu: _Iterations(times[gpu]) for gpu in times}
     boxes = [Machine(iterations[gpu], kv_tokens) for gpu, _ in places]
     cluster = SplitwiseCluster(
-        trace, boxes, _pools(known, counts, kv_tokens), kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S
+        trace, boxes, _policy(known, counts), kv_tokens=kv_tokens, kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S
     )
     events = cluster.run()
     return SplitwiseResult(
@@ -137,14 +138,12 @@ def _places(setup: Setup, counts: tuple[int, int]) -> list[tuple[str, PoolName]]
     return places
 
 
-def _pools(setup: Setup, counts: tuple[int, int], kv_tokens: float) -> Pools:
+def _policy(setup: Setup, counts: tuple[int, int]) -> RoutingPolicy:
     """The policy that the setup is scheduled by."""
     prompt, decode = counts
     if setup.decode_gpu is None:
-        return SharedPool(prompt + decode)
-    return SplitPools(
-        range(prompt), range(prompt, prompt + decode), kv_tokens=kv_tokens, max_pending=MAX_PENDING_TOKENS
-    )
+        return SharedPool()
+    return SplitPools(range(prompt), range(prompt, prompt + decode), max_pending=MAX_PENDING_TOKENS)
 
 
 class _Iterations:

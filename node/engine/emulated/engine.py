@@ -12,14 +12,14 @@ from ....coordinator.costs.replica import ReplicaError, StageHardware, kv_capaci
 from ....coordinator.costs.step_times import StepTimes
 from ....kvtransport.errors import TransferError
 from .. import protocol
-from ..stats import Tally
-from ..transfers.patience import Patience
+from ..stats import StepTotals
+from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
 from .batching import BatchedRequest as Work
 from .tokens import EmulatedAnswer
 from .transfers import ComputedSpan
 
-__all__ = ["EmulatedEngine", "EmulationError", "ExpectedKv", "KvEnded", "KvSent", "TransferPort", "modelled"]
+__all__ = ["EmulatedEngine", "EmulationError", "ExpectedKv", "KvEnded", "KvSent", "TransferPort", "model_capacity"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class TransferPort(Protocol):
         """End a transfer."""
         ...
 
-    def carry_out(self, order: protocol.SetPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
+    def carry_out(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         """What the agent wants of a link or a transfer."""
         ...
 
@@ -126,14 +126,14 @@ class EmulatedEngine:
         config: protocol.EngineConfig,
         ways: TransferPort,
         *,
-        tell: Callable[[protocol.Message], None],
+        tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
     ) -> None:
         assert config.emulation is not None
         self._emulation = emulation = config.emulation
         self._tp = config.tp
         self._ways, self._tell, self._wake = ways, tell, wake
-        capacity, self._times = modelled(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)
+        capacity, self._times = model_capacity(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)
         block_size = config.block_size or BLOCK_SIZE
         self._batcher = Batcher(
             blocks=capacity // block_size,
@@ -144,8 +144,8 @@ class EmulatedEngine:
         self._kv_tokens = self._batcher.free_tokens
         self._longest = min(config.max_model_len or self._kv_tokens, self._kv_tokens)
         self._live: dict[str, _Request] = {}
-        self._patience = Patience()
-        self._tally = Tally()
+        self._wait_limits = WaitLimits()
+        self._tally = StepTotals()
         self._reported: protocol.EngineStats | None = None
         self._looked_at = -LOOK_INTERVAL_S
         self._batch: Batch | None = None
@@ -165,10 +165,10 @@ class EmulatedEngine:
         """Whether there are no requests."""
         return not self._live
 
-    def ready(self, load_s: float) -> protocol.Ready:
+    def ready(self, load_s: float) -> protocol.EngineReady:
         """Describe the engine; the speeds are those of the cards on paper."""
         model, gpu = self._emulation.model, self._emulation.gpu
-        return protocol.Ready(
+        return protocol.EngineReady(
             pid=os.getpid(),
             engine=self.name,
             device="cpu",
@@ -195,7 +195,7 @@ class EmulatedEngine:
                     self._tell(protocol.Step(outputs=(refused,), stats=self._stats()))
                 else:
                     self._submit(message, now)
-            case protocol.FirstToken():
+            case protocol.SetFirstToken():
                 self._begin_with(message)
             case protocol.Cancel(request=request):
                 self._drop(request, "the request was cancelled")
@@ -203,7 +203,7 @@ class EmulatedEngine:
                 self._on_kv(request)
             case KvSent(work=work):
                 self._batcher.sent(work)
-            case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+            case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._wait_no_longer(message.transfer)
                 self._ways.carry_out(message)
@@ -222,7 +222,7 @@ class EmulatedEngine:
             live = self._live[request]
             if live.expected is not None:
                 live.expected.start()
-                self._patience.begin(request, 0, live.work.external, now)
+                self._wait_limits.begin(request, 0, live.work.external, now)
         for request in batch.preempted:
             if (transfer := self._live[request].sends) is not None:
                 self._ways.withdraw(transfer)
@@ -255,7 +255,7 @@ class EmulatedEngine:
                 del self._live[work.request]
         sample = batch.sample(max(0.0, now - began))
         self._tally.add(sample, len(batch.preempted))
-        self._patience.on_prefill(sample.prefill_tokens, sample.seconds)
+        self._wait_limits.on_prefill(sample.prefill_tokens, sample.seconds)
         self._publish(outputs, now)
 
     def look(self, now: float) -> None:
@@ -268,10 +268,10 @@ class EmulatedEngine:
             self._drop(request, "the request's deadline has passed")
         for request, live in self._live.items():
             if live.expected is not None:
-                self._patience.on_arrival(request, *live.expected.progress(), now)
+                self._wait_limits.on_arrival(request, *live.expected.progress(), now)
                 if now > live.expected.deadline:
                     live.expected.abort("no KV arrived before the transfer's deadline")
-        for request, reason in self._patience.give_up(now).items():
+        for request, reason in self._wait_limits.give_up(now).items():
             expected = self._live[request].expected
             if expected is not None:
                 expected.abort(reason)
@@ -328,7 +328,7 @@ class EmulatedEngine:
         if live is None or live.expected is None:
             return
         expected, live.expected = live.expected, None
-        self._patience.end(request)
+        self._wait_limits.end(request)
         self._ways.forget(expected.transfer)
         part, tokens = expected.progress()
         if part < 1.0:
@@ -338,7 +338,7 @@ class EmulatedEngine:
         if live.told_by is None:
             self._batcher.arrived(request, tokens)
 
-    def _begin_with(self, told: protocol.FirstToken) -> None:
+    def _begin_with(self, told: protocol.SetFirstToken) -> None:
         """Another engine has written the first token of this answer; one that begins by itself writes the same."""
         live = self._live.get(told.request)
         if live is None or live.told_by is None:
@@ -365,7 +365,7 @@ class EmulatedEngine:
         if live is None:
             return
         self._batcher.remove(request)
-        self._patience.end(request)
+        self._wait_limits.end(request)
         if live.sends is not None and live.work.computed < live.work.prompt:
             self._ways.abort(live.sends, reason)
         if live.expected is not None:
@@ -388,7 +388,7 @@ class EmulatedEngine:
         return protocol.EngineStats(batcher.running, batcher.waiting, usage, batcher.free_tokens, batcher.unread_tokens)
 
 
-def modelled(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
+def model_capacity(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
     """Positions of KV that the cards hold beside the model, and how long their steps take. Raises EmulationError."""
     model, gpu = emulation.model, emulation.gpu
     stage = StageHardware(gpu=gpu, tp=tp, layers=model.layers, link_gbps=emulation.gpu_link_gbps)

@@ -34,10 +34,10 @@ from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.channel import parse_link_hello
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
-from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
-from ..transfers.reports import REPORT_INTERVAL_S, Sent, link_report, not_opened, sent_report
+from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
+from ..transfers.reports import REPORT_INTERVAL_S, SentTotals, link_report, sent_report, unopened_report
 
-__all__ = ["ComputedSpan", "EmulatedTransfers", "PromptReceiver"]
+__all__ = ["ComputedSpan", "EmulatedTransfers", "PromptArrival"]
 
 DTYPE: Final = WireDtype.BF16
 _CONTENT: Final = memoryview(bytes(MAX_PAYLOAD_BYTES))
@@ -78,7 +78,7 @@ class Countdown:
 
 
 @final
-class PromptSender:
+class EmulatedSend:
     """What goes to one worker of another engine. Exactly one report is made, whatever happens."""
 
     def __init__(
@@ -93,7 +93,7 @@ class PromptSender:
         self._withdrawn = 0  # so many times; chunks of an earlier time are not there any more
         self._read = dict.fromkeys(outlet.slice.layers, 0)  # positions of each layer that have left the cache
         self._over = threading.Event()
-        self._sent = Sent(0, 0, 0)
+        self._sent = SentTotals(0, 0, 0)
         self._first_at = 0.0  # when the first frame could leave
         self._waits_since: float | None = None  # for the receiver to have a place
         self._waited_s = 0.0
@@ -211,11 +211,11 @@ class PromptSender:
         raw = frame.tokens * self._bytes(frame.heads)
         wire = self.link.wire_bytes(memoryview(frame.payload).nbytes)
         sent = self._sent
-        self._sent = Sent(sent.raw_bytes + raw, sent.wire_bytes + wire, sent.frames + 1)
+        self._sent = SentTotals(sent.raw_bytes + raw, sent.wire_bytes + wire, sent.frames + 1)
 
 
 @final
-class PromptReceiver:
+class PromptArrival:
     """What comes for one prompt, from all workers of the other engine; `on_end` is called once, by one of its threads
     or by whoever gives it up."""
 
@@ -308,8 +308,8 @@ class EmulatedTransfers:
         self._report = report
         self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=limit_bytes))
         self._lock = threading.Lock()
-        self._senders: dict[tuple[bytes, bytes], PromptSender] = {}  # (transfer, link)
-        self._arrivals: dict[bytes, PromptReceiver] = {}
+        self._senders: dict[tuple[bytes, bytes], EmulatedSend] = {}  # (transfer, link)
+        self._arrivals: dict[bytes, PromptArrival] = {}
         self._sending = threading.Event()
         threading.Thread(target=self._tell, name="kv-reporter", daemon=True).start()
 
@@ -323,10 +323,10 @@ class EmulatedTransfers:
         except KVProtocolError:
             connection.close()
 
-    def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+    def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """What the agent wants of a link or a transfer; what is not known here is no matter."""
         match order:
-            case SetPaths(link=link, paths=paths):
+            case SetLinkPaths(link=link, paths=paths):
                 known = self._endpoint.link(link)
                 if isinstance(known, SendLink):
                     known.set_paths(paths)
@@ -354,7 +354,7 @@ class EmulatedTransfers:
             try:
                 self._open(outlet, ended)
             except TransferError as error:
-                self._report(not_opened(outlet, str(error)))
+                self._report(unopened_report(outlet, str(error)))
                 ended.one()
 
     def compute(self, transfer: bytes, chunk: ComputedSpan) -> None:
@@ -367,7 +367,7 @@ class EmulatedTransfers:
         for sender in self._of(transfer):
             sender.withdraw()
 
-    def expect(self, inlets: Sequence[Inlet], tokens: int, on_end: Callable[[], None]) -> PromptReceiver:
+    def expect(self, inlets: Sequence[Inlet], tokens: int, on_end: Callable[[], None]) -> PromptArrival:
         """Open the receiving ends for the first `tokens` positions of a prompt. Raises TransferError."""
         links = []
         for inlet in inlets:
@@ -375,7 +375,7 @@ class EmulatedTransfers:
             if not isinstance(link, ReceiveLink) or link.ended is not None:
                 link = self._endpoint.receiving(inlet.link)
             links.append((inlet, link))
-        arrivals = PromptReceiver(links, tokens, self._limit, on_end)
+        arrivals = PromptArrival(links, tokens, self._limit, on_end)
         with self._lock:
             self._arrivals[arrivals.transfer] = arrivals
         return arrivals
@@ -385,7 +385,7 @@ class EmulatedTransfers:
         with self._lock:
             self._arrivals.pop(transfer, None)
 
-    def _of(self, transfer: bytes) -> list[PromptSender]:
+    def _of(self, transfer: bytes) -> list[EmulatedSend]:
         with self._lock:
             return [sender for (found, _), sender in self._senders.items() if found == transfer]
 
@@ -405,12 +405,12 @@ class EmulatedTransfers:
             ended.one()
 
         with self._lock:  # its thread may be done, and want to say so, before this one is
-            self._senders[outlet.ticket.transfer, outlet.ticket.link] = PromptSender(outlet, link, self._shape, report)
+            self._senders[outlet.ticket.transfer, outlet.ticket.link] = EmulatedSend(outlet, link, self._shape, report)
             self._sending.set()
 
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""
-        blocked_s: dict[PromptSender, float] = {}
+        blocked_s: dict[EmulatedSend, float] = {}
         while True:
             self._sending.wait()
             with self._lock:

@@ -47,7 +47,7 @@ REPLACED_ON_CPUS: Final = (
     "Tensor.pin_memory",
     "Tensor.record_stream",
 )
-WAYS: Final[tuple[protocol.HowToLeave, ...]] = ("layerwise", "serialised")
+WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 
 
 # ---- the box --------------------------------------------------------------------------------------------------------
@@ -123,7 +123,12 @@ async def exercise_engines(folder: Path, log: Path) -> None:
 
 
 async def _hand_over(
-    trial: Trial, prefill: TrialEngine, decode: TrialEngine, rng: random.Random, codec: str, way: protocol.HowToLeave
+    trial: Trial,
+    prefill: TrialEngine,
+    decode: TrialEngine,
+    rng: random.Random,
+    codec: str,
+    way: protocol.WantedSendMode,
 ) -> None:
     """The first part of a prompt, while both answer something else."""
     prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ....kvtransport.link.reslice import ShardLayout
 from ....kvtransport.link.reslice import ShardRank as ShardRank
-from ..protocol import Rank
+from ..protocol import WorkerRank
 from ..transfers.hub import TransferHub, transfer_memory
 from ..vllm.layout import CacheForm, kv_heads
 from .scheduler_side import SchedulerSide
@@ -253,7 +253,7 @@ def _worker_side(vllm_config: VllmConfig, block_size: int) -> WorkerSide:
         # Forked while temporary files went to a folder that is removed once the engine has started.
         tempfile.tempdir = None
     settings = settings_of(vllm_config)
-    rank = Rank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
+    rank = WorkerRank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
     model = vllm_config.model_config
     one_stage = ShardLayout.uniform(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads(model))
     form = CacheForm(block_size=block_size, dtype=cast("torch.dtype", model.dtype))

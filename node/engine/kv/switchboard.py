@@ -26,7 +26,7 @@ import msgspec
 
 from ....kvtransport.errors import KVProtocolError
 from ....kvtransport.wire.channel import parse_link_hello
-from ..protocol import AbortTransfer, CloseLink, LinkReport, Message, SetPaths, TransferReport, pack
+from ..protocol import AbortTransfer, CloseLink, EngineMessage, LinkReport, SetLinkPaths, TransferReport, pack
 from ..transfers.hub import Tell, TransferHub
 
 _log = logging.getLogger(__name__)
@@ -37,24 +37,24 @@ EARLY_S = 30.0
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 
 
-class Attach(Message, frozen=True, kw_only=True, tag="attach"):
+class Attach(EngineMessage, frozen=True, kw_only=True, tag="attach"):
     """To a worker, with a descriptor: a connection of a link, and what was read from it."""
 
     hello: bytes
 
 
-class Holds(Message, frozen=True, kw_only=True, tag="holds"):
+class ClaimLinks(EngineMessage, frozen=True, kw_only=True, tag="holds"):
     """From a worker: connections of these links are for it."""
 
     links: tuple[bytes, ...]
 
 
-class News(Message, frozen=True, kw_only=True, tag="news"):
+class KvNews(EngineMessage, frozen=True, kw_only=True, tag="news"):
     """From a worker: the engine has something to do for KV that is received."""
 
 
-_to_worker = msgspec.msgpack.Decoder(Attach | SetPaths | CloseLink | AbortTransfer)
-_from_worker = msgspec.msgpack.Decoder(Holds | News | TransferReport | LinkReport)
+_to_worker = msgspec.msgpack.Decoder(Attach | SetLinkPaths | CloseLink | AbortTransfer)
+_from_worker = msgspec.msgpack.Decoder(ClaimLinks | KvNews | TransferReport | LinkReport)
 
 
 def _address(name: str) -> str:
@@ -93,7 +93,7 @@ class Switchboard:
     def __repr__(self) -> str:
         return f"<Switchboard {len(self._lines)} of {self._workers} workers, {len(self._holders)} links>"
 
-    def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+    def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """Pass what the agent wants on to all workers."""
         with self._lock:
             lines = list(self._lines)
@@ -166,9 +166,9 @@ class Switchboard:
             if not packet:
                 return
             message = _from_worker.decode(packet)
-            if isinstance(message, Holds):
+            if isinstance(message, ClaimLinks):
                 self._route(line, message.links)
-            elif isinstance(message, News):
+            elif isinstance(message, KvNews):
                 self.news.set()
             else:
                 self._report(message)
@@ -184,7 +184,7 @@ class Switchboard:
         with connection:
             self._send(line, Attach(hello=hello), connection.fileno())
 
-    def _send(self, line: socket.socket, message: Message, *descriptors: int) -> None:
+    def _send(self, line: socket.socket, message: EngineMessage, *descriptors: int) -> None:
         try:
             socket.send_fds(line, [pack(message)], descriptors)
         except OSError as error:
@@ -208,11 +208,11 @@ class WorkerLine:
 
     def holds(self, links: tuple[bytes, ...]) -> None:
         """Connections of these links are for this worker."""
-        self._tell(Holds(links=links))
+        self._tell(ClaimLinks(links=links))
 
     def tell_news(self) -> None:
         """Have the engine look at what is received without waiting any longer."""
-        self._tell(News())
+        self._tell(KvNews())
 
     def close(self) -> None:
         """The worker ends, in good order."""
@@ -220,7 +220,7 @@ class WorkerLine:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 
-    def _tell(self, message: Holds | News | TransferReport | LinkReport) -> None:
+    def _tell(self, message: ClaimLinks | KvNews | TransferReport | LinkReport) -> None:
         try:
             self._line.sendall(pack(message))
         except OSError:

@@ -15,13 +15,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ....kernels.codec import Codec, warm_up
 from ....kvtransport.errors import TransferError
-from ..protocol import Rank
-from ..transfers.incoming import LayerPiece
-from ..transfers.outgoing import Outgoing, Prefilled, ReadKv
+from ..protocol import WorkerRank
+from ..transfers.incoming import LayerKv
+from ..transfers.outgoing import Prefilled, PromptSender, ReadKv
 from ..transfers.pacing import Pacing
 from ..vllm.device import CpuDevice, Device, DeviceKind, Mark, device_of
 from ..vllm.layout import CacheForm, LayerCache, LayoutError, Shard
-from .step_work import Arrived, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
+from .step_work import LoadedPart, LoadProgress, LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks
 from .switchboard import WorkerLine
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: WorkerRank,
         heads: range,
         form: CacheForm,
         connect: ConnectLine,
@@ -151,14 +151,14 @@ class WorkerSide:
             self._sends[send.request] = send.transfer
         for order in work.orders:
             match order:
-                case Opening():
+                case OpenTransfer():
                     self._open(order)
-                case GiveWay(transfer=transfer):
+                case YieldBlocks(transfer=transfer):
                     self.hub.give_way(transfer)
                 case _:
                     self.hub.carry_out(order)
 
-    def _open(self, opening: Opening) -> None:
+    def _open(self, opening: OpenTransfer) -> None:
         for outlet in opening.send:
             if outlet.rank == self._rank:
                 self.hub.send(outlet, opening.tokens)
@@ -224,13 +224,13 @@ class WorkerSide:
             ends = self.hub.outgoing(send.transfer)
             self._announce_all(send, [outgoing for outgoing in ends if not outgoing.pacing.layerwise], mark)
 
-    def _announce_all(self, send: SendWork, ends: list[Outgoing], mark: Mark) -> None:
+    def _announce_all(self, send: SendWork, ends: list[PromptSender], mark: Mark) -> None:
         for outgoing in ends:
             self._announce(outgoing, range(len(self._caches)), send, mark)
             if send.final:
                 outgoing.prefill_done(send.last, mark)
 
-    def _announce(self, outgoing: Outgoing, positions: range, send: SendWork, mark: Mark) -> None:
+    def _announce(self, outgoing: PromptSender, positions: range, send: SendWork, mark: Mark) -> None:
         """Let a transfer read the layers at these positions, and note for how long that keeps the model."""
         begun = self._clock()
         fresh = outgoing.announce_layers(self._layers(positions), Prefilled(send.block_ids, send.last, mark))
@@ -280,7 +280,7 @@ class WorkerSide:
         if work.report_progress:
             self._progress = LoadProgress(
                 {
-                    load.request: Arrived(*incoming.progress())
+                    load.request: LoadedPart(*incoming.progress())
                     for load in self._active.values()
                     if (incoming := self.hub.incoming(load.transfer)) is not None
                 }
@@ -310,7 +310,7 @@ class WorkerSide:
         """By any thread."""
         return self._caches[0].slots(block_ids, first, last)
 
-    def _write(self, piece: LayerPiece) -> None:
+    def _write(self, piece: LayerKv) -> None:
         cache = self._cache_of(piece.layer)
         self._device.adopt(piece.k, piece.v, piece.slots)
         k, v = piece.k, piece.v

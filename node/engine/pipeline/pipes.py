@@ -1,4 +1,4 @@
-"""The pipes of one stage: opening them, who reads them, and the seat of a worker at their ends."""
+"""The pipes of one stage: opening them, who reads them, and the place of a worker at their ends."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.wire.channel import LinkHello, parse_link_hello
 from ....kvtransport.wire.pipe import Pipe, accept_pipe, dial_pipe
 from ..protocol import PipeEnd
-from .codec import CodecError
-from .rehearsal import Rehearsal
+from .codec import MessageCodecError
 from .vocabulary import CODEC
+from .warm_up import MessageWarmUp
 
 __all__ = [
-    "Arrivals",
-    "Inflow",
-    "Meanwhile",
+    "ActivationsOutput",
     "OnLost",
-    "Outflow",
+    "PipeConnections",
+    "PipeInput",
+    "PipeReader",
     "PipelineError",
-    "Reader",
-    "Seat",
     "StageLost",
-    "nothing",
+    "StageRank",
+    "WhileWaiting",
+    "do_nothing",
     "open_pipes",
 ]
 
@@ -60,16 +60,16 @@ class StageLost(PipelineError):
 
 
 OnLost = Callable[[PipelineError], None]
-Meanwhile = Callable[[], object]
+WhileWaiting = Callable[[], object]
 """What a thread does again and again while it looks for a message: little, and for itself."""
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Of that."""
 
 
 @final
-class Arrivals:
+class PipeConnections:
     """Accepted connections whose hello names a link of a pipe, until somebody opens it."""
 
     def __init__(self, ends: Sequence[PipeEnd]) -> None:
@@ -78,7 +78,7 @@ class Arrivals:
         self._changed = threading.Condition()
 
     def __repr__(self) -> str:
-        return f"<Arrivals expected={len(self._links)} waiting={len(self._waiting)}>"
+        return f"<PipeConnections expected={len(self._links)} waiting={len(self._waiting)}>"
 
     def put(self, hello: bytes, connection: socket.socket) -> bool:
         """Whether a connection with this hello is for a pipe; if so, it is taken over."""
@@ -108,7 +108,7 @@ class Arrivals:
                     return None
 
 
-def open_pipes(ends: Sequence[PipeEnd], arrivals: Arrivals, timeout_s: float = CONNECT_S) -> dict[PipeEnd, Pipe]:
+def open_pipes(ends: Sequence[PipeEnd], arrivals: PipeConnections, timeout_s: float = CONNECT_S) -> dict[PipeEnd, Pipe]:
     """All pipes of this stage, opened at the same time, because the others wait for one another too.
 
     Raises StageLost for the first that cannot be opened; the others are closed again.
@@ -141,7 +141,7 @@ def open_pipes(ends: Sequence[PipeEnd], arrivals: Arrivals, timeout_s: float = C
     return pipes
 
 
-def _open(end: PipeEnd, arrivals: Arrivals, until: float, given_up: threading.Event) -> Pipe:
+def _open(end: PipeEnd, arrivals: PipeConnections, until: float, given_up: threading.Event) -> Pipe:
     """Try, once at least, until it is there. Raises StageLost."""
     why = "it has not come"
     rng = random.Random(end.ticket.link)
@@ -161,7 +161,7 @@ def _open(end: PipeEnd, arrivals: Arrivals, until: float, given_up: threading.Ev
 
 
 @final
-class Reader:
+class PipeReader:
     """Takes messages from a pipe until it ends: on the thread that waits for one, which goes on without a change of
     threads, and on one of its own while nobody does, so that both ends always hear that the other is alive.
 
@@ -176,14 +176,14 @@ class Reader:
         self._reading = self._ended = False
         self._waited_at = time.monotonic()
         self._look_s = 0.0
-        self._rehearsal = Rehearsal()
+        self._warm_up = MessageWarmUp()
         threading.Thread(target=self._watch, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"<Reader {self._pipe}>"
+        return f"<PipeReader {self._pipe}>"
 
     def read_until(
-        self, done: Callable[[], bool], timeout: float | None = None, meanwhile: Meanwhile = nothing
+        self, done: Callable[[], bool], timeout: float | None = None, meanwhile: WhileWaiting = do_nothing
     ) -> bool:
         """Read until it is so, to which the end of the pipe must lead as well. False if it takes longer."""
         began = time.monotonic()
@@ -227,27 +227,27 @@ class Reader:
         """Whether those who wait for messages see to it. That the other end is gone, nobody leaves to anybody."""
         return not gone and (self._reading or time.monotonic() - self._waited_at < REST_S)
 
-    def _read(self, wait_s: float, look_s: float = 0.0, meanwhile: Meanwhile = nothing) -> None:
+    def _read(self, wait_s: float, look_s: float = 0.0, meanwhile: WhileWaiting = do_nothing) -> None:
         """Hand on one message, if one begins within that time, or the end."""
         try:
             message = self._pipe.receive_within(wait_s, look_s, partial(self._while_looking, meanwhile))
             if message is not None:
-                self._rehearsal.remember(message)
+                self._warm_up.remember(message)
                 self._on_message(CODEC.decode(message))
-        except (TransferError, CodecError) as error:
+        except (TransferError, MessageCodecError) as error:
             self._pipe.close(str(error))
-            self._rehearsal.close()
+            self._warm_up.close()
             self._on_end(str(error))
             self._ended = True
 
-    def _while_looking(self, meanwhile: Meanwhile) -> None:
-        self._rehearsal.perhaps()
+    def _while_looking(self, meanwhile: WhileWaiting) -> None:
+        self._warm_up.run_if_due()
         meanwhile()
         os.sched_yield()  # the core is anybody's who has work for it
 
 
 @final
-class Inflow:
+class PipeInput:
     """What another stage says, in order. `who` it is, for people."""
 
     def __init__(self, pipe: Pipe, who: str, on_lost: OnLost) -> None:
@@ -255,12 +255,12 @@ class Inflow:
         self._on_lost = on_lost
         self._items: deque[Any] = deque()
         self._lost: StageLost | None = None
-        self._reader = Reader(pipe, f"from {who}", self._items.append, self._end)
+        self._reader = PipeReader(pipe, f"from {who}", self._items.append, self._end)
 
     def __repr__(self) -> str:
-        return f"<Inflow from {self._who}: {self._reader}>"
+        return f"<PipeInput from {self._who}: {self._reader}>"
 
-    def get(self, meanwhile: Meanwhile = nothing) -> Any:
+    def get(self, meanwhile: WhileWaiting = do_nothing) -> Any:
         """Wait for the next. Raises StageLost."""
         self._reader.read_until(lambda: bool(self._items) or self._lost is not None, meanwhile=meanwhile)
         if self._items:
@@ -275,7 +275,7 @@ class Inflow:
 
 
 @final
-class Outflow:
+class ActivationsOutput:
     """Activations to the stage behind. `put` waits for nothing: a thread sends, while the next batch is computed. A
     few of them go at once, which saves two changes of threads before each token of a lone request.
 
@@ -289,11 +289,11 @@ class Outflow:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._queued = self._dequeued = 0  # each counted by one thread; the second, when it has been sent
         # Nothing comes back; but whoever reads hears that the other end is alive, and when it is not.
-        self._reader = Reader(pipe, f"activations-to-{stage}", self._refuse, self._end)
+        self._reader = PipeReader(pipe, f"activations-to-{stage}", self._refuse, self._end)
         threading.Thread(target=self._run, name=f"activations-to-{stage}-writer", daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"<Outflow to stage {self._stage}: {self._reader}>"
+        return f"<ActivationsOutput to stage {self._stage}: {self._reader}>"
 
     def put(self, value: Callable[[], object], *, at_once: bool = False) -> None:
         """Send what this returns; it is called by the thread that sends, and may wait for a copy from a device. One
@@ -314,21 +314,21 @@ class Outflow:
             self._pipe.send(CODEC.encode(value()))
 
     def _refuse(self, message: Any) -> None:
-        raise CodecError(f"a {type(message).__name__} from the stage behind, which has nothing to say here")
+        raise MessageCodecError(f"a {type(message).__name__} from the stage behind, which has nothing to say here")
 
     def _end(self, reason: str) -> None:
         self._on_lost(StageLost(f"stage {self._stage} is lost: {reason}"))
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class StageRank:
     """The place of this process in its pipeline: worker `rank` of the `tp` of its stage. The first of them has the ways
     to the stages before and behind."""
 
     stage: int
     partition: tuple[int, ...]
-    before: Inflow | None = None
-    behind: Outflow | None = None
+    before: PipeInput | None = None
+    behind: ActivationsOutput | None = None
     tp: int = 1
     rank: int = 0
 

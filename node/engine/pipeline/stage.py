@@ -24,21 +24,21 @@ from ..protocol import (
     CloseLink,
     EngineConfig,
     EngineFailed,
-    Message,
+    EngineMessage,
+    EngineReady,
     PipeEnd,
-    Ready,
-    SetPaths,
+    SetLinkPaths,
     Stop,
     ToEngine,
 )
 from ..vllm.weights import LOAD_FORMAT
-from .crew import Crew, Mate
+from .call_server import CallServer
 from .executor import PipelineExecutor
-from .pipes import Arrivals, Inflow, OnLost, Outflow, PipelineError, Seat, open_pipes
+from .pipes import ActivationsOutput, OnLost, PipeConnections, PipeInput, PipelineError, StageRank, open_pipes
 from .remote import RemoteWorker
 from .scheduler import PipelineScheduler
-from .servant import Servant
-from .vocabulary import CODEC, Hello, Joining
+from .stage_workers import ForkedWorker, StageWorkers
+from .vocabulary import CODEC, JoinStage, LoadStage
 from .worker import StageWorker, worker_class
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ def pipeline_arguments(config: EngineConfig) -> tuple[dict[str, str], dict[str, 
     return environment, arguments
 
 
-def take_seat(
-    config: EngineConfig, arrivals: Arrivals, mates: Sequence[Mate], on_lost: OnLost
-) -> tuple[dict[PipeEnd, Pipe], Crew]:
-    """Open the pipes of this stage, take its seat, and gather its crew. `on_lost` is called by threads, and may be more
-    than once. On the head, vLLM's engine may be built afterwards. Raises PipelineError."""
+def join_pipeline(
+    config: EngineConfig, arrivals: PipeConnections, forked: Sequence[ForkedWorker], on_lost: OnLost
+) -> tuple[dict[PipeEnd, Pipe], StageWorkers]:
+    """Open the pipes of this stage, set its `StageRank`, and greet its other workers. `on_lost` is called by threads,
+    and may be more than once. On the head, vLLM's engine may be built afterwards. Raises PipelineError."""
     pipes: dict[PipeEnd, Pipe] = {}
 
     losing = threading.Lock()
@@ -97,42 +97,42 @@ def take_seat(
         with losing:  # what follows from the first loss is no news: who notices that waits until the first is told
             for pipe in pipes.values():  # so that the others hear why
                 pipe.close(str(error))
-            for mate in mates:
-                mate.end()
+            for worker in forked:
+                worker.end()
             on_lost(error)
 
     try:  # before the other stages, which may keep us waiting for long
-        crew = Crew([mate.greet(config.stage, lose) for mate in mates])
+        workers = StageWorkers([worker.greet(config.stage, lose) for worker in forked])
     except TransferError as error:
         raise PipelineError(f"a worker of stage {config.stage} does not start: {error}") from error
     pipes.update(open_pipes(config.pipes, arrivals))
 
-    before: Inflow | None = None
-    behind: Outflow | None = None
+    before: PipeInput | None = None
+    behind: ActivationsOutput | None = None
     for end, pipe in pipes.items():
         if end.kind == "data" and end.stage < config.stage:
-            before = Inflow(pipe, f"stage {end.stage}", lose)
+            before = PipeInput(pipe, f"stage {end.stage}", lose)
         elif end.kind == "data":
-            behind = Outflow(pipe, end.stage, lose)
-    StageWorker.seat = Seat(config.stage, config.partition, before, behind, config.tp)
+            behind = ActivationsOutput(pipe, end.stage, lose)
+    StageWorker.stage_rank = StageRank(config.stage, config.partition, before, behind, config.tp)
     if config.stage == 0:
         controls = sorted((end.stage, pipe) for end, pipe in pipes.items() if end.kind == "control")
-        PipelineExecutor.crew = crew
+        PipelineExecutor.workers = workers
         PipelineExecutor.stages = tuple(RemoteWorker(f"stage {stage}", pipe, lose) for stage, pipe in controls)
-    return pipes, crew
+    return pipes, workers
 
 
-class Outbox(Protocol):
+class AgentOutbox(Protocol):
     """Messages to the agent."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: EngineMessage) -> None:
         """Queue one."""
 
     def flush(self) -> None:
         """Wait until all of them have left."""
 
 
-def end_process(outbox: Outbox) -> OnLost:
+def end_process(outbox: AgentOutbox) -> OnLost:
     """What to do on the loss of a stage: tell the agent why, and end this process, whatever its threads wait for.
     Nobody returns from it; who comes second waits for the end."""
     first = threading.Lock()
@@ -148,48 +148,48 @@ def end_process(outbox: Outbox) -> OnLost:
 
 def run_stage(
     config: EngineConfig,
-    outbox: Outbox,
+    outbox: AgentOutbox,
     inbox: queue.SimpleQueue[ToEngine],
     switchboard: Switchboard,
-    arrivals: Arrivals,
-    mates: Sequence[Mate],
+    arrivals: PipeConnections,
+    forked: Sequence[ForkedWorker],
     make_config: Callable[[str], VllmConfig],
 ) -> int:
     """The main program of a stage's process. `make_config` is given the switchboard's name. Returns the exit status.
     Raises PipelineError for a place that it cannot take; what happens later, the agent and the head are told."""
     check_pipeline(config)
-    threading.Thread(target=_obey, args=(inbox, switchboard, mates), name="agent-orders", daemon=True).start()
+    threading.Thread(target=_obey, args=(inbox, switchboard, forked), name="agent-orders", daemon=True).start()
     outbox.send(_ready(config))
     on_lost = end_process(outbox)
     try:
-        pipes, crew = take_seat(config, arrivals, mates, on_lost)
-        serve_stage(config, pipes, lambda hello: _load(crew, hello, lambda: make_config(switchboard.name)))
+        pipes, workers = join_pipeline(config, arrivals, forked, on_lost)
+        serve_stage(config, pipes, lambda hello: _load(workers, hello, lambda: make_config(switchboard.name)))
     except PipelineError as error:
-        for mate in mates:
-            mate.end()
+        for worker in forked:
+            worker.end()
         on_lost(error)
     return LOST_STATUS
 
 
-def _obey(inbox: queue.SimpleQueue[ToEngine], switchboard: Switchboard, mates: Sequence[Mate]) -> None:
+def _obey(inbox: queue.SimpleQueue[ToEngine], switchboard: Switchboard, forked: Sequence[ForkedWorker]) -> None:
     """What this box's own agent wants: the requests are the head's business, the transfers of this stage are not."""
     while True:
         message = inbox.get()
         match message:
             case Stop():
-                for mate in mates:
-                    mate.end()
+                for worker in forked:
+                    worker.end()
                 os._exit(0)
-            case SetPaths() | CloseLink() | AbortTransfer():
+            case SetLinkPaths() | CloseLink() | AbortTransfer():
                 switchboard.carry_out(message)
             case _:
                 _log.warning("a stage that is not the head was sent %s", type(message).__name__)
 
 
-def _ready(config: EngineConfig) -> Ready:
+def _ready(config: EngineConfig) -> EngineReady:
     """Said before anything is loaded: the process can be dialled from now on. What only the head knows is 0."""
     kind = cast("DeviceKind", current_platform.device_type)
-    return Ready(
+    return EngineReady(
         pid=os.getpid(),
         engine=f"vllm{'-cpu' if kind == 'cpu' else ''} {vllm.__version__}",
         device=kind,
@@ -207,13 +207,13 @@ def _ready(config: EngineConfig) -> Ready:
     )
 
 
-def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable[[Hello], Crew]) -> None:
+def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable[[LoadStage], StageWorkers]) -> None:
     """Do what the head says until it is gone, which raises StageLost. Raises PipelineError when it is this stage that
     cannot go on; the head has been told by then. Both are all that ends it."""
     control = next(pipe for end, pipe in pipes.items() if end.kind == "control")
     reason = f"stage {config.stage} has ended"
     try:
-        Servant(control, load).serve()
+        CallServer(control, load).serve()
     except PipelineError as error:  # whichever pipe is heard first tells the same
         reason = str(error)
         raise
@@ -222,22 +222,22 @@ def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable
             pipe.close(reason)
 
 
-def _load(crew: Crew, hello: Hello, make_config: Callable[[], VllmConfig]) -> Crew:
+def _load(workers: StageWorkers, hello: LoadStage, make_config: Callable[[], VllmConfig]) -> StageWorkers:
     """Load this stage's layers."""
-    seat = StageWorker.seat
-    assert seat is not None
+    place = StageWorker.stage_rank
+    assert place is not None
     if hello.vllm != vllm.__version__ or hello.schema != CODEC.schema:
         raise PipelineError(
-            f"the head has vLLM {hello.vllm}, stage {seat.stage} {vllm.__version__}: all boxes of a replica need "
+            f"the head has vLLM {hello.vllm}, stage {place.stage} {vllm.__version__}: all boxes of a replica need "
             "the same vLLM and the same p2pserve"
         )
-    if tuple(hello.partition) != seat.partition:
-        raise PipelineError(f"the head cuts the model {hello.partition}, stage {seat.stage} {seat.partition}")
-    crew.load(make_config())
-    return crew
+    if tuple(hello.partition) != place.partition:
+        raise PipelineError(f"the head cuts the model {hello.partition}, stage {place.stage} {place.partition}")
+    workers.load(make_config())
+    return workers
 
 
-def run_mate(
+def run_forked_worker(
     config: EngineConfig,
     make_config: Callable[[str], VllmConfig],
     rank: int,
@@ -249,15 +249,15 @@ def run_mate(
     def end(error: PipelineError | TransferError) -> NoReturn:
         os._exit(LOST_STATUS)
 
-    def load(joining: Joining) -> Crew:
-        crew = Crew()
-        crew.join(make_config(joining.switchboard), joining.meeting)
-        return crew
+    def load(joining: JoinStage) -> StageWorkers:
+        workers = StageWorkers()
+        workers.join(make_config(joining.switchboard), joining.meeting)
+        return workers
 
-    StageWorker.seat = Seat(config.stage, config.partition, tp=config.tp, rank=rank)
+    StageWorker.stage_rank = StageRank(config.stage, config.partition, tp=config.tp, rank=rank)
     try:
         pipe = accept_pipe(ticket, read_link_hello(line, MATE_GREETING_S), line, timeout=MATE_GREETING_S)
-        Servant(pipe, load, end).serve()
+        CallServer(pipe, load, end).serve()
     except (TransferError, PipelineError) as error:  # the first worker is gone, or has been told
         end(error)
     finally:

@@ -18,14 +18,14 @@ from ....kvtransport.link.lanes import LinkSettings
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.wire.channel import parse_link_hello
-from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
+from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
 from ..vllm.device import Device, DeviceKind
 from ..vllm.layout import Shard
 from .host_buffer import HostBuffer
-from .incoming import FindSlots, Incoming, StagingArea
-from .outgoing import PRESENT, KvSource, Outgoing, ReadKv
+from .incoming import FindSlots, PromptReceiver, StagingArea
+from .outgoing import PRESENT, KvSource, PromptSender, ReadKv
 from .pacing import Pacer
-from .reports import REPORT_INTERVAL_S, link_report, not_opened
+from .reports import REPORT_INTERVAL_S, link_report, unopened_report
 
 MAX_EARLY, EARLY_S = 256, 5.0  # links that are not open, of which new paths are kept, and for how long
 GPU_STAGED_BYTES = 64 << 20
@@ -82,8 +82,8 @@ class TransferHub:
         self.pacer = Pacer(shard)
         self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=memory.host_bytes))
         self._lock = threading.Lock()
-        self._outgoing: dict[bytes, dict[bytes, Outgoing]] = {}  # transfer -> link -> what goes over it
-        self._incoming: dict[bytes, Incoming] = {}
+        self._outgoing: dict[bytes, dict[bytes, PromptSender]] = {}  # transfer -> link -> what goes over it
+        self._incoming: dict[bytes, PromptReceiver] = {}
         self._early_paths: OrderedDict[bytes, tuple[float, tuple[DialPath, ...]]] = (
             OrderedDict()
         )  # link -> until when, ...
@@ -102,11 +102,11 @@ class TransferHub:
         except KVProtocolError:
             connection.close()
 
-    def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+    def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """What the agent wants of a link or a transfer. What is not known here is no matter; but paths are kept for a
         while, for a link that a step is about to open."""
         match order:
-            case SetPaths(link=link, paths=paths):
+            case SetLinkPaths(link=link, paths=paths):
                 self._set_paths(link, paths)
             case CloseLink(link=link, reason=reason):
                 # Goodbyes are said by a thread: the engine's must not wait for them.
@@ -141,11 +141,11 @@ class TransferHub:
             link = self._sending_link(outlet)
             pacing = self.pacer.transfer(ticket.codec, tokens, outlet)
             with self._lock:  # its thread may be done, and want to say so, before this one is
-                outgoing = Outgoing(outlet, link, self.shard, self._source, pacing, self._sent)
+                outgoing = PromptSender(outlet, link, self.shard, self._source, pacing, self._sent)
                 self._outgoing.setdefault(ticket.transfer, {})[ticket.link] = outgoing
                 self._sending.set()
         except TransferError as error:
-            self._report(not_opened(outlet, str(error)))
+            self._report(unopened_report(outlet, str(error)))
 
     def expect(self, inlets: Sequence[Inlet], tokens: int) -> None:
         """Open the receiving end for the first `tokens` positions of a prompt. Raises TransferError."""
@@ -155,11 +155,11 @@ class TransferHub:
             if not isinstance(link, ReceiveLink) or link.ended is not None:
                 link = self._endpoint.receiving(inlet.link)
             links.append((inlet, link))
-        incoming = Incoming(links, tokens, self.shard, self._staging, self._on_news)
+        incoming = PromptReceiver(links, tokens, self.shard, self._staging, self._on_news)
         with self._lock:
             self._incoming[incoming.transfer] = incoming
 
-    def start(self, incoming: Incoming, first: int, find_slots: FindSlots) -> None:
+    def start(self, incoming: PromptReceiver, first: int, find_slots: FindSlots) -> None:
         """The engine has blocks for a transfer's positions from `first` on: its senders may send. How far ahead of the
         decoding depends on what others may: all together fill no more memory than there is for them. Again is no
         matter."""
@@ -170,12 +170,12 @@ class TransferHub:
             room = limit - sum(each.window_bytes for each in self._incoming.values())
         incoming.start(first, find_slots, min(limit // GRANT_SHARE, room))
 
-    def outgoing(self, transfer: bytes) -> tuple[Outgoing, ...]:
+    def outgoing(self, transfer: bytes) -> tuple[PromptSender, ...]:
         """The sending ends that are open."""
         with self._lock:
             return tuple(self._outgoing.get(transfer, {}).values())
 
-    def incoming(self, transfer: bytes) -> Incoming | None:
+    def incoming(self, transfer: bytes) -> PromptReceiver | None:
         """The receiving end, until it is closed."""
         with self._lock:
             return self._incoming.get(transfer)
@@ -232,7 +232,7 @@ class TransferHub:
 
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""
-        blocked_s: dict[Outgoing, float] = {}
+        blocked_s: dict[PromptSender, float] = {}
         while True:
             self._sending.wait()
             with self._lock:

@@ -35,7 +35,7 @@ FindSlots = Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPiece:
+class LayerKv:
     """K and V `[tokens, heads, head_dim]` of one layer for positions from `start` on, and for heads from `head` on,
     counted from the first one that this worker holds; and their `slots` `[tokens]`. All on the cache's device."""
 
@@ -62,7 +62,7 @@ class StagingArea:
 
 
 @final
-class Incoming:
+class PromptReceiver:
     """What one worker receives of one prompt: an inbox of decoded pieces, and what has arrived so far."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Incoming:
         self._room = threading.Condition()
         self._assembly = Assembly(shard.layers, len(shard.heads), tokens)
         self._first = 0
-        self._inbox: deque[LayerPiece] = deque()
+        self._inbox: deque[LayerKv] = deque()
         self._find_slots: FindSlots | None = None
         self._failure: str | None = None
         self.window_bytes = 0  # encoded bytes that may be here; none before the engine has blocks
@@ -115,7 +115,7 @@ class Incoming:
             threading.Thread(target=self._run, args=(inlet, end), name=name, daemon=True).start()
             end.grant(window, first)
 
-    def take(self) -> LayerPiece | None:
+    def take(self) -> LayerKv | None:
         """The next piece that is to be written (model's thread); None when there is none now."""
         with self._room:
             if not self._inbox:
@@ -221,7 +221,7 @@ class Incoming:
             if not kept:
                 self._staging.budget.give(size)
 
-    def _stage(self, frame: KVFrame, here: KVFrame) -> LayerPiece:
+    def _stage(self, frame: KVFrame, here: KVFrame) -> LayerKv:
         """Decode a frame on the device of the cache; `here` is the part of it that is wanted."""
         late = here.start - frame.start
         assert self._find_slots is not None
@@ -238,4 +238,4 @@ class Incoming:
             )
             slots = self._find_slots(here.start, here.start + here.tokens)
             stream.drain()
-        return LayerPiece(frame.layer, here.head_first, here.start, k[late:], v[late:], slots)
+        return LayerKv(frame.layer, here.head_first, here.start, k[late:], v[late:], slots)

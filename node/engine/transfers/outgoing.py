@@ -34,7 +34,7 @@ from ..vllm.device import Device, Mark
 from ..vllm.layout import Shard
 from .host_buffer import Extent, HostBuffer
 from .pacing import Pacing
-from .reports import Sent, sent_report
+from .reports import SentTotals, sent_report
 
 Report = Callable[[TransferReport], None]
 
@@ -81,7 +81,7 @@ class _Done(NamedTuple):
 
 
 @final
-class Outgoing:
+class PromptSender:
     """What one worker sends to one other. Exactly one report is made, whatever happens; after it the cache is not read
     any more. `announce_layers`, `prefill_done` and `withdraw` are for the model's thread, and never block for long.
     """
@@ -172,7 +172,7 @@ class Outgoing:
             self._queue.put(state.reason)
 
     def _run(self) -> None:
-        sent = Sent(0, 0, 0)
+        sent = SentTotals(0, 0, 0)
         first_at: float | None = None
         reason = "a bug in the sending engine; its log has the details"  # unless one of the ends below is reached
         try:
@@ -181,7 +181,7 @@ class Outgoing:
                 first_at = time.monotonic() if first_at is None else first_at
                 self._sending.send(frame, release=partial(self._give, extent), timeout=self.ticket.deadline_s)
                 wire = self.link.wire_bytes(memoryview(frame.payload).nbytes)
-                sent = Sent(sent.raw_bytes + size, sent.wire_bytes + wire, sent.frames + 1)
+                sent = SentTotals(sent.raw_bytes + size, sent.wire_bytes + wire, sent.frames + 1)
             state = self._sending.wait(self.ticket.deadline_s)
             reason = "" if state.name == "delivered" else state.reason or "not delivered before the deadline"
         except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
@@ -308,7 +308,7 @@ class Outgoing:
             self._held -= extent.reserved
         self._source.buffer.give(extent)
 
-    def _finish(self, first_at: float | None, sent: Sent, reason: str) -> None:
+    def _finish(self, first_at: float | None, sent: SentTotals, reason: str) -> None:
         now = time.monotonic()
         times = TransferTimes(
             first_frame_at=now if first_at is None else first_at,

@@ -11,12 +11,12 @@ from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.tickets import TransferTicket
 from ..protocol import LinkReport, Outlet, PathReport, TransferReport
 
-__all__ = ["REPORT_INTERVAL_S", "Sender", "Sent", "link_report", "not_opened", "sent_report"]
+__all__ = ["REPORT_INTERVAL_S", "ProgressSource", "SentTotals", "link_report", "sent_report", "unopened_report"]
 
 REPORT_INTERVAL_S = 0.25
 
 
-class Sender(Protocol):
+class ProgressSource(Protocol):
     """The sending end of a transfer, as the reports see it."""
 
     def progress(self) -> SendProgress:
@@ -24,10 +24,10 @@ class Sender(Protocol):
         ...
 
 
-Sending = TypeVar("Sending", bound=Sender)
+Sending = TypeVar("Sending", bound=ProgressSource)
 
 
-class Sent(NamedTuple):
+class SentTotals(NamedTuple):
     """What was given to a link: bytes as they lay in the cache, bytes with all overhead, frames."""
 
     raw_bytes: int
@@ -36,7 +36,7 @@ class Sent(NamedTuple):
 
 
 def sent_report(
-    ticket: TransferTicket, sent: Sent, times: TransferTimes, progress: SendProgress, *, mode: str, reason: str
+    ticket: TransferTicket, sent: SentTotals, times: TransferTimes, progress: SendProgress, *, mode: str, reason: str
 ) -> TransferReport:
     """How a transfer has ended; with a `reason` it was not delivered."""
     return TransferReport(
@@ -57,7 +57,7 @@ def sent_report(
     )
 
 
-def not_opened(outlet: Outlet, reason: str) -> TransferReport:
+def unopened_report(outlet: Outlet, reason: str) -> TransferReport:
     """A transfer that could not even begin."""
     return TransferReport(
         transfer=outlet.ticket.transfer,

@@ -24,18 +24,25 @@ import psutil
 from .. import protocol
 from ..gpucheck.synchronisations import record_if_asked
 from ..kv.connector import ConnectorSettings, P2PConnector, transfer_config
-from ..kv.step_work import Opening, transfer_params
+from ..kv.step_work import OpenTransfer, transfer_params
 from ..kv.switchboard import Switchboard
 from ..logfile import redirect_output
 from ..mailbox import Outbox, listen
-from ..pipeline.crew import Mate, fork_mates
-from ..pipeline.pipes import Arrivals, PipelineError
-from ..pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_mate, run_stage, take_seat
+from ..pipeline.pipes import PipeConnections, PipelineError
+from ..pipeline.stage import (
+    check_pipeline,
+    end_process,
+    join_pipeline,
+    pipeline_arguments,
+    run_forked_worker,
+    run_stage,
+)
+from ..pipeline.stage_workers import ForkedWorker, fork_workers
 from ..scratch import own_temporary_folder
 from ..stats import StepMeter
 from ..transfers.idle import IdleSteps
 from .capability import capabilities_from_nvml
-from .device import DeviceKind, choose, device_of
+from .device import DeviceKind, choose_setup, device_of
 from .gloo import share_device
 from .layout import head_dim, kv_heads
 from .speed import measure, measure_worker
@@ -63,10 +70,10 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     if config.log_file:
         redirect_output(Path(config.log_file))
     record_if_asked()
-    mates: tuple[Mate, ...] = ()
+    forked: tuple[ForkedWorker, ...] = ()
     if config.partition:
-        become = partial(run_mate, config, partial(stage_config, config))
-        mates = fork_mates(config.tp - 1, become, (messages, sockets))
+        become = partial(run_forked_worker, config, partial(stage_config, config))
+        forked = fork_workers(config.tp - 1, become, (messages, sockets))
     outbox = Outbox(messages)
     inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
     started = time.monotonic()
@@ -77,14 +84,14 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
         switchboard.news.set()
 
     listen(messages, take)
-    arrivals = Arrivals(config.pipes)
+    arrivals = PipeConnections(config.pipes)
     threading.Thread(target=_accept, args=(sockets, switchboard, arrivals), name="kv-acceptor", daemon=True).start()
     try:
         if config.stage > 0:
-            return run_stage(config, outbox, inbox, switchboard, arrivals, mates, partial(stage_config, config))
+            return run_stage(config, outbox, inbox, switchboard, arrivals, forked, partial(stage_config, config))
         if config.partition:
             check_pipeline(config)
-            take_seat(config, arrivals, mates, end_process(outbox))
+            join_pipeline(config, arrivals, forked, end_process(outbox))
         with own_temporary_folder():
             runner = EngineRunner(config, outbox, switchboard)
     except (StartError, PipelineError) as error:
@@ -96,12 +103,12 @@ def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: 
     runner.loop(inbox)
     outbox.flush()
     runner.close()
-    for mate in mates:
-        mate.end()
+    for worker in forked:
+        worker.end()
     return 0
 
 
-def _accept(sockets: socket.socket, switchboard: Switchboard, arrivals: Arrivals) -> None:
+def _accept(sockets: socket.socket, switchboard: Switchboard, arrivals: PipeConnections) -> None:
     """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
     while True:
         try:
@@ -150,14 +157,14 @@ class EngineRunner:
         self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
         self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
 
-    def ready(self, load_s: float) -> protocol.Ready:
+    def ready(self, load_s: float) -> protocol.EngineReady:
         """Describe the engine, with the speed of its device measured now."""
         import vllm
 
         model, device = self._engine.model_config, device_kind()
         tflops, memory_gbps = self._measure(device, model.dtype)
         cache = self._engine.vllm_config.cache_config
-        return protocol.Ready(
+        return protocol.EngineReady(
             pid=os.getpid(),
             engine=f"vllm{'-cpu' if device == 'cpu' else ''} {vllm.__version__}",
             device=device,
@@ -224,11 +231,11 @@ class EngineRunner:
                     # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
                     self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
-            case protocol.FirstToken():
+            case protocol.SetFirstToken():
                 self._begin_with(message)
             case protocol.Cancel(request=request):
                 self._abort([request])
-            case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+            case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._wait_no_longer(message.transfer)
                 # With the next step, so that it does not overtake what has been submitted; without one, directly. A
@@ -285,7 +292,7 @@ class EngineRunner:
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
         self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
 
-    def _begin_with(self, told: protocol.FirstToken) -> None:
+    def _begin_with(self, told: protocol.SetFirstToken) -> None:
         """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
         the answer begins with one of our own."""
         live = self._live.get(told.request)
@@ -363,7 +370,7 @@ def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
     """What the connector is to know of a request."""
     if not submit.send and not submit.receive:
         return None
-    opening = Opening(
+    opening = OpenTransfer(
         transfer=(submit.send or submit.receive)[0].ticket.transfer,
         tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
         told_first=submit.told_first,
@@ -437,7 +444,7 @@ def _joined(config: protocol.EngineConfig) -> dict[str, Any]:
 def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
     """Fields of `EngineArgs` for this model on this device, without those that join the engine with others. Sets what
     vLLM reads from the environment, and how its process groups are made."""
-    choices = choose(
+    choices = choose_setup(
         device_kind(),
         dtype=config.dtype,
         kv_cache_mib=config.kv_cache_mib,

@@ -20,7 +20,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.engine.protocol import Rank, Slice
+from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.requests.gateway import FIGURES_GRACE_S, NO_ENGINE_GRACE_S, SHORT_BYTES, Connections, Gateway
 from p2pserve.node.requests.request import tokenize
@@ -47,10 +47,10 @@ TICKET = TransferTicket(transfer=b"t" * 16, link=b"l" * 16, codec="raw", deadlin
 PART = messages.Part(
     piece=messages.Piece(
         source_peer="p",
-        source=Rank(),
+        source=WorkerRank(),
         target_peer="d",
-        target=Rank(),
-        slice=Slice(first_layer=0, last_layer=4, first_head=0, last_head=2),
+        target=WorkerRank(),
+        slice=KvSlice(first_layer=0, last_layer=4, first_head=0, last_head=2),
     ),
     ticket=TICKET,
 )

@@ -59,15 +59,15 @@ class ScriptedEngine:
     """Keeps what it is asked for."""
 
     running = True
-    ready: protocol.Ready | None = None
+    ready: protocol.EngineReady | None = None
 
     def __init__(self) -> None:
-        self.asked: list[protocol.Message] = []
+        self.asked: list[protocol.EngineMessage] = []
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.EngineMessage) -> None:
         self.asked.append(message)
 
-    def take(self) -> list[protocol.Message]:
+    def take(self) -> list[protocol.EngineMessage]:
         asked, self.asked = self.asked, []
         return asked
 
@@ -393,7 +393,7 @@ def test_a_stage_answers_for_its_own_layers_only() -> None:
             await world.boxes[P1].hand_offs.open_outlets(
                 P0, Role.WORKER, messages.StageOutlets(tokens=1, parts=(parts[1], parts[3]))
             )
-        wrong = messages.LinkOpen(service=SERVICE, source=protocol.Rank(), target=protocol.Rank(stage=1))
+        wrong = messages.LinkOpen(service=SERVICE, source=protocol.WorkerRank(), target=protocol.WorkerRank(stage=1))
         with pytest.raises(RemoteError, match="no worker"):
             await world.boxes[D0].hand_offs.open_link(P0, Role.WORKER, wrong)
 

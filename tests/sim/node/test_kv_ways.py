@@ -58,12 +58,12 @@ async def elapse(seconds: float) -> None:
         await trio.sleep_forever()
 
 
-WHOLE = protocol.Slice(first_layer=0, last_layer=MODEL.layers, first_head=0, last_head=MODEL.kv_heads)
-RANK = protocol.Rank()
+WHOLE = protocol.KvSlice(first_layer=0, last_layer=MODEL.layers, first_head=0, last_head=MODEL.kv_heads)
+RANK = protocol.WorkerRank()
 
 
 def part_of(
-    peer: PeerId, ticket: TransferTicket, piece: protocol.Slice = WHOLE, target: protocol.Rank = RANK
+    peer: PeerId, ticket: TransferTicket, piece: protocol.KvSlice = WHOLE, target: protocol.WorkerRank = RANK
 ) -> messages.Part:
     """What one worker here sends to one worker of another node."""
     found = messages.Piece(source_peer=S, source=RANK, target_peer=peer, target=target, slice=piece)
@@ -462,12 +462,12 @@ def test_a_ticket_of_a_link_that_its_node_does_not_know_is_refused() -> None:
 def test_each_two_workers_have_a_link_of_their_own_and_a_part_of_the_bytes() -> None:
     async def main() -> None:
         async with open_world() as world:
-            half = protocol.Slice(first_layer=0, last_layer=MODEL.layers // 2, first_head=0, last_head=1)
+            half = protocol.KvSlice(first_layer=0, last_layer=MODEL.layers // 2, first_head=0, last_head=1)
             whole = await world.outlet(tokens=100, codec="raw")
             expected = world.ways._ways[whole.link.link].job.bytes * len(half.layers) * len(half.heads)
             first, second = whole.link, issue_link(600.0, world.rng.randbytes)
             world.links[T] = second  # what the other worker's question is answered with
-            part = part_of(T, world.ticket(codec="raw"), half, protocol.Rank(tp=1))
+            part = part_of(T, world.ticket(codec="raw"), half, protocol.WorkerRank(tp=1))
             outlet = await world.ways.outlet(part, "tiny", 100)
             assert (outlet.link, outlet.slice, outlet.ticket) == (second, half, part.ticket)
             sent = world.ways._ways[second.link].job.bytes

@@ -50,9 +50,9 @@ def opening(of: tuple[Stage, ...], stage: int, *pipes: protocol.PipeEnd) -> mess
     return messages.StageOpen(service=SERVICE, stages=of, stage=stage, pipes=pipes, limits=limits)
 
 
-def ready(config: protocol.EngineConfig) -> protocol.Ready:
+def ready(config: protocol.EngineConfig) -> protocol.EngineReady:
     head = config.stage == 0
-    return protocol.Ready(
+    return protocol.EngineReady(
         pid=7,
         engine="scripted",
         device="cpu",
@@ -75,7 +75,7 @@ class Process:
 
     def __init__(self, config: protocol.EngineConfig) -> None:
         self.config = config
-        self.ready: protocol.Ready | None = None
+        self.ready: protocol.EngineReady | None = None
         self.gone = trio.Event()
         self.how = "ended"
 
@@ -177,7 +177,7 @@ class World:
             def engine_lost(self, how: str) -> None:
                 world.boxes[own].lost.append(how)
 
-            def on_engine_message(self, message: protocol.Message) -> None:
+            def on_engine_message(self, message: protocol.EngineMessage) -> None:
                 raise AssertionError
 
         return Told()

@@ -8,7 +8,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from p2pserve.sims.policies.pools import Pools, SharedPool, SplitPools
+from p2pserve.coordinator.routing import RoutingPolicy
+from p2pserve.sims.policies.pools import SharedPool, SplitPools
 from p2pserve.sims.records import Trace
 from p2pserve.sims.splitwise import machine
 from p2pserve.sims.splitwise.cluster import SplitwiseCluster
@@ -189,13 +190,13 @@ def trace_of(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequenc
     )
 
 
-def shared(machines: int, kv_tokens: float) -> Pools:
-    return SharedPool(machines)
+def shared(machines: int) -> RoutingPolicy:
+    return SharedPool()
 
 
-def split(machines: int, kv_tokens: float) -> Pools:
+def split(machines: int) -> RoutingPolicy:
     half = machines // 2
-    return SplitPools(range(half), range(half, machines), kv_tokens=kv_tokens, max_pending=4000)
+    return SplitPools(range(half), range(half, machines), max_pending=4000)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -215,7 +216,7 @@ def test_it_does_what_the_plain_one_does(
     prompt: int,
     output: int,
     kv_tokens: float,
-    pools: Callable[[int, float], Pools],
+    pools: Callable[[int], RoutingPolicy],
     seed: int,
 ) -> None:
     monkeypatch.setattr(machine, "MAX_REQUESTS", 12)  # as released it takes 512, which is long to simulate plainly
@@ -223,21 +224,24 @@ def test_it_does_what_the_plain_one_does(
     runs = []
     for kind in (Machine, PlainMachine):
         boxes = cast(list[Machine], [kind(Times(), kv_tokens) for _ in range(2)])
-        cluster = SplitwiseCluster(trace, boxes, pools(2, kv_tokens), kv_token_s=1e-5)
+        cluster = SplitwiseCluster(trace, boxes, pools(2), kv_tokens=kv_tokens, kv_token_s=1e-5)
         events = cluster.run()
         runs.append((events, cluster.ended_at, cluster.first_token, cluster.last_token))
     np.testing.assert_equal(runs[0], runs[1])
 
 
-def run_alone(trace: Trace, pools: Pools, machines: int, kv_tokens: float) -> SplitwiseCluster:
-    cluster = SplitwiseCluster(trace, [Machine(Times(), kv_tokens) for _ in range(machines)], pools, kv_token_s=1e-5)
+def run_alone(
+    trace: Trace, policy: RoutingPolicy, machines: int, kv_tokens: float, *, reserve_up_to: float = 1e9
+) -> SplitwiseCluster:
+    boxes = [Machine(Times(), kv_tokens) for _ in range(machines)]
+    cluster = SplitwiseCluster(trace, boxes, policy, kv_tokens=reserve_up_to, kv_token_s=1e-5)
     cluster.run()
     return cluster
 
 
 @pytest.mark.parametrize(("pools", "machines"), [(shared, 1), (split, 2)])
-def test_an_output_of_one_token_is_done_with_its_prompt(pools: Callable[[int, float], Pools], machines: int) -> None:
-    cluster = run_alone(trace_of([0.5, 0.6], [100, 50], [1, 3]), pools(machines, 1e6), machines, 1e6)
+def test_an_output_of_one_token_is_done_with_its_prompt(pools: Callable[[int], RoutingPolicy], machines: int) -> None:
+    cluster = run_alone(trace_of([0.5, 0.6], [100, 50], [1, 3]), pools(machines), machines, 1e6)
     assert cluster.last_token[0] == cluster.first_token[0] == 0.5 + Times().iteration_s(100, 0)
     assert cluster.last_token[1] > cluster.first_token[1]
     assert all(box.machine.is_drained and "0 KV tokens" in repr(box.machine) for box in cluster.boxes)
@@ -246,7 +250,7 @@ def test_an_output_of_one_token_is_done_with_its_prompt(pools: Callable[[int, fl
 def test_a_cache_that_finds_no_memory_waits_a_second() -> None:
     # The first request decodes in nearly all of the memory until it is done; the second's cache does not fit beside it.
     # Neither does its prompt beside the first's, which waits until that has moved.
-    cluster = run_alone(trace_of([0.0, 0.0], [60, 60], [40, 2]), split(2, 1e9), 2, 105.0)
+    cluster = run_alone(trace_of([0.0, 0.0], [60, 60], [40, 2]), split(2), 2, 105.0)
     once = Times().iteration_s(60, 0)
     assert cluster.first_token == pytest.approx([once, once + 60 * 1e-5 + once])
     first, second = (last - first for first, last in zip(cluster.first_token, cluster.last_token, strict=True))
@@ -255,11 +259,11 @@ def test_a_cache_that_finds_no_memory_waits_a_second() -> None:
 
 def test_a_cluster_that_is_stuck_ends() -> None:
     # The cache of the first fits beside nothing: neither its own decoding nor another's cache.
-    cluster = run_alone(trace_of([0.0, 0.1], [60, 60], [50, 50]), split(2, 1e9), 2, 100.0)
+    cluster = run_alone(trace_of([0.0, 0.1], [60, 60], [50, 50]), split(2), 2, 100.0)
     assert not np.isnan(cluster.first_token).any()
     assert np.isnan(cluster.last_token).all()
 
 
 def test_a_prompt_that_no_machine_can_hold_blocks_those_behind_it() -> None:
-    cluster = run_alone(trace_of([0.0, 0.1], [500, 10], [5, 5]), shared(1, 0.0), 1, 100.0)
+    cluster = run_alone(trace_of([0.0, 0.1], [500, 10], [5, 5]), shared(1), 1, 100.0)
     assert np.isnan(cluster.first_token).all()

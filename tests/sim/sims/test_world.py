@@ -13,8 +13,9 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster, ClusterError
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
+from p2pserve.coordinator.routing import RoutingSettings
 from p2pserve.sims.engine.values import EngineSettings
-from p2pserve.sims.policies.dispatch import Dispatch
+from p2pserve.sims.policies import PLAN, RANDOM, ROUND_ROBIN
 from p2pserve.sims.records import Trace
 from p2pserve.sims.results.outcomes import SimResult, summarise
 from p2pserve.sims.results.report import write_requests
@@ -434,7 +435,7 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("two", 1), ("three", 2)):
         result = go(
             BUSY, trace, cluster_of("pqdem", bits_s=2e8), times=QUICK, kv_tokens=2000,
-            settings=SimSettings(dispatch=Dispatch.RANDOM, seed=seed), changes=[BoxLost(1.0, "m")],
+            settings=SimSettings(routing=RoutingSettings(policy=RANDOM), seed=seed), changes=[BoxLost(1.0, "m")],
         )  # fmt: skip
         write_requests(result.services[0], result, tmp_path / name)
         files.append((tmp_path / name).read_bytes())
@@ -448,18 +449,18 @@ def test_dispatch_by_queues_beats_dispatch_in_turn_and_at_random() -> None:
     trace = busy_trace(300)
     fast, slow = QUICK, LinearTimes(step=0.04, token=8e-5, pair=4e-8, request=4e-4, context=4e-7)
 
-    def mean_e2e(dispatch: Dispatch) -> float:
+    def mean_e2e(dispatch: str) -> float:
         result = simulate(
             cluster_of(["fast", "slow"]),
             [run_of(plan, trace)],
-            settings=SimSettings(dispatch=dispatch, engine=EngineSettings(max_sequences=16)),
+            settings=SimSettings(routing=RoutingSettings(policy=dispatch), engine=EngineSettings(max_sequences=16)),
             model_of=lambda cluster, service, replica: ReplicaModel(fast if replica.id == "fast" else slow, 20_000),
         )
         return float(result.services[0].outcomes.e2e_s.mean())
 
-    routed = mean_e2e(Dispatch.PLAN)
-    assert routed < 0.8 * mean_e2e(Dispatch.IN_TURN)
-    assert routed < 0.8 * mean_e2e(Dispatch.RANDOM)
+    routed = mean_e2e(PLAN)
+    assert routed < 0.8 * mean_e2e(ROUND_ROBIN)
+    assert routed < 0.8 * mean_e2e(RANDOM)
 
 
 def test_progress_tells_of_the_last_request() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.coordinator import Load, LoadError, NoRoute, Pairing, Phase, Plan, Replica, Route, Router, Stage, route
+from p2pserve.coordinator import Load, LoadError, NoRoute, Pairing, Phase, Plan, Replica, Route, Router, Stage
+from p2pserve.coordinator.routing import route_once
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 
@@ -23,7 +24,7 @@ def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float]) -> 
 
 
 def load(replica: str, requests: int = 0, unread: int = 0, free: int = 10_000) -> Load:
-    return Load(replica=replica, outstanding=requests, unread_tokens=unread, kv_free_tokens=free)
+    return Load(replica=replica, outstanding=requests, prefill_tokens=unread, kv_free_tokens=free)
 
 
 TWO_BY_TWO = plan_of(
@@ -65,13 +66,13 @@ ALONE = plan_of({"m": M}, {("m", "m"): 1.0})
     ],
 )
 def test_routes(plan: Plan, loads: list[Load], exclude: str, expected: tuple[str | None, str]) -> None:
-    found = route(plan, loads, prompt_tokens=100, exclude=frozenset(exclude.split()))
+    found = route_once(plan, loads, prompt_tokens=100, exclude=frozenset(exclude.split()))
     assert (found.prefill, found.decode) == expected
 
 
 def test_no_route_says_so_in_one_line() -> None:
     with pytest.raises(NoRoute) as caught:
-        route(ALONE, [], prompt_tokens=1, exclude=frozenset({"m", "x"}))
+        route_once(ALONE, [], prompt_tokens=1, exclude=frozenset({"m", "x"}))
     text = str(caught.value)
     assert text == "no box can take a request for llama: all 1 replicas of plan 2.5 are excluded (m, x)"
 
@@ -85,17 +86,17 @@ def test_a_replica_is_as_busy_as_it_reports_and_goes_with_its_first_lost_box() -
     short = Replica(id="c", phase=M, stages=(Stage(peer="c", tp=1, first_layer=0, last_layer=4),))
     pairings = tuple(Pairing(prefill=item, decode=item, weight=0.5) for item in ("ab", "c"))
     plan = Plan(epoch=1, version=1, service="s", replicas=(long, short), pairings=pairings, codec="raw", why=())
-    assert route(plan, [load("ab", 3), load("c", 2)], prompt_tokens=1).decode == "c"
-    assert route(plan, [load("ab", free=1), load("c", 2)], prompt_tokens=10).decode == "c"
+    assert route_once(plan, [load("ab", 3), load("c", 2)], prompt_tokens=1).decode == "c"
+    assert route_once(plan, [load("ab", free=1), load("c", 2)], prompt_tokens=10).decode == "c"
     other_stage = load("b", 5, free=0)  # it schedules nothing itself
-    assert route(plan, [load("ab"), other_stage, load("c", 2)], prompt_tokens=10).decode == "ab"
-    found = route(plan, [load("ab"), load("b"), load("c", 2)], prompt_tokens=1, exclude=frozenset("b"))
+    assert route_once(plan, [load("ab"), other_stage, load("c", 2)], prompt_tokens=10).decode == "ab"
+    found = route_once(plan, [load("ab"), load("b"), load("c", 2)], prompt_tokens=1, exclude=frozenset("b"))
     assert found == Route(prefill=None, decode="c")
 
 
 def test_a_pair_without_weight_is_not_used() -> None:
     plan = plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5, ("p1", "d2"): 0.0})
-    assert route(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(prefill=None, decode="d2")
+    assert route_once(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(prefill=None, decode="d2")
 
 
 @pytest.mark.parametrize("field", ["requests", "unread", "free"])
@@ -108,14 +109,14 @@ def test_a_load_counts_things(field: str) -> None:
 
 def test_a_prompt_has_a_length() -> None:
     with pytest.raises(ValueError, match="prompt_tokens"):
-        route(ALONE, [], prompt_tokens=-1)
+        route_once(ALONE, [], prompt_tokens=-1)
 
 
 def test_shares_follow_the_plan_when_nothing_finishes() -> None:
     running: Counter[str] = Counter({"p1": 0, "p2": 0, "d1": 0, "d2": 0})
     for _ in range(200):
         loads = [load(peer, count, count) for peer, count in running.items()]
-        found = route(TWO_BY_TWO, loads, prompt_tokens=1)
+        found = route_once(TWO_BY_TWO, loads, prompt_tokens=1)
         assert found.prefill is not None
         running.update([found.prefill, found.decode])
     assert running["p1"] == pytest.approx(120, abs=10)
@@ -126,17 +127,17 @@ def test_shares_follow_the_plan_when_nothing_finishes() -> None:
 def test_the_split_is_a_share_of_the_prompt_in_whole_tokens(tokens: int, share: float) -> None:
     plan = plan_of({"p": P, "d": D}, {("p", "d"): 1.0})
     pairing = Pairing(prefill="p", decode="d", weight=1.0, prefill_share=share)
-    found = route(msgspec.structs.replace(plan, pairings=(pairing,)), [], prompt_tokens=tokens)
+    found = route_once(msgspec.structs.replace(plan, pairings=(pairing,)), [], prompt_tokens=tokens)
     assert found.prefill == "p"
     assert 1 <= found.split <= tokens
     assert share * tokens <= found.split + 1e-6 * tokens
     assert found.split - 1 < share * tokens
-    assert route(plan, [], prompt_tokens=tokens).split == tokens  # all of it, unless the plan says otherwise
+    assert route_once(plan, [], prompt_tokens=tokens).split == tokens  # all of it, unless the plan says otherwise
 
 
 def test_a_replica_that_reads_the_whole_prompt_itself_splits_nothing() -> None:
-    assert route(ALONE, [], prompt_tokens=9).split == 0
-    assert route(TWO_BY_TWO, [], prompt_tokens=9, exclude=frozenset({"p1", "p2"})).split == 0
+    assert route_once(ALONE, [], prompt_tokens=9).split == 0
+    assert route_once(TWO_BY_TWO, [], prompt_tokens=9, exclude=frozenset({"p1", "p2"})).split == 0
 
 
 counts = st.integers(min_value=0, max_value=50)
@@ -150,14 +151,14 @@ plans = st.sampled_from([ALONE, TWO_BY_TWO, WITH_MIXED])
 @given(plans, reports, st.frozensets(peers), st.integers(0, 400))
 def test_excluded_boxes_are_never_used(plan: Plan, loads: list[Load], exclude: frozenset[str], tokens: int) -> None:
     try:
-        found = route(plan, loads, prompt_tokens=tokens, exclude=exclude)
+        found = route_once(plan, loads, prompt_tokens=tokens, exclude=exclude)
     except NoRoute:
         assert set(plan.peers) <= exclude
         return
     assert found.decode in set(plan.peers) - exclude
     assert found.prefill is None or found.prefill in set(plan.peers) - exclude
     assert found.prefill != found.decode
-    assert route(plan, loads[::-1], prompt_tokens=tokens, exclude=exclude) == found
+    assert route_once(plan, loads[::-1], prompt_tokens=tokens, exclude=exclude) == found
 
 
 def plainly(
@@ -168,9 +169,9 @@ def plainly(
     usable = {item.id: item for item in plan.replicas if exclude.isdisjoint(item.peers)}
     told = {load.replica: load for load in loads if load.replica in usable}
     busiest = max((load.outstanding for load in told.values()), default=0)
-    longest = max((load.unread_tokens for load in told.values()), default=0)
+    longest = max((load.prefill_tokens for load in told.values()), default=0)
     requests = {name: 1 + (told[name].outstanding if name in told else busiest) for name in usable}
-    unread = {name: tokens + (told[name].unread_tokens if name in told else longest) for name in usable}
+    unread = {name: tokens + (told[name].prefill_tokens if name in told else longest) for name in usable}
     unfit = {name: name in told and told[name].kv_free_tokens < tokens for name in usable}
     routes = {
         (pair.prefill, pair.decode): pair.weight
@@ -242,7 +243,7 @@ def test_a_note_changes_one_replica_alone() -> None:
     router = Router(TWO_BY_TWO)
     router.report([load("p1"), load("p2"), load("d1"), load("d2")])
     assert router.route(1).decode == "d1"
-    router.note("d1", 5, 0, 10_000)
+    router.loads.note("d1", 5, 0, 10_000)
     assert router.route(1) == Route(prefill="p1", decode="d2", split=1)
-    router.note("d2", 0, 0, 0)  # the prompt would have to wait there
+    router.loads.note("d2", 0, 0, 0)  # the prompt would have to wait there
     assert router.route(1).decode == "d1"

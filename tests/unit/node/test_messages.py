@@ -14,7 +14,7 @@ from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
 from p2pserve.kvtransport.probing.probe import BurstRequest
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node import messages
-from p2pserve.node.engine.protocol import BatchLimits, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
+from p2pserve.node.engine.protocol import BatchLimits, Inlet, KvSlice, Outlet, PipeEnd, Sampling, WorkerRank
 from p2pserve.node.view import NetworkView
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -33,8 +33,8 @@ TICKET = BurstTicket(b"b" * 16, b"k" * 32, 4, 1.0, 1 << 20, 0.01)
 FIGURES = LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=1.0)
 TABLE = messages.LinkTable(site="fra", box=BoxFigures(up_gbps=1.0, relay_budget_bytes=5), links={"p": FIGURES})
 STAGES = (Stage(peer="p", tp=1, first_layer=0, last_layer=3), Stage(peer="q", tp=1, first_layer=3, last_layer=4))
-RANK, SLICE = Rank(stage=1), Slice(first_layer=3, last_layer=4, first_head=0, last_head=2)
-PIECE = messages.Piece(source_peer="q", source=RANK, target_peer="d", target=Rank(tp=1), slice=SLICE)
+RANK, SLICE = WorkerRank(stage=1), KvSlice(first_layer=3, last_layer=4, first_head=0, last_head=2)
+PIECE = messages.Piece(source_peer="q", source=RANK, target_peer="d", target=WorkerRank(tp=1), slice=SLICE)
 PART = messages.Part(piece=PIECE, ticket=TRANSFER)
 OUTLET = Outlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK, paths=(), gbps=1.0, rtt_s=0.1)
 TRANSFERRED = messages.TransferFigures(
@@ -51,7 +51,7 @@ MESSAGES: list[messages.Message] = [
     TABLE,
     messages.LinkTable(),
     messages.LinkOpen(service="tiny"),
-    messages.LinkOpen(service="tiny", source=RANK, target=Rank(tp=3)),
+    messages.LinkOpen(service="tiny", source=RANK, target=WorkerRank(tp=3)),
     OPENING,
     messages.StageLoaded(),
     messages.StageInlets(transfer=TRANSFER.transfer, codec="raw", deadline_s=1.0, pieces=(PIECE,)),

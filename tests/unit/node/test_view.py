@@ -323,7 +323,7 @@ def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_rep
     def loads(own: dict[PeerId, Queue]) -> list[tuple[int, int]]:
         found = {load.replica: load for load in view.loads(own)}
         assert [found[p].kv_free_tokens for p in (A, B, C)] == [500, 900, 1000]
-        return [(found[p].outstanding, found[p].unread_tokens) for p in (A, B, C)]
+        return [(found[p].outstanding, found[p].prefill_tokens) for p in (A, B, C)]
 
     view.weigh_reports({A: Queue(2, 30), B: Queue(4, 80)})
     assert loads({A: Queue(2, 30), B: Queue(4, 80)}) == [(6, 70), (4, 80), (0, 0)]

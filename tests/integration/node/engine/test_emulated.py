@@ -186,7 +186,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         path = KvPath("127.0.0.1", listener.getsockname()[1], pace_bytes_s=bytes_s)
         link = issue_link(600.0, secrets.token_bytes)
-        whole = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=0, last_head=SHAPE.kv_heads)
+        whole = protocol.KvSlice(first_layer=0, last_layer=SHAPE.layers, first_head=0, last_head=SHAPE.kv_heads)
         ended, whole_prompts = threading.Semaphore(0), threading.Semaphore(0)
         arrivals = []
         for _ in range(6):
@@ -228,9 +228,9 @@ def test_workers_of_different_widths() -> None:
         for rank in range(4):
             (outlet,), (inlet,) = trial.hand_off(trial.join(narrow), "kv4", narrow.ready)
             transfer = transfer or outlet.ticket.transfer
-            part = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
+            part = protocol.KvSlice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
             ticket = msgspec.structs.replace(outlet.ticket, transfer=transfer)
-            source, target = protocol.Rank(tp=rank), protocol.Rank(tp=rank // 2)
+            source, target = protocol.WorkerRank(tp=rank), protocol.WorkerRank(tp=rank // 2)
             send.append(msgspec.structs.replace(outlet, rank=source, slice=part, ticket=ticket))
             receive.append(msgspec.structs.replace(inlet, rank=target, slice=part, ticket=ticket))
         prompt = prompt_of(400)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.kvtransport.wire.tickets import TransferTicket
-from p2pserve.node.engine.protocol import Rank, Slice
+from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.messages import Part, Piece
 from p2pserve.node.replica.place import Place, PlaceError, check_sends, pieces_between, place_in
 
@@ -33,8 +33,8 @@ def parts(pieces: tuple[Piece, ...], transfer: bytes = b"t" * 16) -> tuple[Part,
 
 def test_one_box_sends_everything_to_one_box() -> None:
     (piece,) = pieces_between(stages("p", 4), stages("d", 4), layers=4, kv_heads=2)
-    whole = Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)
-    assert piece == Piece(source_peer="p0", source=Rank(), target_peer="d0", target=Rank(), slice=whole)
+    whole = KvSlice(first_layer=0, last_layer=4, first_head=0, last_head=2)
+    assert piece == Piece(source_peer="p0", source=WorkerRank(), target_peer="d0", target=WorkerRank(), slice=whole)
 
 
 def test_stages_send_straight_to_the_stages_that_need_it() -> None:
@@ -101,10 +101,10 @@ def test_what_is_wanted_must_be_here() -> None:
     wrong = [
         (forged(good[0], target_peer="p1"), "another replica"),
         (forged(good[0], source_peer="p1"), "no worker"),
-        (forged(good[0], source=Rank(stage=2)), "no worker"),
-        (forged(good[0], source=Rank(tp=1)), "no worker"),
+        (forged(good[0], source=WorkerRank(stage=2)), "no worker"),
+        (forged(good[0], source=WorkerRank(tp=1)), "no worker"),
         (forged(good[0], slice=good[1].slice), "does not hold"),
-        (forged(good[0], slice=Slice(first_layer=0, last_layer=2, first_head=1, last_head=3)), "does not hold"),
+        (forged(good[0], slice=KvSlice(first_layer=0, last_layer=2, first_head=1, last_head=3)), "does not hold"),
     ]
     for bad, said in wrong:
         with pytest.raises(PlaceError, match=said):

@@ -33,7 +33,7 @@ LINK = issue_link(600.0, random.Random(99).randbytes)
 SERVICE = "tiny-1234"
 SAMPLING = protocol.Sampling(max_tokens=5)
 STATS = protocol.EngineStats(1, 0, 0.5, 100)
-READY = protocol.Ready(
+READY = protocol.EngineReady(
     pid=1,
     engine="scripted",
     device="cpu",
@@ -58,8 +58,8 @@ MODEL = ModelInfo(
     max_model_len=512,
     weights=WeightSizes(layers=(1000,) * 4, embeddings=500, head=500),
 )
-WHOLE = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)
-RANK = protocol.Rank()
+WHOLE = protocol.KvSlice(first_layer=0, last_layer=4, first_head=0, last_head=2)
+RANK = protocol.WorkerRank()
 PATHS = (DialPath("192.0.2.7", 4321, streams=2),)
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ class World:
         self.engine_messages.close()
         self.engine_sockets.close()
 
-    def asked(self) -> list[protocol.Message]:
+    def asked(self) -> list[protocol.EngineMessage]:
         """What the engine has been sent since the last call."""
         found = []
         while True:
@@ -654,7 +654,7 @@ def test_the_first_token_is_passed_on_by_its_gateway_only(world: World) -> None:
     world.worker.first_token(A, Role.WORKER, messages.FirstToken(request="unknown", token=5))
     assert world.asked() == []
     world.worker.first_token(A, Role.WORKER, body)
-    assert world.asked() == [protocol.FirstToken(request="decode:r", token=5)]
+    assert world.asked() == [protocol.SetFirstToken(request="decode:r", token=5)]
 
 
 def test_nobody_waits_for_a_first_token_without_kv_of_the_whole_prompt(world: World) -> None:
@@ -809,7 +809,7 @@ def test_a_lost_node_takes_its_links_along(world: World) -> None:
 
 def test_other_paths_and_what_links_do_pass_between_engine_and_ways(world: World) -> None:
     world.worker.set_paths(LINK.link, PATHS)
-    assert world.asked() == [protocol.SetPaths(link=LINK.link, paths=PATHS)]
+    assert world.asked() == [protocol.SetLinkPaths(link=LINK.link, paths=PATHS)]
     report = protocol.LinkReport(link=LINK.link, paths=(), transfers=1, waiting_bytes=5, blocked=False)
     world.worker.on_engine_message(report)
     assert world.ways.link_reports == [report]

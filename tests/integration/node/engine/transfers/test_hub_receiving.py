@@ -23,7 +23,7 @@ from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node.engine.protocol import CloseLink
 from p2pserve.node.engine.transfers.hub import GPU_STAGED_BYTES, TransferHub, transfer_memory
-from p2pserve.node.engine.transfers.incoming import LayerPiece
+from p2pserve.node.engine.transfers.incoming import LayerKv
 from p2pserve.node.engine.vllm.device import DeviceKind
 
 from .hubs import (
@@ -319,7 +319,7 @@ def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
     hub = make_hub(host_bytes=1 << 20, staged_bytes=limit)
     tickets = [ticket_of(seed) for seed in range(3)]
     incoming = [started(hub, inlet_of(ticket), tokens=tokens) for ticket in tickets]
-    arrived: dict[bytes, list[LayerPiece]] = {each.transfer: [] for each in incoming}
+    arrived: dict[bytes, list[LayerKv]] = {each.transfer: [] for each in incoming}
     with connected(hub) as sender:
         ends = [sender.open(ticket) for ticket in tickets]
         for end in ends:

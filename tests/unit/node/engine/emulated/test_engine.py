@@ -17,7 +17,7 @@ from p2pserve.node.box.emulation import emulated_hardware, emulated_model, parse
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, modelled
+from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, model_capacity
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan
 from p2pserve.node.models import BUNDLED, ModelError
@@ -31,7 +31,7 @@ EMULATION = protocol.Emulation(model=SHAPE, gpu=GPU, gpu_link_gbps=100.0, vocabu
 TIMES = replica_times(SHAPE, (StageHardware(GPU, 1, 8, 100.0),))
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
 TICKET = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="kv4", deadline_s=30.0)
-ALL = protocol.Slice(first_layer=0, last_layer=8, first_head=0, last_head=4)
+ALL = protocol.KvSlice(first_layer=0, last_layer=8, first_head=0, last_head=4)
 OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(DialPath("192.0.2.1", 1),), gbps=1.0, rtt_s=0.01)
 INLET = protocol.Inlet(slice=ALL, ticket=TICKET, link=LINK)
 
@@ -71,7 +71,7 @@ class FakeWays:
     arrivals: list[FakeArrivals] = field(default_factory=list)
     forgotten: list[bytes] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    orders: list[protocol.Message] = field(default_factory=list)
+    orders: list[protocol.EngineMessage] = field(default_factory=list)
 
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
         self.sends[outlets[0].ticket.transfer] = on_end
@@ -95,7 +95,7 @@ class FakeWays:
     def abort(self, transfer: bytes, reason: str) -> None:
         self.aborted.append(reason)
 
-    def carry_out(self, order: protocol.SetPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
+    def carry_out(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         self.orders.append(order)
 
 
@@ -105,7 +105,7 @@ class Bench:
     def __init__(self, **settings: object) -> None:
         self.now = 100.0
         self.ways = FakeWays()
-        self.said: list[protocol.Message] = []
+        self.said: list[protocol.EngineMessage] = []
         self.woken: list[KvEnded | KvSent] = []
         config = msgspec.structs.replace(protocol.EngineConfig(model="small", emulation=EMULATION), **settings)
         self.engine = EmulatedEngine(config, self.ways, tell=self.said.append, wake=self.woken.append)
@@ -328,7 +328,7 @@ def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
     """Whichever comes first; the last position of the prompt is not computed again."""
     bench = Bench()
     prompt, arrivals = told_first(bench)
-    told = protocol.FirstToken(request="r", token=77)
+    told = protocol.SetFirstToken(request="r", token=77)
     if first == "token":
         bench.engine.take(told, bench.now)
         assert bench.step() is None
@@ -356,7 +356,7 @@ def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
         bench.engine.take(protocol.AbortTransfer(transfer=TICKET.transfer, reason="it was lost"), bench.now)
         assert bench.ways.orders
     else:
-        bench.engine.take(protocol.FirstToken(request="r", token=900), bench.now)
+        bench.engine.take(protocol.SetFirstToken(request="r", token=900), bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
     assert bench.outputs()[0].tokens == (EmulatedAnswer(prompt, 900).next(),)
 
@@ -366,7 +366,7 @@ def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None
     prompt, arrivals = told_first(bench)
     arrive(arrivals, 37)
     assert bench.step() == pytest.approx(TIMES.prefill_s(568, chunk_pairs(32, 568)))
-    bench.engine.take(protocol.FirstToken(request="r", token=77), bench.now)
+    bench.engine.take(protocol.SetFirstToken(request="r", token=77), bench.now)
     bench.step()
     answer = EmulatedAnswer(prompt, 900)
     assert [output.tokens for output in bench.outputs()] == [(answer.next(),), (answer.next(),)]
@@ -454,7 +454,7 @@ def test_it_says_that_it_is_emulated_and_what_it_holds() -> None:
     assert (ready.tflops, ready.memory_gbps, ready.vocabulary) == (GPU.tflops, GPU.memory_gbps, 900)
     big = msgspec.structs.replace(EMULATION, model=msgspec.structs.replace(SHAPE, layers=2000))
     with pytest.raises(EmulationError, match="no room for KV"):
-        modelled(big, tp=1, kv_cache_mib=None)
+        model_capacity(big, tp=1, kv_cache_mib=None)
 
 
 HARDWARE = Hardware(cores=2, memory_gib=8.0, processor="x")

@@ -14,12 +14,12 @@ from p2pserve.kvtransport.link.sending import SendProgress
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers, PromptSender
+from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedSend, EmulatedTransfers
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 64
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
 TICKET = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="raw", deadline_s=30.0)
-ALL = protocol.Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
+ALL = protocol.KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(), gbps=1.0, rtt_s=0.01)
 
 
@@ -82,7 +82,7 @@ class Bench:
         self.reports: list[protocol.TransferReport] = []
         self.reported = threading.Event()
         self.ends: list[FakeEnd] = []
-        self.sender = PromptSender(OUTLET, cast("Any", self), (LAYERS, HEAD_DIM), self._report)
+        self.sender = EmulatedSend(OUTLET, cast("Any", self), (LAYERS, HEAD_DIM), self._report)
         (self.end,) = self.ends
 
     def _report(self, report: protocol.TransferReport) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.routing.layerwise import SendDecision, SendMode
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
-from p2pserve.node.engine.protocol import Outlet, Slice
+from p2pserve.node.engine.protocol import KvSlice, Outlet
 from p2pserve.node.engine.transfers.pacing import PREFILLS_ENOUGH, Pacer, Pacing
 from p2pserve.node.engine.vllm.layout import Shard
 
@@ -31,7 +31,7 @@ def outlet_of(
     heads: int = 8,
 ) -> Outlet:
     paths = tuple(DialPath("192.0.2.1", 1, label=f"path{i}", streams=n) for i, n in enumerate(streams))
-    part = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=heads)
+    part = KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=heads)
     return Outlet(slice=part, ticket=TICKET, link=LINK, paths=paths, gbps=gbps, rtt_s=rtt_s, pacing=pacing)
 
 

@@ -22,7 +22,7 @@ LEARNED_FROM_TOKENS = 32  # steps with fewer prefill tokens say more about the d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PatienceSettings:
+class WaitLimitSettings:
     """How late KV may be.
 
     `window_s`: how far back the rate looks; longer rides out longer pauses of a link, and notices a stall later.
@@ -51,17 +51,17 @@ class _Wait:
 
 
 @final
-class Patience:
+class WaitLimits:
     """Of one engine, for all prompts whose KV it waits for. `now` is any clock that never goes back."""
 
-    def __init__(self, settings: PatienceSettings | None = None) -> None:
-        self.settings = PatienceSettings() if settings is None else settings
+    def __init__(self, settings: WaitLimitSettings | None = None) -> None:
+        self.settings = WaitLimitSettings() if settings is None else settings
         self._token_s: float | None = None
         self._waits: dict[str, _Wait] = {}
 
     def __repr__(self) -> str:
         rate = "not measured" if self._token_s is None else f"{1 / self._token_s:.0f} tokens/s"
-        return f"<Patience waiting={len(self._waits)} prefill {rate}>"
+        return f"<WaitLimits waiting={len(self._waits)} prefill {rate}>"
 
     @property
     def waiting(self) -> bool:

@@ -8,17 +8,17 @@ from typing import Any, Protocol, final
 
 from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
-from .pipes import Inflow, OnLost, PipelineError, StageLost
-from .vocabulary import CALLABLE, CODEC, Answer, Call, Failed
+from .pipes import OnLost, PipeInput, PipelineError, StageLost
+from .vocabulary import CALLABLE, CODEC, Call, CallFailed, CallResult
 
-__all__ = ["Servant", "Serving"]
+__all__ = ["CallServer", "CallTarget"]
 
 _log = logging.getLogger(__name__)
 
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 
 
-class Serving(Protocol):
+class CallTarget(Protocol):
     """What the calls are for, once it is loaded."""
 
     def merges(self) -> bool:
@@ -29,20 +29,20 @@ class Serving(Protocol):
 
 
 @final
-class Servant:
+class CallServer:
     """Serves on the thread that calls `serve`. `load` is given what the caller sends with its first call.
 
     `on_lost` is called when the caller is gone, by another thread if something is being carried out: it may never end.
     """
 
-    def __init__(self, control: Pipe, load: Callable[..., Serving], on_lost: OnLost = lambda error: None) -> None:
+    def __init__(self, control: Pipe, load: Callable[..., CallTarget], on_lost: OnLost = lambda error: None) -> None:
         self._control = control
         self._load = load
-        self._calls = Inflow(control, "the head", on_lost)
-        self._serving: Serving | None = None
+        self._calls = PipeInput(control, "the head", on_lost)
+        self._serving: CallTarget | None = None
 
     def __repr__(self) -> str:
-        return f"<Servant {'loaded' if self._serving else 'empty'} {self._calls}>"
+        return f"<CallServer {'loaded' if self._serving else 'empty'} {self._calls}>"
 
     def serve(self) -> None:
         """Until the head is lost or a call fails. Raises StageLost for the first, PipelineError for the second."""
@@ -50,13 +50,13 @@ class Servant:
             call = self._calls.get()
             try:
                 result = self._carry_out(call)
-                self._control.send(CODEC.encode(Answer(call.number, result)))
+                self._control.send(CODEC.encode(CallResult(call.number, result)))
             except TransferError as error:
                 raise StageLost(f"the head is lost: {error}") from error
             except Exception as error:
                 reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
                 _log.exception("a call of the head failed")
-                self._control.send(CODEC.encode(Failed(reason)))
+                self._control.send(CODEC.encode(CallFailed(reason)))
                 raise PipelineError(reason) from error
 
     def _carry_out(self, call: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The workers that share the layers of one stage, as one worker: the first in this process, the others, its mates, in
+"""The workers that share the layers of one stage, as one worker: the first in this process, the others in
 processes of their own on the same box.
 
-    head --control pipe--> first worker ==control pipe, in this box==> mate ...
-    stage before --data pipe--> first worker --torch.distributed--> mates
+    head --control pipe--> first worker ==control pipe, in this box==> second worker ...
+    stage before --data pipe--> first worker --torch.distributed--> second worker ...
 
 They are forked before this process has any thread, and end with it.
 """
@@ -31,13 +31,13 @@ from ..kv.connector import settings_of
 from ..scratch import own_temporary_folder
 from .pipes import OnLost
 from .remote import Answers, RemoteWorker, tell
-from .vocabulary import Joining
+from .vocabulary import JoinStage
 from .worker import make_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["BATCH_S", "Crew", "Mate", "fork_mates"]
+__all__ = ["BATCH_S", "ForkedWorker", "StageWorkers", "fork_workers"]
 
 BATCH_S = 300.0
 """How long a worker that is alive may take for a batch. Loading and compiling are bounded by its liveness alone."""
@@ -47,7 +47,7 @@ _LEASE_S = 600.0
 
 @final
 @dataclass(slots=True)
-class Mate:
+class ForkedWorker:
     """A forked worker, number `rank` of its stage, and the connection to it before the handshake."""
 
     rank: int
@@ -69,42 +69,42 @@ class Mate:
             os.waitpid(pid, 0)
 
 
-def fork_mates(
+def fork_workers(
     count: int, become: Callable[[int, socket.socket, LinkTicket], NoReturn], inherited: Iterable[socket.socket]
-) -> tuple[Mate, ...]:
+) -> tuple[ForkedWorker, ...]:
     """Fork the workers from 1 to `count`, which `become` what they are and never return. They close what is
     `inherited`. To be called while this process has one thread."""
-    mates: list[Mate] = []
+    forked: list[ForkedWorker] = []
     for rank in range(1, count + 1):
         ours, theirs = socket.socketpair()
         ticket = issue_link(_LEASE_S, secrets.token_bytes)
         pid = os.fork()
         if pid == 0:
-            for other in (ours, *inherited, *(mate.line for mate in mates)):
+            for other in (ours, *inherited, *(worker.line for worker in forked)):
                 other.close()
             become(rank, theirs, ticket)
         theirs.close()
-        mates.append(Mate(rank, ours, ticket, pid))
-    return tuple(mates)
+        forked.append(ForkedWorker(rank, ours, ticket, pid))
+    return tuple(forked)
 
 
 @final
-class Crew:
+class StageWorkers:
     """All calls come from one thread. `worker` is there once it is loaded."""
 
-    def __init__(self, mates: Sequence[RemoteWorker] = ()) -> None:
-        self.mates = tuple(mates)
+    def __init__(self, remotes: Sequence[RemoteWorker] = ()) -> None:
+        self.remotes = tuple(remotes)
         self.worker: Any = None
-        self._aggregator = KVOutputAggregator(1 + len(self.mates))
+        self._aggregator = KVOutputAggregator(1 + len(self.remotes))
 
     def __repr__(self) -> str:
-        return f"<Crew of {1 + len(self.mates)}, {'loaded' if self.worker else 'empty'}>"
+        return f"<StageWorkers of {1 + len(self.remotes)}, {'loaded' if self.worker else 'empty'}>"
 
     def load(self, config: VllmConfig) -> None:
         """Make all workers, which meet while they load. Raises StageLost."""
         with own_temporary_folder():
             meeting = get_file_store_init_method()
-            joining = tell(self.mates, "load", Joining(meeting, settings_of(config).switchboard))
+            joining = tell(self.remotes, "load", JoinStage(meeting, settings_of(config).switchboard))
             self.join(config, meeting)
             _wait(joining, None)
 
@@ -118,7 +118,7 @@ class Crew:
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the stage as a whole returns. Raises StageLost."""
-        told = tell(self.mates, method, *args, **kwargs)
+        told = tell(self.remotes, method, *args, **kwargs)
         mine = run_method(self.worker, method, args, kwargs)
         if isinstance(mine, AsyncModelRunnerOutput):
             mine = mine.get_output()
@@ -134,11 +134,11 @@ class Crew:
 
     def close(self) -> None:
         """The end of all of them."""
-        for mate in self.mates:
-            mate.close("the engine has stopped")
+        for remote in self.remotes:
+            remote.close("the engine has stopped")
         if self.worker is not None:
             self.worker.shutdown()
 
 
 def _wait(told: Answers, timeout: float | None) -> list[Any]:
-    return [mate.wait(answer, timeout) for mate, answer in told]
+    return [remote.wait(answer, timeout) for remote, answer in told]

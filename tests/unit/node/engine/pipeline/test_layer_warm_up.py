@@ -10,8 +10,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
-from p2pserve.node.engine.pipeline import exercise
-from p2pserve.node.engine.pipeline.exercise import EVERY_S, Exercise, small_products
+from p2pserve.node.engine.pipeline import warm_up
+from p2pserve.node.engine.pipeline.warm_up import LAYER_EVERY_S, LayerWarmUp, small_products
 
 
 @pytest.fixture(autouse=True)
@@ -31,28 +31,28 @@ def linear(inputs: int, outputs: int) -> LinearBase:
 def test_parts_take_turns_one_at_a_time() -> None:
     now = 100.0
     done: list[str] = []
-    exercising = Exercise([lambda: done.append("first"), lambda: done.append("second")], lambda: now)
-    exercising.perhaps()
-    exercising.perhaps()  # no time has passed
+    warming = LayerWarmUp([lambda: done.append("first"), lambda: done.append("second")], lambda: now)
+    warming.run_if_due()
+    warming.run_if_due()  # no time has passed
     assert done == ["first"]
-    for pause in (EVERY_S / 2, EVERY_S, 10_000.0):
+    for pause in (LAYER_EVERY_S / 2, LAYER_EVERY_S, 10_000.0):
         now += pause
-        exercising.perhaps()
+        warming.run_if_due()
     assert done == ["first", "second", "first"]
 
 
 def test_there_may_be_nothing_to_do() -> None:
-    Exercise([]).perhaps()
+    LayerWarmUp([]).run_if_due()
 
 
 def test_products_are_those_of_small_matrices_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exercise, "MOST_BYTES", 8 * 6 * 4)
+    monkeypatch.setattr(warm_up, "MAX_WEIGHT_BYTES", 8 * 6 * 4)
     small, large = linear(8, 6), linear(8, 7)
     model = torch.nn.Sequential(small, torch.nn.Linear(4, 4), torch.nn.Sequential(large))
     (product,) = small_products(model)
     computed: list[torch.Tensor] = []
     small.register_forward_hook(lambda layer, given, found: computed.append(found[0]))
-    Exercise([product]).perhaps()
+    LayerWarmUp([product]).run_if_due()
     (found,) = computed
     assert torch.equal(found, torch.zeros(1, 6))
 

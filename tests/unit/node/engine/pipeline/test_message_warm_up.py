@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2pserve.node.engine.pipeline import rehearsal
-from p2pserve.node.engine.pipeline.rehearsal import EVERY_S, MOST_BYTES, Rehearsal
-from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Answer
+from p2pserve.node.engine.pipeline import warm_up
+from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, CallResult
+from p2pserve.node.engine.pipeline.warm_up import MAX_MESSAGE_BYTES, MESSAGE_EVERY_S, MessageWarmUp
 
 
 class Counting:
@@ -28,48 +28,48 @@ class Counting:
 
 
 class Stage:
-    """One rehearsal and its time."""
+    """One warm_up and its time."""
 
     def __init__(self, codec: Counting) -> None:
         self.now = 100.0
         self.codec = codec
-        self.rehearsal = Rehearsal(lambda: self.now)
+        self.warm_up = MessageWarmUp(lambda: self.now)
 
     def remember(self, value: object) -> None:
-        self.rehearsal.remember([memoryview(buffer) for buffer in CODEC.encode(value)])
+        self.warm_up.remember([memoryview(buffer) for buffer in CODEC.encode(value)])
 
-    def perhaps(self) -> list[Any]:
+    def run_if_due(self) -> list[Any]:
         """What has gone to and fro."""
         self.codec.decoded.clear()
-        self.rehearsal.perhaps()
+        self.warm_up.run_if_due()
         return self.codec.decoded
 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     codec = Counting()
-    monkeypatch.setattr(rehearsal, "CODEC", codec)
+    monkeypatch.setattr(warm_up, "CODEC", codec)
     made = Stage(codec)
     yield made
-    made.rehearsal.close()
+    made.warm_up.close()
 
 
 def test_the_last_message_goes_to_and_fro_now_and_then(stage: Stage) -> None:
-    assert stage.perhaps() == []  # nothing has come yet
-    stage.remember(Answer(1, "first"))
-    assert stage.perhaps() == [Answer(1, "first")] * 2
-    stage.remember(Answer(2, "second"))
-    stage.now += EVERY_S / 2
-    assert stage.perhaps() == []
-    stage.now += EVERY_S
-    assert stage.perhaps() == [Answer(2, "second")] * 2
+    assert stage.run_if_due() == []  # nothing has come yet
+    stage.remember(CallResult(1, "first"))
+    assert stage.run_if_due() == [CallResult(1, "first")] * 2
+    stage.remember(CallResult(2, "second"))
+    stage.now += MESSAGE_EVERY_S / 2
+    assert stage.run_if_due() == []
+    stage.now += MESSAGE_EVERY_S
+    assert stage.run_if_due() == [CallResult(2, "second")] * 2
 
 
 def test_a_pause_of_hours_does_not_matter(stage: Stage) -> None:
-    stage.remember(Answer(1, None))
+    stage.remember(CallResult(1, None))
     for _ in range(3):
         stage.now += 10_000
-        assert len(stage.perhaps()) == 2
+        assert len(stage.run_if_due()) == 2
 
 
 def activations(size: int) -> Activations:
@@ -77,15 +77,17 @@ def activations(size: int) -> Activations:
 
 
 @pytest.mark.parametrize(
-    ("message", "expected"), [(activations(MOST_BYTES // 2), 2), (activations(MOST_BYTES), 0)], ids=["small", "large"]
+    ("message", "expected"),
+    [(activations(MAX_MESSAGE_BYTES // 2), 2), (activations(MAX_MESSAGE_BYTES), 0)],
+    ids=["small", "large"],
 )
-def test_what_is_large_is_not_rehearsed(stage: Stage, message: Activations, expected: int) -> None:
-    stage.remember(Answer(1, None))
+def test_a_large_message_is_not_repeated(stage: Stage, message: Activations, expected: int) -> None:
+    stage.remember(CallResult(1, None))
     stage.remember(message)
-    assert len(stage.perhaps()) == expected
+    assert len(stage.run_if_due()) == expected
 
 
 def test_after_the_end_nothing_is(stage: Stage) -> None:
-    stage.remember(Answer(1, None))
-    stage.rehearsal.close()
-    assert stage.perhaps() == []
+    stage.remember(CallResult(1, None))
+    stage.warm_up.close()
+    assert stage.run_if_due() == []

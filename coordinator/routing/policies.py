@@ -1,0 +1,13 @@
+"""The policies that gateways can be set to, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .interface import PolicyFactory
+from .plan_and_queues import PlanAndQueues
+
+__all__ = ["NETWORK_POLICIES"]
+
+NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues}

@@ -1,0 +1,66 @@
+"""A gateway's router: the loads that it has heard of, and the policy that chooses by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, final
+
+import numpy as np
+
+from ..plan import Plan
+from .interface import Load, PolicyError, PolicyFactory, ReplicaLoads, RequestFacts, Route, RoutingSettings
+from .policies import NETWORK_POLICIES
+
+__all__ = ["Router", "route_once"]
+
+DEFAULT_SETTINGS: Final = RoutingSettings()
+
+
+@final
+class Router:
+    """Made once for a plan, and asked for every request. `loads` is what it has heard of the plan's
+    replicas.
+
+    `policies`: those that `settings.policy` may name. `rng`: for policies that draw lots; without
+    one, they draw the same lots for each router. Raises PolicyError for a policy that is not known.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: RoutingSettings = DEFAULT_SETTINGS,
+        *,
+        policies: Mapping[str, PolicyFactory] = NETWORK_POLICIES,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        make_policy = policies.get(settings.policy)
+        if make_policy is None:
+            raise PolicyError(f"routing.policy is {settings.policy!r}, none of {', '.join(policies)}")
+        self.plan = plan
+        self._policy = make_policy(plan, settings)
+        self.loads = ReplicaLoads(replica.id for replica in plan.replicas)
+        self._rng = rng if rng is not None else np.random.default_rng(0)
+
+    def report(self, loads: Iterable[Load]) -> None:
+        """Take in the latest report of every replica, in place of all earlier ones; one that is not
+        in the plan is nobody's business here."""
+        self.loads.forget()
+        for load in loads:
+            if load.replica in self.loads.index:
+                self.loads.note(load.replica, load.outstanding, load.prefill_tokens, load.kv_free_tokens)
+
+    def route(self, prompt_tokens: int, exclude: frozenset[str] = frozenset(), *, now: float = 0.0) -> Route:
+        """The policy's choice for a request of so many tokens to prefill, without the boxes and
+        replicas in `exclude`. Raises NoRoute where none is left."""
+        if prompt_tokens < 0:
+            raise ValueError(f"prompt_tokens is {prompt_tokens}; it must not be negative")
+        return self._policy.choose(RequestFacts(prompt_tokens, exclude), self.loads, now=now, rng=self._rng)
+
+
+def route_once(
+    plan: Plan, loads: Iterable[Load], *, prompt_tokens: int, exclude: frozenset[str] = frozenset()
+) -> Route:
+    """One question to a new router that has heard `loads`."""
+    router = Router(plan)
+    router.report(loads)
+    return router.route(prompt_tokens, exclude)

@@ -1,0 +1,82 @@
+"""Policies that do not look at loads, for comparison: by the shares of the plan alone (ThunderServe
+section 3.3) and, as in its figure 12, without them: at random and in turn. All keep to phases and
+to boxes that are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import final
+
+import numpy as np
+
+from ...coordinator.plan import Plan
+from ...coordinator.routing import NoRoute, ReplicaLoads, RequestFacts, Route, RoutingPolicy, RoutingSettings
+
+__all__ = ["PlanShares", "RandomReplicas", "RoundRobin"]
+
+
+class _LoadBlind(RoutingPolicy):
+    """What they share: the replicas that can take a side of a request."""
+
+    def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
+        self._plan = plan
+
+    def _candidates(self, excluded: frozenset[str]) -> tuple[list[str], list[str]]:
+        """Ids of the replicas that may prefill, and of those that may decode. Raises NoRoute."""
+        usable = [item for item in self._plan.replicas if excluded.isdisjoint((item.id, *item.peers))]
+        prefill, decode = [item.id for item in usable if item.prefills], [item.id for item in usable if item.decodes]
+        if not decode:
+            raise NoRoute(f"no box can take a request for {self._plan.service}: no replica is left that decodes")
+        return prefill or decode, decode
+
+
+@final
+class RandomReplicas(_LoadBlind):
+    """Each side by lot; a mixed replica that prefills also decodes."""
+
+    def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
+        """See `RoutingPolicy`."""
+        prefill, decode = self._candidates(request.excluded)
+        first = prefill[int(rng.integers(len(prefill)))]
+        then = first if first in decode else decode[int(rng.integers(len(decode)))]
+        return Route.between(first, then, request.prompt_tokens)
+
+
+@final
+class RoundRobin(_LoadBlind):
+    """Each side in turn; a mixed replica that prefills also decodes."""
+
+    def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
+        super().__init__(plan, settings)
+        self._prefilled: Counter[str] = Counter()
+        self._decoded: Counter[str] = Counter()
+
+    def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
+        """See `RoutingPolicy`."""
+        prefill, decode = self._candidates(request.excluded)
+        first = min(prefill, key=self._prefilled.__getitem__)
+        then = first if first in decode else min(decode, key=self._decoded.__getitem__)
+        self._prefilled[first] += 1
+        self._decoded[then] += 1
+        return Route.between(first, then, request.prompt_tokens)
+
+
+@final
+class PlanShares(_LoadBlind):
+    """The pair of replicas that is furthest behind the share of requests that the plan gives it."""
+
+    def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
+        super().__init__(plan, settings)
+        self._sent = {pair: 0 for pair in plan.pairings if pair.weight > 0.0}
+
+    def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
+        """See `RoutingPolicy`; where no pair of the plan is left, the first replica of each
+        side."""
+        prefill, decode = self._candidates(request.excluded)
+        pairs = [pair for pair in self._sent if pair.prefill in prefill and pair.decode in decode]
+        if not pairs:
+            return Route.between(prefill[0], decode[0], request.prompt_tokens)
+        chosen = min(pairs, key=lambda pair: (self._sent[pair] + 1) / pair.weight)
+        self._sent[chosen] += 1
+        return Route.between(chosen.prefill, chosen.decode, request.prompt_tokens)
