@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import final
 
 import numpy as np
 
@@ -12,18 +11,14 @@ from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.routing import Route, Router
-from .engine.engine import Engine
-from .engine.sequence import Sequence
-from .engine.values import SimEngineError
-from .events import Scheduled
-from .kv_transfers import KVTransfer, TransferLinks, links_between
+from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
-from .results.outcomes import ReplicaOutcome, ServiceLog
+from .results.outcomes import ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
+from .serving import SimReplica
 
-__all__ = ["NEVER", "Assignment", "Deployment", "SimReplica", "SimRequest", "Split", "check_plans"]
+__all__ = ["Deployment", "check_plans"]
 
-NEVER: Final = -1.0
 
 @final
 class Deployment:
@@ -35,7 +30,6 @@ class Deployment:
         self.trace = run.trace
         self.plan = run.plan
         self.hosts: dict[str, SimReplica] = {}
-        self.backlog: deque[SimRequest] = deque()  # nobody can take them now
         self.log = ServiceLog(run)
         self.token_bytes = run.service.model.kv_bytes_per_token * run.service.kv_bits / 16.0
         self._cluster = cluster
@@ -49,13 +43,17 @@ class Deployment:
         self._ways: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
-    def route(self, tokens: int, now: float) -> Route:
-        """By the loads as they are now. Raises NoRoute."""
+    def route(self, tokens: int, now: float, blamed: Mapping[str, int]) -> Route:
+        """By the loads as they are now, without the replicas that had the numbers `blamed`. Raises NoRoute."""
         loads = self._router.loads
         for name, host in self._changed.items():
             loads.note(name, host.outstanding, host.unread, host.engine.free_tokens)
         self._changed.clear()
-        return self._router.route(tokens, self._excluded, now=now)
+        excluded = self._excluded
+        if blamed:
+            failed = frozenset(blamed.values())
+            excluded |= {name for name, host in self.hosts.items() if host.number in failed}
+        return self._router.route(tokens, excluded, now=now)
 
     def changed(self, host: SimReplica) -> None:
         """The load of this replica is another than before."""

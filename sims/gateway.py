@@ -6,7 +6,7 @@ token, what is computed again when a box is lost, and where. Nobody answers late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import final
 
@@ -17,11 +17,12 @@ from ..coordinator.requests import (
     OpenDecode,
     OpenPrefill,
     Ready,
+    RequestMachine,
     RequestSettings,
 )
 from ..coordinator.routing import NoRoute
 from .deployment import Deployment
-from .engine.sequence import Sequence
+from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind
 from .kv_transfers import KVTransfer, KVTransfers
 from .results.outcomes import TransferRecord
@@ -33,12 +34,12 @@ __all__ = ["SimGateway"]
 
 @final
 class SimGateway:
-    """Of one service. `on_load` is called for each replica whose load has changed, `on_end` for each request that has
+    """Of all services. `on_load` is called for each replica whose load has changed, `on_end` for each request that has
     ended; `transfers` takes a record of every KV transfer."""
 
     def __init__(
         self,
-        deployment: Deployment,
+        deployments: Sequence[Deployment],
         kv_transfers: KVTransfers,
         settings: SimSettings,
         *,
@@ -46,7 +47,7 @@ class SimGateway:
         on_end: Callable[[float], None],
         transfers: list[TransferRecord] | None,
     ) -> None:
-        self._deployment = deployment
+        self._deployments = deployments
         self._kv_transfers = kv_transfers
         self._settings = RequestSettings(first_token_at_prefill=not settings.decode_writes_first)
         self._on_load = on_load
@@ -54,13 +55,15 @@ class SimGateway:
         self._transfers = transfers
         self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
         self._keys = count()
-        self._waiting: list[SimRequest] = []  # nobody can take them now
+        self._waiting: list[list[SimRequest]] = [[] for _ in deployments]  # nobody can take them now
 
-    def arrived(self, row: int, prompt: int, output: int, now: float) -> None:
-        """A request of the trace."""
-        service = self._deployment.service.name
-        request = SimRequest(row, prompt, output, service=service, now=now, settings=self._settings)
-        self._carry_out(request, request.machine.start(now), now)
+    def arrived(self, request: SimRequest, now: float) -> None:
+        """A request of a trace."""
+        name = self._deployments[request.service].service.name
+        request.machine = machine = RequestMachine(
+            request, service=name, prompt_tokens=request.prompt, now=now, settings=self._settings
+        )
+        self._carry_out(request, machine.start(now), now)
 
     def on_signals(self, replica: SimReplica, signals: Iterable[EngineSignal], now: float) -> None:
         """What the engine of a replica has to tell."""
@@ -90,7 +93,7 @@ class SimGateway:
             return  # one side was lost while the last bits were under way
         (prefill, sequence, _), decode, request = assignment.split, assignment.decode, assignment.request
         assignment.split = None
-        self._deployment.log.kv_s[request.row] = now - transfer.read_at
+        self._deployments[request.service].log.kv_s[request.row] = now - transfer.read_at
         if self._transfers is not None:
             self._transfers.append(
                 TransferRecord(request.row, prefill.number, decode.number, transfer.begun_at, now, sequence.known)
@@ -133,26 +136,126 @@ class SimGateway:
             if name is not None:
                 self._carry_out(request, request.machine.peer_lost(name, replica.number, now), now)
 
-    def retry(self, now: float) -> None:
-        """There may be a route for those that wait."""
-        waiting, self._waiting = self._waiting, []
+    def retry(self, service: int, now: float) -> None:
+        """There may be a route for those of a service that wait."""
+        waiting, self._waiting[service] = self._waiting[service], []
         for request in waiting:
             self._carry_out(request, request.machine.network_changed(now), now)
 
     # ---- actions --------------------------------------------------------------------------------------------
 
     def _carry_out(self, request: SimRequest, ready: Ready, now: float) -> None:
-        for action in ready.actions:
-            # Nobody is shown anything, the decode side knows of the first token beforehand, and broken links have told
-            # engines of what is not to be done any more. The others, most frequent first:
-            kind = type(action)
-            if kind is FindRoute:
-                self._find_route(request, action, now)
-            elif kind is OpenDecode:
-                self._open_decode(request, action, now)
-            elif kind is EndRequest:
-                self._end(request, action, now)
-            elif kind is OpenPrefill:
-                self._open_prefill(request, action, now)
-            elif kind is CancelTransfer:
-                self._cancel_transfer(request, now)
+        for action in ready:
+            match action:
+                case FindRoute():
+                    self._find_route(request, action, now)
+                case OpenDecode():
+                    self._open_decode(request, action, now)
+                case OpenPrefill():
+                    self._open_prefill(request, action, now)
+                case CancelTransfer():
+                    self._compute_at_decode(request, now)
+                case EndRequest():
+                    self._end(request, action, now)
+                case _:
+                    # Nobody looks at tokens, the decode side knows beforehand that the first one comes from elsewhere,
+                    # and whose work is cancelled has been lost, or has seen its link break.
+                    pass
+
+    def _find_route(self, request: SimRequest, wanted: FindRoute, now: float) -> None:
+        try:
+            route = self._deployments[request.service].route(wanted.tokens, now, wanted.blamed)
+        except NoRoute as error:
+            self._waiting[request.service].append(request)
+            ready = request.machine.not_routed(str(error), now, is_hopeful=True)
+        else:
+            ready = request.machine.routed(route, now)
+        self._carry_out(request, ready, now)
+
+    def _open_decode(self, request: SimRequest, opening: OpenDecode, now: float) -> None:
+        decode = self._deployments[request.service].hosts[opening.decode]
+        assignment = request.assignment = Assignment(request, opening, decode, next(self._keys))
+        if decode.lost:  # nobody answers, and nobody knows why yet
+            decode.stranded.append(assignment)
+        elif not decode.engine.fits(assignment.sequence):
+            self._deployments[request.service].log.refused += 1
+            ready = request.machine.refused(opening.attempt, "it is longer than the KV memory", now)
+            self._carry_out(request, ready, now)
+        else:
+            self._assigned[assignment.sequence.key] = assignment
+            if not assignment.sequence.incoming:
+                assignment.begin(now)
+                self._on_load(decode)
+            if opening.prefill is not None:
+                receives = assignment.sequence.incoming > 0
+                self._carry_out(request, request.machine.decode_opened(opening.attempt, now, receives=receives), now)
+
+    def _open_prefill(self, request: SimRequest, opening: OpenPrefill, now: float) -> None:
+        """Both sides begin at once: the decode side, which has been asked before, takes it up here as well."""
+        deployment, assignment = self._deployments[request.service], request.assignment
+        assert assignment is not None
+        prefill, decode, key = deployment.hosts[opening.prefill], assignment.decode, assignment.sequence.key
+        sequence = EngineSequence(key, opening.split, 0, hands_over=True)
+        if prefill.lost:
+            prefill.stranded.append(assignment)
+        elif not prefill.engine.fits(sequence):
+            ready = request.machine.open_failed(
+                opening.attempt, opening.prefill, "it is longer than the KV memory", prefill.number, now
+            )
+            self._carry_out(request, ready, now)
+            return
+        else:
+            links = deployment.ways(prefill.replica, decode.replica)
+            transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
+            assignment.split, assignment.prefill_number = Split(prefill, sequence, transfer), prefill.number
+            prefill.outstanding += 1
+            prefill.unread += sequence.known
+            prefill.engine.submit(sequence, now)
+            self._on_load(prefill)
+        assignment.begin(now)
+        self._on_load(decode)
+        if assignment.split is not None:
+            assignment.split.transfer.room = decode.engine.expects(assignment.sequence)
+
+    def _compute_at_decode(self, request: SimRequest, now: float) -> None:
+        assignment = request.assignment
+        assert assignment is not None
+        if not assignment.decode.lost:
+            assignment.prefill_number = assignment.decode.number
+            assignment.go_without_kv(now)
+            self._on_load(assignment.decode)
+
+    # ---- what engines say -----------------------------------------------------------------------------------
+
+    def _prefilled(
+        self, replica: SimReplica, assignment: Assignment | None, sequence: EngineSequence, now: float
+    ) -> None:
+        replica.outstanding -= 1
+        replica.unread -= sequence.known
+        if assignment is None or assignment.split is None:
+            replica.engine.release(sequence, now)
+            return
+        request, opening = assignment.request, assignment.opening
+        if opening.first_token:
+            first = range(assignment.start, assignment.start + 1)
+            self._carry_out(request, request.machine.first_token(opening.attempt, first, None, now), now)
+        self._kv_transfers.all_read(assignment.split.transfer, now)
+
+    def _done(self, assignment: Assignment, now: float) -> None:
+        request = assignment.request
+        assignment.ended()
+        del self._assigned[assignment.sequence.key]
+        log = self._deployments[request.service].log
+        log.decode[request.row] = assignment.decode.number
+        log.prefill[request.row] = assignment.prefill_number
+        attempt, first_at = assignment.opening.attempt, assignment.first_at
+        ready = request.machine.decoded(attempt, assignment.tokens, "length", now, first_at=first_at)
+        self._carry_out(request, ready, now)
+
+    def _end(self, request: SimRequest, end: EndRequest, now: float) -> None:
+        log, row, record = self._deployments[request.service].log, request.row, end.record
+        if record is not None:
+            log.replays[row] = len(record.recovered)
+            if end.finish != "error":
+                log.ttft_s[row], log.e2e_s[row] = record.ttft_s, record.e2e_s
+        self._on_end(now)

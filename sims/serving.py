@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from math import inf
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple, final
 
 from ..coordinator.plan import Replica
-from ..coordinator.requests import OpenDecode, RequestMachine, RequestSettings, Tokens
+from ..coordinator.requests import OpenDecode, RequestMachine, Tokens
 from .engine.engine import Engine
 from .engine.sequence import Sequence
 from .engine.values import SimEngineError
@@ -18,7 +17,6 @@ from .results.outcomes import ReplicaOutcome
 __all__ = ["NEVER", "Assignment", "SimReplica", "SimRequest", "Split"]
 
 NEVER: Final = -1.0
-
 Woke = Callable[["SimReplica", float], list[Scheduled]]
 """What happens when a replica wants to go on, and what follows from it."""
 
@@ -75,17 +73,17 @@ class SimReplica:
 class SimRequest:
     """A request of a trace, from its arrival to its end: the `Answer` of its machine, with counts for tokens."""
 
-    __slots__ = ("count", "finish", "left", "machine", "prompt", "row")
+    __slots__ = ("assignment", "count", "finish", "left", "machine", "prompt", "row", "service")
 
-    def __init__(
-        self, row: int, prompt: int, output: int, *, service: str, now: float, settings: RequestSettings
-    ) -> None:
+    def __init__(self, service: int, row: int, prompt: int, output: int) -> None:
+        self.service = service
         self.row = row
         self.prompt = prompt
         self.count = 0
         self.left = output
         self.finish: str | None = None
-        self.machine = RequestMachine(self, service=service, prompt_tokens=prompt, now=now, settings=settings)
+        self.machine: RequestMachine
+        self.assignment: Assignment | None = None  # of the latest attempt
 
     def take(self, tokens: Tokens, finish: str | None) -> None:
         """There are more tokens. Nobody looks at them."""
@@ -131,10 +129,16 @@ class Assignment:
         self.unread = self.sequence.known - self.sequence.incoming
 
     @property
+    def awaits_first_token(self) -> bool:
+        """Whether the prefill side has yet to sample it."""
+        return self.opening.first_token and self.request.count == self.start
+
+    @property
     def tokens(self) -> range:
         """Those of the answer that this attempt has."""
         request = self.request
-        return range(self.start, request.count + request.left - self.sequence.left)
+        end = request.count + request.left - self.sequence.left
+        return range(self.start, end - self.awaits_first_token)
 
     def begin(self, now: float) -> None:
         """The decode side has it to do now."""
@@ -145,8 +149,8 @@ class Assignment:
 
     def go_without_kv(self, now: float) -> None:
         """The decode side computes all of the prompt."""
-        sequence, request = self.sequence, self.request
-        if self.opening.first_token and request.count == self.start:  # nor has the first token come
+        sequence = self.sequence
+        if self.awaits_first_token:  # nor will that come
             sequence.known -= 1
             sequence.left += 1
             sequence.fresh = not self.start

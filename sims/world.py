@@ -12,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from math import inf
 from typing import Final, final
 
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.routing import NoRoute
-from .deployment import NEVER, Assignment, Deployment, SimReplica, SimRequest, Split, check_plans
+from .deployment import Deployment, check_plans
 from .engine.engine import Engine
-from .engine.sequence import Sequence as Work
-from .engine.values import EngineSettings, SignalKind, StepRecord
+from .engine.values import EngineSettings, StepRecord
 from .events import EventQueue, Scheduled
+from .gateway import SimGateway
 from .kv_transfers import KVTransfer, KVTransfers
 from .network import FluidNetwork, link_capacities
 from .results.outcomes import SimResult, StepLog, TransferRecord
@@ -40,6 +38,7 @@ from .scenario import (
     WorldError,
     roofline_model,
 )
+from .serving import NEVER, SimReplica, SimRequest
 
 __all__ = ["Progress", "simulate"]
 
@@ -91,7 +90,8 @@ class _TraceArrivals:
         while self.row < len(self.arrivals) and self.arrivals[self.row] <= now:
             row = self.row
             self.row = row + 1
-            self.world.dispatch(SimRequest(self.deployment.number, row, now, self.prompts[row], self.outputs[row]), now)
+            request = SimRequest(self.deployment.number, row, self.prompts[row], self.outputs[row])
+            self.world.gateway.arrived(request, now)
         follow = self.world.take_follow()
         if self.row < len(self.arrivals):
             follow.append(Scheduled(self.arrivals[self.row], self))
@@ -120,7 +120,7 @@ class _KvLanded:
     handover: KVTransfer
 
     def happen(self, now: float) -> Iterable[Scheduled]:
-        self.world.landed(self.handover, now)
+        self.world.gateway.landed(self.handover, now)
         return self.world.take_follow()
 
 
@@ -145,13 +145,19 @@ class _World:
         self._hosts: list[SimReplica] = []
         self._steps: list[StepLog] | None = [] if record else None
         self._transfers: list[TransferRecord] | None = [] if record else None
-        self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
-        self._keys = count()
         self._follow: list[Scheduled] = []
         self._ended = 0
         self._total = sum(len(run.trace) for run in runs)
         check_plans(cluster, [run.plan for run in runs])
         self._deployments = [Deployment(number, run, cluster, settings) for number, run in enumerate(runs)]
+        self.gateway = SimGateway(
+            self._deployments,
+            self._handovers,
+            settings,
+            on_load=self._touch,
+            on_end=self._count_end,
+            transfers=self._transfers,
+        )
 
     def prepare(self, changes: Sequence[Change]) -> None:
         """Start the engines, and put into the queue what comes from outside."""
@@ -207,100 +213,13 @@ class _World:
             transfers=tuple(self._transfers or ()),
         )
 
-    # Requests
-
-    def dispatch(self, request: SimRequest, now: float) -> None:
-        """Find a route for it and set it going; it waits where there is none."""
-        deployment = self._deployments[request.service]
-        known = request.prompt + request.written
-        try:
-            route = deployment.route(known, now)
-        except NoRoute:
-            deployment.backlog.append(request)
-            return
-        decode = deployment.hosts[route.decode]
-        prefill = deployment.hosts[route.prefill] if route.prefill is not None else None
-        if prefill is not None and request.output - request.written == 1 and self._prefill_writes(known, route.split):
-            decode, prefill = prefill, None  # the only token comes from there
-        for host in (decode, prefill):
-            if host is not None and host.lost:
-                host.stranded.append(request)
-                return
-        assignment = self._assign(request, decode, prefill, route.split)
-        if not all(host.engine.fits(work) for host, work in assignment.sides()):
-            deployment.log.refused += 1
-            self._count_end(now)
-            return
-        self._assigned[assignment.writer.key] = assignment
-        assignment.taken_up()
-        for host, work in assignment.sides():
-            host.engine.submit(work, now)
-            self._touch(host)
-        if assignment.split is not None:
-            assignment.split.handover.room = decode.engine.expects(assignment.writer)
-
-    def _prefill_writes(self, known: int, split: int) -> bool:
-        """Whether the next token comes from the prefill side."""
-        return split >= known and not self._settings.decode_writes_first
-
-    def _assign(self, request: SimRequest, decode: SimReplica, prefill: SimReplica | None, split: int) -> Assignment:
-        """Sequences for both sides, or for one that does it all."""
-        key = next(self._keys)
-        known, left = request.prompt + request.written, request.output - request.written
-        fresh = request.first_at is None
-        if prefill is None or known == 1:  # the writing side reads the last token in any case
-            return Assignment(request, decode, Work(key, known, left, fresh=fresh), None)
-        if self._prefill_writes(known, split):
-            writer = Work(key, known + 1, left - 1, fresh=False, incoming=known)
-        else:
-            writer = Work(key, known, left, fresh=fresh, incoming=min(split, known - 1))
-        deployment = self._deployments[request.service]
-        ways = deployment.ways(prefill.replica, decode.replica)
-        handover = KVTransfer(key, ways, deployment.token_bytes, deployment.service.model.layers)
-        reader = Work(key, split, 0, hands_over=True)
-        return Assignment(request, decode, writer, Split(prefill, reader, handover))
-
-    # Engines and links
-
     def engine_woke(self, host: SimReplica, now: float) -> list[Scheduled]:
         """A replica ends a step, and begins another."""
         signals = host.engine.advance(now)
-        for signal in signals:
-            assignment = self._assigned.get(signal.sequence.key)
-            if signal.kind is SignalKind.READ:
-                self._read(host, assignment, signal.sequence, now)
-            elif assignment is None:  # the request has another route now
-                continue
-            elif signal.kind is SignalKind.DONE:
-                self._done(assignment, now)
-            elif signal.kind is SignalKind.FIRST:
-                assignment.request.first_at = signal.at
-                assignment.read()
-            elif assignment.split is None:
-                continue
-            elif signal.kind is SignalKind.ROOM:
-                self._handovers.room_made(assignment.split.handover, now)
-            else:
-                self._handovers.reading(assignment.split.handover, signal.tokens, signal.at, now)
+        if signals:
+            self.gateway.on_signals(host, signals, now)
         self._touch(host)
         return self.take_follow()
-
-    def landed(self, handover: KVTransfer, now: float) -> None:
-        """All of a request's KV is where its answer will be written."""
-        assignment = self._assigned.get(handover.request)
-        if assignment is None or assignment.split is None:
-            return  # it was withdrawn on the last bit of the way
-        (prefill, reader, _), decode, request = assignment.split, assignment.decode, assignment.request
-        assignment.split = None
-        self._deployments[request.service].log.kv_s[request.row] = now - handover.read_at
-        if self._transfers is not None:
-            self._transfers.append(
-                TransferRecord(request.row, prefill.number, decode.number, handover.begun_at, now, reader.known)
-            )
-        prefill.engine.release(reader, now)
-        decode.engine.land(assignment.writer, now)
-        self._touch(prefill)
-        self._touch(decode)
 
     def _network_woke(self, now: float) -> None:
         if now != self._network_alarm:
@@ -310,30 +229,6 @@ class _World:
             handover = self._handovers.ended(flow)
             if handover is not None:
                 self._follow.append(Scheduled(now + handover.ways.rtt_s, _KvLanded(self, handover)))
-
-    def _read(self, host: SimReplica, assignment: Assignment | None, reader: Work, now: float) -> None:
-        host.outstanding -= 1
-        host.unread -= reader.known
-        if assignment is None or assignment.split is None:
-            host.engine.release(reader, now)
-            return
-        request = assignment.request
-        if self._prefill_writes(request.prompt + request.written, reader.known):
-            request.written += 1
-            if request.first_at is None:
-                request.first_at = now
-        self._handovers.all_read(assignment.split.handover, now)
-
-    def _done(self, assignment: Assignment, now: float) -> None:
-        decode, request = assignment.decode, assignment.request
-        assignment.let_go()
-        del self._assigned[assignment.writer.key]
-        log = self._deployments[request.service].log
-        log.ttft_s[request.row] = (now if request.first_at is None else request.first_at) - request.arrival
-        log.e2e_s[request.row] = now - request.arrival
-        log.decode[request.row] = decode.number
-        log.prefill[request.row] = assignment.prefill_number
-        self._count_end(now)
 
     def _count_end(self, now: float) -> None:
         self._ended += 1
@@ -386,51 +281,19 @@ class _World:
         for host in lost:
             host.lost = True
         for host in lost:
-            self._strand_all(host, now)
+            self.gateway.lost(host, now)
         self._missing |= {box}
         missing = self._missing
         noticed = _WorldEvent(self, lambda then: self._noticed(missing, lost, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
 
-    def _strand_all(self, host: SimReplica, now: float) -> None:
-        """Everything that a replica had is to be routed again."""
-        for work in host.engine.lose(now):
-            assignment = self._assigned.pop(work.key, None)
-            if assignment is not None:
-                self._withdraw(assignment, now)
-                host.stranded.append(assignment.request)
-
-    def _withdraw(self, assignment: Assignment, now: float) -> None:
-        """Take a request off its route; it keeps the tokens that its gateway has got."""
-        request, decode, writer = assignment.request, assignment.decode, assignment.writer
-        if assignment.split is None:
-            request.written = request.output - writer.left
-            if not request.written:
-                request.first_at = None  # announced for the end of a step that never ended
-            return
-        prefill, reader, handover = assignment.split
-        self._handovers.abandon(handover, now)
-        if not decode.lost:
-            decode.engine.withdraw(writer, now)
-            assignment.let_go()
-            self._touch(decode)
-        if not prefill.lost and handover.read:
-            prefill.engine.release(reader, now)
-            self._touch(prefill)
-
     def _noticed(self, missing: frozenset[str], hosts: Iterable[SimReplica], now: float) -> None:
         """The network has found out which boxes are missing: requests are replayed, and there may be new plans."""
         for deployment in self._deployments:
             deployment.boxes_missing(missing & self._missing)
-        self._replay(hosts, now)
-        self._ask_for_plans(now)
-
-    def _replay(self, hosts: Iterable[SimReplica], now: float) -> None:
         for host in hosts:
-            stranded, host.stranded = host.stranded, []
-            for request in stranded:
-                self._deployments[request.service].log.replays[request.row] += 1
-                self.dispatch(request, now)
+            self.gateway.noticed(host, now)
+        self._ask_for_plans(now)
 
     def _join(self, box: str, now: float) -> None:
         """A box is there, with its replicas' weights loaded as far as all their boxes are."""
@@ -441,7 +304,7 @@ class _World:
                     deployment.hosts[name] = self._start(deployment, host.replica)
                     deployment.changed(deployment.hosts[name])
             deployment.boxes_missing(self._missing)
-            self._try_backlog(deployment, now)
+            self.gateway.retry(deployment.number, now)
         self._ask_for_plans(now)
 
     def _ask_for_plans(self, now: float) -> None:
@@ -465,23 +328,18 @@ class _World:
         for host in stopped:
             if not host.lost:
                 host.lost = True
-                self._strand_all(host, now)
+                self.gateway.lost(host, now)
         ready = _WorldEvent(self, lambda then: self._ready(deployment, begun, then))
         self._follow.append(Scheduled(now + change.reload_s, ready))
-        self._replay(stopped, now)
-        self._try_backlog(deployment, now)
+        for host in stopped:
+            self.gateway.noticed(host, now)
+        self.gateway.retry(deployment.number, now)
 
     def _ready(self, deployment: Deployment, hosts: Iterable[SimReplica], now: float) -> None:
         for host in hosts:
             if deployment.hosts.get(host.replica.id) is host:
                 deployment.ready(host.replica.id)
-        self._try_backlog(deployment, now)
-
-    def _try_backlog(self, deployment: Deployment, now: float) -> None:
-        waiting = list(deployment.backlog)
-        deployment.backlog.clear()
-        for request in waiting:
-            self.dispatch(request, now)
+        self.gateway.retry(deployment.number, now)
 
 
 def _keep(steps: list[StepLog], replica: int, step: StepRecord) -> None:

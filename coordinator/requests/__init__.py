@@ -1,7 +1,7 @@
 """The life of one request at its gateway, as a machine without I/O; gateways and the simulator run the same one."""
 
 from .machine import RequestMachine
-from .placement import Placement, place
+from .placement import place
 from .values import (
     Action,
     Answer,
@@ -29,7 +29,6 @@ __all__ = [
     "OpenDecode",
     "OpenPrefill",
     "PassFirstToken",
-    "Placement",
     "Ready",
     "RequestMachine",
     "RequestRecord",

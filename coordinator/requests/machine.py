@@ -25,15 +25,15 @@ attempt that is over are not heard. `engine` in an event of failure says which o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from math import inf
+from types import MappingProxyType
 from typing import Final, final
 
 from ..routing import Route
-from .placement import Placement, place
+from .placement import place
 from .values import (
-    Action,
     Answer,
     CancelTransfer,
     CancelWork,
@@ -51,6 +51,7 @@ from .values import (
 __all__ = ["RequestMachine"]
 
 _DEFAULTS: Final = RequestSettings()
+_NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class _State(Enum):
@@ -64,26 +65,26 @@ class _State(Enum):
 class _Attempt:
     """One try at a request, on one route."""
 
-    __slots__ = ("decoding", "number", "place", "prefill_over", "prefilling", "shown", "tokens", "without_kv")
+    __slots__ = ("decoding", "opening", "prefill_over", "prefilling", "shown", "tokens", "without_kv")
 
-    def __init__(self, number: int, where: Placement, tokens: int) -> None:
-        self.number = number
-        self.place = where
+    def __init__(self, opening: OpenDecode, tokens: int) -> None:
+        self.opening = opening
         self.tokens = tokens  # that the decode replica was given
         self.prefilling = False  # the prefill replica may be at work
         self.decoding = False  # the decode replica has told of tokens
         self.shown: Tokens = ()  # the first token, told by the prefill replica before that
-        self.prefill_over = where.prefill is None  # nothing is expected of it any more
-        self.without_kv = where.prefill is None  # the decode replica computes all of the prompt
+        self.prefill_over = opening.prefill is None  # nothing is expected of it any more
+        self.without_kv = self.prefill_over  # the decode replica computes all of the prompt
 
 
 @final
 class RequestMachine:
-    """See the module. Each method but the properties is one event, and returns what is to be done."""
+    """See the module. Each public method is one event and returns what is to be done; `wake` is to be called at
+    `wake_at`, unless another event has changed that."""
 
     __slots__ = (
         "_answer", "_arrived", "_attempt", "_attempts", "_blamed", "_cached", "_deadline", "_failures", "_first_at",
-        "_give_up_at", "_last_at", "_place", "_prompt", "_recovered", "_service", "_settings", "_state", "_wake_at",
+        "_give_up_at", "_last_at", "_opening", "_prompt", "_recovered", "_service", "_settings", "_state", "wake_at",
     )  # fmt: skip
 
     def __init__(
@@ -105,11 +106,12 @@ class RequestMachine:
         self._state = _State.ROUTING
         self._attempt: _Attempt | None = None
         self._attempts = 0
-        self._place: Placement | None = None  # of the latest attempt
-        self._wake_at = deadline
+        self._opening: OpenDecode | None = None  # of the latest attempt
+        self.wake_at = deadline
+        """When it wants to be woken, in seconds; infinite: never. Any event may change that."""
         self._give_up_at = inf  # while there is no route
-        self._blamed: dict[str, int] = {}
-        self._recovered: list[str] = []
+        self._blamed: Mapping[str, int] = _NOBODY
+        self._recovered: tuple[str, ...] = ()
         self._failures = 0  # of engines that were to decode it, since one has added to the answer
         self._first_at: float | None = None
         self._last_at = now
@@ -130,12 +132,12 @@ class RequestMachine:
         """Whether a prefill replica other than the decode replica may be at work."""
         return self._attempt is not None and self._attempt.prefilling
 
-    def work(self) -> Iterator[tuple[str, int]]:
+    def list_work(self) -> Iterator[tuple[str, int]]:
         """The replicas at work on it, as far as is known, each with the tokens of the prompt that it has yet to compute."""
         attempt = self._attempt
         if attempt is None:
             return
-        where = attempt.place
+        where = attempt.opening
         if where.prefill is not None and not attempt.prefill_over:
             yield where.prefill, 0 if attempt.shown else where.split
         own = attempt.tokens if attempt.without_kv else attempt.tokens - where.split
@@ -147,45 +149,45 @@ class RequestMachine:
         """It has come."""
         if self._answer.finish is not None:  # the answer was complete elsewhere, but for its end
             return self._end(self._answer.finish, "", now)
-        return Ready(self._look_for_route(now), self._wake_at)
+        return self._look_for_route(now)
 
     def routed(self, route: Route, now: float) -> Ready:
         """This is the route that was asked for."""
         if self._state is not _State.ROUTING:
-            return self._nothing
+            return ()
         answer, settings = self._answer, self._settings
         tokens = self._prompt + answer.count
-        where = place(route, tokens, answer.left, first_token_at_prefill=settings.first_token_at_prefill)
         self._attempts += 1
-        self._place = where
-        self._attempt = _Attempt(self._attempts, where, tokens)
-        self._state, self._wake_at = _State.SERVING, self._deadline
-        opening = OpenDecode(self._attempts, where.decode, where.prefill, where.split, where.first_token)
-        return Ready((opening,), self._wake_at)
+        opening = place(
+            route, self._attempts, tokens, answer.left, first_token_at_prefill=settings.first_token_at_prefill
+        )
+        self._opening, self._attempt = opening, _Attempt(opening, tokens)
+        self._state, self.wake_at = _State.SERVING, self._deadline
+        return (opening,)
 
     def not_routed(self, reason: str, now: float, *, is_hopeful: bool) -> Ready:
         """There is no route now; `is_hopeful`: an engine is being started, so that waiting makes sense."""
         if self._state is not _State.ROUTING:
-            return self._nothing
+            return ()
         settings = self._settings
         if is_hopeful:
             self._give_up_at = now + settings.no_engine_grace_s
         elif now >= self._give_up_at:
             reasons = f" ({'; '.join(self._recovered)})" if self._recovered else ""
             return self._end("error", f"no engine is left for {self._service}{reasons}: {reason}", now)
-        self._wake_at = min(self._deadline, self._give_up_at, now + settings.route_retry_s)
-        return self._nothing
+        self.wake_at = min(self._deadline, self._give_up_at, now + settings.route_retry_s)
+        return ()
 
     def network_changed(self, now: float) -> Ready:
         """There may be a route where there was none."""
         if self._state is not _State.ROUTING:
-            return self._nothing
-        return Ready((self._wanted(),), self._wake_at)
+            return ()
+        return (self._wanted(),)
 
     def wake(self, now: float) -> Ready:
         """It is `wake_at`, or later."""
-        if now < self._wake_at:
-            return self._nothing
+        if now < self.wake_at:
+            return ()
         if self._state is _State.CLOSING:
             return self._end(self._answer.finish, "", now)
         if now >= self._deadline and self._state is not _State.OVER:
@@ -199,44 +201,44 @@ class RequestMachine:
     def decode_opened(self, attempt: int, now: float, *, receives: bool) -> Ready:
         """The decode replica has accepted; `receives`: it is ready for the KV that it was to receive."""
         current = self._current(attempt)
-        if current is None or current.place.prefill is None or current.without_kv:
-            return self._nothing
-        where = current.place
+        if current is None or current.opening.prefill is None or current.without_kv:
+            return ()
+        where = current.opening
         assert where.prefill is not None
         if not receives:
             current.prefill_over = current.without_kv = True
-            return self._nothing
+            return ()
         # From now on it may be at work, whether or not its answer gets here.
         current.prefilling = True
-        opening = OpenPrefill(current.number, where.prefill, where.split, where.first_token)
-        return Ready((opening,), self._wake_at)
+        opening = OpenPrefill(current.opening.attempt, where.prefill, where.split, where.first_token)
+        return (opening,)
 
     def open_failed(self, attempt: int, replica: str, why: str, engine: int, now: float) -> Ready:
         """A replica has refused the attempt, or has not answered; it may be at work all the same."""
         current = self._current(attempt)
         if current is None:
-            return self._nothing
-        if replica == current.place.decode:
+            return ()
+        if replica == current.opening.decode:
             self._blame(replica, engine, f"decode node {_short(replica)}: {why}")
             return self._try_again(now)
         if not current.prefilling:
-            return self._nothing
-        forget = CancelWork(current.number, replica)
-        return Ready((forget, self._go_without_kv(current, why, engine)), self._wake_at)
+            return ()
+        forget = CancelWork(current.opening.attempt, replica)
+        return (forget, self._go_without_kv(current, why, engine))
 
     def first_token(self, attempt: int, tokens: Tokens, finish: str | None, now: float) -> Ready:
         """The prefill replica has sampled the first token of what is left of the answer."""
         current = self._current(attempt)
-        if current is None or not current.place.first_token or current.shown or not tokens:
-            return self._nothing
+        if current is None or not current.opening.first_token or current.shown or not tokens:
+            return ()
         if current.decoding or not current.prefilling:
-            return self._nothing  # the decode replica does without this prefill, and has begun or is about to
+            return ()  # the decode replica does without this prefill, and has begun or is about to
         current.shown = tokens[:1]
         actions = self._show(current.shown, finish, now, now)
         if self._answer.finish is not None:
             return self._finish(actions, now, is_decode_over=False, wait=False)
-        passed = PassFirstToken(current.number, current.place.decode, current.shown[0])
-        return Ready((*actions, passed), self._wake_at)
+        passed = PassFirstToken(current.opening.attempt, current.opening.decode, current.shown[0])
+        return (*actions, passed)
 
     def decoded(
         self,
@@ -251,16 +253,14 @@ class RequestMachine:
         """The decode replica has more tokens, of which the first was there at `first_at` (None: now)."""
         current = self._current(attempt)
         if current is None or finish == "deadline":
-            return self._nothing  # the request's own deadline is the same moment, and says it better
+            return ()  # the request's own deadline is the same moment, and says it better
         if tokens and not current.decoding:
             current.decoding = True
             shown = len(current.shown)
             if shown and tokens[:shown] != current.shown:
-                prefill = current.place.prefill or current.place.decode
-                self._recovered.append(
-                    f"decode node {_short(current.place.decode)}: it began with another token than prefill node "
-                    f"{_short(prefill)}"
-                )
+                prefill = current.opening.prefill or current.opening.decode
+                began = f"decode node {_short(current.opening.decode)}: it began with another token than prefill node"
+                self._recovered = (*self._recovered, f"{began} {_short(prefill)}")
                 return self._try_again(now)
             tokens = tokens[shown:]
             if self._cached is None:
@@ -269,15 +269,15 @@ class RequestMachine:
             self._failures = 0
         actions = self._show(tokens, finish, now if first_at is None else first_at, now)
         if self._answer.finish is None:
-            return Ready(actions, self._wake_at)
+            return actions
         return self._finish(actions, now, is_decode_over=finish is not None, wait=True)
 
     def decode_failed(self, attempt: int, why: str, engine: int, now: float) -> Ready:
         """The decode replica cannot go on with it; another one may."""
         current = self._current(attempt)
         if current is None:
-            return self._nothing
-        decode = current.place.decode
+            return ()
+        decode = current.opening.decode
         self._blame(decode, engine, f"decode node {_short(decode)}: {why}")
         self._failures += 1
         if self._failures == self._settings.max_failures:
@@ -288,62 +288,58 @@ class RequestMachine:
     def refused(self, attempt: int, why: str, now: float) -> Ready:
         """The decode replica can never serve it: another one would say the same."""
         if self._current(attempt) is None:
-            return self._nothing
+            return ()
         return self._end("error", f"the engine refuses the request: {why}", now)
 
     def prefill_ended(self, attempt: int, failed: str, engine: int, now: float) -> Ready:
         """The decode replica has all KV that it was to get, or (`failed`) will not get it."""
         current = self._attempt
-        if current is None or current.number != attempt or not current.prefilling:
-            return self._nothing  # it was given up before it said so
+        if current is None or current.opening.attempt != attempt or not current.prefilling:
+            return ()  # it was given up before it said so
         if failed:
             cancelled = self._go_without_kv(current, failed, engine)
             if self._state is _State.SERVING:
-                return Ready((cancelled,), self._wake_at)
+                return (cancelled,)
         current.prefilling, current.prefill_over = False, True
-        return self._nothing if self._state is _State.SERVING else self._end(self._answer.finish, "", now)
+        return () if self._state is _State.SERVING else self._end(self._answer.finish, "", now)
 
     def peer_lost(self, replica: str, engine: int, now: float) -> Ready:
         """The connection to a replica's head is gone."""
         current = self._attempt
         if current is None or self._state is not _State.SERVING:
-            return self._nothing
-        if replica == current.place.decode:
+            return ()
+        if replica == current.opening.decode:
             self._blame(replica, engine, f"decode node {_short(replica)} was lost")
             return self._try_again(now)
-        if replica == current.place.prefill and current.prefilling:  # else its part was over
-            return Ready((self._go_without_kv(current, "it was lost", engine),), self._wake_at)
-        return self._nothing
+        if replica == current.opening.prefill and current.prefilling:  # else its part was over
+            return (self._go_without_kv(current, "it was lost", engine),)
+        return ()
 
     def stop(self, now: float) -> Ready:
         """The client is gone, or wants no more of it."""
         if self._state is _State.OVER:
-            return self._nothing
+            return ()
         return self._end(None, "", now)
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    @property
-    def _nothing(self) -> Ready:
-        return Ready((), self._wake_at)
-
     def _current(self, number: int) -> _Attempt | None:
         """The attempt under way, if that is its number."""
         attempt = self._attempt
-        if attempt is None or attempt.number != number or self._state is not _State.SERVING:
+        if attempt is None or attempt.opening.attempt != number or self._state is not _State.SERVING:
             return None
         return attempt
 
     def _wanted(self) -> FindRoute:
         return FindRoute(self._prompt + self._answer.count, self._blamed)
 
-    def _look_for_route(self, now: float) -> tuple[Action, ...]:
+    def _look_for_route(self, now: float) -> Ready:
         self._state = _State.ROUTING
         self._give_up_at = now + self._settings.no_engine_grace_s
-        self._wake_at = min(self._deadline, now + self._settings.route_retry_s)
+        self.wake_at = min(self._deadline, now + self._settings.route_retry_s)
         return (self._wanted(),)
 
-    def _show(self, tokens: Tokens, finish: str | None, first_at: float, now: float) -> tuple[Action, ...]:
+    def _show(self, tokens: Tokens, finish: str | None, first_at: float, now: float) -> Ready:
         """Add to the answer."""
         if tokens:
             self._last_at = now
@@ -353,70 +349,63 @@ class RequestMachine:
         return () if shown is None else (shown,)
 
     def _blame(self, replica: str, engine: int, what: str) -> None:
-        self._blamed[replica] = engine
-        self._recovered.append(what)
+        self._blamed = {**self._blamed, replica: engine}
+        self._recovered = (*self._recovered, what)
 
     def _go_without_kv(self, attempt: _Attempt, reason: str, engine: int) -> CancelTransfer:
         """The prefill replica has failed: let the decode replica compute what it did not get."""
-        prefill = attempt.place.prefill
+        prefill = attempt.opening.prefill
         assert prefill is not None
         attempt.prefilling, attempt.prefill_over, attempt.without_kv = False, True, True
         self._blame(prefill, engine, f"prefill node {_short(prefill)}: {reason}")
-        return CancelTransfer(attempt.number, attempt.place.decode, reason)
+        return CancelTransfer(attempt.opening.attempt, attempt.opening.decode, reason)
 
-    def _leave(self, *, is_decode_over: bool = False) -> list[Action]:
+    def _leave(self, *, is_decode_over: bool = False) -> Ready:
         """End the attempt, and whatever may still be at work on it."""
         attempt, self._attempt = self._attempt, None
-        actions: list[Action] = []
-        if attempt is not None:
-            where = attempt.place
-            if not is_decode_over:
-                actions.append(CancelWork(attempt.number, where.decode))
-            if attempt.prefilling and where.prefill is not None:
-                actions.append(CancelWork(attempt.number, where.prefill))
+        if attempt is None:
+            return ()
+        opening = attempt.opening
+        actions: Ready = () if is_decode_over else (CancelWork(opening.attempt, opening.decode),)
+        if attempt.prefilling and opening.prefill is not None:
+            actions = (*actions, CancelWork(opening.attempt, opening.prefill))
         return actions
 
     def _try_again(self, now: float) -> Ready:
         """On another route, from what the client has seen."""
         actions = self._leave()
-        return Ready((*actions, *self._look_for_route(now)), self._wake_at)
+        return (*actions, *self._look_for_route(now))
 
-    def _finish(self, actions: tuple[Action, ...], now: float, *, is_decode_over: bool, wait: bool) -> Ready:
+    def _finish(self, shown: Ready, now: float, *, is_decode_over: bool, wait: bool) -> Ready:
         """The answer is complete."""
         attempt = self._attempt
         assert attempt is not None
         if not (wait and attempt.prefilling):
-            ended = self._end(self._answer.finish, "", now, is_decode_over=is_decode_over)
-            return Ready((*actions, *ended.actions), ended.wake_at)
+            return shown + self._end(self._answer.finish, "", now, is_decode_over=is_decode_over)
         # The report of the KV transfer comes from another node, and may be on its way.
         self._state = _State.CLOSING
-        self._wake_at = min(self._deadline, now + self._settings.figures_grace_s)
-        if not is_decode_over:
-            actions = (*actions, CancelWork(attempt.number, attempt.place.decode))
-        return Ready(actions, self._wake_at)
+        self.wake_at = min(self._deadline, now + self._settings.figures_grace_s)
+        if is_decode_over:
+            return shown
+        return (*shown, CancelWork(attempt.opening.attempt, attempt.opening.decode))
 
     def _end(self, finish: str | None, error: str, now: float, *, is_decode_over: bool = False) -> Ready:
         # While it was closing, the decode replica had nothing to do any more, or has been told so.
         actions = self._leave(is_decode_over=is_decode_over or self._state is _State.CLOSING)
-        self._state, self._wake_at = _State.OVER, inf
-        return Ready((*actions, EndRequest(finish, error, self._record(now))), inf)
+        self._state, self.wake_at = _State.OVER, inf
+        return (*actions, EndRequest(finish, error, self._record(now)))
 
     def _record(self, now: float) -> RequestRecord | None:
-        where = self._place
-        if where is None:
+        opening = self._opening
+        if opening is None:
             return None
-        first = now if self._first_at is None else self._first_at
-        last = first if self._first_at is None else self._last_at
+        first, last = self._first_at, self._last_at
+        if first is None:
+            first = last = now
         return RequestRecord(
-            prefill=where.prefill,
-            decode=where.decode,
-            attempts=self._attempts,
-            recovered=tuple(self._recovered),
-            cached_tokens=self._cached or 0,
-            ttft_s=first - self._arrived,
-            tpot_s=(last - first) / max(1, self._answer.count - 1),
-            e2e_s=last - self._arrived,
-        )
+            opening.prefill, opening.decode, self._attempts, self._recovered, self._cached or 0, self._answer.count,
+            self._arrived, first, last,
+        )  # fmt: skip
 
 
 def _short(replica: str) -> str:

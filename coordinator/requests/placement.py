@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..routing import Route
+from .values import OpenDecode
 
-__all__ = ["Placement", "place"]
-
-
-class Placement(NamedTuple):
-    """One attempt's replicas. `prefill` computes the first `split` tokens of the prompt, `decode` the others; without
-    `prefill`, `decode` computes all of it. `first_token`: it is sampled by `prefill`, which has all of the prompt."""
-
-    decode: str
-    prefill: str | None = None
-    split: int = 0
-    first_token: bool = False
+__all__ = ["place"]
 
 
-def place(route: Route, tokens: int, left: int, *, first_token_at_prefill: bool) -> Placement:
+def place(route: Route, attempt: int, tokens: int, left: int, *, first_token_at_prefill: bool) -> OpenDecode:
     """Where a request goes that has `tokens` tokens so far, prompt and answer, and wants `left` more."""
-    if route.prefill is None:
-        return Placement(route.decode)
+    prefill = route.prefill
+    if prefill is None:
+        return OpenDecode(attempt, route.decode)
     whole = first_token_at_prefill and route.split >= tokens
     if whole and left == 1:
         # The prefill replica samples the only token: no KV has to move, and nobody else is needed.
-        return Placement(route.prefill)
-    return Placement(route.decode, route.prefill, route.split, whole)
+        return OpenDecode(attempt, prefill)
+    return OpenDecode(attempt, route.decode, prefill, route.split, whole)

@@ -82,14 +82,17 @@ class FindRoute(NamedTuple):
 
 
 class OpenDecode(NamedTuple):
-    """Ask a replica to serve the request to its end; answer with `decode_opened` or `open_failed`. It is to receive the
-    KV of the first `split` tokens, and the first token of the answer if `first_token`."""
+    """Ask a replica to serve the request to its end; answer with `decode_opened` or `open_failed`.
+
+    With `prefill` it is to receive the KV of the first `split` tokens from there, and the first token of the answer if
+    `first_token`; without, it computes all of the prompt.
+    """
 
     attempt: int
     decode: str
-    prefill: str | None
-    split: int
-    first_token: bool
+    prefill: str | None = None
+    split: int = 0
+    first_token: bool = False
 
 
 class OpenPrefill(NamedTuple):
@@ -133,17 +136,34 @@ class CancelWork(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """What a request was, at its end. `prefill` and `decode` are those of the last attempt; times are seconds from its
-    arrival at the gateway; `cached_tokens` are those that the first decode replica had in its cache."""
+    """What a request was, at its end. `prefill` and `decode` are those of the last attempt; `cached_tokens` are those
+    that the first decode replica had in its cache; of `tokens` of the answer, the first and the last one that this gateway
+    got came at `first_at` and `last_at`."""
 
     prefill: str | None
     decode: str
     attempts: int
     recovered: tuple[str, ...]
     cached_tokens: int
-    ttft_s: float
-    tpot_s: float
-    e2e_s: float
+    tokens: int
+    arrived: float
+    first_at: float
+    last_at: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from its arrival to the first token."""
+        return self.first_at - self.arrived
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds between two tokens."""
+        return (self.last_at - self.first_at) / max(1, self.tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        """Seconds from its arrival to the last token."""
+        return self.last_at - self.arrived
 
 
 class EndRequest(NamedTuple):
@@ -167,13 +187,6 @@ Action = (
 )  # fmt: skip
 
 
-class Ready(NamedTuple):
-    """What one step asks for.
-
-    Carry the actions out in this order: what the client has seen counts, so it is shown a token before a replica is told
-    of it, and a replica is told to forget an attempt before the next one begins. Then call `wake` at `wake_at` (seconds;
-    infinite: never), unless another step has come before, with another moment.
-    """
-
-    actions: tuple[Action, ...]
-    wake_at: float
+Ready = tuple[Action, ...]
+"""What one step asks for, to be done in this order: what the client has seen counts, so it is shown a token before a
+replica is told of it, and replicas are told to forget an attempt before the next one begins."""

@@ -101,7 +101,7 @@ class Gateway:
         """What this gateway has at each node."""
         queues: defaultdict[PeerId, Queue] = defaultdict(Queue)
         for request in self._requests.values():
-            for replica, unread in request.machine.work():
+            for replica, unread in request.machine.list_work():
                 requests, tokens = queues[PeerId(replica)]
                 queues[PeerId(replica)] = Queue(requests + 1, tokens + unread)
         return queues
@@ -116,9 +116,7 @@ class Gateway:
         """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for the user."""
         return await self._accept(client, body, ())
 
-    async def continue_answer(
-        self, client: PeerId, role: Role, body: messages.ContinueGenerate
-    ) -> messages.Generating:
+    async def continue_answer(self, client: PeerId, role: Role, body: messages.ContinueGenerate) -> messages.Generating:
         """Accept a request whose gateway was lost in mid-answer: the first chunk repeats the text so far, the tokens are
         new. Raises RemoteError."""
         return await self._accept(client, body.generate, body.tokens)
@@ -261,22 +259,18 @@ class Gateway:
         if request.is_over:
             return
         try:
-            ready = event(trio.current_time())
-            pending = deque(ready.actions)
+            pending = deque(event(trio.current_time()))
             while pending:
-                further = self._carry_out(request, pending.popleft())
-                if further is not None:
-                    ready = further
-                    pending.extend(further.actions)
-            request.wake_later(ready.wake_at)
+                pending.extend(self._carry_out(request, pending.popleft()))
+            request.note_wake_at()
         except Exception as bug:
             # One request's trouble must not end the node. The client hears of it, and the log has the traceback.
             _log.exception("request %s", request.id)
-            for replica, _ in request.machine.work():
+            for replica, _ in request.machine.list_work():
                 self._tell(PeerId(replica), REQUEST_STOP, messages.StopRequest(request=request.attempt))
             self._end(request, EndRequest("error", f"internal error: {type(bug).__name__}", None))
 
-    def _carry_out(self, request: OpenedRequest, action: Action) -> Ready | None:
+    def _carry_out(self, request: OpenedRequest, action: Action) -> Ready:
         """Returns what follows at once."""
         machine, attempt, now = request.machine, request.attempt, trio.current_time()
         match action:
@@ -309,7 +303,7 @@ class Gateway:
                 self._end(request, action)
             case _:
                 assert_never(action)
-        return None
+        return ()
 
     def _route(self, wanted: FindRoute, now: float) -> Route:
         """Raises NoRoute."""
@@ -319,7 +313,8 @@ class Gateway:
         unusable = {
             replica.head
             for replica in plan.replicas
-            if not view.serving(replica, service) or wanted.blamed.get(replica.head) == view.starts(PeerId(replica.head))
+            if not view.serving(replica, service)
+            or wanted.blamed.get(replica.head) == view.starts(PeerId(replica.head))
         }
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._routing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import final
 
 import trio
@@ -28,7 +27,7 @@ class OpenedRequest:
         self.live = live
         self.machine = machine
         self.is_over = False
-        self.wake_at = inf
+        self.wake_at = machine.wake_at
         self.changed = trio.Event()  # `wake_at`, or that it is over
         self.opening: OpenDecode | None = None
         """The latest attempt."""
@@ -44,10 +43,10 @@ class OpenedRequest:
     def __repr__(self) -> str:
         return f"<OpenedRequest {self.id} of {self.client}: {self.machine!r}>"
 
-    def wake_later(self, at: float) -> None:
-        """Its machine wants to be woken then."""
-        if at != self.wake_at:
-            self.wake_at = at
+    def note_wake_at(self) -> None:
+        """Its machine may want to be woken at another moment now."""
+        if self.wake_at != self.machine.wake_at:
+            self.wake_at = self.machine.wake_at
             self.changed.set()
 
     def begin_attempt(self, opening: OpenDecode, attempt: str, plan: Plan, now: float) -> messages.DecodeOpen:

@@ -168,7 +168,9 @@ class LiveRequest:
 
     def _continue(self, so_far: tuple[int, ...], text: TextModel) -> None:
         if len(so_far) > self._max_tokens:
-            raise PromptError(f"tokens: {len(so_far)} of the answer are there already; max_tokens is {self._max_tokens}")
+            raise PromptError(
+                f"tokens: {len(so_far)} of the answer are there already; max_tokens is {self._max_tokens}"
+            )
         # One by one, as the finest stream that the client can have seen: what is shown of it is then no less.
         for token in so_far:
             shown = self.take((token,), "stop" if token in text.end_tokens else None)

@@ -131,13 +131,13 @@ class Engine:
         self._give_back(sequence)
         self._rouse(now)
 
-    def withdraw(self, sequence: Sequence, now: float) -> None:
-        """Forget one whose KV will not come; one that does not wait for any is left alone."""
+    def expect_no_kv(self, sequence: Sequence, now: float) -> None:
+        """The KV that `sequence` expected will not come: all of it is computed here."""
+        sequence.incoming = 0
         if self._expected.pop(sequence.key, None) is not None:
             self._give_back(sequence)
-            self._rouse(now)
-        elif sequence.incoming and sequence in self._queue:
-            self._queue.remove(sequence)
+            self._queue.appendleft(sequence)  # it has had its turn
+        self._rouse(now)
 
     def advance(self, now: float) -> list[EngineSignal]:
         """End what ends at `now`, and begin what can begin."""

@@ -77,10 +77,11 @@ class Interpreter:
         ready = self.start(words, now) if name == "request" else self.event(name, words, now)
         if ready is None:
             return
-        yield from map(describe, ready.actions)
-        if ready.wake_at != self.wake_at:
-            self.wake_at = ready.wake_at
-            yield "wake never" if ready.wake_at == inf else f"wake at {ready.wake_at:g}"
+        yield from map(describe, ready)
+        assert self.machine is not None
+        if self.machine.wake_at != self.wake_at:
+            self.wake_at = self.machine.wake_at
+            yield "wake never" if self.wake_at == inf else f"wake at {self.wake_at:g}"
 
     def start(self, words: list[str], now: float) -> Ready:
         given = dict(word.split("=") for word in words)
