@@ -36,13 +36,13 @@ from .box.start_checks import require_engine, require_shared_memory
 from .coordination import QUIET_S, Coordinator
 from .joining import Invitation, accept, new_network, tokens
 from .links.data_port import DataPort, RelayDesk
-from .links.kv_ways import KvWays, WaySettings
+from .links.kv_ways import KvWays, LinkSettings
 from .links.prober import Neighbour, Prober
-from .replica.hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
+from .replica.hosting import EngineSettings, Host, ServedModel, describe_length, engine_config, inspect_model
 from .requests.gateway import Gateway
 from .view import NetworkView
 
-__all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
+__all__ = ["EngineSettings", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
 
 ADVERT_INTERVAL_S = 1.0
 WATCH_INTERVAL_S = 0.05
@@ -64,8 +64,8 @@ class NodeSettings:
     token: str | None = None
     model: str | None = None
     codec: str = "kv4"
-    ways: WaySettings = field(default_factory=WaySettings)
-    engine: EngineKnobs = field(default_factory=EngineKnobs)
+    ways: LinkSettings = field(default_factory=LinkSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     drain_s: float = 30.0
     phase: Phase | None = None  # what the box is to do, whatever would be best
@@ -101,14 +101,14 @@ async def run_node(
         found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
     elif settings.model is not None:
         require_engine(found, os.environ)
-    offer: Offer | None = None
+    served: ServedModel | None = None
     if settings.model is not None:
-        offer = await trio.to_thread.run_sync(look_at, settings.model, found, settings.engine)
+        served = await trio.to_thread.run_sync(inspect_model, settings.model, found, settings.engine)
         if settings.engine.emulate is None:
-            require_shared_memory(found, offer.share.tp)
+            require_shared_memory(found, served.share.tp)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
-        await Node(settings, membership, found, offer, say).run(stop, task_status)
+        await Node(settings, membership, found, served, say).run(stop, task_status)
 
 
 @final
@@ -120,14 +120,14 @@ class Node:
         settings: NodeSettings,
         membership: Invitation,
         found: hardware.Hardware,
-        offer: Offer | None,
+        served: ServedModel | None,
         say: Say,
     ) -> None:
         self._settings = settings
         self._membership = membership
         self._hardware = found
         self._say = say
-        self._offer = offer
+        self._served = served
         self._view = NetworkView()
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
@@ -184,22 +184,22 @@ class Node:
         network.handle(methods.STATUS, self._on_status(network))
         network.on_peer_lost(self._on_peer_lost)
         ways = self._ways = self._measure(network, nursery)
-        offer = self._offer
-        if offer is None:
+        served = self._served
+        if served is None:
             return
-        ways.serve(offer.model.info)
+        ways.serve(served.model.info)
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
-        config = engine_config(offer, self._hardware, self._settings.engine, log)
-        if (shortened := describe_length(offer, self._settings.engine)) is not None:
+        config = engine_config(served, self._hardware, self._settings.engine, log)
+        if (shortened := describe_length(served, self._settings.engine)) is not None:
             self._say(shortened)
-        host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
+        host = self._host = Host(served, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,
             messenger=network,
-            model=offer.model.info,
-            text=offer.text,
+            model=served.model.info,
+            text=served.text,
             nursery=nursery,
             routing=self._settings.routing,
         )
@@ -326,7 +326,7 @@ class Node:
         return messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            model=self._offer.model.info if self._offer is not None else None,
+            model=self._served.model.info if self._served is not None else None,
             engine=self._engine,
             stats=self._host.worker.stats if self._host is not None else None,
             rtt_s=rtts,

@@ -25,8 +25,8 @@ from ..bootstrap import (
 )
 from ..bootstrap.members.membership import MemberState
 from ..bootstrap.network import Network
-from ..node.messages import ADVERT, Chunk, Generate, Status, StatusQuery, StopRequest
-from ..node.methods import CHUNK, GENERATE, GENERATE_STOP, STATUS
+from ..node.messages import ADVERT, AnswerUpdate, Generate, Status, StatusQuery, StopRequest
+from ..node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
 from ..node.view import NetworkView
 from .errors import (
     ClientError,
@@ -132,7 +132,7 @@ class _Inbox:
     """Where the chunks of one attempt go; None is the loss of its gateway."""
 
     gateway: PeerId
-    send: trio.MemorySendChannel[Chunk | None]
+    send: trio.MemorySendChannel[AnswerUpdate | None]
 
 
 @final
@@ -150,7 +150,7 @@ class Session:
         self._view = NetworkView()
         self._inboxes: dict[str, _Inbox] = {}
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
-        network.on_notice(CHUNK, self._on_chunk)
+        network.on_notice(ANSWER, self._on_chunk)
         network.on_peer_lost(self._on_peer_lost)
 
     def __repr__(self) -> str:
@@ -204,7 +204,7 @@ class Session:
     async def _attempt(
         self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[Piece], None]
     ) -> Generation:
-        send, receive = trio.open_memory_channel[Chunk | None](float("inf"))
+        send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
         self._inboxes[body.request] = _Inbox(gateway, send)
         replay.restart()
         running = True
@@ -297,7 +297,7 @@ class Session:
             if member.state is MemberState.ALIVE and member.role is not Role.CLIENT
         ]
 
-    def _on_chunk(self, peer: PeerId, role: Role, chunk: Chunk) -> None:
+    def _on_chunk(self, peer: PeerId, role: Role, chunk: AnswerUpdate) -> None:
         inbox = self._inboxes.get(chunk.request)
         if inbox is not None and inbox.gateway == peer:
             inbox.send.send_nowait(chunk)
@@ -308,7 +308,7 @@ class Session:
                 inbox.send.send_nowait(None)
 
 
-def _finished(chunk: Chunk, replay: Replay) -> Generation:
+def _finished(chunk: AnswerUpdate, replay: Replay) -> Generation:
     if chunk.finish == "error":
         if chunk.error.startswith("deadline"):
             raise DeadlineExceeded(chunk.error)

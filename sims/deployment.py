@@ -1,4 +1,4 @@
-"""A service at work: its plan, the engines of its replicas, and the router that knows how busy they are."""
+"""One service in a simulation: its plan, its replicas' engines, and the router with their loads."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
 from .results.outcomes import ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
-from .serving import SimReplica
+from .serving import ReplicaHost
 
 __all__ = ["Deployment", "check_plans"]
 
 
 @final
 class Deployment:
-    """See the module. `excluded` are the boxes and replicas that requests must not be sent to."""
+    """See the module."""
 
     def __init__(self, number: int, run: ServiceRun, cluster: Cluster, settings: SimSettings) -> None:
         self.number = number
         self.service: Service = run.service
         self.trace = run.trace
         self.plan = run.plan
-        self.hosts: dict[str, SimReplica] = {}
+        self.hosts: dict[str, ReplicaHost] = {}
         self.log = ServiceLog(run)
         self.token_bytes = run.service.model.kv_bytes_per_token * run.service.kv_bits / 16.0
         self._cluster = cluster
         self._settings = settings
         self._rng = np.random.default_rng((settings.seed, number))
         self._router = Router(run.plan, settings.routing, policies=POLICIES, rng=self._rng)
-        self._excluded: frozenset[str] = frozenset()
+        self._excluded: frozenset[str] = frozenset()  # boxes and replicas that get no requests
         self._not_ready: set[str] = set()
         self._missing: frozenset[str] = frozenset()
-        self._changed: dict[str, SimReplica] = {}  # since the router last heard of them
-        self._ways: dict[tuple[str, str], TransferLinks] = {}
+        self._changed: dict[str, ReplicaHost] = {}  # since the router last heard of them
+        self._links: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
     def route(self, tokens: int, now: float, blamed: Mapping[str, int]) -> Route:
-        """By the loads as they are now, without the replicas that had the numbers `blamed`. Raises NoRoute."""
+        """Choose replicas by the loads as they are now, without the hosts that have the numbers
+        `blamed`. Raises NoRoute."""
         loads = self._router.loads
         for name, host in self._changed.items():
-            loads.note(name, host.outstanding, host.unread, host.engine.free_tokens)
+            loads.note(name, host.outstanding, host.prefill_tokens, host.engine.free_tokens)
         self._changed.clear()
         excluded = self._excluded
         if blamed:
@@ -55,41 +56,45 @@ class Deployment:
             excluded |= {name for name, host in self.hosts.items() if host.number in failed}
         return self._router.route(tokens, excluded, now=now)
 
-    def changed(self, host: SimReplica) -> None:
-        """The load of this replica is another than before."""
+    def note_load(self, host: ReplicaHost) -> None:
+        """The router is to hear of this replica's load before it routes the next request."""
         if self.hosts.get(host.replica.id) is host:
             self._changed[host.replica.id] = host
 
-    def ways(self, prefill: Replica, decode: Replica) -> TransferLinks:
-        """How KV gets from one to the other."""
+    def transfer_links(self, prefill: Replica, decode: Replica) -> TransferLinks:
+        """The links that KV takes from one replica to the other."""
         key = (prefill.id, decode.id)
-        found = self._ways.get(key)
+        found = self._links.get(key)
         if found is None:
-            found = self._ways[key] = links_between(self._cluster, prefill, decode)
+            found = self._links[key] = links_between(self._cluster, prefill, decode)
         return found
 
     def check_links(self) -> None:
-        """Raise WorldError for a pair of replicas that the plan gives requests and no link joins."""
+        """Raise WorldError for a pair of replicas that the plan gives requests and no link
+        joins."""
         by_id = {replica.id: replica for replica in self.plan.replicas}
         for pair in self.plan.pairings:
             if pair.prefill != pair.decode and pair.weight > 0.0:
-                self.ways(by_id[pair.prefill], by_id[pair.decode])
+                self.transfer_links(by_id[pair.prefill], by_id[pair.decode])
 
-    def boxes_missing(self, missing: frozenset[str]) -> None:
-        """It is known now that these boxes are not there."""
+    def set_missing(self, missing: frozenset[str]) -> None:
+        """Route around these boxes from now on."""
         self._missing = missing
         self._excluded = missing | self._not_ready
 
-    def ready(self, replica: str) -> None:
-        """A replica has loaded its weights."""
+    def mark_ready(self, replica: str) -> None:
+        """A replica has loaded its weights: it may get requests."""
         self._not_ready.discard(replica)
         self._excluded = self._missing | self._not_ready
 
-    def follow(self, plan: Plan, start: Callable[[Replica], SimReplica]) -> tuple[list[SimReplica], list[SimReplica]]:
-        """Follow another plan. Returns the hosts that it has no use for, and those that `start` made, which are not
-        used before they are told to be `ready`.
+    def follow_plan(
+        self, plan: Plan, start: Callable[[Replica], ReplicaHost]
+    ) -> tuple[list[ReplicaHost], list[ReplicaHost]]:
+        """Follow another plan. Returns the hosts that it does not use any more, and those that
+        `start` made, which get no requests before `mark_ready`.
 
-        A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are now.
+        A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are
+        now.
         """
         running = {host.replica.stages: host for host in self.hosts.values()}
         self.hosts, begun = {}, []
@@ -104,9 +109,9 @@ class Deployment:
         self._not_ready = {host.replica.id for host in begun} | (old & self.hosts.keys())
         self.plan = plan
         self._router = Router(plan, self._settings.routing, policies=POLICIES, rng=self._rng)
-        self._ways.clear()
+        self._links.clear()
         self._changed = dict(self.hosts)
-        self.boxes_missing(self._missing)
+        self.set_missing(self._missing)
         self.check_links()
         return list(running.values()), begun
 

@@ -1,7 +1,9 @@
-"""What gateways do, in a simulation: each request's machine, whose actions are carried out by simulated engines.
+"""What gateways do, in a simulation: each request's machine, whose actions simulated engines carry
+out.
 
-The machine is the network's own, so what happens to a request is decided here as it is there: who samples the first
-token, what is computed again when a box is lost, and where. Nobody answers late here, and no client has a deadline.
+The machine is the network's own, so a request has the same life here: who prefills how much of it,
+who generates its first token, what is computed again when a box is lost, and where. Replicas answer
+at once here, and no client has a deadline.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ from .engine.values import EngineSignal, SignalKind
 from .kv_transfers import KVTransfer, KVTransfers
 from .results.outcomes import TransferRecord
 from .scenario import SimSettings
-from .serving import Assignment, SimReplica, SimRequest, Split
+from .serving import Assignment, ReplicaHost, SimRequest, Split
 
 __all__ = ["SimGateway"]
 
 
 @final
 class SimGateway:
-    """Of all services. `on_load` is called for each replica whose load has changed, `on_end` for each request that has
-    ended; `transfers` takes a record of every KV transfer."""
+    """The gateways of all services, as one.
+
+    `on_load` is called for each replica whose load has changed, `on_end` for each request that has
+    ended; `transfer_log` takes a record of every KV transfer.
+    """
 
     def __init__(
         self,
@@ -43,71 +48,73 @@ class SimGateway:
         kv_transfers: KVTransfers,
         settings: SimSettings,
         *,
-        on_load: Callable[[SimReplica], None],
+        on_load: Callable[[ReplicaHost], None],
         on_end: Callable[[float], None],
-        transfers: list[TransferRecord] | None,
+        transfer_log: list[TransferRecord] | None,
     ) -> None:
         self._deployments = deployments
         self._kv_transfers = kv_transfers
         self._settings = RequestSettings(first_token_at_prefill=not settings.decode_writes_first)
         self._on_load = on_load
         self._on_end = on_end
-        self._transfers = transfers
+        self._transfer_log = transfer_log
         self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
         self._keys = count()
         self._waiting: list[list[SimRequest]] = [[] for _ in deployments]  # nobody can take them now
 
-    def arrived(self, request: SimRequest, now: float) -> None:
-        """A request of a trace."""
+    def accept(self, request: SimRequest, now: float) -> None:
+        """A request arrives."""
         name = self._deployments[request.service].service.name
         request.machine = machine = RequestMachine(
             request, service=name, prompt_tokens=request.prompt, now=now, settings=self._settings
         )
         self._carry_out(request, machine.start(now), now)
 
-    def on_signals(self, replica: SimReplica, signals: Iterable[EngineSignal], now: float) -> None:
-        """What the engine of a replica has to tell."""
+    def on_signals(self, replica: ReplicaHost, signals: Iterable[EngineSignal], now: float) -> None:
+        """The signals of a replica's engine."""
         kv_transfers = self._kv_transfers
         for signal in signals:
             assignment = self._assigned.get(signal.sequence.key)
-            if signal.kind is SignalKind.READ:
-                self._prefilled(replica, assignment, signal.sequence, now)
+            if signal.kind is SignalKind.PREFILLED:
+                self._end_prefill(replica, assignment, signal.sequence, now)
             elif assignment is None:  # the request has another route now
                 continue
             elif signal.kind is SignalKind.DONE:
-                self._done(assignment, now)
-            elif signal.kind is SignalKind.FIRST:
+                self._end_decode(assignment, now)
+            elif signal.kind is SignalKind.FIRST_TOKEN:
                 assignment.first_at = signal.at
-                assignment.computed()
+                assignment.end_prefill()
             elif assignment.split is None:
                 continue
-            elif signal.kind is SignalKind.ROOM:
-                kv_transfers.room_made(assignment.split.transfer, now)
+            elif signal.kind is SignalKind.HAS_ROOM:
+                kv_transfers.grant_room(assignment.split.transfer, now)
             else:
-                kv_transfers.reading(assignment.split.transfer, signal.tokens, signal.at, now)
+                kv_transfers.start_prefill_step(assignment.split.transfer, signal.tokens, signal.at, now)
 
-    def landed(self, transfer: KVTransfer, now: float) -> None:
-        """All of a request's KV is where its answer will be decoded."""
+    def complete_transfer(self, transfer: KVTransfer, now: float) -> None:
+        """The decode replica has all KV of a request: it decodes next, and the prefill replica
+        frees its blocks."""
         assignment = self._assigned.get(transfer.request)
         if assignment is None or assignment.split is None:
-            return  # one side was lost while the last bits were under way
+            return  # one side was lost during the last round trip
         (prefill, sequence, _), decode, request = assignment.split, assignment.decode, assignment.request
         assignment.split = None
-        self._deployments[request.service].log.kv_s[request.row] = now - transfer.read_at
-        if self._transfers is not None:
-            self._transfers.append(
+        self._deployments[request.service].log.kv_s[request.row] = now - transfer.prefilled_at
+        if self._transfer_log is not None:
+            self._transfer_log.append(
                 TransferRecord(request.row, prefill.number, decode.number, transfer.begun_at, now, sequence.known)
             )
-        prefill.engine.release(sequence, now)
-        decode.engine.land(assignment.sequence, now)
+        prefill.engine.release_kv(sequence, now)
+        decode.engine.receive_kv(assignment.decode_seq, now)
         self._on_load(prefill)
         self._on_load(decode)
         ready = request.machine.prefill_ended(assignment.opening.attempt, "", prefill.number, now)
         self._carry_out(request, ready, now)
 
-    def lost(self, replica: SimReplica, now: float) -> None:
-        """A replica is gone with all that it had. The links to it are seen to break; gateways do not know yet."""
-        for sequence in replica.engine.lose(now):
+    def take_off(self, replica: ReplicaHost, now: float) -> None:
+        """Take everything off a replica that has stopped. Its peers see their links to it break;
+        the gateway does not know yet."""
+        for sequence in replica.engine.stop(now):
             assignment = self._assigned.get(sequence.key)
             if assignment is None:
                 continue
@@ -123,12 +130,12 @@ class SimGateway:
                 attempt, first_at = assignment.opening.attempt, assignment.first_at
                 ready = request.machine.decoded(attempt, assignment.tokens, None, now, first_at=first_at)
                 self._carry_out(request, ready, now)
-            if split is not None and not split.replica.lost and split.transfer.read:
-                split.replica.engine.release(split.sequence, now)
-                self._on_load(split.replica)
+            if split is not None and not split.prefill.is_lost and split.transfer.is_prefilled:
+                split.prefill.engine.release_kv(split.prefill_seq, now)
+                self._on_load(split.prefill)
 
-    def noticed(self, replica: SimReplica, now: float) -> None:
-        """It is known now that a replica is gone."""
+    def notice_loss(self, replica: ReplicaHost, now: float) -> None:
+        """The gateway hears that a replica has stopped: what it had goes on elsewhere."""
         stranded, replica.stranded = replica.stranded, []
         for assignment in stranded:
             request, opening = assignment.request, assignment.opening
@@ -137,7 +144,7 @@ class SimGateway:
                 self._carry_out(request, request.machine.peer_lost(name, replica.number, now), now)
 
     def retry(self, service: int, now: float) -> None:
-        """There may be a route for those of a service that wait."""
+        """There may be a route for the requests of a service that have none."""
         waiting, self._waiting[service] = self._waiting[service], []
         for request in waiting:
             self._carry_out(request, request.machine.network_changed(now), now)
@@ -154,7 +161,7 @@ class SimGateway:
                 case OpenPrefill():
                     self._open_prefill(request, action, now)
                 case CancelTransfer():
-                    self._compute_at_decode(request, now)
+                    self._prefill_at_decode(request, now)
                 case EndRequest():
                     self._end(request, action, now)
                 case _:
@@ -175,76 +182,77 @@ class SimGateway:
     def _open_decode(self, request: SimRequest, opening: OpenDecode, now: float) -> None:
         decode = self._deployments[request.service].hosts[opening.decode]
         assignment = request.assignment = Assignment(request, opening, decode, next(self._keys))
-        if decode.lost:  # nobody answers, and nobody knows why yet
+        if decode.is_lost:  # nobody answers, and nobody knows why yet
             decode.stranded.append(assignment)
-        elif not decode.engine.fits(assignment.sequence):
+        elif not decode.engine.can_fit(assignment.decode_seq):
             self._deployments[request.service].log.refused += 1
             ready = request.machine.refused(opening.attempt, "it is longer than the KV memory", now)
             self._carry_out(request, ready, now)
         else:
-            self._assigned[assignment.sequence.key] = assignment
-            if not assignment.sequence.incoming:
-                assignment.begin(now)
+            self._assigned[assignment.decode_seq.key] = assignment
+            if not assignment.decode_seq.external:
+                assignment.submit(now)
                 self._on_load(decode)
             if opening.prefill is not None:
-                receives = assignment.sequence.incoming > 0
+                receives = assignment.decode_seq.external > 0
                 self._carry_out(request, request.machine.decode_opened(opening.attempt, now, receives=receives), now)
 
     def _open_prefill(self, request: SimRequest, opening: OpenPrefill, now: float) -> None:
-        """Both sides begin at once: the decode side, which has been asked before, takes it up here as well."""
+        """Both sides begin at once: the decode side, which has been asked before, takes it up here
+        as well."""
         deployment, assignment = self._deployments[request.service], request.assignment
         assert assignment is not None
-        prefill, decode, key = deployment.hosts[opening.prefill], assignment.decode, assignment.sequence.key
-        sequence = EngineSequence(key, opening.split, 0, hands_over=True)
-        if prefill.lost:
+        prefill, decode, key = deployment.hosts[opening.prefill], assignment.decode, assignment.decode_seq.key
+        sequence = EngineSequence(key, opening.split, 0, sends_kv=True)
+        if prefill.is_lost:
             prefill.stranded.append(assignment)
-        elif not prefill.engine.fits(sequence):
+        elif not prefill.engine.can_fit(sequence):
             ready = request.machine.open_failed(
                 opening.attempt, opening.prefill, "it is longer than the KV memory", prefill.number, now
             )
             self._carry_out(request, ready, now)
             return
         else:
-            links = deployment.ways(prefill.replica, decode.replica)
+            links = deployment.transfer_links(prefill.replica, decode.replica)
             transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
             assignment.split, assignment.prefill_number = Split(prefill, sequence, transfer), prefill.number
             prefill.outstanding += 1
-            prefill.unread += sequence.known
+            prefill.prefill_tokens += sequence.known
             prefill.engine.submit(sequence, now)
             self._on_load(prefill)
-        assignment.begin(now)
+        assignment.submit(now)
         self._on_load(decode)
         if assignment.split is not None:
-            assignment.split.transfer.room = decode.engine.expects(assignment.sequence)
+            assignment.split.transfer.has_room = decode.engine.has_blocks_for(assignment.decode_seq)
 
-    def _compute_at_decode(self, request: SimRequest, now: float) -> None:
+    def _prefill_at_decode(self, request: SimRequest, now: float) -> None:
         assignment = request.assignment
         assert assignment is not None
-        if not assignment.decode.lost:
+        if not assignment.decode.is_lost:
             assignment.prefill_number = assignment.decode.number
-            assignment.go_without_kv(now)
+            assignment.prefill_at_decode(now)
             self._on_load(assignment.decode)
 
     # ---- what engines say -----------------------------------------------------------------------------------
 
-    def _prefilled(
-        self, replica: SimReplica, assignment: Assignment | None, sequence: EngineSequence, now: float
+    def _end_prefill(
+        self, replica: ReplicaHost, assignment: Assignment | None, sequence: EngineSequence, now: float
     ) -> None:
         replica.outstanding -= 1
-        replica.unread -= sequence.known
+        replica.prefill_tokens -= sequence.known
         if assignment is None or assignment.split is None:
-            replica.engine.release(sequence, now)
+            replica.engine.release_kv(sequence, now)
             return
         request, opening = assignment.request, assignment.opening
         if opening.first_token:
             first = range(assignment.start, assignment.start + 1)
             self._carry_out(request, request.machine.first_token(opening.attempt, first, None, now), now)
-        self._kv_transfers.all_read(assignment.split.transfer, now)
+        self._kv_transfers.end_prefill(assignment.split.transfer, now)
 
-    def _done(self, assignment: Assignment, now: float) -> None:
+    def _end_decode(self, assignment: Assignment, now: float) -> None:
         request = assignment.request
-        assignment.ended()
-        del self._assigned[assignment.sequence.key]
+        assignment.remove_load()
+        del self._assigned[assignment.decode_seq.key]
         log = self._deployments[request.service].log
         log.decode[request.row] = assignment.decode.number
         log.prefill[request.row] = assignment.prefill_number

@@ -14,64 +14,67 @@ from .events import Scheduled
 from .kv_transfers import KVTransfer
 from .results.outcomes import ReplicaOutcome
 
-__all__ = ["NEVER", "Assignment", "SimReplica", "SimRequest", "Split"]
+__all__ = ["NEVER", "Assignment", "ReplicaHost", "SimRequest", "Split"]
 
 NEVER: Final = -1.0
-Woke = Callable[["SimReplica", float], list[Scheduled]]
-"""What happens when a replica wants to go on, and what follows from it."""
+
+AdvanceHost = Callable[["ReplicaHost", float], list[Scheduled]]
+"""Called when a replica's engine is due; returns the events that follow."""
 
 
 @final
-class SimReplica:
-    """A replica at work. As an event, it is its engine's alarm."""
+class ReplicaHost:
+    """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_woke", "alarm", "engine", "lost", "number", "outstanding", "replica", "service", "stranded", "unread"
+        "_advance", "alarm", "engine", "is_lost", "number", "outstanding", "prefill_tokens", "replica",
+        "service", "stranded"
     )  # fmt: skip
 
-    def __init__(self, number: int, service: int, replica: Replica, engine: Engine, woke: Woke) -> None:
+    def __init__(self, number: int, service: int, replica: Replica, engine: Engine, advance: AdvanceHost) -> None:
         self.number = number
         self.service = service
         self.replica = replica
         self.engine = engine
-        self.alarm = NEVER  # the moment at which the queue wakes it next
-        self.outstanding = 0
-        self.unread = 0  # tokens of their prompts
-        self.lost = False  # with one of its boxes
-        self.stranded: list[Assignment] = []  # that it had then, or was given before that was noticed
-        self._woke = woke
+        self.alarm = NEVER  # when the queue advances it next
+        self.outstanding = 0  # requests
+        self.prefill_tokens = 0  # of their prompts, still to be computed here
+        self.is_lost = False  # one of its boxes has failed
+        self.stranded: list[Assignment] = []  # held when it failed, or routed here before anybody noticed
+        self._advance = advance
 
     def happen(self, now: float) -> Iterable[Scheduled]:
-        """Its engine wants to go on, unless it has changed its mind since."""
+        """Advance the engine, unless its next event has moved since this alarm was set."""
         if self.engine.wake_at != now:
             return ()
         self.alarm = NEVER
-        return self._woke(self, now)
+        return self._advance(self, now)
 
     def check_integrity(self) -> None:
         """Nothing is left when all requests have ended. Raises SimEngineError."""
         self.engine.check_integrity()
-        if self.outstanding or self.unread:
+        if self.outstanding or self.prefill_tokens:
             raise SimEngineError(
-                f"{self.replica.id} is left with {self.outstanding} requests, {self.unread} tokens to read"
+                f"{self.replica.id} is left with {self.outstanding} requests, {self.prefill_tokens} tokens to prefill"
             )
 
     def outcome(self, service: str) -> ReplicaOutcome:
-        """What it has done."""
+        """Its figures for the result."""
         return ReplicaOutcome(
             id=self.replica.id,
             service=service,
             phase=self.replica.phase,
             boxes=self.replica.peers,
             times=self.engine.times.source,
-            tally=self.engine.tally,
+            counts=self.engine.counts,
             blocks=self.engine.blocks,
         )
 
 
 @final
 class SimRequest:
-    """A request of a trace, from its arrival to its end: the `Answer` of its machine, with counts for tokens."""
+    """A request between its arrival and its last token: the `Answer` of its machine, with counts
+    for tokens."""
 
     __slots__ = ("assignment", "count", "finish", "left", "machine", "prompt", "row", "service")
 
@@ -82,11 +85,11 @@ class SimRequest:
         self.count = 0
         self.left = output
         self.finish: str | None = None
-        self.machine: RequestMachine
+        self.machine: RequestMachine  # set when it arrives
         self.assignment: Assignment | None = None  # of the latest attempt
 
     def take(self, tokens: Tokens, finish: str | None) -> None:
-        """There are more tokens. Nobody looks at them."""
+        """Count more tokens. Nobody looks at them."""
         taken = min(len(tokens), self.left)
         self.count += taken
         self.left -= taken
@@ -94,80 +97,82 @@ class SimRequest:
 
 
 class Split(NamedTuple):
-    """The prefill side of a request that has one, until its KV has landed."""
+    """The prefill half of a request on two replicas, until its KV has been transferred."""
 
-    replica: SimReplica
-    sequence: Sequence
+    prefill: ReplicaHost
+    prefill_seq: Sequence
     transfer: KVTransfer
 
 
 @final
 class Assignment:
-    """One attempt at a request, with its decode side. `unread` tokens of the prompt are for that to compute, until it
-    has a token."""
+    """One attempt at a request: its decode replica and, if that is another, its prefill replica.
+    `prefill_tokens`: what the decode replica has to compute of the prompt itself, until the first
+    token."""
 
     __slots__ = (
-        "decode", "first_at", "first_token", "opening", "prefill_number", "request", "sequence", "split", "start",
-        "submitted", "unread",
+        "decode", "decode_seq", "first_at", "is_submitted", "opening", "prefill_number", "prefill_tokens", "request",
+        "split", "start",
     )  # fmt: skip
 
-    def __init__(self, request: SimRequest, opening: OpenDecode, decode: SimReplica, key: int) -> None:
+    def __init__(self, request: SimRequest, opening: OpenDecode, decode: ReplicaHost, key: int) -> None:
         known, left = request.prompt + request.count, request.left
         self.request = request
         self.opening = opening
         self.decode = decode
         self.prefill_number = decode.number
         self.split: Split | None = None
-        self.start = request.count  # tokens of the answer that were there before
-        self.first_at: float | None = None  # when there is one more here; it may lie ahead by a step
-        self.submitted = False
-        if opening.first_token:  # comes from the prefill side, before the KV is here
-            self.sequence = Sequence(key, known + 1, left - 1, fresh=False, incoming=known)
-        else:  # the last token of the prompt is computed here in any case
-            incoming = min(opening.split, known - 1)
-            self.sequence = Sequence(key, known, left, fresh=not self.start, incoming=incoming)
-        self.unread = self.sequence.known - self.sequence.incoming
+        self.start = request.count  # tokens of the answer before this attempt
+        self.first_at: float | None = None  # when the first one after them is decoded; it may lie ahead by a step
+        self.is_submitted = False
+        if opening.first_token:  # comes from the prefill replica, before the KV is here
+            self.decode_seq = Sequence(key, known + 1, left - 1, fresh=False, external=known)
+        else:
+            # A decode replica computes the last token's KV itself.
+            external = min(opening.split, known - 1)
+            self.decode_seq = Sequence(key, known, left, fresh=not self.start, external=external)
+        self.prefill_tokens = self.decode_seq.known - self.decode_seq.external
 
     @property
     def awaits_first_token(self) -> bool:
-        """Whether the prefill side has yet to sample it."""
+        """Whether the prefill replica has yet to generate it."""
         return self.opening.first_token and self.request.count == self.start
 
     @property
     def tokens(self) -> range:
-        """Those of the answer that this attempt has."""
+        """Positions in the answer of the tokens that this attempt has generated."""
         request = self.request
-        end = request.count + request.left - self.sequence.left
+        end = request.count + request.left - self.decode_seq.left
         return range(self.start, end - self.awaits_first_token)
 
-    def begin(self, now: float) -> None:
-        """The decode side has it to do now."""
-        self.submitted = True
+    def submit(self, now: float) -> None:
+        """Give it to the decode replica, and count it in the load there."""
+        self.is_submitted = True
         self.decode.outstanding += 1
-        self.decode.unread += self.unread
-        self.decode.engine.submit(self.sequence, now)
+        self.decode.prefill_tokens += self.prefill_tokens
+        self.decode.engine.submit(self.decode_seq, now)
 
-    def go_without_kv(self, now: float) -> None:
-        """The decode side computes all of the prompt."""
-        sequence = self.sequence
+    def prefill_at_decode(self, now: float) -> None:
+        """No KV will come: the decode replica computes all of the prompt."""
+        sequence = self.decode_seq
         if self.awaits_first_token:  # nor will that come
             sequence.known -= 1
             sequence.left += 1
             sequence.fresh = not self.start
-        if not self.submitted:
-            sequence.incoming, self.unread = 0, sequence.known
-            self.begin(now)
+        if not self.is_submitted:
+            sequence.external, self.prefill_tokens = 0, sequence.known
+            self.submit(now)
             return
-        self.decode.unread += sequence.known - self.unread
-        self.unread = sequence.known
+        self.decode.prefill_tokens += sequence.known - self.prefill_tokens
+        self.prefill_tokens = sequence.known
         self.decode.engine.expect_no_kv(sequence, now)
 
-    def computed(self) -> None:
-        """The decode side has nothing left of the prompt to compute."""
-        self.decode.unread -= self.unread
-        self.unread = 0
+    def end_prefill(self) -> None:
+        """The decode replica has computed all of the prompt that it has to."""
+        self.decode.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
 
-    def ended(self) -> None:
-        """The decode side has no more to do with it."""
-        self.computed()
+    def remove_load(self) -> None:
+        """Take it out of the decode replica's load."""
+        self.end_prefill()
         self.decode.outstanding -= 1

@@ -1,4 +1,5 @@
-"""Requests to simulate: measured traces replayed or drawn from, lengths made up, or a file of the user's.
+"""Requests to simulate: measured traces replayed or drawn from, lengths made up, or a file of the
+user's.
 
 Whatever a trace is made of, it says so: `Trace.lengths` and `Trace.arrivals` go into every report.
 """
@@ -61,8 +62,8 @@ class LengthPairing(StrEnum):
 
 
 class LengthKind(StrEnum):
-    """How lengths are made up. The two parameters are: the length and nothing; the least and the most; the mean and
-    the standard deviation."""
+    """How lengths are made up. The two parameters are: the length and nothing; the least and the
+    most; the mean and the standard deviation."""
 
     FIXED = "fixed"
     UNIFORM = "uniform"
@@ -92,13 +93,15 @@ class Recorded:
 
     @property
     def gap_cv(self) -> float:
-        """The coefficient of variation of the times between arrivals: 1 for Poisson, more for bursts."""
+        """The coefficient of variation of the times between arrivals: 1 for Poisson, more for
+        bursts."""
         gaps = np.diff(self.arrival_s)
         return float(gaps.std() / gaps.mean())
 
 
 def azure(name: str) -> Recorded:
-    """A trace that ships with the simulator, `coding` or `conversation`. Raises TraceError for another name."""
+    """A trace that ships with the simulator, `coding` or `conversation`. Raises TraceError for
+    another name."""
     if name not in AZURE:
         raise TraceError(f"workload {name!r} is none of {', '.join(AZURE)}")
     text = (files(__package__) / "data" / AZURE[name]).read_text(encoding="utf-8")
@@ -111,7 +114,8 @@ def azure(name: str) -> Recorded:
 
 
 def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | None = None) -> Trace:
-    """The trace itself, its time stretched so that the mean rate is `rate`; up to `seconds`, if given."""
+    """The trace itself, its time stretched so that the mean rate is `rate`; up to `seconds`, if
+    given."""
     scale = 1.0 if rate is None else recorded.rate / _positive("rate", rate)
     arrival = recorded.arrival_s * scale
     if seconds is not None:
@@ -129,7 +133,8 @@ def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | No
 
 
 class _Gaps(NamedTuple):
-    """Times between arrivals: a gamma distribution, which is the exponential one where its CV is 1."""
+    """Times between arrivals: a gamma distribution, which is the exponential one where its CV is
+    1."""
 
     rate: float
     cv: float
@@ -159,10 +164,11 @@ def draw(
     cv: float = 1.0,
     pairing: LengthPairing = LengthPairing.JOINT,
 ) -> Trace:
-    """So many requests, or those of so many seconds, with lengths drawn from `lengths` with replacement.
+    """So many requests, or those of so many seconds, with lengths drawn from `lengths` with
+    replacement.
 
-    `cv` is of the times between arrivals: 1 for Poisson, 0 for a fixed interval, `Recorded.gap_cv` for a trace's own
-    burstiness.
+    `cv` is of the times between arrivals: 1 for Poisson, 0 for a fixed interval, `Recorded.gap_cv`
+    for a trace's own burstiness.
     """
     if (requests is None) == (seconds is None):
         raise TraceError("give either a number of requests or of seconds")
@@ -241,8 +247,8 @@ def _made_up(kind: LengthKind, name: str, values: tuple[float, float], rng: np.r
 def read_requests(path: Path) -> Trace:
     """A user's requests: CSV with a header, or JSON objects line by line (`.jsonl`), in any order.
 
-    Fields `arrival` (s), `prompt` and `output` (tokens, at least 1), or by the names of Splitwise's traces; others are
-    left alone. Raises TraceError that names file, line and field.
+    Fields `arrival` (s), `prompt` and `output` (tokens, at least 1), or by the names of Splitwise's
+    traces; others are left alone. Raises TraceError that names file, line and field.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -313,7 +319,8 @@ def _number(at: str, row: Mapping[str, Any], field: str) -> float:
 
 
 def workload_of(trace: Trace, *, cv: float | None = None) -> Workload:
-    """What the planner needs to know of a trace: its lengths, mean rate, and burstiness (its own unless given)."""
+    """What the planner needs to know of a trace: its lengths, mean rate, and burstiness (its own
+    unless given)."""
     gaps = np.diff(trace.arrival_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0
     if not mean > 0.0:

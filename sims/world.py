@@ -1,10 +1,12 @@
-"""The world of a simulation: services, their replicas' engines, the network between them, and what happens to them.
+"""The world of a simulation: services, their replicas' engines, the network between them, and what
+happens to them.
 
     result = simulate(cluster, [ServiceRun(service=service, plan=plan, trace=trace)])
 
-Requests are routed by the coordinator's own `Router`, by the loads as they are. Both sides of a split request are asked
-at once: the decode side reserves blocks for the KV, the prefill side reads. Whatever a lost box held is computed again
-elsewhere, from the prompt and the tokens that were written before.
+Requests are routed by the coordinator's own `Router`, by the loads as they are at that moment. Both
+replicas of a split request get it at once: the decode replica reserves blocks for the KV, the
+prefill replica computes the prompt. What a lost box held is computed again elsewhere, from the
+prompt and the tokens that had been generated.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from .deployment import Deployment, check_plans
 from .engine.engine import Engine
-from .engine.values import EngineSettings, StepRecord
+from .engine.values import SimEngineSettings, StepRecord
 from .events import EventQueue, Scheduled
 from .gateway import SimGateway
-from .kv_transfers import KVTransfer, KVTransfers
+from .kv_transfers import KVTransfers
 from .network import FluidNetwork, link_capacities
 from .results.outcomes import SimResult, StepLog, TransferRecord
 from .scenario import (
@@ -38,7 +40,7 @@ from .scenario import (
     WorldError,
     roofline_model,
 )
-from .serving import NEVER, SimReplica, SimRequest
+from .serving import NEVER, ReplicaHost, SimRequest
 
 __all__ = ["Progress", "simulate"]
 
@@ -64,8 +66,8 @@ def simulate(
 ) -> SimResult:
     """Let all requests run to their ends. With the same arguments, the same result to the last bit.
 
-    `replan` is asked when a box is known to be lost or has joined. `record`: keep every step and transfer, for a
-    Chrome trace. Raises WorldError or ClusterError for what does not fit together.
+    `replan` is asked when a box is known to be lost or has joined. `record`: keep every step and
+    transfer, for a Chrome trace. Raises WorldError or ClusterError for what does not fit together.
     """
     world = _World(cluster, runs, settings or SimSettings(), model_of, record)
     world.replan, world.progress = replan, progress
@@ -77,7 +79,7 @@ def simulate(
 @final
 @dataclass(slots=True)
 class _TraceArrivals:
-    """The requests of a service, moment by moment; an event that follows itself."""
+    """The arrivals of one service's trace: an event that schedules itself for the next one."""
 
     world: _World
     deployment: Deployment
@@ -91,8 +93,8 @@ class _TraceArrivals:
             row = self.row
             self.row = row + 1
             request = SimRequest(self.deployment.number, row, self.prompts[row], self.outputs[row])
-            self.world.gateway.arrived(request, now)
-        follow = self.world.take_follow()
+            self.world.gateway.accept(request, now)
+        follow = self.world.take_following()
         if self.row < len(self.arrivals):
             follow.append(Scheduled(self.arrivals[self.row], self))
         return follow
@@ -101,32 +103,19 @@ class _TraceArrivals:
 @final
 @dataclass(slots=True)
 class _WorldEvent:
-    """Something that the world does at a moment."""
+    """One of the world's methods, as an event."""
 
     world: _World
     act: Callable[[float], None]
 
     def happen(self, now: float) -> Iterable[Scheduled]:
         self.act(now)
-        return self.world.take_follow()
-
-
-@final
-@dataclass(slots=True)
-class _KvLanded:
-    """All KV of a request has come, and the other side knows."""
-
-    world: _World
-    handover: KVTransfer
-
-    def happen(self, now: float) -> Iterable[Scheduled]:
-        self.world.gateway.landed(self.handover, now)
-        return self.world.take_follow()
+        return self.world.take_following()
 
 
 @final
 class _World:
-    """What `simulate` runs; its methods are what events do."""
+    """The state of a simulation; its methods are what events do."""
 
     def __init__(
         self, cluster: Cluster, runs: Sequence[ServiceRun], settings: SimSettings, model_of: ModelOf, record: bool
@@ -138,13 +127,13 @@ class _World:
         self._settings = settings
         self._model_of = model_of
         self._network = FluidNetwork(link_capacities(cluster, settings.streams))
-        self._handovers = KVTransfers(self._network, layerwise=settings.layerwise)
-        self._network_event = _WorldEvent(self, self._network_woke)
+        self._transfers = KVTransfers(self._network, layerwise=settings.layerwise)
+        self._network_event = _WorldEvent(self, self._advance_network)
         self._network_alarm = NEVER
         self._missing: frozenset[str] = frozenset()
-        self._hosts: list[SimReplica] = []
+        self._hosts: list[ReplicaHost] = []
         self._steps: list[StepLog] | None = [] if record else None
-        self._transfers: list[TransferRecord] | None = [] if record else None
+        self._transfer_log: list[TransferRecord] | None = [] if record else None
         self._follow: list[Scheduled] = []
         self._ended = 0
         self._total = sum(len(run.trace) for run in runs)
@@ -152,15 +141,15 @@ class _World:
         self._deployments = [Deployment(number, run, cluster, settings) for number, run in enumerate(runs)]
         self.gateway = SimGateway(
             self._deployments,
-            self._handovers,
+            self._transfers,
             settings,
-            on_load=self._touch,
+            on_load=self._note_load,
             on_end=self._count_end,
-            transfers=self._transfers,
+            transfer_log=self._transfer_log,
         )
 
     def prepare(self, changes: Sequence[Change]) -> None:
-        """Start the engines, and put into the queue what comes from outside."""
+        """Start the engines, and schedule arrivals and changes."""
         first: dict[str, bool] = {}
         for change in sorted(changes, key=lambda change: change.at):
             if isinstance(change, PlanChange):
@@ -169,19 +158,21 @@ class _World:
             self._cluster.index(change.box)
             joins = isinstance(change, BoxJoined)
             first.setdefault(change.box, joins)
-            self.queue.push(change.at, _WorldEvent(self, partial(self._join if joins else self._lose, change.box)))
+            self.queue.push(
+                change.at, _WorldEvent(self, partial(self._join_box if joins else self._lose_box, change.box))
+            )
         self._missing = frozenset(box for box, joins in first.items() if joins)
         for deployment in self._deployments:
             for replica in deployment.plan.replicas:
-                deployment.hosts[replica.id] = self._start(deployment, replica)
-                deployment.changed(deployment.hosts[replica.id])
-            deployment.boxes_missing(self._missing)
+                deployment.hosts[replica.id] = self._start_host(deployment, replica)
+                deployment.note_load(deployment.hosts[replica.id])
+            deployment.set_missing(self._missing)
             trace = deployment.trace
             columns = (trace.arrival_s.tolist(), trace.prompt.tolist(), trace.output.tolist())
             self.queue.push(columns[0][0], _TraceArrivals(self, deployment, *columns))
 
-    def take_follow(self) -> list[Scheduled]:
-        """The events that follow from what has been done since the last call."""
+    def take_following(self) -> list[Scheduled]:
+        """The events that follow from what has happened since the last call."""
         wake_at = self._network.wake_at
         if wake_at != self._network_alarm and wake_at != inf:
             self._network_alarm = wake_at
@@ -190,9 +181,9 @@ class _World:
         return follow
 
     def result(self) -> SimResult:
-        """When nothing happens any more."""
+        """The result, once no event is left."""
         for host in self._hosts:
-            if not host.lost:
+            if not host.is_lost:
                 host.check_integrity()
         self._network.check_integrity()
         end_s = self.queue.now
@@ -203,41 +194,43 @@ class _World:
             settings=self._settings,
             events=self.queue.statistics().happened,
             end_s=end_s,
-            sent_bytes=self._handovers.sent_bytes,
+            sent_bytes=self._transfers.sent_bytes,
             traffic_usd=sum(
                 size * 1e-9 * float(self._cluster.usd_per_gb[ends])
-                for ends, size in self._handovers.sent_bytes.items()
+                for ends, size in self._transfers.sent_bytes.items()
                 if ends[0] != ends[1]
             ),
             steps=tuple(self._steps or ()),
-            transfers=tuple(self._transfers or ()),
+            transfers=tuple(self._transfer_log or ()),
         )
 
-    def engine_woke(self, host: SimReplica, now: float) -> list[Scheduled]:
-        """A replica ends a step, and begins another."""
+    def advance_engine(self, host: ReplicaHost, now: float) -> list[Scheduled]:
+        """A replica ends a step, and begins the next one."""
         signals = host.engine.advance(now)
         if signals:
             self.gateway.on_signals(host, signals, now)
-        self._touch(host)
-        return self.take_follow()
+        self._note_load(host)
+        return self.take_following()
 
-    def _network_woke(self, now: float) -> None:
+    def _advance_network(self, now: float) -> None:
         if now != self._network_alarm:
             return  # flows have come or gone since this alarm was set
         self._network_alarm = NEVER
         for flow in self._network.advance(now):
-            handover = self._handovers.ended(flow)
-            if handover is not None:
-                self._follow.append(Scheduled(now + handover.ways.rtt_s, _KvLanded(self, handover)))
+            transfer = self._transfers.end_flow(flow)
+            if transfer is not None:
+                completed = _WorldEvent(self, partial(self.gateway.complete_transfer, transfer))
+                self._follow.append(Scheduled(now + transfer.links.rtt_s, completed))
 
     def _count_end(self, now: float) -> None:
         self._ended += 1
         if self.progress is not None and (self._ended % PROGRESS_EVERY == 0 or self._ended == self._total):
             self.progress(self._ended, self._total, now)
 
-    def _touch(self, host: SimReplica) -> None:
-        """Its load has changed, and perhaps the moment at which it wants to go on."""
-        self._deployments[host.service].changed(host)
+    def _note_load(self, host: ReplicaHost) -> None:
+        """Tell the router of a new load, and schedule the engine anew if its next event has
+        moved."""
+        self._deployments[host.service].note_load(host)
         wake_at = host.engine.wake_at
         if wake_at != host.alarm and wake_at != inf:
             host.alarm = wake_at
@@ -245,10 +238,10 @@ class _World:
 
     # Boxes and plans
 
-    def _start(self, deployment: Deployment, replica: Replica) -> SimReplica:
+    def _start_host(self, deployment: Deployment, replica: Replica) -> ReplicaHost:
         model = self._model_of(self._cluster, deployment.service, replica)
         number = len(self._hosts)
-        record = None if self._steps is None else partial(_keep, self._steps, number)
+        record = None if self._steps is None else partial(_log_step, self._steps, number)
         engine = Engine(
             model.times,
             self._engine_settings(replica, model),
@@ -256,54 +249,57 @@ class _World:
             stages=len(replica.stages),
             record=record,
         )
-        host = SimReplica(number, deployment.number, replica, engine, self.engine_woke)
-        host.lost = not self._missing.isdisjoint(replica.peers)
+        host = ReplicaHost(number, deployment.number, replica, engine, self.advance_engine)
+        host.is_lost = not self._missing.isdisjoint(replica.peers)
         self._hosts.append(host)
         return host
 
-    def _engine_settings(self, replica: Replica, model: ReplicaModel) -> EngineSettings:
-        """As for all, in steps of as many tokens as the plan wants."""
+    def _engine_settings(self, replica: Replica, model: ReplicaModel) -> SimEngineSettings:
+        """The settings of all engines, with the token budget that the plan gives this replica."""
         common = self._settings.engine
         if common is None:
-            return EngineSettings(max_batched_tokens=replica.step_tokens or model.max_batched_tokens)
+            return SimEngineSettings(max_batched_tokens=replica.step_tokens or model.max_batched_tokens)
         if not replica.step_tokens:
             return common
         return replace(common, max_batched_tokens=min(replica.step_tokens, common.max_batched_tokens))
 
-    def _lose(self, box: str, now: float) -> None:
-        """A box is gone. Nobody knows until `detect_s` later."""
-        lost = [
+    def _lose_box(self, box: str, now: float) -> None:
+        """A box fails. The coordinator notices `detect_s` later."""
+        failed = [
             host
             for deployment in self._deployments
             for host in deployment.hosts.values()
-            if box in host.replica.peers and not host.lost
+            if box in host.replica.peers and not host.is_lost
         ]
-        for host in lost:
-            host.lost = True
-        for host in lost:
-            self.gateway.lost(host, now)
+        # All are marked before any is emptied: a request between two of them must not go back to the second.
+        for host in failed:
+            host.is_lost = True
+        for host in failed:
+            self.gateway.take_off(host, now)
         self._missing |= {box}
         missing = self._missing
-        noticed = _WorldEvent(self, lambda then: self._noticed(missing, lost, then))
+        noticed = _WorldEvent(self, lambda then: self._notice_loss(missing, failed, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
 
-    def _noticed(self, missing: frozenset[str], hosts: Iterable[SimReplica], now: float) -> None:
-        """The network has found out which boxes are missing: requests are replayed, and there may be new plans."""
+    def _notice_loss(self, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
+        """The coordinator knows which boxes are missing: requests are replayed, and there may be
+        new plans."""
         for deployment in self._deployments:
-            deployment.boxes_missing(missing & self._missing)
+            deployment.set_missing(missing & self._missing)
         for host in hosts:
-            self.gateway.noticed(host, now)
+            self.gateway.notice_loss(host, now)
         self._ask_for_plans(now)
 
-    def _join(self, box: str, now: float) -> None:
-        """A box is there, with its replicas' weights loaded as far as all their boxes are."""
+    def _join_box(self, box: str, now: float) -> None:
+        """A box joins; replicas whose boxes are all there now begin with empty engines and loaded
+        weights."""
         self._missing -= {box}
         for deployment in self._deployments:
             for name, host in list(deployment.hosts.items()):
-                if host.lost and self._missing.isdisjoint(host.replica.peers):
-                    deployment.hosts[name] = self._start(deployment, host.replica)
-                    deployment.changed(deployment.hosts[name])
-            deployment.boxes_missing(self._missing)
+                if host.is_lost and self._missing.isdisjoint(host.replica.peers):
+                    deployment.hosts[name] = self._start_host(deployment, host.replica)
+                    deployment.note_load(deployment.hosts[name])
+            deployment.set_missing(self._missing)
             self.gateway.retry(deployment.number, now)
         self._ask_for_plans(now)
 
@@ -321,26 +317,27 @@ class _World:
 
     def _follow_plan(self, change: PlanChange, now: float) -> None:
         deployment = self._deployments[change.service]
-        stopped, begun = deployment.follow(change.plan, lambda replica: self._start(deployment, replica))
-        for host in deployment.hosts.values():  # those that go on may have another phase, and other steps
+        stopped, begun = deployment.follow_plan(change.plan, lambda replica: self._start_host(deployment, replica))
+        # Hosts that go on may have another phase now, and with it another token budget.
+        for host in deployment.hosts.values():
             model = self._model_of(self._cluster, deployment.service, host.replica)
             host.engine.settings = self._engine_settings(host.replica, model)
         for host in stopped:
-            if not host.lost:
-                host.lost = True
-                self.gateway.lost(host, now)
-        ready = _WorldEvent(self, lambda then: self._ready(deployment, begun, then))
+            if not host.is_lost:
+                host.is_lost = True
+                self.gateway.take_off(host, now)
+        ready = _WorldEvent(self, lambda then: self._put_to_use(deployment, begun, then))
         self._follow.append(Scheduled(now + change.reload_s, ready))
         for host in stopped:
-            self.gateway.noticed(host, now)
+            self.gateway.notice_loss(host, now)
         self.gateway.retry(deployment.number, now)
 
-    def _ready(self, deployment: Deployment, hosts: Iterable[SimReplica], now: float) -> None:
+    def _put_to_use(self, deployment: Deployment, hosts: Iterable[ReplicaHost], now: float) -> None:
         for host in hosts:
             if deployment.hosts.get(host.replica.id) is host:
-                deployment.ready(host.replica.id)
+                deployment.mark_ready(host.replica.id)
         self.gateway.retry(deployment.number, now)
 
 
-def _keep(steps: list[StepLog], replica: int, step: StepRecord) -> None:
+def _log_step(steps: list[StepLog], replica: int, step: StepRecord) -> None:
     steps.append(StepLog(replica, step))

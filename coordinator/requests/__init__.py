@@ -1,4 +1,5 @@
-"""The life of one request at its gateway, as a machine without I/O; gateways and the simulator run the same one."""
+"""The life of one request at its gateway, as a machine without I/O; gateways and the simulator run
+the same one."""
 
 from .machine import RequestMachine
 from .placement import place

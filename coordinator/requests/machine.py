@@ -6,21 +6,24 @@
     ready = machine.decode_opened(1, 0.1, receives=True)
     ...                                     # and at last EndRequest(finish="length", ...)
 
-Engines come and go; the gateway keeps the prompt and the answer so far. A request makes one attempt after the other,
-each on a route of its own, until its answer is complete. When the decode replica of an attempt is lost, the next attempt
-has the answer so far as part of its prompt, and the client's stream goes on. When the prefill replica is lost, the
-decode replica is told to compute the prompt itself, and the attempt goes on. ::
+Engines come and go; the gateway keeps the prompt and the answer so far. A request makes one attempt
+after the other, each on a route of its own, until its answer is complete. When the decode replica
+of an attempt is lost, the next attempt has the answer so far as part of its prompt, and the
+client's stream goes on. When the prefill replica is lost, the decode replica is told to compute the
+prompt itself, and the attempt goes on. ::
 
     start -> ROUTING --routed--> SERVING --answer complete--> CLOSING --figures, or not--> OVER
                 ^                   |                (only while the KV transfer's report is awaited)
                 +--decode failed----+
 
-What the client has seen is what counts. A replica that has all of the prompt samples the first token as well, and the
-client sees it at once; the decode replica is told, and begins with it. Should that begin with another token all the
-same, the request is tried again from the one that was shown.
+What the client has seen is what counts. A replica that has all of the prompt samples the first
+token as well, and the client sees it at once; the decode replica is told, and begins with it.
+Should that begin with another token all the same, the request is tried again from the one that was
+shown.
 
-Nothing here reads a clock or does I/O: every event comes with `now`, in seconds, which never goes back. Events of an
-attempt that is over are not heard. `engine` in an event of failure says which of the engines of that replica it was.
+Nothing here reads a clock or does I/O: every event comes with `now`, in seconds, which never goes
+back. Events of an attempt that is over are not heard. `engine` in an event of failure says which of
+the engines of that replica it was.
 """
 
 from __future__ import annotations
@@ -79,8 +82,8 @@ class _Attempt:
 
 @final
 class RequestMachine:
-    """See the module. Each public method is one event and returns what is to be done; `wake` is to be called at
-    `wake_at`, unless another event has changed that."""
+    """See the module. Each public method is one event and returns what is to be done; `wake` is to
+    be called at `wake_at`, unless another event has changed that."""
 
     __slots__ = (
         "_answer", "_arrived", "_attempt", "_attempts", "_blamed", "_cached", "_deadline", "_failures", "_first_at",
@@ -133,7 +136,8 @@ class RequestMachine:
         return self._attempt is not None and self._attempt.prefilling
 
     def list_work(self) -> Iterator[tuple[str, int]]:
-        """The replicas at work on it, as far as is known, each with the tokens of the prompt that it has yet to compute."""
+        """The replicas at work on it, as far as is known, each with the tokens of the prompt that
+        it has yet to compute."""
         attempt = self._attempt
         if attempt is None:
             return
@@ -166,7 +170,8 @@ class RequestMachine:
         return (opening,)
 
     def not_routed(self, reason: str, now: float, *, is_hopeful: bool) -> Ready:
-        """There is no route now; `is_hopeful`: an engine is being started, so that waiting makes sense."""
+        """There is no route now; `is_hopeful`: an engine is being started, so that waiting makes
+        sense."""
         if self._state is not _State.ROUTING:
             return ()
         settings = self._settings
@@ -199,7 +204,8 @@ class RequestMachine:
     # ---- what the replicas say ------------------------------------------------------------------------------
 
     def decode_opened(self, attempt: int, now: float, *, receives: bool) -> Ready:
-        """The decode replica has accepted; `receives`: it is ready for the KV that it was to receive."""
+        """The decode replica has accepted; `receives`: it is ready for the KV that it was to
+        receive."""
         current = self._current(attempt)
         if current is None or current.opening.prefill is None or current.without_kv:
             return ()
@@ -250,7 +256,8 @@ class RequestMachine:
         cached: int = 0,
         first_at: float | None = None,
     ) -> Ready:
-        """The decode replica has more tokens, of which the first was there at `first_at` (None: now)."""
+        """The decode replica has more tokens, of which the first was there at `first_at` (None:
+        now)."""
         current = self._current(attempt)
         if current is None or finish == "deadline":
             return ()  # the request's own deadline is the same moment, and says it better

@@ -9,7 +9,8 @@ __all__ = ["place"]
 
 
 def place(route: Route, attempt: int, tokens: int, left: int, *, first_token_at_prefill: bool) -> OpenDecode:
-    """Where a request goes that has `tokens` tokens so far, prompt and answer, and wants `left` more."""
+    """Where a request goes that has `tokens` tokens so far, prompt and answer, and wants `left`
+    more."""
     prefill = route.prefill
     if prefill is None:
         return OpenDecode(attempt, route.decode)

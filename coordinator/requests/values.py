@@ -24,20 +24,23 @@ __all__ = [
 ]
 
 Tokens = Sequence[int]
-"""Token ids. The simulator, whose tokens have no ids, uses ranges of positions: they cost nothing to cut."""
+"""Token ids. The simulator, whose tokens have no ids, uses ranges of positions: they cost nothing
+to cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSettings:
     """How patient a gateway is. All times are seconds.
 
-    `open_timeout_s`: how long a replica may take to accept a request; longer rides out a busy event loop, and loses as
-    much time on a replica that hangs. `no_engine_grace_s`: how long a request waits while no engine is there nor being
-    started; longer survives a restart, and keeps a client of a dead service waiting. `route_retry_s`: between two
-    looks for a route where nothing has been heard. `figures_grace_s`: how long a complete answer waits for the report
-    of its KV transfer, which comes from another node. `max_failures`: engines in a row that fail with a request before
-    one adds to its answer; the request may be what ends them, so higher risks more engines of the other requests.
-    `first_token_at_prefill`: who prefills all of a prompt samples the first token too (the simulator can do without).
+    `open_timeout_s`: how long a replica may take to accept a request; longer rides out a busy event
+    loop, and loses as much time on a replica that hangs. `no_engine_grace_s`: how long a request
+    waits while no engine is there nor being started; longer survives a restart, and keeps a client
+    of a dead service waiting. `route_retry_s`: between two looks for a route where nothing has been
+    heard. `figures_grace_s`: how long a complete answer waits for the report of its KV transfer,
+    which comes from another node. `max_failures`: engines in a row that fail with a request before
+    one adds to its answer; the request may be what ends them, so higher risks more engines of the
+    other requests. `first_token_at_prefill`: who prefills all of a prompt samples the first token
+    too (the simulator can do without).
     """
 
     open_timeout_s: float = 10.0
@@ -67,14 +70,16 @@ class Answer(Protocol):
         ...
 
     def take(self, tokens: Tokens, finish: str | None) -> ShowTokens | None:
-        """Add tokens, and end where `finish`, the length or a stop string says so. Returns what the client may see."""
+        """Add tokens, and end where `finish`, the length or a stop string says so. Returns what the
+        client may see."""
         ...
 
 
 class FindRoute(NamedTuple):
     """Look for a route for so many tokens; answer with `routed` or `not_routed`.
 
-    `blamed`: the engines that have failed this request, by replica; the number is the one that the failure's event had.
+    `blamed`: the engines that have failed this request, by replica; the number is the one that the
+    failure's event had.
     """
 
     tokens: int
@@ -84,8 +89,8 @@ class FindRoute(NamedTuple):
 class OpenDecode(NamedTuple):
     """Ask a replica to serve the request to its end; answer with `decode_opened` or `open_failed`.
 
-    With `prefill` it is to receive the KV of the first `split` tokens from there, and the first token of the answer if
-    `first_token`; without, it computes all of the prompt.
+    With `prefill` it is to receive the KV of the first `split` tokens from there, and the first
+    token of the answer if `first_token`; without, it computes all of the prompt.
     """
 
     attempt: int
@@ -96,8 +101,9 @@ class OpenDecode(NamedTuple):
 
 
 class OpenPrefill(NamedTuple):
-    """Ask a replica to compute the first `split` tokens and to send their KV to the decode replica; answer with
-    `open_failed` if it does not accept. `first_token`: it samples one more token and tells the gateway."""
+    """Ask a replica to compute the first `split` tokens and to send their KV to the decode replica;
+    answer with `open_failed` if it does not accept. `first_token`: it samples one more token and
+    tells the gateway."""
 
     attempt: int
     prefill: str
@@ -136,9 +142,9 @@ class CancelWork(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """What a request was, at its end. `prefill` and `decode` are those of the last attempt; `cached_tokens` are those
-    that the first decode replica had in its cache; of `tokens` of the answer, the first and the last one that this gateway
-    got came at `first_at` and `last_at`."""
+    """What a request was, at its end. `prefill` and `decode` are those of the last attempt;
+    `cached_tokens` are those that the first decode replica had in its cache; of `tokens` of the
+    answer, the first and the last one that this gateway got came at `first_at` and `last_at`."""
 
     prefill: str | None
     decode: str
@@ -167,8 +173,9 @@ class RequestRecord(NamedTuple):
 
 
 class EndRequest(NamedTuple):
-    """Nothing follows. `finish` is stop, length or error, which `error` then explains in a line; None: the client does
-    not want to hear of it. `record` is None for one that never had a route."""
+    """Nothing follows. `finish` is stop, length or error, which `error` then explains in a line;
+    None: the client does not want to hear of it. `record` is None for one that never had a route.
+    """
 
     finish: str | None
     error: str
@@ -188,5 +195,6 @@ Action = (
 
 
 Ready = tuple[Action, ...]
-"""What one step asks for, to be done in this order: what the client has seen counts, so it is shown a token before a
-replica is told of it, and replicas are told to forget an attempt before the next one begins."""
+"""What one step asks for, to be done in this order: what the client has seen counts, so it is shown
+a token before a replica is told of it, and replicas are told to forget an attempt before the next
+one begins."""

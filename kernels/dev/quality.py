@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .. import accelerate
-from ..format import Codec
+from ..codecs import CODEC_NAMES, KIVI4, KV4, RAW
 from .quality_model import CONTINUATION_TOKENS, HELD_OUT, PROMPT_TOKENS, BundledModel, TokenScores
 from .quality_paired import Difference, difference
 from .quality_rouge import Rouge, mean_rouge, rouge
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.threads > 0:
         torch.set_num_threads(arguments.threads)
-    codecs = [codec.value for codec in Codec]
+    codecs = list(CODEC_NAMES)
     try:
         report = _measure(codecs, quick=arguments.quick)
     except ModuleNotFoundError as error:
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure_tensors(codecs: Sequence[str]) -> tuple[dict[str, float], dict[str, dict[str, Errors]]]:
     """Bits per element of every codec; errors of those that make any."""
     bits = {codec: bits_per_element(codec) for codec in codecs}
-    lossy = [codec for codec in codecs if codec != Codec.RAW]
+    lossy = [codec for codec in codecs if codec != RAW.name]
     errors = {}
     for kind in KINDS:
         k, v = tensors(kind)
@@ -150,7 +150,7 @@ def render(report: Report) -> str:
     codecs = list(report.bits)
     lines = ["Quality of the KV codecs", ""]
     lines += _table("", codecs, _summary(report))
-    lossy = [codec for codec in codecs if codec != Codec.RAW]
+    lossy = [codec for codec in codecs if codec != RAW.name]
     tables: dict[str, Callable[[Errors], str]] = {
         "Attention-logit error of K, dB": lambda found: f"{found.logit_db:.1f}",
         "Relative error of K, %": lambda found: f"{100 * found.key:.2f}",
@@ -186,7 +186,7 @@ class _Progress:
 def _measure(codecs: Sequence[str], *, quick: bool) -> Report:
     modules, each = (QUICK_MODULES, 4) if quick else (HELD_OUT, 60)
     before = accelerate.mode()
-    accelerate.set_mode(accelerate.Mode.EAGER)  # the same bytes, without building anything for so little data
+    accelerate.set_mode(accelerate.KernelMode.EAGER)  # the same bytes, without building anything for so little data
     try:
         bits, errors = measure_tensors(codecs)
         model = measure_model(codecs, modules, each)
@@ -196,13 +196,13 @@ def _measure(codecs: Sequence[str], *, quick: bool) -> Report:
 
 
 def _kv4_minus_kivi4(tokens: Mapping[str, TokenScores], rouges: Mapping[str, Sequence[Rouge]]) -> dict[str, Difference]:
-    ours, theirs = tokens[Codec.KV4], tokens[Codec.KIVI4]
+    ours, theirs = tokens[KV4.name], tokens[KIVI4.name]
     found = {
         "loss": difference(ours.loss, theirs.loss),
         "divergence": difference(ours.divergence, theirs.divergence),
     }
     for figure in ROUGES:
-        pair = (torch.tensor([getattr(score, figure) for score in rouges[codec]]) for codec in (Codec.KV4, Codec.KIVI4))
+        pair = (torch.tensor([getattr(score, figure) for score in rouges[codec]]) for codec in (KV4.name, KIVI4.name))
         found[figure] = difference(*pair)
     return found
 

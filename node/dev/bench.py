@@ -55,7 +55,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class OverlapReport:
     """All figures of a run. `auto`: prompt tokens -> what the engine chose on the unthrottled link."""
 
     model: str
@@ -161,7 +161,7 @@ def _submit(request: str, prompt: tuple[int, ...], **hand_off: object) -> protoc
     return protocol.Submit(**values)  # type: ignore[arg-type]
 
 
-async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> Report:
+async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     await bench.prefill_s(tokens)  # both engines warm, the link dialled
     whole = await bench.hand_off(tokens, "layerwise", 0)
     prefill_s = statistics.median([await bench.prefill_s(tokens) for _ in range(repeats)])
@@ -174,7 +174,7 @@ async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: 
     for length in AUTO_TOKENS:
         if length <= tokens:
             auto[length] = (await bench.hand_off(length, "auto", 0)).mode
-    return Report(
+    return OverlapReport(
         model=model,
         codec=codec,
         prompt_tokens=tokens,
@@ -226,7 +226,7 @@ async def _start(server: ForkServerClient, config: protocol.EngineConfig) -> _En
     return engine
 
 
-async def run(model: str, codec: str, tokens: int, repeats: int) -> Report:
+async def run(model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     """Start two engines and measure. Raises ModelError, EngineError or TransferError."""
     opened = open_model(model)
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
@@ -239,7 +239,7 @@ async def run(model: str, codec: str, tokens: int, repeats: int) -> Report:
                 return await _measure(bench, model, codec, tokens, repeats)
 
 
-def table(report: Report) -> str:
+def table(report: OverlapReport) -> str:
     """For people."""
     lines = [
         f"{report.model}, {report.prompt_tokens} tokens, {report.codec}: prefill {report.prefill_s:.3f} s",
@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.tokens < 2 or options.repeats < 1:
         parser.error("--tokens must be at least 2 and --repeats at least 1")
-    report: Report | None = None
+    report: OverlapReport | None = None
     try:
         report = trio.run(run, options.model, options.codec, options.tokens, options.repeats)
     except* (ModelError, EngineError, TransferError, ValueError) as errors:

@@ -26,7 +26,7 @@ from ..messages import EngineAdvert
 from ..models import ModelError
 from .engine_link import EngineLink, EngineStartError, ForkServerClient, open_fork_server
 from .place import Place
-from .stages import Call, Stages, limits_of, with_limits, with_stage
+from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
 
 MAX_FAILURES = 5
@@ -136,7 +136,7 @@ class Supervisor:
         alone = len(place.stages) == 1
         state = "loading" if not alone else "restarting" if self._starts else "starting"
         config = self._config
-        call: Call | None = None
+        call: StageCall | None = None
         link: EngineLink | None = None
 
         def say(detail: str) -> None:
@@ -173,7 +173,7 @@ class Supervisor:
                 link.close()
                 self._worker.engine_lost(link.exit_text())
 
-    async def _serve(self, link: EngineLink, place: Place, call: Call | None) -> str | None:
+    async def _serve(self, link: EngineLink, place: Place, call: StageCall | None) -> str | None:
         """From the start of an engine process to its end; as `_live` returns it."""
         started = trio.current_time()
         self._starts += 1

@@ -1,6 +1,7 @@
 """The gateway of a node: it takes clients' requests and owns each one until its last token.
 
-What happens to a request is decided by its `RequestMachine`. Here messages become its events, and its actions messages.
+What happens to a request is decided by its `RequestMachine`. Here messages become its events, and
+its actions messages.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import assert_never, final
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
-from ...bootstrap.methods import Body, Messenger, Notice
+from ...bootstrap.methods import Answer, Body, Messenger, Method, Notice
 from ...coordinator import Demand, DemandMeter, NoRoute, Route, Router, RoutingSettings
 from ...coordinator.requests import (
     Action,
@@ -32,7 +33,7 @@ from ...coordinator.requests import (
     ShowTokens,
 )
 from .. import messages
-from ..methods import CHUNK, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
+from ..methods import ANSWER, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
 from ..models import ModelInfo
 from ..view import NetworkView, Queue
 from .opened import OpenedRequest
@@ -113,12 +114,13 @@ class Gateway:
     # ---- clients --------------------------------------------------------------------------------------------
 
     async def generate(self, client: PeerId, role: Role, body: messages.Generate) -> messages.Generating:
-        """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for the user."""
+        """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for
+        the user."""
         return await self._accept(client, body, ())
 
     async def continue_answer(self, client: PeerId, role: Role, body: messages.ContinueGenerate) -> messages.Generating:
-        """Accept a request whose gateway was lost in mid-answer: the first chunk repeats the text so far, the tokens are
-        new. Raises RemoteError."""
+        """Accept a request whose gateway was lost in mid-answer: the first chunk repeats the text
+        so far, the tokens are new. Raises RemoteError."""
         return await self._accept(client, body.generate, body.tokens)
 
     async def _accept(
@@ -287,10 +289,10 @@ class Gateway:
                 self._attempts[request.attempt] = request
                 self._nursery.start_soon(self._open_decode, request, action, asked)
             case OpenPrefill():
-                self._nursery.start_soon(self._open_prefill, request, action)
+                self._nursery.start_soon(self._open_prefill, request, action, request.prefill_open(action))
             case ShowTokens(text, tokens):
-                chunk = messages.Chunk(request=request.id, text=text, tokens=tuple(tokens))
-                if not self._tell(request.client, CHUNK, chunk):
+                chunk = messages.AnswerUpdate(request=request.id, text=text, tokens=tuple(tokens))
+                if not self._tell(request.client, ANSWER, chunk):
                     # A client that is gone, or does not read, must not get an answer with a gap.
                     return machine.stop(now)
             case PassFirstToken(_, decode, token):
@@ -298,6 +300,7 @@ class Gateway:
             case CancelTransfer(_, decode, reason):
                 self._tell(PeerId(decode), TRANSFER_STOP, messages.StopTransfer(request=attempt, reason=reason))
             case CancelWork(_, replica):
+                request.stop_asking()
                 self._tell(PeerId(replica), REQUEST_STOP, messages.StopRequest(request=attempt))
             case EndRequest():
                 self._end(request, action)
@@ -323,30 +326,34 @@ class Gateway:
 
     async def _open_decode(self, request: OpenedRequest, opening: OpenDecode, asked: messages.DecodeOpen) -> None:
         """Decode side first: it must have blocks and tickets before the first layer leaves."""
-        decode, machine = PeerId(opening.decode), request.machine
-        try:
-            opened = await self._messenger.request(decode, DECODE_OPEN, asked, self._settings.open_timeout_s)
-        except NetworkError as error:
-            why, engine = str(error), self._view.starts(decode)
-            self._step(request, lambda now: machine.open_failed(opening.attempt, decode, why, engine, now))
-            return
-        if opening is request.opening:
-            request.parts = opened.parts
-        receives = bool(opened.parts)
-        self._step(request, lambda now: machine.decode_opened(opening.attempt, now, receives=receives))
+        opened = await self._ask(request, opening.attempt, opening.decode, DECODE_OPEN, asked)
+        if opened is not None:
+            request.slices = opened.slices
+            decode_opened = partial(request.machine.decode_opened, receives=bool(opened.slices))
+            self._step(request, partial(decode_opened, opening.attempt))
 
-    async def _open_prefill(self, request: OpenedRequest, opening: OpenPrefill) -> None:
-        prefill, machine = PeerId(opening.prefill), request.machine
-        asked = request.prefill_open(opening)
-        try:
-            await self._messenger.request(prefill, PREFILL_OPEN, asked, self._settings.open_timeout_s)
-        except NetworkError as error:
-            why, engine = str(error), self._view.starts(prefill)
-            self._step(request, lambda now: machine.open_failed(opening.attempt, prefill, why, engine, now))
+    async def _open_prefill(self, request: OpenedRequest, opening: OpenPrefill, asked: messages.PrefillOpen) -> None:
+        await self._ask(request, opening.attempt, opening.prefill, PREFILL_OPEN, asked)
+
+    async def _ask(
+        self, request: OpenedRequest, attempt: int, replica: str, method: Method[Body, Answer], body: Body
+    ) -> Answer | None:
+        """None where it fails, which the machine is told, and where the attempt is over before there is an answer."""
+        if attempt != request.asks_for:
+            return None
+        peer = PeerId(replica)
+        with trio.CancelScope() as request.asking:
+            try:
+                return await self._messenger.request(peer, method, body, self._settings.open_timeout_s)
+            except NetworkError as error:
+                failed = partial(request.machine.open_failed, attempt, replica, str(error), self._view.starts(peer))
+                self._step(request, failed)
+        return None
 
     def _end(self, request: OpenedRequest, end: EndRequest) -> None:
         request.is_over = True
         request.changed.set()
+        request.stop_asking()
         self._attempts.pop(request.attempt, None)
         del self._requests[request.client, request.id]
         live = request.live
@@ -354,14 +361,14 @@ class Gateway:
             self._meter.ended(len(live.prompt), live.count)
         if end.finish is None:
             return  # the client has gone, or wants no more
-        chunk = messages.Chunk(
+        chunk = messages.AnswerUpdate(
             request=request.id,
             text=live.take_rest(),
             finish=end.finish,
             error=end.error,
             figures=request.figures(end.record),
         )
-        self._tell(request.client, CHUNK, chunk)
+        self._tell(request.client, ANSWER, chunk)
 
     def _tell(self, peer: PeerId, notice: Notice[Body], body: Body) -> bool:
         try:

@@ -1,4 +1,5 @@
-"""A client's request as its gateway holds it: its machine, and what the messages of its attempts are made of."""
+"""A client's request as its gateway holds it: its machine, and what the messages of its attempts
+are made of."""
 
 from __future__ import annotations
 
@@ -32,8 +33,13 @@ class OpenedRequest:
         self.opening: OpenDecode | None = None
         """The latest attempt."""
         self.attempt = ""
-        """The id by which its replicas know it: new for each, so that late messages of another are told apart."""
-        self.parts: tuple[messages.Part, ...] = ()
+        """The id by which its replicas know it: new for each, so that late messages of another are
+        told apart."""
+        self.asks_for = 0
+        """The number of the attempt whose replicas may be asked to begin; 0: of none."""
+        self.asking = trio.CancelScope()
+        """Around the latest question."""
+        self.slices: tuple[messages.TicketedSlice, ...] = ()
         """Tickets for its KV."""
         self.transfer: messages.TransferFigures | None = None
         self._deadline = deadline
@@ -49,9 +55,15 @@ class OpenedRequest:
             self.wake_at = self.machine.wake_at
             self.changed.set()
 
+    def stop_asking(self) -> None:
+        """A replica is told to forget the attempt: it must not be asked for it afterwards."""
+        self.asks_for = 0
+        self.asking.cancel()
+
     def begin_attempt(self, opening: OpenDecode, attempt: str, plan: Plan, now: float) -> messages.DecodeOpen:
         """What the decode replica is asked."""
-        self.opening, self.attempt, self.parts, self._codec = opening, attempt, (), plan.codec
+        self.opening, self.attempt, self.slices, self._codec = opening, attempt, (), plan.codec
+        self.asks_for = opening.attempt
         prefill = plan.replica_of(opening.prefill) if opening.prefill is not None else None
         prompt, sampling = self.live.replay()
         self._asked = messages.DecodeOpen(
@@ -76,7 +88,7 @@ class OpenedRequest:
             service=asked.service,
             prompt=asked.prompt[: opening.split],
             deadline_s=asked.deadline_s,
-            parts=self.parts,
+            slices=self.slices,
             sampling=asked.sampling if opening.first_token else None,
         )
 

@@ -1,4 +1,5 @@
-"""One client request as its gateway holds it: checked parameters, tokens so far, text so far. No I/O, no clock."""
+"""One client request as its gateway holds it: checked parameters, tokens so far, text so far. No
+I/O, no clock."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MAX_SEED = (1 << 63) - 1
 
 
 def check(body: Generate) -> int:
-    """Check everything that can be checked without the model; returns the bytes of text in the prompt.
+    """Check everything that can be checked without the model; returns the bytes of text in the
+    prompt.
 
     Raises PromptError naming the field and the fix.
     """
@@ -95,8 +97,9 @@ def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple
 class LiveRequest:
     """A request between its arrival and its last token: the `Answer` of its machine, with the text.
 
-    `so_far` are tokens of the answer that the client has from another gateway. Their text is the first that is shown:
-    the client has most of it, and knows where it is new. Raises PromptError for those that cannot be.
+    `so_far` are tokens of the answer that the client has from another gateway. Their text is the
+    first that is shown: the client has most of it, and knows where it is new. Raises PromptError
+    for those that cannot be.
     """
 
     def __init__(
@@ -133,7 +136,8 @@ class LiveRequest:
         return self._max_tokens - len(self.tokens)
 
     def replay(self) -> tuple[tuple[int, ...], Sampling]:
-        """What an engine is asked for now: the prompt with the tokens so far, and how many are still wanted."""
+        """What an engine is asked for now: the prompt with the tokens so far, and how many are
+        still wanted."""
         body = self._body
         sampling = Sampling(
             max_tokens=self.left,
@@ -145,7 +149,8 @@ class LiveRequest:
         return (*self.prompt, *self.tokens), sampling
 
     def take(self, tokens: Sequence[int], finish: str | None) -> ShowTokens | None:
-        """Take new tokens, and return them with the text they complete; sets `finish` when the answer is over.
+        """Take new tokens, and return them with the text they complete; sets `finish` when the
+        answer is over.
 
         What goes beyond the limit is not taken, nor what comes after the end.
         """

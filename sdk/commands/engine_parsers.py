@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .option_values import count, figure, positive
+from .option_values import figure, positive
 
 __all__ = ["add_engine_options"]
 
@@ -73,6 +73,4 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="dense",
         help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or measured ones",
     )
-    engine.add_argument(
-        "--threads", type=count, default=0, metavar="N", help="of a CPU engine (default: all cores but one)"
-    )
+    engine.add_argument("--threads", type=positive, metavar="N", help="of a CPU engine (default: all cores but one)")

@@ -47,7 +47,8 @@ class StepLog(NamedTuple):
 
 
 class TransferRecord(NamedTuple):
-    """KV of one request (row of its trace) between two replicas (numbers), from its first byte until it had landed."""
+    """KV of one request (row of its trace) between two replicas (numbers), from its first byte
+    until it had landed."""
 
     row: int
     source: int
@@ -89,9 +90,10 @@ class ServiceLog:
 class ServiceOutcome:
     """What became of a service's requests, row by row.
 
-    `kv_s`: seconds from the end of reading the prompt until its KV had landed (the visible part of the transfer).
-    `prefill`, `decode`: numbers of the replicas that read the prompt and wrote the last token; -1 for none.
-    `replays`: how often a lost box made it start again. `refused`: requests longer than their replica's KV memory.
+    `kv_s`: seconds from the end of reading the prompt until its KV had landed (the visible part of
+    the transfer). `prefill`, `decode`: numbers of the replicas that read the prompt and wrote the
+    last token; -1 for none. `replays`: how often a lost box made it start again. `refused`:
+    requests longer than their replica's KV memory.
     """
 
     service: Service
@@ -112,13 +114,14 @@ class ReplicaOutcome:
     phase: Phase
     boxes: tuple[str, ...]
     times: str
-    tally: EngineCounts
+    counts: EngineCounts
     blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimResult:
-    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if they were kept."""
+    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if
+    they were kept."""
 
     services: tuple[ServiceOutcome, ...]
     replicas: tuple[ReplicaOutcome, ...]
@@ -144,9 +147,9 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A service in figures.
 
-    Rates are per second of `span_s`, from the first arrival to the last request's end. `attainment`: the share of all
-    requests that met every deadline; `goodput_s`: how many of those per second. `lengths`, `arrivals` and `times` say
-    what went in.
+    Rates are per second of `span_s`, from the first arrival to the last request's end.
+    `attainment`: the share of all requests that met every deadline; `goodput_s`: how many of those
+    per second. `lengths`, `arrivals` and `times` say what went in.
     """
 
     service: str
@@ -173,7 +176,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]:
-    """Which requests met all deadlines, each `scale` times as long. One that never ended met none."""
+    """Which requests met all deadlines, each `scale` times as long. One that never ended met
+    none."""
     return (
         (outcomes.ttft_s <= slo.ttft_s * scale)
         & (outcomes.tpot_s <= slo.tpot_s * scale)
@@ -187,8 +191,8 @@ def attainment(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> float:
 
 
 def deadline_scale(outcomes: Outcomes, slo: Slo, target: float | None = None) -> float:
-    """How many times as long the deadlines would have to be for `target` (the objective's own) of all requests to
-    meet them; infinite where too few ended at all."""
+    """How many times as long the deadlines would have to be for `target` (the objective's own) of
+    all requests to meet them; infinite where too few ended at all."""
     each = np.maximum.reduce(
         [
             outcomes.ttft_s / slo.ttft_s,

@@ -41,7 +41,7 @@ from ....coordinator.profile import LatencyProfile, PhaseFit, StepSample
 from ....coordinator.profile_fit import SampleBook, fit
 from ....kvtransport.dev.bench import open_plain_link
 from ....kvtransport.errors import TransferError
-from ...models import Model, ModelError, open_model
+from ...models import ModelError, OpenedModel, open_model
 from ...replica.engine_link import EngineError, fork_server_command, open_fork_server
 from .. import protocol
 from ..gpus import has_gpu
@@ -251,7 +251,7 @@ class Bench:
         return [sample for told in engine.iterations for sample in told.samples]
 
 
-async def run(model: Model, repeats: int, config: protocol.EngineConfig) -> EngineBenchReport:
+async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -> EngineBenchReport:
     """Start the engines and measure. Raises ModelError, EngineError, TransferError, OSError."""
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "engine.log"

@@ -21,7 +21,7 @@ from .transfers import EmulatedTransfers
 
 __all__ = ["run_emulated_engine"]
 
-AWAIT_S: Final = 0.05  # how often one looks at what is late while only KV is awaited
+AWAIT_S: Final = 0.05  # between looks at deadlines while no step runs and KV is awaited
 
 SWITCH_S: Final = 0.0005
 """For so long a thread that moves KV may keep a step waiting; ten times less than by default."""
@@ -77,14 +77,14 @@ def _loop(engine: EmulatedEngine, inbox: Inbox) -> None:
             came_at, message = letter
             if isinstance(message, protocol.Stop):
                 return
-            engine.take(message, came_at)
+            engine.handle(message, came_at)
             wait_s = 0.0
-        ends = engine.begin(time.monotonic())
+        ends = engine.begin_step(time.monotonic())
         computing = ends is not None
         if ends is not None:
             time.sleep(max(0.0, ends - time.monotonic()))
-            engine.end(time.monotonic())
-        engine.look(time.monotonic())
+            engine.end_step(time.monotonic())
+        engine.check_deadlines(time.monotonic())
 
 
 def _next(inbox: Inbox, wait_s: float | None) -> Letter | None:
@@ -96,7 +96,8 @@ def _next(inbox: Inbox, wait_s: float | None) -> Letter | None:
 
 
 def _accept(sockets: socket.socket, transfers: EmulatedTransfers) -> None:
-    """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
+    """Take over accepted sockets; each packet is what the connection said first, with the
+    descriptor beside it."""
     while True:
         try:
             hello, descriptors, _, _ = socket.recv_fds(sockets, 64, 1)

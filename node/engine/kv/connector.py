@@ -31,8 +31,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from ....kvtransport.link.reslice import ShardLayout
-from ....kvtransport.link.reslice import ShardRank as ShardRank
+from ....kvtransport.routing.reslice import ShardLayout
+from ....kvtransport.routing.reslice import ShardRank as ShardRank
 from ..protocol import WorkerRank
 from ..transfers.hub import TransferHub, transfer_memory
 from ..vllm.layout import CacheForm, kv_heads

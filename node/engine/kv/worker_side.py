@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ....kernels.codec import Codec, warm_up
+from ....kernels.codec import warm_up
+from ....kernels.codecs import KV4
 from ....kvtransport.errors import TransferError
 from ..protocol import WorkerRank
 from ..transfers.incoming import LayerKv
@@ -49,7 +50,7 @@ def warm_up_codecs(device: Device, shard: Shard) -> None:
 
     try:
         with device.copy_stream() as stream:
-            warm_up(Codec.KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
+            warm_up(KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
     except TritonError as error:  # a transfer in kv4 will say the same, and its prompt be computed where it goes
         _log.warning("kv4 does not work on this GPU for heads of %d: %s", shard.head_dim, error)
 

@@ -14,9 +14,9 @@ from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import LinkSettings
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.send_link import SendLink
+from ....kvtransport.link.settings import LinkSettings
 from ....kvtransport.wire.channel import parse_link_hello
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
 from ..vllm.device import Device, DeviceKind
@@ -153,7 +153,7 @@ class TransferHub:
         for inlet in inlets:
             link = self._endpoint.link(inlet.link.link)
             if not isinstance(link, ReceiveLink) or link.ended is not None:
-                link = self._endpoint.receiving(inlet.link)
+                link = self._endpoint.open_receiver(inlet.link)
             links.append((inlet, link))
         incoming = PromptReceiver(links, tokens, self.shard, self._staging, self._on_news)
         with self._lock:
@@ -214,7 +214,7 @@ class TransferHub:
                 paths = outlet.paths
             link = self._endpoint.link(outlet.link.link)
             if not isinstance(link, SendLink) or link.ended is not None:
-                return self._endpoint.sending(outlet.link, paths)
+                return self._endpoint.open_sender(outlet.link, paths)
         link.set_paths(paths)
         return link
 

@@ -17,13 +17,15 @@ from typing import final
 
 import torch
 
-from ....kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from ....kernels.codec import decode, torch_dtype
+from ....kernels.codecs import codec_from_wire
+from ....kernels.format import dtype_from_wire
 from ....kvtransport.errors import FiguresError, TransferError
 from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
-from ....kvtransport.link.reslice import localise
+from ....kvtransport.routing.reslice import localise
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.frames import KVFrame
 from ..protocol import Inlet
@@ -143,7 +145,7 @@ class PromptReceiver:
         """Which part of everything has arrived, and how many positions every layer and head has, from the first one
         that was needed."""
         with self._room:
-            return self._assembly.part, int(self._assembly.complete_tokens())
+            return self._assembly.fraction, int(self._assembly.complete_tokens())
 
     def applied(self) -> None:
         """The engine has written everything into its cache: the senders may be told."""
@@ -175,7 +177,7 @@ class PromptReceiver:
                 self._deliver(frame, inlet)
             with self._room:
                 self._coming -= 1
-                if not self._coming and not self._assembly.done:
+                if not self._coming and not self._assembly.is_done:
                     raise ValueError(f"the transfer ended after {self._assembly.complete_tokens()} complete positions")
                 self._on_news()
                 self._room.wait_for(lambda: self._applied or self._failure, self._remaining())

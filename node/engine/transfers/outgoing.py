@@ -20,13 +20,14 @@ from typing import Final, NamedTuple, final
 
 import torch
 
-from ....kernels.codec import Codec, encode_into, wire_dtype
-from ....kernels.format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, payload_bytes
+from ....kernels.codec import encode_into, wire_dtype
+from ....kernels.codecs import codec_named
+from ....kernels.format import GROUP_TOKENS, WINDOW_TOKENS, payload_bytes
 from ....kvtransport.errors import TransferError, TransferTimeout
-from ....kvtransport.link.lanes import EndState
 from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..protocol import Outlet, TransferReport
@@ -110,7 +111,7 @@ class PromptSender:
         self._granted = False
         self._waits_since: float | None = None  # for the receiver to have a place
         self._waited_s = 0.0
-        self._token_bytes = self._payload_bytes(0, KEY_SPAN_TOKENS) // KEY_SPAN_TOKENS
+        self._token_bytes = self._payload_bytes(0, WINDOW_TOKENS) // WINDOW_TOKENS
         self._held = 0  # bytes of the host buffer
         self._holding = threading.Lock()
         self._prefill_done_at: float | None = None
@@ -204,7 +205,7 @@ class PromptSender:
 
     def _payload_bytes(self, start: int, tokens: int) -> int:
         return payload_bytes(
-            Codec(self.ticket.codec),
+            codec_named(self.ticket.codec),
             wire_dtype(self._shard.dtype),
             start=start,
             tokens=tokens,
@@ -248,7 +249,7 @@ class PromptSender:
                 head_last=self._slice.last_head,
                 start=start,
                 tokens=end - start,
-                codec=Codec(self.ticket.codec).wire,
+                codec=codec_named(self.ticket.codec).wire,
                 dtype=wire_dtype(self._shard.dtype).wire,
                 head_dim=self._shard.head_dim,
                 payload=extent.memory.numpy().data,
@@ -284,12 +285,12 @@ class PromptSender:
         return True
 
     def _tokens_per_frame(self) -> int:
-        """As many whole spans of the codecs as a frame and a share of the buffer have room for; where not even one
+        """As many whole windows of the codecs as a frame and a share of the buffer have room for; where not even one
         fits, whole groups."""
         room = min(MAX_PAYLOAD_BYTES, self._source.buffer.size // WINDOW_SHARE)
         usual, most = (size // self._row_bytes for size in (min(room, USUAL_WINDOW_BYTES), room))
-        spans = usual // KEY_SPAN_TOKENS or min(1, most // KEY_SPAN_TOKENS)
-        return spans * KEY_SPAN_TOKENS or max(1, most // KEY_GROUP_TOKENS) * KEY_GROUP_TOKENS
+        windows = usual // WINDOW_TOKENS or min(1, most // WINDOW_TOKENS)
+        return windows * WINDOW_TOKENS or max(1, most // GROUP_TOKENS) * GROUP_TOKENS
 
     def _take(self, size: int) -> Extent | None:
         """Room for a payload, as soon as the link has confirmed others; None when the transfer has ended."""

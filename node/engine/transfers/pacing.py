@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from ....kernels.codec import wire_dtype
-from ....kernels.format import Codec, payload_bytes
+from ....kernels.codecs import codec_named
+from ....kernels.format import payload_bytes
 from ....kvtransport.probing.figures import LinkFigures
 from ....kvtransport.routing.layerwise import KVShape, LayerwiseEstimator, SendDecision, SendMode
 from ..protocol import Outlet
@@ -167,7 +168,7 @@ class Pacer:
         if known is None:
             shard = self._shard
             size = payload_bytes(
-                Codec(codec),
+                codec_named(codec),
                 wire_dtype(shard.dtype),
                 start=0,
                 tokens=_TYPICAL_TOKENS,

@@ -155,8 +155,8 @@ class Pair:
             connection.close()
 
     def links(self, *paths: DialPath, streams: int = 2) -> tuple[SendLink, ReceiveLink]:
-        receiving = self.receiver.receiving(self.ticket)
-        sending = self.sender.sending(self.ticket, paths or [self.direct(streams)])
+        receiving = self.receiver.open_receiver(self.ticket)
+        sending = self.sender.open_sender(self.ticket, paths or [self.direct(streams)])
         count = sum(path.streams for path in paths) or streams
         assert sending.wait_connected(count, PATIENCE_S), sending.statistics()
         assert receiving.wait_connected(count, PATIENCE_S), receiving.statistics()
@@ -303,7 +303,7 @@ def test_a_transfer_outlives_all_its_connections(pair: Pair) -> None:
     thread = send_all(outgoing, data)
     incoming.take(PATIENCE_S)
     way.cut()
-    incoming.consumed(0)
+    incoming.consume(0)
     count = 1 + sum(1 for _ in incoming)
     incoming.acknowledge()
     thread.join()
@@ -324,7 +324,7 @@ def test_a_frozen_path_is_left_for_another(pair: Pair) -> None:
     assert first is not None
     until(lambda: way.frozen)
     links[0].set_paths([pair.direct(2)])
-    incoming.consumed(first[0])
+    incoming.consume(first[0])
     got = {first[1].layer} | {each.layer for each in incoming}
     assert got == set(range(40))
     incoming.acknowledge()
@@ -553,8 +553,8 @@ def test_32_transfers_at_once_over_four_connections_all_arrive(pair: Pair) -> No
 def test_the_receiver_may_dial(pair: Pair) -> None:
     listener = Listener(lambda connection: pair.sender.attach(read_link_hello(connection, PATIENCE_S), connection))
     pair.others.append(listener)
-    sending = pair.sender.sending(pair.ticket)
-    receiving = pair.receiver.receiving(pair.ticket, [DialPath("127.0.0.1", listener.port, streams=2)])
+    sending = pair.sender.open_sender(pair.ticket)
+    receiving = pair.receiver.open_receiver(pair.ticket, [DialPath("127.0.0.1", listener.port, streams=2)])
     assert sending.wait_connected(2, PATIENCE_S)
     outgoing, incoming = pair.begin((sending, receiving))
     data = payloads(5, 100_000)
@@ -565,9 +565,9 @@ def test_the_receiver_may_dial(pair: Pair) -> None:
 
 
 def test_connections_may_come_before_their_link_is_known(pair: Pair) -> None:
-    sending = pair.sender.sending(pair.ticket, [pair.direct(2)])
+    sending = pair.sender.open_sender(pair.ticket, [pair.direct(2)])
     until(lambda: pair.listener.accepted == 2)
-    receiving = pair.receiver.receiving(pair.ticket)
+    receiving = pair.receiver.open_receiver(pair.ticket)
     assert sending.wait_connected(2, PATIENCE_S)
     assert receiving.wait_connected(2, PATIENCE_S)
 
@@ -595,7 +595,7 @@ def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
 
 def test_a_replayed_connection_authenticates_nobody(pair: Pair) -> None:
     """Everything that a sender once said on a connection, said again: the answer's fresh nonce makes other keys."""
-    receiving = pair.receiver.receiving(pair.ticket)
+    receiving = pair.receiver.open_receiver(pair.ticket)
     recorded: list[bytes] = []
     channel = Channel(pair.ticket, LinkRole.SENDER, secrets.token_bytes(16), label="direct")
     address = ("127.0.0.1", pair.listener.port)

@@ -62,7 +62,7 @@ def result_of(*, steps: bool = True) -> SimResult:
             phase=phase,
             boxes=(name,),
             times="by hand",
-            tally=EngineCounts(prefill_s=2.0, decode_s=1.0, steps=7, peak_blocks=5),
+            counts=EngineCounts(prefill_s=2.0, decode_s=1.0, steps=7, peak_blocks=5),
             blocks=10,
         )
         for name, phase in (("reads", Phase.PREFILL), ("writes", Phase.DECODE))

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pserve.kvtransport.errors import KVProtocolError, TransferError
-from p2pserve.kvtransport.link.lanes import FrameReady, LinkSettings
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES, ReceiveMachine
 from p2pserve.kvtransport.link.sending import FRAME_CHARGE, SendMachine
+from p2pserve.kvtransport.link.settings import LinkSettings
 from p2pserve.kvtransport.link.simulated import SimulatedLink, SimulatedWire
+from p2pserve.kvtransport.link.transfers import FrameReady
 from p2pserve.kvtransport.wire.channel import LinkRole
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.signals import Ack, Chunk, Credit, End, Result, frame_header
@@ -127,7 +128,7 @@ def test_what_is_not_consumed_holds_the_sender_back() -> None:
     assert WINDOW - 110_000 < charged <= WINDOW
     assert link.receiver.bytes_held <= WINDOW + 100_000, "the last frame may be there in part"
     for index in range(len(link.arrived[key])):
-        link.receiver.consumed(key, index)
+        link.receiver.consume(key, index)
     link.consume = True
     link.run_until_ended(1)
     assert states(link, key) == ("delivered", "delivered")
@@ -139,7 +140,7 @@ def credits_said(sizes: list[int], window: int, chunk_bytes: int) -> int:
     key, now, said = bytes(16), 0.0, 0
     machine_settings = LinkSettings(chunk_bytes=chunk_bytes)
     sender, receiver = SendMachine(machine_settings, 60.0, now), ReceiveMachine(machine_settings, 60.0, now)
-    there, here = sender.connected("", now), receiver.connected("", now)
+    there, here = sender.add_connection("", now), receiver.add_connection("", now)
     receiver.expect(key, 60.0, now)
     receiver.grant(key, window)
     sender.open(key, 60.0, now)
@@ -148,21 +149,21 @@ def credits_said(sizes: list[int], window: int, chunk_bytes: int) -> int:
     moving = True
     while moving:
         moving = False
-        while (signal := receiver.next(here, now)) is not None:
+        while (signal := receiver.next_signal(here, now)) is not None:
             said += isinstance(signal, Credit)
-            sender.received(there, signal, now)
+            sender.receive(there, signal, now)
             moving = True
-        while (signal := sender.next(there, now)) is not None:
+        while (signal := sender.next_signal(there, now)) is not None:
             moving = True
             if isinstance(signal, Chunk):
-                placement = receiver.place(here, signal, now)
+                placement = receiver.place_chunk(here, signal, now)
                 assert placement is not None
-                receiver.placed(here, placement, now)
+                receiver.finish_chunk(here, placement, now)
             else:
-                receiver.received(here, signal, now)
-            for event in receiver.events():
+                receiver.receive(here, signal, now)
+            for event in receiver.take_events():
                 assert isinstance(event, FrameReady)
-                receiver.consumed(key, event.frame)
+                receiver.consume(key, event.frame)
     progress = receiver.progress(key)
     assert progress is not None
     assert progress.frames == len(sizes), "the sender starves"
@@ -268,7 +269,7 @@ def test_retired_connections_give_their_chunks_back() -> None:
     key = transfer(link, 1, [100_000])
     link.run(0.05)
     link.connect("relay", rate=1e7)
-    link.sender.retire(slow.lanes[LinkRole.SENDER], "its path is no longer used", link.now)
+    link.sender.retire(slow.numbers[LinkRole.SENDER], "its path is no longer used", link.now)
     link.run_until_ended(1)
     assert states(link, key) == ("delivered", "delivered")
     progress = link.sender.progress(key, link.now)
@@ -339,17 +340,17 @@ def test_32_transfers_share_fairly() -> None:
 
 def test_one_that_comes_late_is_served_on_its_first_turn() -> None:
     sender = SendMachine(SMALL, 60.0, 0.0)
-    lane = sender.connected("", 0.0)
+    connection = sender.add_connection("", 0.0)
 
     def open_transfer(key: bytes, size: int) -> None:
         sender.open(key, 60.0, 0.0)
-        sender.received(lane, Credit(key, WINDOW, 0), 0.0)
+        sender.receive(connection, Credit(key, WINDOW, 0), 0.0)
         sender.push(key, frame(0, bytes(size)), 0.0)
 
     def turns(count: int) -> list[bytes]:
         found: list[bytes] = []
         while len(found) < count:
-            signal = sender.next(lane, 0.0)
+            signal = sender.next_signal(connection, 0.0)
             assert signal is not None
             if isinstance(signal, Chunk):
                 found.append(signal.transfer)
@@ -483,7 +484,7 @@ def test_calls_that_cannot_be_meant() -> None:
         link.receiver.expect(b"a" * 16, 60, 0)
     with pytest.raises(ValueError, match="window of 10 bytes"):
         link.receiver.grant(b"a" * 16, 10)
-    with pytest.raises(KVProtocolError, match="nothing to acknowledge"):
+    with pytest.raises(KVProtocolError, match="waiting cannot be acknowledged"):
         link.receiver.acknowledge(b"a" * 16)
     link.sender.finish(b"a" * 16, 1)
     with pytest.raises(KVProtocolError, match="after the end"):

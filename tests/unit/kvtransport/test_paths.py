@@ -18,7 +18,6 @@ from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, bytes_
 from p2pserve.kvtransport.routing.choices import ChoiceCache
 from p2pserve.kvtransport.routing.costs import path_usd_per_gb, transfer_cost
 from p2pserve.kvtransport.routing.paths import (
-    RELAY_GAIN,
     Candidate,
     CandidateVerdict,
     NetworkView,
@@ -29,6 +28,7 @@ from p2pserve.kvtransport.routing.paths import (
     choose,
 )
 from p2pserve.kvtransport.routing.prediction import ArrivalCurve, arrival_curve, striped_seconds
+from p2pserve.kvtransport.routing.settings import PathSettings
 
 MB = 1_000_000
 
@@ -440,7 +440,7 @@ class TestProperties:
             return
         assert choice.seconds <= direct.seconds * (1 + 1e-12)
         if choice.vias != {None} and choice.vias != current:
-            assert direct.seconds > RELAY_GAIN * choice.seconds
+            assert direct.seconds > PathSettings().relay_gain * choice.seconds
         if choice.vias != {None} and job.usd_per_s is not None:
             assert choice.usd - direct.usd <= job.usd_per_s * (direct.seconds - choice.seconds) * (1 + 1e-9)
 
@@ -481,7 +481,7 @@ class TestProperties:
             if candidate.seconds < inf and label in then and then[label].seconds < inf:
                 assert then[label].seconds <= candidate.seconds * (1 + 1e-6)
         if job.usd_per_s is None and all(link.rate_confidence == 1.0 for link in network.links.values()):
-            assert after.seconds <= before.seconds * RELAY_GAIN * 1.2
+            assert after.seconds <= before.seconds * PathSettings().relay_gain * 1.2
 
     @settings(max_examples=100, deadline=None)
     @given(jobs(), networks())

@@ -21,7 +21,8 @@ from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kernels.format import Codec, WireDtype, payload_bytes
+from p2pserve.kernels.codecs import codec_named
+from p2pserve.kernels.format import WireDtype, payload_bytes
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
@@ -86,7 +87,7 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
             assert report.raw_bytes == length * SHAPE.kv_bytes_per_token
             chunks = [min(256, length - start) for start in range(0, length, 256)]
             sizes = [
-                payload_bytes(Codec(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
+                payload_bytes(codec_named(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
                 for n, tokens in enumerate(chunks)
             ]
             assert sum(report.paths.values()) == SHAPE.layers * sum(sizes)
@@ -196,14 +197,14 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
             outlet = protocol.Outlet(slice=whole, ticket=ticket, link=link, paths=(path,), gbps=1.0, rtt_s=0.001)
             sender.send([outlet], ended.release)
             now = time.monotonic()
-            sender.compute(ticket.transfer, ComputedSpan(0, tokens, now, now, final=True))
+            sender.send_span(ticket.transfer, ComputedSpan(0, tokens, now, now, final=True))
         connection, _ = listener.accept()
         receiver.attach(read_link_hello(connection, PATIENCE_S).pack(), connection)
         for each in reversed(arrivals):  # whoever has a place first goes first, whatever was computed first
             each.start()
         held = 0
         while any(each.progress()[0] < 1.0 for each in arrivals):
-            held = max(held, sender._endpoint.budget.held)
+            held = max(held, sender.endpoint.budget.held)
             time.sleep(0.001)
         for count in (ended, whole_prompts):
             assert all(count.acquire(timeout=PATIENCE_S) for _ in arrivals)
@@ -213,7 +214,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
     assert [report.reason for report in found] == [""] * 6
     assert sum(report.raw_bytes for report in found) == 6 * tokens * SHAPE.kv_bytes_per_token > 6 * limit
     for end in (sender, receiver):
-        end._endpoint.close("the test is over")
+        end.endpoint.close("the test is over")
 
 
 def test_workers_of_different_widths() -> None:

@@ -18,10 +18,12 @@ import pytest
 import torch
 import trio
 
-from p2pserve.kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from p2pserve.kernels.codec import decode, torch_dtype
+from p2pserve.kernels.codecs import codec_from_wire
+from p2pserve.kernels.format import dtype_from_wire
 from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.link.endpoint import Endpoint
-from p2pserve.kvtransport.link.reslice import ShardLayout, reslice
+from p2pserve.kvtransport.routing.reslice import ShardLayout, reslice
 from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
@@ -788,7 +790,7 @@ async def read_kv(engine: Engine, prompt: tuple[int, ...]) -> dict[int, tuple[to
     def receive(way: Way, hello: bytes, connection: socket.socket) -> None:
         with Endpoint() as endpoint:
             endpoint.attach(parse_link_hello(hello), connection)
-            incoming = endpoint.receiving(way.link).expect(way.ticket)
+            incoming = endpoint.open_receiver(way.link).expect(way.ticket)
             incoming.grant()
             for frame in incoming:
                 parts.setdefault(frame.layer, {})[frame.start] = decode(

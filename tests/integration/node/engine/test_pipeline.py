@@ -19,7 +19,7 @@ import pytest
 import trio
 from safetensors.numpy import save_file
 
-from p2pserve.kvtransport.link.reslice import ShardLayout, reslice
+from p2pserve.kvtransport.routing.reslice import ShardLayout, reslice
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
 from p2pserve.node.replica.engine_link import EngineStartError, open_fork_server

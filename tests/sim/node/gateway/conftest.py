@@ -9,7 +9,8 @@ import trio
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A virtual clock does not wait for threads: prompts are tokenised in place. What would be done on threads."""
+    """A virtual clock does not wait for threads: prompts are tokenised in place. What would be done
+    on threads."""
     done: list[object] = []
 
     async def run_sync(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:

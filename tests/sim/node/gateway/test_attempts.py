@@ -166,7 +166,8 @@ def test_a_prefill_node_that_leaves_after_its_work_has_not_failed() -> None:
 
 
 def test_a_prefill_that_may_have_been_accepted_is_stopped() -> None:
-    """Its answer was lost, or the client left while it was on its way: it must not compute for nobody."""
+    """Its answer was lost, or the client left while it was on its way: it must not compute for
+    nobody."""
 
     async def main() -> None:
         async with open_world(P, D) as world:
@@ -217,7 +218,7 @@ def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int
             assert decode.told_first is whole
             assert [stage.peer for stage in decode.prefill] == [P]
             assert isinstance(prefill, messages.PrefillOpen)
-            assert (prefill.prompt, prefill.parts) == (PROMPT_TOKENS[:split], (PART,))
+            assert (prefill.prompt, prefill.slices) == (PROMPT_TOKENS[:split], (PART,))
             assert prefill.sampling == (decode.sampling if whole else None)
             assert world.sent("decode.first") == ([D] if whole else [])
 

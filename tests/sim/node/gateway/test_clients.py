@@ -182,7 +182,8 @@ async def chaos(world: World, rng: random.Random, until: float) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_request_ends_once_whatever_fails(seed: int) -> None:
-    """Random failures over 150 requests: one last chunk each, and the tokens are those of the script, in order."""
+    """Random failures over 150 requests: one last chunk each, and the tokens are those of the
+    script, in order."""
     rng = random.Random(seed)
     count = 150
 

@@ -1,4 +1,5 @@
-"""A gateway on a virtual clock, between a client and scripted workers that fail in every way they can."""
+"""A gateway on a virtual clock, between a client and scripted workers that fail in every way they
+can."""
 
 import math
 from collections import defaultdict
@@ -40,8 +41,8 @@ ANSWER = TEXT.encode(SOURCE)
 CLIENT = PeerId("client")
 P, P2, D, D2 = PeerId("p1"), PeerId("p2"), PeerId("d1"), PeerId("d2")
 TICKET = TransferTicket(transfer=b"t" * 16, link=b"l" * 16, codec="raw", deadline_s=30.0)
-PART = messages.Part(
-    piece=messages.Piece(
+PART = messages.TicketedSlice(
+    rank_slice=messages.RankSlice(
         source_peer="p",
         source=WorkerRank(),
         target_peer="d",
@@ -94,18 +95,18 @@ class Job:
 class World:
     """A gateway with everything around it scripted.
 
-    Workers answer as real ones do. What goes wrong at the next requests of a worker stands in `faults`:
-    decode: refuse, timeout, lost, never, fail:N, gone:N, hang:N (after N tokens), wide:N (N tokens too many), other
-    (another first token than it was told), alone (it does not wait for the prefill node's).
-    prefill: refuse, timeout, lost, fail, gone, silent, end (of the answer, with its first token); late-fail, late-gone,
-    late-silent: when the first token has been told.
+    Workers answer as real ones do. What goes wrong at the next requests of a worker stands in
+    `faults`: decode: refuse, timeout, lost, never, fail:N, gone:N, hang:N (after N tokens), wide:N
+    (N tokens too many), other (another first token than it was told), alone (it does not wait for
+    the prefill node's). prefill: refuse, timeout, lost, fail, gone, silent, end (of the answer,
+    with its first token); late-fail, late-gone, late-silent: when the first token has been told.
     """
 
     nursery: trio.Nursery
     view: NetworkView = field(default_factory=NetworkView)
     faults: defaultdict[PeerId, list[str]] = field(default_factory=lambda: defaultdict(list))
     jobs: dict[tuple[PeerId, str, str], Job] = field(default_factory=dict)
-    chunks: defaultdict[str, list[messages.Chunk]] = field(default_factory=lambda: defaultdict(list))
+    chunks: defaultdict[str, list[messages.AnswerUpdate]] = field(default_factory=lambda: defaultdict(list))
     ended: dict[str, float] = field(default_factory=dict)
     opened: list[tuple[str, PeerId, messages.Message]] = field(default_factory=list)
     notices: list[tuple[PeerId, str, messages.Message]] = field(default_factory=list)
@@ -200,8 +201,8 @@ class World:
         if peer in self.dead:
             raise PeerLost(f"{peer} is gone")
         self.notices.append((peer, method, message))
-        if isinstance(message, messages.Chunk):
-            assert method == "chunk"
+        if isinstance(message, messages.AnswerUpdate):
+            assert method == "answer"
             if peer != CLIENT:
                 return
             assert message.request not in self.ended, "a chunk after the last one"
@@ -253,7 +254,7 @@ class World:
         self.nursery.start_soon(run, job, body, fault)
         if kind == "prefill":
             return messages.Opened()
-        return messages.DecodeOpened(parts=(PART,) if body.receive_tokens else ())
+        return messages.DecodeOpened(slices=(PART,) if body.receive_tokens else ())
 
     # ---- the workers ----------------------------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ class World:
         assert accepted == messages.Generating(service=SERVICE, prompt_tokens=len(PROMPT_TOKENS))
         return name
 
-    async def answer(self, **settings: Any) -> messages.Chunk:
+    async def answer(self, **settings: Any) -> messages.AnswerUpdate:
         """Send a request and wait for its last chunk."""
         name = await self.ask(**settings)
         await self.settle()
@@ -397,6 +398,6 @@ def text_of(count: int) -> str:
     return decoder.push(ANSWER[:count]) + decoder.finish()
 
 
-def figures_of(chunk: messages.Chunk) -> messages.RequestFigures:
+def figures_of(chunk: messages.AnswerUpdate) -> messages.RequestFigures:
     assert chunk.figures is not None
     return chunk.figures

@@ -1,10 +1,12 @@
-"""A request's life as scripts: every text file beside this one is a list of events, each followed by what it brings about.
+"""A request's life as scripts: every text file beside this one is a list of events, each followed
+by what it brings about.
 
     0.10 tokens 1 7 8         <- at second 0.10, attempt 1: the decode replica has tokens 7 and 8
         show 7 8              <- what the machine asks for, in this order
         wake at 60            <- and when it wants to be woken, where that has changed
 
-With REWRITE_SCRIPTS=1 in the environment the outputs are written anew, to be read before they are kept.
+With REWRITE_SCRIPTS=1 in the environment the outputs are written anew, to be read before they are
+kept.
 """
 
 import os

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from p2pserve.kvtransport.link.dialling import DialPath
-from p2pserve.kvtransport.link.reslice import ShardTransfer
+from p2pserve.kvtransport.routing.reslice import ShardTransfer
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from p2pserve.node.engine.protocol import Inlet, KvSlice, Outlet, WorkerRank
 from p2pserve.node.engine.trials.trial import Trial

@@ -13,7 +13,8 @@ from typing import get_args
 import pytest
 import torch
 
-from p2pserve.kernels.codec import Codec, encode, wire_dtype
+from p2pserve.kernels.codec import encode, wire_dtype
+from p2pserve.kernels.codecs import RAW
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES
 from p2pserve.kvtransport.link.send_link import OutgoingTransfer as SendingEnd
@@ -64,10 +65,10 @@ def frame(layer: int, start: int, tokens: int) -> KVFrame:
         head_last=HEADS,
         start=start,
         tokens=tokens,
-        codec=Codec.RAW.wire,
+        codec=RAW.wire,
         dtype=wire_dtype(keys.dtype).wire,
         head_dim=HEAD_DIM,
-        payload=encode(Codec.RAW, keys, -keys, start=start, layer=layer),
+        payload=encode(RAW, keys, -keys, start=start, layer=layer),
     )
 
 
@@ -86,7 +87,7 @@ class Sender:
 @contextmanager
 def connected(hub: TransferHub) -> Iterator[Sender]:
     with listening(hub) as listener, Endpoint() as endpoint:
-        yield Sender(endpoint, endpoint.sending(LINK, [listener.path]), listener)
+        yield Sender(endpoint, endpoint.open_sender(LINK, [listener.path]), listener)
     hub._endpoint.close("the test is over")
 
 
