@@ -208,11 +208,10 @@ class Node:
             revision = await joined.network.wait_changed(revision)
             joined.view.update(joined.network.entries(messages.ADVERT))
             if serving is not None:
-                serving.gateway.on_adverts()
                 joined.warn_of_other_services(serving.service)
             joined.follow()
             self._looked.set()
-            self._follow_plan()
+            self._apply_view()
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
             await trio.sleep(self._tuning.watch_interval_s)
 
@@ -240,11 +239,14 @@ class Node:
                 payload = joined.publish(messages.PLAN, plan)
                 view.consider_plan(joined.own, plan.epoch, payload)  # our own word counts without its echo
                 joined.say_plan()
-                self._follow_plan()
+                self._apply_view()
 
-    def _follow_plan(self) -> None:
-        if self._serving is not None and not self._draining:
-            self._serving.host.follow(self._joined.view.plan)
+    def _apply_view(self) -> None:
+        """The view of the network is another: requests and the engine go by it."""
+        if self._serving is not None:
+            self._serving.gateway.network_changed()
+            if not self._draining:
+                self._serving.host.follow(self._joined.view.plan)
 
 
 async def _close_in_the_end(relay: Relay) -> None:

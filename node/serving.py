@@ -17,7 +17,7 @@ from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
 from .replica.hosting import Host, describe_length, engine_config
-from .requests.gateway import Connections, Gateway
+from .requests.gateway import Gateway
 
 __all__ = ["Serving"]
 
@@ -63,19 +63,16 @@ class Serving:
             on_change=self._on_engine,
             settings=settings,
         )
-
-        async def wait_changed() -> None:
-            await network.wait_changed(network.revision)
-
         self.gateway = Gateway(
             view=joined.view,
-            connections=Connections(network, wait_changed),
+            messenger=network,
             model=served.model.info,
             text=served.text,
             nursery=nursery,
             routing=settings.routing,
         )
         network.handle(methods.GENERATE, self.gateway.generate)
+        network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
         network.on_notice(methods.TOKENS, self.gateway.on_tokens)
         network.on_notice(methods.PREFILL_ENDED, self.gateway.on_prefill_ended)
