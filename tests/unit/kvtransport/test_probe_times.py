@@ -274,8 +274,6 @@ class TestBeingAsked:
         probes.on_burst_done("p0", 100_000_000, succeeded=True, now=0.0)
         wait = self.ask(probes, 0.0, usd=0.0999999)
         assert wait == BurstRefusal(DeferReason.BUDGET, 512.0), "a day, but within reason"
-            "a day, but within reason"
-        )
         refusal = self.ask(probes, DAY - 100.0, usd=0.0999999)
         assert refusal is not None
         assert refusal.retry_s == pytest.approx(100.0, abs=1.0)
