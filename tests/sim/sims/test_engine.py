@@ -178,8 +178,9 @@ def test_kv_from_elsewhere_is_decoded_from_the_step_after_it_came() -> None:
 
 def test_the_first_token_of_kv_from_elsewhere_is_told_when_its_step_begins() -> None:
     engine = engine_of(LinearTimes(step=1.0))
-    engine.submit(Sequence(1, 31, 5, external=30), 0.0)
-    engine.receive_kv(next(iter(engine._awaiting_kv.values())), 2.0)
+    sequence = Sequence(1, 31, 5, external=30)
+    engine.submit(sequence, 0.0)
+    engine.receive_kv(sequence, 2.0)
     news = run(engine, [])
     assert moments(news, SignalKind.FIRST_TOKEN) == {1: 3.0}
     assert moments(news, SignalKind.DONE) == {1: 7.0}
@@ -267,7 +268,7 @@ def run_fast(engine: Engine, arrivals: list[tuple[float, Sequence]]) -> list[Eng
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_skipping_ahead_changes_nothing(seed: int) -> None:
+def test_skipping_ahead_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same engine that takes every decode step by itself, under little and plenty of memory."""
     rng = random.Random(seed)
     kv_tokens = rng.choice((160, 400, 4000))
@@ -276,17 +277,17 @@ def test_skipping_ahead_changes_nothing(seed: int) -> None:
         prompt = rng.randint(1, 90)
         arrivals.append((rng.uniform(0, 120), key, prompt, rng.randint(1, min(60, 150 - prompt))))
 
-    def outcome(skip: bool) -> tuple[dict[int, float], dict[int, float], tuple[int, ...]]:
+    def outcome() -> tuple[dict[int, float], dict[int, float], tuple[int, ...]]:
         engine = engine_of(kv_tokens=kv_tokens)
-        if not skip:
-            engine._batch.steps_to_ending = lambda: 1  # type: ignore[method-assign]
         news = run(engine, [(at, Sequence(key, prompt, output)) for at, key, prompt, output in arrivals])
         totals = engine.counts
         counts = (totals.steps, totals.prompt_tokens, totals.output_tokens, totals.preemptions)
         assert engine.free_tokens == kv_tokens
         return moments(news, SignalKind.FIRST_TOKEN), moments(news, SignalKind.DONE), counts
 
-    fast, plain = outcome(skip=True), outcome(skip=False)
+    fast = outcome()
+    monkeypatch.setattr(DecodeBatch, "steps_to_ending", lambda batch: 1)
+    plain = outcome()
     assert len(fast[1]) == 60
     assert fast[0] == pytest.approx(plain[0])
     assert fast[1] == pytest.approx(plain[1])
