@@ -34,8 +34,7 @@ MODEL: Final = "llama2-70b"
 
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
-    """So many boxes, of which so many only read prompts (0: all do both), and requests per
-    second."""
+    """A cluster and its load; `prefill` of the boxes only prefill (0: all do both)."""
 
     boxes: int
     prefill: int
@@ -103,8 +102,7 @@ def _cluster(boxes: int) -> Cluster:
 
 
 def _plan(setup: BenchSetup, layers: int) -> Plan:
-    """Every prefill replica shares its requests out to the decode replicas next to it, as a linear
-    programme does."""
+    """Prefill replicas pair with the decode replicas next to them, as in an LP's solution."""
     phases = [Phase.MIXED if not setup.prefill else Phase.PREFILL] * (setup.prefill or setup.boxes)
     phases += [Phase.DECODE] * (setup.boxes - len(phases))
     replicas = tuple(

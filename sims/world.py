@@ -201,8 +201,7 @@ class _World:
     # Requests
 
     def dispatch(self, request: SimRequest, now: float) -> None:
-        """Route a request and submit it to its engines; it waits in the backlog while there is no
-        route."""
+        """Route a request and submit it to its engines, or put it into the backlog."""
         deployment = self._deployments[request.service]
         known = request.prompt + request.generated
         try:
@@ -285,8 +284,7 @@ class _World:
         return self.take_following()
 
     def complete_transfer(self, transfer: KVTransfer, now: float) -> None:
-        """The decode replica has all KV of a request: it decodes next, and the prefill replica
-        frees its blocks."""
+        """The KV has arrived: the request decodes, and the prefill replica frees blocks."""
         assignment = self._assigned.get(transfer.request)
         if assignment is None or assignment.split is None:
             return  # taken off its route during the last round trip
@@ -343,8 +341,7 @@ class _World:
             self.progress(self._ended, self._total, now)
 
     def _note_load(self, host: ReplicaHost) -> None:
-        """Tell the router of a new load, and schedule the engine anew if its next event has
-        moved."""
+        """Tell the router of a new load, and reschedule the engine if it wakes earlier."""
         self._deployments[host.service].note_load(host)
         wake_at = host.engine.wake_at
         if wake_at != host.alarm and wake_at != inf:
@@ -423,8 +420,7 @@ class _World:
             self._note_load(prefill)
 
     def _notice_loss(self, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
-        """The coordinator knows which boxes are missing: requests are replayed, and there may be
-        new plans."""
+        """The coordinator learns which boxes are missing: replay, and ask for plans."""
         for deployment in self._deployments:
             deployment.set_missing(missing & self._missing)
         self._replay(hosts, now)
@@ -438,8 +434,7 @@ class _World:
                 self.dispatch(request, now)
 
     def _join_box(self, box: str, now: float) -> None:
-        """A box joins; replicas whose boxes are all there now begin with empty engines and loaded
-        weights."""
+        """A box joins; replicas that are whole now begin with empty engines."""
         self._missing -= {box}
         for deployment in self._deployments:
             for name, host in list(deployment.hosts.items()):

@@ -96,8 +96,7 @@ def _next(inbox: Inbox, wait_s: float | None) -> Letter | None:
 
 
 def _accept(sockets: socket.socket, transfers: EmulatedTransfers) -> None:
-    """Take over accepted sockets; each packet is what the connection said first, with the
-    descriptor beside it."""
+    """Take over accepted sockets; each comes with the bytes that were read from it."""
     while True:
         try:
             hello, descriptors, _, _ = socket.recv_fds(sockets, 64, 1)
