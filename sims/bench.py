@@ -71,7 +71,7 @@ def measure(name: str, setup: BenchSetup) -> BenchRow:
     trace = draw(azure("conversation").lengths, rate=setup.rate, rng=np.random.default_rng(0), requests=setup.requests)
     model = model_shape(MODEL)
     service = Service(name=MODEL, model=model, workload=workload_of(trace), slo=Slo(ttft_s=2.0, tpot_s=0.15))
-    run = ServiceRun(service=service, plan=_plan(setup, model.layers), trace=trace)
+    run = ServiceRun(service=service, plan=plan_by_hand(setup, model.layers), trace=trace)
     begun = time.process_time()
     result = simulate(_cluster(setup.boxes), [run])
     cpu_s = time.process_time() - begun
@@ -101,7 +101,7 @@ def _cluster(boxes: int) -> Cluster:
     )
 
 
-def _plan(setup: BenchSetup, layers: int) -> Plan:
+def plan_by_hand(setup: BenchSetup, layers: int) -> Plan:
     """Prefill replicas pair with the decode replicas next to them, as in an LP's solution."""
     phases = [Phase.MIXED if not setup.prefill else Phase.PREFILL] * (setup.prefill or setup.boxes)
     phases += [Phase.DECODE] * (setup.boxes - len(phases))

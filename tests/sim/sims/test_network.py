@@ -109,11 +109,14 @@ def test_capacities_of_a_cluster_with_many_streams_and_with_few() -> None:
 
 
 def test_what_cannot_be_sent() -> None:
-    net = network([[1.0, 0.0], [5.0, 1.0]])
+    net = network([[1.0, 0.0], [0.5, 1.0]])
     with pytest.raises(FluidError, match="no link from box 0 to box 1"):
         net.start(0, 1, 10.0, 0.0)
     with pytest.raises(FluidError, match="a flow of 0"):
         net.start(1, 0, 0.0, 0.0)
+    with pytest.raises(FluidError, match="at no more than 0"):
+        net.start(1, 0, 1.0, 0.0, limit=0.0)
+    assert net.start(1, 0, 1.0, 0.0).rate == 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))
