@@ -21,8 +21,9 @@ import msgspec
 import trio
 
 from ..bootstrap import Address, Identity, PeerId, Role, announced_address
+from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
-from ..bootstrap.members.membership import Member, MemberState
+from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Phase, PlanError, RoutingSettings
 from ..kvtransport.link.dialling import DialPath as KvPath
@@ -30,15 +31,15 @@ from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box import hardware
-from .box.emulation import emulated_hardware, parse_cards
 from .box.home import NodeError, leave_node, locked
-from .box.start_checks import require_engine, require_shared_memory
 from .coordination import QUIET_S, Coordinator
+from .engine.backend import ServedModel
+from .engine.backends import find_backend
 from .joining import Invitation, accept, new_network, tokens
 from .links.data_port import DataPort, RelayDesk
 from .links.kv_ways import KvWays, LinkSettings
 from .links.prober import Neighbour, Prober
-from .replica.hosting import EngineSettings, Host, ServedModel, describe_length, engine_config, inspect_model
+from .replica.hosting import EngineSettings, Host, describe_length, engine_config
 from .requests.gateway import Connections, Gateway
 from .view import NetworkView
 
@@ -96,16 +97,11 @@ async def run_node(
     """
     # What the user may have mistyped is looked at before anything is made or taken.
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
-    found = hardware.probe()
-    if settings.engine.emulate is not None:
-        found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
-    elif settings.model is not None:
-        require_engine(found, os.environ)
+    backend = find_backend(settings.engine.backend)
+    found = backend.hardware(hardware.probe(), settings.engine)
     served: ServedModel | None = None
     if settings.model is not None:
-        served = await trio.to_thread.run_sync(inspect_model, settings.model, found, settings.engine)
-        if settings.engine.emulate is None:
-            require_shared_memory(found, served.share.tp)
+        served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
         await Node(settings, membership, found, served, say).run(stop, task_status)
@@ -147,6 +143,8 @@ class Node:
 
         settings = self._settings
         identity = Identity.load_or_create(settings.home)
+        book = AddressBook(settings.home, self._membership.network)
+        remembered = await trio.to_thread.run_sync(book.load)
         announce = announced_address(settings.announce, os.environ, settings.listen, default_route_address)
         membership = self._membership
         transport = Libp2pTransport(identity, settings.listen, announce, self._on_data_socket)
@@ -158,6 +156,8 @@ class Node:
             role=membership.role,
             announce=announce,
             bootstraps=membership.bootstraps,
+            remembered=remembered,
+            book=book,
             rng=random.Random(),
             clock=time.time,
         )
@@ -166,7 +166,9 @@ class Node:
                 address = network.address
                 self._serve(network, address, nursery)
                 task_status.started(
-                    Started(peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity))
+                    Started(
+                        peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity, remembered)
+                    )
                 )
                 nursery.start_soon(self._advertise, network)
                 nursery.start_soon(self._tell_links, network)

@@ -34,6 +34,7 @@ __all__ = ["EngineSettings", "Share", "choose_limits", "share_of"]
 class EngineSettings:
     """Settings of a node's engine; see `engine.protocol.EngineConfig` for what they cost."""
 
+    backend: str = "vllm"  # the engine: a name of `engine.backends`
     dtype: str = "auto"
     kv_cache_mib: int | None = None
     max_batched_tokens: int | None = None  # None: by the device
@@ -43,7 +44,7 @@ class EngineSettings:
     threads: int = 0  # 0: all cores but one
     tp: int | None = None  # None: all GPUs
     memory_gib: float | None = None  # for weights and KV; None: what the box has
-    emulate: str | None = None  # GPUs that are only modelled, like 4xA40; None: the box's own
+    emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
 
 

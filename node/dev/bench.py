@@ -33,7 +33,8 @@ from ...kvtransport.wire.sockets import read_link_hello
 from ...kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..engine import protocol
 from ..models import ModelError, ModelInfo, open_model
-from ..replica.engine_link import EngineError, EngineLink, ForkServerClient, open_fork_server
+from ..replica.engine_link import EngineError, EngineLink, ForkServerClient
+from ..replica.fork_server import open_fork_server
 
 Mode = Literal["auto", "layerwise", "serialised"]
 

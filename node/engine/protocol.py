@@ -11,7 +11,7 @@ This module imports neither torch nor vLLM: the agent loads it.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -91,7 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     partition: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()
     stage: Count = 0
     pipes: tuple[PipeEnd, ...] = ()
-    emulation: Emulation | None = None  # None: a real engine, which loads `model`
+    backend: str = "vllm"  # the engine: a name of `backends`
+    options: dict[str, Any] = {}  # for that engine alone, which knows their type
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -403,7 +404,7 @@ class Spawn(EngineMessage, frozen=True, kw_only=True, tag="spawn"):
 
 
 class Preloaded(EngineMessage, frozen=True, kw_only=True, tag="preloaded"):
-    """From the fork server: vLLM is imported, engines start quickly from now on."""
+    """From the fork server: its engine is imported (`version`), so that processes start quickly from now on."""
 
     pid: int
     version: str
@@ -411,7 +412,7 @@ class Preloaded(EngineMessage, frozen=True, kw_only=True, tag="preloaded"):
 
 
 class PreloadFailed(EngineMessage, frozen=True, kw_only=True, tag="preload-failed"):
-    """From the fork server: vLLM cannot be imported here."""
+    """From the fork server: its engine cannot be imported here."""
 
     reason: str
 

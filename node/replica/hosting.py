@@ -6,7 +6,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -16,16 +15,13 @@ from ...bootstrap import Address, PeerId
 from ...bootstrap.network import Network
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
-from ..box.emulation import Cards, EmulatedModel, emulated_model, emulated_tp, parse_cards
-from ..box.fitting import requests_at_once, step_tokens_on
 from ..box.hardware import Hardware
 from ..box.home import NodeError
-from ..box.shares import EngineSettings, Share, choose_limits, share_of
+from ..box.shares import EngineSettings, Share, share_of
 from ..engine import protocol
-from ..engine.emulated.engine import EmulationError, model_capacity
+from ..engine.backend import ServedModel
 from ..links.kv_ways import KvWays
-from ..models import DownloadProgress, OpenedModel, TerminalProgress, open_model
-from ..requests.text import TextModel
+from ..models import DownloadProgress, TerminalProgress
 from .kv_transfers import KvTransfers
 from .place import Place, place_in
 from .stages import Stages, with_limits
@@ -35,44 +31,12 @@ from .worker import Worker
 __all__ = [
     "EngineSettings",
     "Host",
-    "ServedModel",
     "Share",
     "describe_length",
     "engine_config",
-    "inspect_model",
     "share_of",
     "step_limit",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a box has to serve with: the model, its tokenizer, and how much of it fits."""
-
-    model: OpenedModel | EmulatedModel
-    text: TextModel
-    share: Share
-
-
-def inspect_model(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
-    """Find the model and see how much of it fits; blocks. Raises ModelError, NodeError or GpuError."""
-    if knobs.emulate is not None:
-        return _inspect_emulated_model(name, hardware, parse_cards(knobs.emulate, knobs.emulate_specs), knobs)
-    model = open_model(name)
-    share = share_of(model.info, hardware, knobs)
-    return ServedModel(model, TextModel(model.folder), share)
-
-
-def _inspect_emulated_model(name: str, hardware: Hardware, cards: Cards, knobs: EngineSettings) -> ServedModel:
-    model = emulated_model(name, cards)
-    tp = emulated_tp(hardware, knobs.tp, model.info)
-    try:
-        capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
-    except EmulationError as error:
-        raise NodeError(f"emulate: {error}") from error
-    limits = choose_limits(knobs, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))
-    share = Share(model.info.layers, tp, limits, knobs.kv_cache_mib)
-    return ServedModel(model, TextModel(model.folder), share)
 
 
 def describe_length(served: ServedModel, knobs: EngineSettings) -> str | None:
@@ -96,7 +60,8 @@ def engine_config(served: ServedModel, hardware: Hardware, knobs: EngineSettings
         async_scheduling=knobs.async_scheduling,
         threads=knobs.threads or max(1, hardware.cores - 1),
         log_file=str(log),
-        emulation=model.emulation if isinstance(model, EmulatedModel) else None,
+        backend=knobs.backend,
+        options=dict(served.options),
     )
     return with_limits(config, share.limits)
 

@@ -21,10 +21,11 @@ import msgspec
 import trio
 
 from ..engine import protocol
-from ..engine.trials.selftest import require_known_to_work
+from ..engine.backends import find_backend
 from ..messages import EngineAdvert
 from ..models import ModelError
-from .engine_link import EngineLink, EngineStartError, ForkServerClient, open_fork_server
+from .engine_link import EngineLink, EngineStartError, ForkServerClient
+from .fork_server import OpenForkServer, open_fork_server
 from .place import Place
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
@@ -57,6 +58,7 @@ class Supervisor:
         log: Path,
         channel: int | None,
         on_change: Callable[[EngineAdvert], None],
+        open_server: OpenForkServer = open_fork_server,
     ) -> None:
         self._config = config
         self._worker = worker
@@ -65,6 +67,7 @@ class Supervisor:
         self._log = log
         self._channel = channel
         self._on_change = on_change
+        self._open_server = open_server
         self._place: Place | None = None
         self._life = trio.CancelScope()  # of one engine process, from its preparation to its end
         self._changed = trio.Event()
@@ -102,10 +105,10 @@ class Supervisor:
     async def run(self) -> None:
         """Serve until cancelled. Raises EngineStartError when the very first start fails on a box that serves alone:
         nothing runs yet, and the user is watching."""
-        threads, emulated = self._config.threads, self._config.emulation is not None
+        threads, backend = self._config.threads, self._config.backend
         while True:
             channel, self._channel = self._channel, None
-            async with open_fork_server(log=self._log, threads=threads, channel=channel, emulated=emulated) as server:
+            async with self._open_server(log=self._log, threads=threads, channel=channel, backend=backend) as server:
                 while not server.gone:
                     await self._run_once(server)
 
@@ -145,8 +148,7 @@ class Supervisor:
         say(self._failure)
         try:
             folder = await self._fetch(place, say)
-            if self._config.emulation is None:
-                await require_known_to_work(server)
+            await find_backend(config.backend).self_test(server)
             if place.is_head:
                 pipes = await self._stages.open_others(place, limits_of(config), say) if not alone else ()
             else:

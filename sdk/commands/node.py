@@ -24,6 +24,7 @@ from ...node.engine.gpucheck.run import run_check, write_report
 from ...node.engine.gpucheck.verdicts import table
 from ...node.engine.trials.selftest import check_installation, selftest_log
 from ...node.links.kv_ways import LinkSettings
+from ...node.replica.fork_server import open_fork_server
 from ..errors import UsageError
 from .network import network_target
 
@@ -55,7 +56,7 @@ def selftest(arguments: Namespace) -> int:
     if arguments.full:
         return _check_gpu(arguments)
     require_engine(probe(), os.environ)
-    verdict = trio.run(check_installation)
+    verdict = trio.run(check_installation, open_fork_server)
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(verdict)))
     elif verdict.passed:
@@ -132,6 +133,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             threads=arguments.threads or 0,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,
+            backend=arguments.engine,
             emulate=arguments.emulate,
             emulate_specs=arguments.emulate_specs,
         ),

@@ -28,7 +28,8 @@ from ...node.box.start_checks import require_engine
 from ...node.engine import protocol
 from ...node.messages import Generate, Status
 from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
-from ...node.replica.engine_link import EngineLink, open_fork_server
+from ...node.replica.engine_link import EngineLink
+from ...node.replica.fork_server import open_fork_server
 from ...node.requests.request import tokenize
 from ...node.requests.text import PromptError, TextModel
 from ..client import AsyncClient

@@ -34,7 +34,7 @@ from ...coordinator.planning.model.workload import Service
 from ...kernels.codecs import CODEC_NAMES, codec_named
 from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.probing.figures import Source
-from ...node.box.emulation import Cards, emulated_model, parse_cards
+from ...node.engine.emulated.model import Cards, emulated_model, parse_cards
 from ...node.messages import Status
 from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace

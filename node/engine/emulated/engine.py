@@ -141,14 +141,14 @@ class EmulatedEngine:
     def __init__(
         self,
         config: protocol.EngineConfig,
+        emulation: protocol.Emulation,
         transfers: TransferPort,
         *,
         tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
         settings: EmulationSettings = EmulationSettings(),
     ) -> None:
-        assert config.emulation is not None
-        self._emulation = emulation = config.emulation
+        self._emulation = emulation
         self._tp = config.tp
         self._settings = settings
         self._transfers, self._tell, self._wake = transfers, tell, wake

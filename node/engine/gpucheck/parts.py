@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from ...box.prerequisites import complaints, look
-from ...replica.engine_link import open_fork_server
+from ...replica.fork_server import open_fork_server
 from .. import protocol
 from ..gpus import gpu_names, installed_version
 from ..trials.random_model import TINY, make_model
@@ -96,7 +96,7 @@ def look_at_fork_server() -> dict[str, Any]:
     """What is left of torch once this process has imported what a fork server imports."""
     import torch
 
-    from ..forkserver import preload
+    from ..vllm.preload import preload
 
     version = preload()
     return {

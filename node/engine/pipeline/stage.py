@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import vllm
 from vllm.platforms import current_platform
@@ -19,12 +18,13 @@ from ....kvtransport.wire.pipe import Pipe, accept_pipe
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket
 from ..kv.switchboard import Switchboard
+from ..mailbox import Outbox
+from ..process import StartError
 from ..protocol import (
     AbortTransfer,
     CloseLink,
     EngineConfig,
     EngineFailed,
-    EngineMessage,
     EngineReady,
     PipeEnd,
     SetLinkPaths,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MATE_GREETING_S = 60.0
+WORKER_GREETING_S = 60.0
 LOST_STATUS = 3  # of a process that has told its agent why
 
 
@@ -122,17 +122,7 @@ def join_pipeline(
     return pipes, workers
 
 
-class AgentOutbox(Protocol):
-    """Messages to the agent."""
-
-    def send(self, message: EngineMessage) -> None:
-        """Queue one."""
-
-    def flush(self) -> None:
-        """Wait until all of them have left."""
-
-
-def end_process(outbox: AgentOutbox) -> OnLost:
+def end_process(outbox: Outbox) -> OnLost:
     """What to do on the loss of a stage: tell the agent why, and end this process, whatever its threads wait for.
     Nobody returns from it; who comes second waits for the end."""
     first = threading.Lock()
@@ -146,44 +136,67 @@ def end_process(outbox: AgentOutbox) -> OnLost:
     return end
 
 
-def run_stage(
-    config: EngineConfig,
-    outbox: AgentOutbox,
-    inbox: queue.SimpleQueue[ToEngine],
-    switchboard: Switchboard,
-    arrivals: PipeConnections,
-    forked: Sequence[ForkedWorker],
-    make_config: Callable[[str], VllmConfig],
-) -> int:
-    """The main program of a stage's process. `make_config` is given the switchboard's name. Returns the exit status.
-    Raises PipelineError for a place that it cannot take; what happens later, the agent and the head are told."""
-    check_pipeline(config)
-    threading.Thread(target=_obey, args=(inbox, switchboard, forked), name="agent-orders", daemon=True).start()
-    outbox.send(_ready(config))
-    on_lost = end_process(outbox)
-    try:
-        pipes, workers = join_pipeline(config, arrivals, forked, on_lost)
-        serve_stage(config, pipes, lambda hello: _load(workers, hello, lambda: make_config(switchboard.name)))
-    except PipelineError as error:
-        for worker in forked:
-            worker.end()
-        on_lost(error)
-    return LOST_STATUS
+@final
+class StageProgram:
+    """See `process.EngineProgram`: a stage that is not the head. What goes wrong once it is ready, both its agent and
+    the head are told. `make_config` is given the name of this box's switchboard."""
 
+    def __init__(
+        self,
+        config: EngineConfig,
+        outbox: Outbox,
+        forked: Sequence[ForkedWorker],
+        make_config: Callable[[str], VllmConfig],
+    ) -> None:
+        self._config = config
+        self._outbox = outbox
+        self._forked = forked
+        self._make_config = make_config
+        self._switchboard = Switchboard(config.tp, outbox.send)
+        self._connections = PipeConnections(config.pipes)
 
-def _obey(inbox: queue.SimpleQueue[ToEngine], switchboard: Switchboard, forked: Sequence[ForkedWorker]) -> None:
-    """What this box's own agent wants: the requests are the head's business, the transfers of this stage are not."""
-    while True:
-        message = inbox.get()
+    def take(self, message: ToEngine) -> None:
+        """What this box's own agent wants: requests are the head's business, the transfers of this stage are not."""
         match message:
             case Stop():
-                for worker in forked:
-                    worker.end()
+                self.close()
                 os._exit(0)
             case SetLinkPaths() | CloseLink() | AbortTransfer():
-                switchboard.carry_out(message)
+                self._switchboard.carry_out(message)
             case _:
                 _log.warning("a stage that is not the head was sent %s", type(message).__name__)
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """A pipe from another stage, or a connection of a KV link."""
+        if not self._connections.put(hello, connection):
+            self._switchboard.attach(hello, connection)
+
+    def load(self) -> None:
+        """The layers are loaded when the head says so. Raises StartError for a place that cannot be taken."""
+        try:
+            check_pipeline(self._config)
+        except PipelineError as error:
+            raise StartError(str(error)) from error
+
+    def ready(self, load_s: float) -> EngineReady:
+        """The process can be dialled from now on."""
+        return _ready(self._config)
+
+    def serve(self) -> None:
+        """Do what the head says until it is lost, which ends this process."""
+        on_lost = end_process(self._outbox)
+        try:
+            pipes, workers = join_pipeline(self._config, self._connections, self._forked, on_lost)
+            name = self._switchboard.name
+            serve_stage(self._config, pipes, lambda hello: _load(workers, hello, lambda: self._make_config(name)))
+        except PipelineError as error:
+            self.close()
+            on_lost(error)
+
+    def close(self) -> None:
+        """End the other workers of this stage."""
+        for worker in self._forked:
+            worker.end()
 
 
 def _ready(config: EngineConfig) -> EngineReady:
@@ -256,7 +269,7 @@ def run_forked_worker(
 
     StageWorker.stage_rank = StageRank(config.stage, config.partition, tp=config.tp, rank=rank)
     try:
-        pipe = accept_pipe(ticket, read_link_hello(line, MATE_GREETING_S), line, timeout=MATE_GREETING_S)
+        pipe = accept_pipe(ticket, read_link_hello(line, WORKER_GREETING_S), line, timeout=WORKER_GREETING_S)
         CallServer(pipe, load, end).serve()
     except (TransferError, PipelineError) as error:  # the first worker is gone, or has been told
         end(error)

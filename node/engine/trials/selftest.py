@@ -13,8 +13,8 @@ import os
 import platform
 import random
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,7 @@ import trio
 
 from ....kvtransport.errors import TransferError
 from ...box.hardware import probe
-from ...replica.engine_link import EngineError, EngineStartError, ForkServerClient, open_fork_server
+from ...replica.engine_link import EngineError, EngineStartError, ForkServerClient
 from .. import protocol
 from .random_model import TINY, make_model
 from .trial import Trial, TrialAnswer, TrialEngine, open_trial
@@ -37,6 +37,9 @@ CHUNK = 64
 WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
 PARTITION = (1, 2)
+
+
+OpenServer = Callable[..., AbstractAsyncContextManager[ForkServerClient]]
 
 
 class TestedVersions(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,11 +94,11 @@ async def run_selftest(server: ForkServerClient) -> SelfTestResult:
     )
 
 
-async def check_installation() -> SelfTestResult:
+async def check_installation(open_server: OpenServer) -> SelfTestResult:
     """Test this installation, in a fork server of its own. Raises EngineStartError."""
     log = selftest_log()
     _make_folder(log.parent)
-    async with open_fork_server(log=log, threads=1) as server:
+    async with open_server(log=log, threads=1) as server:
         return await run_selftest(server)
 
 

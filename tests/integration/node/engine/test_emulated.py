@@ -32,7 +32,8 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
-from p2pserve.node.replica.engine_link import EngineStartError, open_fork_server
+from p2pserve.node.replica.engine_link import EngineStartError
+from p2pserve.node.replica.fork_server import open_fork_server
 
 from ...conftest import PATIENCE_S, open_cluster
 
@@ -42,7 +43,9 @@ SHAPE = ModelShape(
     name="small", layers=6, hidden=1024, heads=8, kv_heads=4, head_dim=128, intermediate=4096, vocabulary=1000
 )
 EMULATION = protocol.Emulation(model=SHAPE, gpu=gpu_table().find("H100"), gpu_link_gbps=100.0, vocabulary=1000)
-CONFIG = protocol.EngineConfig(model="small", emulation=EMULATION, max_batched_tokens=256)
+CONFIG = protocol.EngineConfig(
+    model="small", backend="emulated", options=msgspec.to_builtins(EMULATION), max_batched_tokens=256
+)
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
@@ -58,7 +61,7 @@ def on_trial(work: Any) -> None:
     """Run `work(trial)` with a fork server that has no vLLM."""
 
     async def main() -> None:
-        async with open_fork_server(log=None, threads=1, emulated=True) as server, open_trial(server) as trial:
+        async with open_fork_server(log=None, threads=1, backend="emulated") as server, open_trial(server) as trial:
             with trio.fail_after(PATIENCE_S):
                 await work(trial)
 
@@ -246,15 +249,16 @@ def test_workers_of_different_widths() -> None:
 def test_a_model_that_does_not_fit_is_one_line() -> None:
     async def work(trial: Trial) -> None:
         big = msgspec.structs.replace(SHAPE, layers=4000)
+        options = msgspec.to_builtins(msgspec.structs.replace(EMULATION, model=big))
         with pytest.raises(EngineStartError, match="no room for KV"):
-            await trial.start(msgspec.structs.replace(CONFIG, emulation=msgspec.structs.replace(EMULATION, model=big)))
+            await trial.start(msgspec.structs.replace(CONFIG, options=options))
 
     on_trial(work)
 
 
 def test_a_network_of_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) -> None:
     """KV goes from prefill to decode; kill -9 of the decoding engine changes no token; everything says `emulated`."""
-    knobs = ({"emulate": "2xL4", "kv_cache_mib": None},) * 2
+    knobs = ({"backend": "emulated", "emulate": "2xL4", "kv_cache_mib": None},) * 2
 
     async def main() -> None:
         async with open_cluster(None, tmp_path, "qwen2-7b", 2, codec="kv4", knobs=knobs) as network:

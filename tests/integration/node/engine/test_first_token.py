@@ -15,7 +15,7 @@ import trio
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
-from p2pserve.node.replica.engine_link import open_fork_server
+from p2pserve.node.replica.fork_server import open_fork_server
 
 from ...conftest import PATIENCE_S
 from .devices import SETTINGS

@@ -19,9 +19,10 @@ from p2pserve.node.box.fitting import (
     step_tokens_on,
 )
 from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.engine.protocol import BatchLimits
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import EngineSettings, ServedModel, describe_length, engine_config, share_of
+from p2pserve.node.replica.hosting import EngineSettings, describe_length, engine_config, share_of
 
 GIB = 1 << 30
 
@@ -173,7 +174,7 @@ def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
 
     def offer(hardware: Hardware, knobs: EngineSettings) -> ServedModel:
         found: Any = type("Found", (), {"info": model, "folder": "/model"})()
-        return ServedModel(found, None, share_of(model, hardware, knobs))  # type: ignore[arg-type]
+        return ServedModel(model=found, text=None, share=share_of(model, hardware, knobs))  # type: ignore[arg-type]
 
     def started(hardware: Hardware, knobs: EngineSettings) -> tuple[int | None, bool, str | None]:
         made = offer(hardware, knobs)

@@ -102,8 +102,8 @@ class Bench:
         self.transfers = FakeTransfers()
         self.said: list[protocol.EngineMessage] = []
         self.woken: list[KvEnded | KvSent] = []
-        config = msgspec.structs.replace(protocol.EngineConfig(model="small", emulation=EMULATION), **settings)
-        self.engine = EmulatedEngine(config, self.transfers, tell=self.said.append, wake=self.woken.append)
+        config = msgspec.structs.replace(protocol.EngineConfig(model="small", backend="emulated"), **settings)
+        self.engine = EmulatedEngine(config, EMULATION, self.transfers, tell=self.said.append, wake=self.woken.append)
 
     def submit(self, request: str, length: int, count: int, **settings: object) -> tuple[int, ...]:
         """Take in a request; returns its prompt."""

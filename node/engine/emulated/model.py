@@ -1,4 +1,4 @@
-"""A box whose GPUs are only modelled: what it says that it has, and what it serves with.
+"""A box whose GPUs are only modelled, seen by its agent: what it advertises, and what it serves with.
 
 Everything about it is labelled: the hardware, the engine, and the service, so that nobody takes it for a real one.
 """
@@ -14,17 +14,20 @@ from typing import Any, Final, final
 
 import msgspec
 
-from ...coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
-from ...coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
-from ...coordinator.planning.model.cluster_file import card_link_gbps
-from ..engine.protocol import Emulation
-from ..models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_json
-from ..requests.text import TextModel
-from .fitting import can_share, default_tp
-from .hardware import Gpu, Hardware
-from .home import NodeError
+from ....coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
+from ....coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
+from ....coordinator.planning.model.cluster_file import card_link_gbps
+from ...box.fitting import can_share, default_tp, requests_at_once, step_tokens_on
+from ...box.hardware import Gpu, Hardware
+from ...box.home import NodeError
+from ...box.shares import EngineSettings, Share, choose_limits
+from ...models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_json
+from ...requests.text import TextModel
+from ..backend import ServedModel
+from ..protocol import Emulation
+from .engine import EmulationError, model_capacity
 
-__all__ = ["Cards", "EmulatedModel", "emulated_hardware", "emulated_model", "emulated_tp", "parse_cards"]
+__all__ = ["Cards", "EmulatedModel", "emulated_hardware", "emulated_model", "inspect_model", "parse_cards"]
 
 MAX_CARDS: Final = 64
 LONGEST: Final = 32768
@@ -100,7 +103,24 @@ def emulated_model(name: str, cards: Cards) -> EmulatedModel:
     return EmulatedModel(_info(shape, service, longest), tokenizer, emulation)
 
 
-def emulated_tp(hardware: Hardware, wanted: int | None, model: ModelInfo) -> int:
+def inspect_model(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
+    """Find the model and see that the modelled cards hold all of it. Raises ModelError, NodeError or GpuError."""
+    model = emulated_model(name, parse_cards(knobs.emulate or "", knobs.emulate_specs))
+    tp = _choose_tp(hardware, knobs.tp, model.info)
+    try:
+        capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
+    except EmulationError as error:
+        raise NodeError(f"emulate: {error}") from error
+    limits = choose_limits(knobs, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))
+    return ServedModel(
+        model=model,
+        text=TextModel(model.folder),
+        share=Share(model.info.layers, tp, limits, knobs.kv_cache_mib),
+        options=msgspec.to_builtins(model.emulation),
+    )
+
+
+def _choose_tp(hardware: Hardware, wanted: int | None, model: ModelInfo) -> int:
     """GPUs that share each layer: all that can. Raises NodeError."""
     tp = wanted or default_tp(hardware, model)
     if tp > len(hardware.gpus):
