@@ -56,14 +56,8 @@ class EmulatedProgram:
         """By any thread."""
         self._transfers.attach(hello, connection)
 
-<<<<<<< HEAD
-def _accept(sockets: socket.socket, transfers: EmulatedTransfers) -> None:
-    """Take over accepted sockets; each comes with the bytes that were read from it."""
-    while True:
-=======
     def load(self) -> None:
         """There is nothing to load, but the cards may be too small. Raises StartError."""
->>>>>>> sims
         try:
             self._engine = EmulatedEngine(
                 self._config, self._emulation, self._transfers, tell=self._outbox.send, wake=self.take
