@@ -51,7 +51,7 @@ def test_one_request_alone() -> None:
     assert engine.free_tokens == 4000
 
 
-def test_a_long_prompt_is_read_in_chunks_and_a_short_one_rides_along() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_and_a_short_one_rides_along() -> None:
     steps: list[StepRecord] = []
     times = LinearTimes(step=1.0, token=0.01, pair=0.001)
     engine = Engine(times, SMALL, kv_tokens=4000, record=steps.append)
@@ -63,7 +63,7 @@ def test_a_long_prompt_is_read_in_chunks_and_a_short_one_rides_along() -> None:
     assert moments(news, SignalKind.DONE) == {1: pytest.approx(second), 2: pytest.approx(second)}
 
 
-def test_who_arrives_joins_at_the_next_step_and_reads_beside_the_decoding() -> None:
+def test_who_arrives_joins_at_the_next_step_and_is_prefilled_beside_the_decoding() -> None:
     steps: list[StepRecord] = []
     engine = Engine(TIMES, SMALL, kv_tokens=4000, record=steps.append)
     news = run(engine, [(0.0, Sequence(1, 10, 20)), (2.5, Sequence(2, 20, 1))])
@@ -206,7 +206,14 @@ def test_in_a_pipeline_prompts_follow_each_other() -> None:
     assert engine.counts.prefill_s == 3.0  # of the first stage
 
 
-def test_in_a_pipeline_each_batch_reads_within_its_own_budget() -> None:
+def test_in_a_pipeline_a_prompt_enters_as_soon_as_the_first_stage_is_free() -> None:
+    times = LinearTimes(step=4.0, interval_share=0.25)
+    engine = engine_of(times, SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4), stages=4)
+    news = run(engine, [(0.0, Sequence(0, 10, 1)), (0.5, Sequence(1, 10, 1)), (2.5, Sequence(2, 10, 1))])
+    assert moments(news, SignalKind.DONE) == {0: 4.0, 1: 5.0, 2: 6.5}
+
+
+def test_in_a_pipeline_each_batch_prefills_within_its_own_budget() -> None:
     times = LinearTimes(token=0.4, request=1.0, interval_share=0.25)
     steps: list[StepRecord] = []
     settings = SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4)

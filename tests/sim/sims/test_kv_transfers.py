@@ -29,9 +29,9 @@ class Bench:
         transfer.has_room = room
         return transfer
 
-    def drain(self) -> list[tuple[float, KVTransfer]]:
+    def drain(self) -> list[tuple[object, KVTransfer]]:
         """All transfers that complete, and when."""
-        done = []
+        done: list[tuple[object, KVTransfer]] = []
         while self.network.wake_at < inf:
             now = self.network.wake_at
             found = [self.transfers.end_flow(flow) for flow in self.network.advance(now)]
