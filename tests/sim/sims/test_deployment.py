@@ -13,15 +13,15 @@ from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster, ClusterError
 from p2pserve.coordinator.planning.model.workload import Service, Workload
 from p2pserve.coordinator.routing import NoRoute, RoutingSettings
-from p2pserve.sims.deployment import Assignment, Deployment, ReplicaHost, SimRequest, Split, check_plans
+from p2pserve.sims.deployment import Deployment, check_plans
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import Sequence
 from p2pserve.sims.engine.values import SimEngineError, SimEngineSettings
 from p2pserve.sims.events import Scheduled
-from p2pserve.sims.kv_transfers import KVTransfer, LinkShare, TransferLinks
 from p2pserve.sims.policies import ROUND_ROBIN
 from p2pserve.sims.records import Trace
 from p2pserve.sims.scenario import ServiceRun, SimSettings, WorldError
+from p2pserve.sims.serving import ReplicaHost
 from p2pserve.sims.testing import LinearTimes
 
 MODEL = ModelShape(name="toy", layers=4, hidden=16, heads=1, kv_heads=1, head_dim=16, intermediate=32, vocabulary=9)
@@ -77,23 +77,23 @@ def test_the_router_hears_of_loads_before_it_routes() -> None:
     busy = found.hosts["a"]
     busy.outstanding, busy.prefill_tokens = 50, 100_000
     found.note_load(busy)
-    assert {found.route(100, 0.0).decode for _ in range(3)} == {"b"}
+    assert {found.route(100, 0.0, {}).decode for _ in range(3)} == {"b"}
     busy.outstanding, busy.prefill_tokens = 0, 0
     found.hosts["b"].outstanding, found.hosts["b"].prefill_tokens = 50, 100_000
     found.note_load(busy)
     found.note_load(found.hosts["b"])
-    assert found.route(100, 1.0).decode == "a"
+    assert found.route(100, 1.0, {}).decode == "a"
 
 
 def test_missing_boxes_get_no_requests_until_they_are_back() -> None:
     found = deployment(TWO, cluster("a", "b"), ROUND_ROBIN)
     found.set_missing(frozenset({"a"}))
-    assert {found.route(10, 0.0).decode for _ in range(4)} == {"b"}
+    assert {found.route(10, 0.0, {}).decode for _ in range(4)} == {"b"}
     found.set_missing(frozenset({"a", "b"}))
     with pytest.raises(NoRoute):
-        found.route(10, 0.0)
+        found.route(10, 0.0, {})
     found.set_missing(frozenset())
-    assert {found.route(10, 0.0).decode for _ in range(10)} == {"a", "b"}
+    assert {found.route(10, 0.0, {}).decode for _ in range(10)} == {"a", "b"}
 
 
 def test_replicas_of_the_same_gpus_go_on_under_another_plan() -> None:
@@ -111,21 +111,21 @@ def test_replicas_of_the_same_gpus_go_on_under_another_plan() -> None:
 def test_new_replicas_get_requests_when_they_are_ready() -> None:
     found = deployment(plan(replica("a", M)), cluster("a", "b"), ROUND_ROBIN)
     found.follow_plan(TWO, start)
-    assert {found.route(10, 0.0).decode for _ in range(4)} == {"a"}
+    assert {found.route(10, 0.0, {}).decode for _ in range(4)} == {"a"}
     found.set_missing(frozenset({"a"}))
     with pytest.raises(NoRoute):
-        found.route(10, 0.0)
+        found.route(10, 0.0, {})
     found.mark_ready("b")
-    assert found.route(10, 0.0).decode == "b"
+    assert found.route(10, 0.0, {}).decode == "b"
     found.follow_plan(plan(replica("b", M)), start)  # ready replicas stay so
-    assert found.route(10, 0.0).decode == "b"
+    assert found.route(10, 0.0, {}).decode == "b"
 
 
 def test_a_replica_that_is_not_ready_stays_so_under_the_next_plan() -> None:
     found = deployment(plan(replica("a", M)), cluster("a", "b"), ROUND_ROBIN)
     found.follow_plan(TWO, start)
     found.follow_plan(TWO, start)
-    assert {found.route(10, 0.0).decode for _ in range(4)} == {"a"}
+    assert {found.route(10, 0.0, {}).decode for _ in range(4)} == {"a"}
 
 
 def test_pairs_with_requests_need_a_link() -> None:
@@ -146,35 +146,13 @@ def test_plans_that_do_not_fit_the_cluster() -> None:
         check_plans(cluster("a"), [plan(replica("x", M, "z"))])
 
 
-def test_the_load_of_a_request_on_two_replicas() -> None:
-    prefill, decode = start(replica("a", P)), start(replica("b", D))
-    prefill.number = 1
-    transfer = KVTransfer(1, TransferLinks((LinkShare(0, 1, 1.0),), 0.0), 1.0, 4)
-    split = Split(prefill, Sequence(1, 30, 0, sends_kv=True), transfer)
-    request = SimRequest(0, 0, 0.0, 40, 5)
-    assignment = Assignment(request, decode, Sequence(1, 40, 5, external=30), split)
-    assert (assignment.prefill_number, assignment.prefill_tokens) == (1, 10)
-    assignment.add_load()
-    assert (prefill.outstanding, prefill.prefill_tokens) == (1, 30)
-    assert (decode.outstanding, decode.prefill_tokens) == (1, 10)
-    assert [host for host, _ in assignment.sides()] == [prefill, decode]
-    assignment.end_prefill()
-    assignment.end_prefill()  # once is enough
-    assert (decode.outstanding, decode.prefill_tokens) == (1, 0)
-    assignment.remove_load()
-    assert (decode.outstanding, decode.prefill_tokens) == (0, 0)
-    assert (prefill.outstanding, prefill.prefill_tokens) == (1, 30)  # ends with its own signal
-
-
-def test_a_request_that_leaves_before_its_first_token_takes_its_prompt_along() -> None:
-    host = start(replica("a", M))
-    assignment = Assignment(SimRequest(0, 0, 0.0, 40, 5), host, Sequence(1, 40, 5), None)
-    assert assignment.prefill_number == host.number
-    assignment.add_load()
-    assert (host.outstanding, host.prefill_tokens) == (1, 40)
-    assignment.remove_load()
-    assert (host.outstanding, host.prefill_tokens) == (0, 0)
-    host.check_integrity()
+def test_a_replica_that_is_blamed_for_a_failure_is_left_out_of_this_route_only() -> None:
+    found = deployment(TWO, cluster("a", "b"), ROUND_ROBIN)
+    found.hosts["b"].number = 1
+    assert {found.route(10, 0.0, {"box": 0}).decode for _ in range(4)} == {"b"}
+    with pytest.raises(NoRoute):
+        found.route(10, 0.0, {"box": 0, "other": 1})
+    assert {found.route(10, 0.0, {}).decode for _ in range(10)} == {"a", "b"}
 
 
 def test_an_alarm_that_has_moved_does_nothing() -> None:
