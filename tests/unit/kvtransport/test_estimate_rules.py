@@ -238,13 +238,13 @@ class TestSettings:
     @pytest.mark.parametrize("name", ["half_life_s", "rtt_half_life_s", "rtt_window_s"])
     def test_bad_values_are_named(self, name: str) -> None:
         with pytest.raises(FiguresError, match=f"estimates.{name} is 0"):
-            EstimateSettings(**{name: 0})  # type: ignore[arg-type]
+            EstimateSettings(**{name: 0})
 
     @pytest.mark.parametrize("name", ["slow_in_a_row", "fast_in_a_row", "failures_to_unreachable", "history"])
     def test_counts_begin_at_one(self, name: str) -> None:
-        assert getattr(EstimateSettings(**{name: 1}), name) == 1  # type: ignore[arg-type]
+        assert getattr(EstimateSettings(**{name: 1}), name) == 1
         with pytest.raises(FiguresError, match=f"estimates.{name} is 0; it must be at least 1"):
-            EstimateSettings(**{name: 0})  # type: ignore[arg-type]
+            EstimateSettings(**{name: 0})
 
 
 class TestFormulas:
@@ -296,7 +296,7 @@ class TestInference:
         assert infer(links, self.SITES, {}, [("a2", "b2")])["a2", "b2"].capacity_gbps == 1.0
         del links["a1", "b1"]
         found = infer(links, self.SITES, {}, [("a2", "b2")])["a2", "b2"]
-        assert (found.capacity_gbps, found.rate_confidence) == (3.0, pytest.approx(0.4 / 2))
+        assert (found.capacity_gbps, found.rate_confidence) == pytest.approx((3.0, 0.4 / 2))
 
     def test_its_own_boxes_bound_it(self) -> None:
         boxes = {"a2": BoxFigures(up_gbps=0.7), "b2": BoxFigures(down_gbps=0.9)}

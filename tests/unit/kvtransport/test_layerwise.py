@@ -179,14 +179,14 @@ class TestMeasurement:
         line = DecayedLine(0.9)
         for x in (1.0, 2.0, 5.0):
             line.add(x, 3.0 + 0.5 * x)
-        assert line.fit() == (pytest.approx(3.0), pytest.approx(0.5))
+        assert line.fit() == pytest.approx((3.0, 0.5))
 
     def test_while_one_size_has_been_seen_all_of_it_grows(self) -> None:
         line = DecayedLine(1.0)
         assert line.fit() == (0.0, 0.0)
         line.add(4.0, 2.0)
         line.add(4.0, 4.0)
-        assert line.fit() == (0.0, pytest.approx(0.75))
+        assert line.fit() == pytest.approx((0.0, 0.75))
 
     def test_what_shrinks_with_size_is_fixed_and_what_begins_below_nothing_grows(self) -> None:
         falling, steep = DecayedLine(1.0), DecayedLine(1.0)
@@ -195,7 +195,7 @@ class TestMeasurement:
         assert falling.fit() == (3.0, 0.0)
         for x, y in ((1.0, 0.0), (2.0, 2.0)):
             steep.add(x, y)
-        assert steep.fit() == (0.0, pytest.approx(4.0 / 5.0))
+        assert steep.fit() == pytest.approx((0.0, 4.0 / 5.0))
 
     def test_old_samples_fade(self) -> None:
         line = DecayedLine(0.5)
