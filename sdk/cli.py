@@ -13,7 +13,7 @@ from .. import __version__
 from ..kernels.codecs import CODEC_NAMES
 from . import environment
 from .commands.engine_parsers import add_engine_options
-from .commands.option_values import count, figure, positive, seconds
+from .commands.option_values import Listed, count, figure, positive, seconds
 from .commands.planning_parsers import add_live_option, add_plan_options, add_sim_options
 
 if TYPE_CHECKING:
@@ -391,14 +391,16 @@ def _add_home(parser: argparse.ArgumentParser, what: str) -> None:
 def _add_network(parser: argparse.ArgumentParser, token: str) -> None:
     parser.add_argument(
         "--bootstrap",
+        action=Listed,
         default=os.environ.get(environment.BOOTSTRAP),
         metavar="WHERE",
-        help=f"the join token ({token}), or host:port with --token (default: {environment.BOOTSTRAP})",
+        help=f"the join token ({token}); beside it, after a comma or with --bootstrap again, host:port of other "
+        f"members to ask (default: {environment.BOOTSTRAP})",
     )
     parser.add_argument(
         "--token",
         default=os.environ.get(environment.TOKEN),
-        help=f"the join token, when --bootstrap is host:port (default: {environment.TOKEN})",
+        help=f"the join token, when --bootstrap names addresses only (default: {environment.TOKEN})",
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 import msgspec
@@ -17,13 +19,15 @@ from ..bootstrap import (
     Identity,
     JoinToken,
     NetworkError,
+    NetworkSettings,
     PeerId,
     RemoteError,
     Role,
     TokenError,
-    parse_address,
+    parse_join_target,
 )
-from ..bootstrap.members.membership import MemberState
+from ..bootstrap.address_book import AddressBook
+from ..bootstrap.members.states import MemberState
 from ..bootstrap.network import Network
 from ..node.messages import ADVERT, AnswerUpdate, Generate, Status, StatusQuery, StopRequest
 from ..node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
@@ -52,16 +56,14 @@ ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_met
 def check_target(bootstrap: str, token: str | None) -> None:
     """Check what can be checked of a bootstrap address and a token without asking anybody. Raises InvalidAddress."""
     try:
-        if bootstrap.startswith("p2p_"):
-            JoinToken.parse(bootstrap)
-            return
-        address = parse_address(bootstrap)
-        if address.port == 0:
-            raise AddressError(f"{bootstrap!r} has port 0; write the port that the bootstrap printed")
-        if token is not None:
-            JoinToken.parse(token)
+        parse_join_target(bootstrap, token)
     except (AddressError, TokenError) as error:
-        raise InvalidAddress(f"bootstrap: {error}") from error
+        raise connection_error(error) from error
+
+
+def client_folder() -> Path:
+    """Where clients of this user remember the members they have seen."""
+    return Path(os.environ.get("P2PSERVE_HOME") or "~/.p2pserve").expanduser() / "client"
 
 
 @asynccontextmanager
@@ -69,13 +71,15 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
     """Join as a client for the length of the body. Raises ConnectionFailed or InvalidAddress."""
     # Neither is needed before there is a network to join: 0.5 s and 90 MB.
     from ..bootstrap.streams.libp2p_host import Libp2pTransport
-    from ..node.joining import join_token
+    from ..node.joining import read_join_target
 
     identity = Identity.generate()
     nowhere = Address("0.0.0.0", 0)  # clients are not dialled
     try:
-        text, bootstraps = await join_token(bootstrap, token)
+        text, members = await read_join_target(bootstrap, token)
         parsed = JoinToken.parse(text)
+        book = AddressBook(client_folder(), parsed.network)
+        remembered = await trio.to_thread.run_sync(book.load)
         network = Network(
             transport=Libp2pTransport(identity, None, nowhere),
             identity=identity,
@@ -83,9 +87,11 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
             network_key_public=parsed.network,
             role=parsed.role,
             announce=nowhere,
-            bootstraps=bootstraps or parsed.bootstraps,
+            bootstraps=members,
+            remembered=remembered,
+            book=book,
             rng=random.Random(),  # chooses gossip partners, makes no secrets
-            join_s=timeout_s,
+            settings=NetworkSettings(join_s=timeout_s),
         )
         if parsed.role is not Role.CLIENT:
             raise TokenError(

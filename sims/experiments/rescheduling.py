@@ -19,6 +19,7 @@ from ...coordinator.planning.upper.light_rescheduling import (
     reschedule_lightly,
 )
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from ..policies import PLAN
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
@@ -49,8 +50,7 @@ PAPER: Final = {
 
 
 class RescheduleRow(ResultRow, frozen=True):
-    """What serves after the loss. `attainment` at the same rate for all, mean over seeds
-    (least-most)."""
+    """What serves after the loss; `attainment` at one rate, mean (least-most)."""
 
     column: str
     workload: str
@@ -88,7 +88,7 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     light_s = process_time() - start
     start = process_time()
     fresh = LowerLevel(less)
-    found = search(less, fresh, rng=np.random.default_rng(0), limit=scope.steps)
+    found = search(less, fresh, rng=np.random.default_rng(0), settings=SearchSettings(steps=scope.steps))
     (full,) = fresh.propose(found.solution, epoch=0, version=2)
     full_s = process_time() - start
 
@@ -106,8 +106,7 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
 
 
 def _without(plan: Plan) -> Plan:
-    """The plan as it goes on by itself: what is left of it, the requests in the same proportions as
-    before."""
+    """What is left of the plan, with the requests in the same proportions."""
     replicas = tuple(replica for replica in plan.replicas if LOST not in replica.peers)
     ids = {replica.id for replica in replicas}
     pairs = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= ids]

@@ -28,7 +28,6 @@ __all__ = [
     "Summary",
     "TransferRecord",
     "attainment",
-    "deadline_scale",
     "meets",
     "summarise",
 ]
@@ -47,8 +46,7 @@ class StepLog(NamedTuple):
 
 
 class TransferRecord(NamedTuple):
-    """KV of one request (row of its trace) between two replicas (numbers), from its first byte
-    until it had landed."""
+    """One request's KV transfer: its row, replicas (numbers), first and last moment."""
 
     row: int
     source: int
@@ -120,8 +118,7 @@ class ReplicaOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimResult:
-    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if
-    they were kept."""
+    """`sent_bytes` by (from, to), indices of `boxes`; `steps`, `transfers` if recorded."""
 
     services: tuple[ServiceOutcome, ...]
     replicas: tuple[ReplicaOutcome, ...]
@@ -176,8 +173,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]:
-    """Which requests met all deadlines, each `scale` times as long. One that never ended met
-    none."""
+    """Which requests met all deadlines, each `scale` times as long."""
     return (
         (outcomes.ttft_s <= slo.ttft_s * scale)
         & (outcomes.tpot_s <= slo.tpot_s * scale)
@@ -188,21 +184,6 @@ def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]
 def attainment(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> float:
     """The share of all requests that met all deadlines, each `scale` times as long."""
     return float(meets(outcomes, slo, scale).mean())
-
-
-def deadline_scale(outcomes: Outcomes, slo: Slo, target: float | None = None) -> float:
-    """How many times as long the deadlines would have to be for `target` (the objective's own) of
-    all requests to meet them; infinite where too few ended at all."""
-    each = np.maximum.reduce(
-        [
-            outcomes.ttft_s / slo.ttft_s,
-            outcomes.tpot_s / slo.tpot_s,
-            outcomes.e2e_s / slo.e2e_s,
-        ]
-    )
-    ordered = np.sort(np.where(np.isnan(each), np.inf, each))
-    needed = int(np.ceil((slo.target if target is None else target) * len(ordered) - 1e-9))
-    return float(ordered[max(0, needed - 1)])
 
 
 def summarise(outcome: ServiceOutcome, result: SimResult) -> Summary:

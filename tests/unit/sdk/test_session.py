@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId, RemoteError, Role
+from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, NetworkSettings, PeerId, RemoteError, Role
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.memory import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
@@ -146,7 +146,7 @@ class World:
             bootstraps=self._here,
             rng=random.Random(2),
             clock=lambda: NOW,
-            join_s=1.0,
+            settings=NetworkSettings(join_s=1.0),
         )
 
 
