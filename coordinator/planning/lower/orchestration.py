@@ -179,7 +179,8 @@ def _busiest_link(pairs: ReplicaPairs, active: Index, busy: Array) -> Array:
 def _activation_gbps(
     replicas: Sequence[ConfiguredReplica], pairs: ReplicaPairs, flow: RequestFlow, service: Service
 ) -> Array:
-    """Gb/s [from, to] of activations in pipelines across boxes: of all tokens read and written."""
+    """Gb/s [from, to] of activations in pipelines across boxes: of all tokens prefilled and
+    decoded."""
     used_gbps = np.zeros_like(flow.used_gbps)
     spanning = [index for index, replica in enumerate(replicas) if len(replica.group.slices) > 1]
     if not spanning:
@@ -200,7 +201,7 @@ def carried_rate(
     """The highest rate, in requests per second, that keeps every replica at a load that it is in
     time with: `usable_load`.
 
-    With `network`, every replica that has to hand over is held to the links of its pairs; without,
+    With `network`, every replica that transfers KV is held to the links of its pairs; without,
     to none. What several replicas' links have in common is not looked at: `flow.solve_exact` does.
     """
     limits = _link_limited_rates(replicas, network)

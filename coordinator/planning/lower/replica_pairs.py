@@ -1,8 +1,8 @@
-"""Pairs of replicas that may serve requests together, and how the KV gets from one to the other.
+"""Pairs of a prefill and a decode replica, and the links that KV takes between them.
 
-A box of the reader sends to each box of the writer the layers that both hold, all of them at the
-same time, on a direct link each. So a transfer takes as long as the slowest of these; links inside
-a box have no limit in common.
+Each box of the prefill replica sends each box of the decode replica the layers that both hold, all
+of them at the same time, over a direct link each. A transfer takes as long as the slowest of these.
+Links inside a box have no common limit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ClusterLinks:
         return tuple(tuple(Hop(self._rtt_s[a][b], self._gbps[a][b]) for b in boxes) for a in boxes)
 
     def busy(self, used: Array) -> Array:
-        """[from, to]: the share of the time that a transfer finds its way taken, when `used` Gb/s
+        """[from, to]: the share of the time that a link is busy, when `used_gbps` Gb/s
         flow."""
         if not used.any():
             return used
@@ -119,8 +119,8 @@ def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: fl
 
 
 def _slowest_links(prefills: Sequence[Spans], decodes: Sequence[Spans], links: ClusterLinks) -> tuple[Array, Array]:
-    """[reader, writer]: the slowest pair of boxes that share layers, in latency, and in time per Gb
-    of a request."""
+    """[prefill, decode]: the slowest pair of boxes that share layers, in latency, and in time per
+    Gb of a request."""
     box_r, first_r, last_r, start_r = _flatten_spans(prefills)
     box_w, first_w, last_w, start_w = _flatten_spans(decodes)
     shared = np.minimum(last_r[:, None], last_w) - np.maximum(first_r[:, None], first_w)
