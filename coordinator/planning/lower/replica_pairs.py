@@ -63,7 +63,7 @@ class ClusterLinks:
         return tuple(tuple(Hop(self._rtt_s[a][b], self._gbps[a][b]) for b in boxes) for a in boxes)
 
     def busy(self, used: Array) -> Array:
-        """[from, to]: the share of the time that a link is busy, when `used_gbps` Gb/s
+        """[from, to]: the share of the time that a link is busy, when `used` Gb/s
         flow."""
         if not used.any():
             return used
@@ -103,9 +103,9 @@ def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: fl
     if len(kept) == len(prefills) == len(decodes) or not prefills or not decodes:
         return own
     alpha, gigabit_s = _slowest_links([holders[i].spans for i in prefills], [holders[i].spans for i in decodes], links)
-    reads_only = np.array([holders[i].phase is Phase.PREFILL for i in prefills])
-    writes_only = np.array([holders[i].phase is Phase.DECODE for i in decodes])
-    rows, columns = np.nonzero((reads_only[:, None] | writes_only[None, :]) & np.isfinite(gigabit_s))
+    is_prefill = np.array([holders[i].phase is Phase.PREFILL for i in prefills])
+    is_decode = np.array([holders[i].phase is Phase.DECODE for i in decodes])
+    rows, columns = np.nonzero((is_prefill[:, None] | is_decode[None, :]) & np.isfinite(gigabit_s))
     prefill, decode = np.array(prefills)[rows], np.array(decodes)[columns]
     link_demands = [
         _link_demands(holders[i].spans, holders[j].spans, gigabits)
