@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Final, TypedDict, Unpack
 
@@ -30,33 +31,9 @@ from .planning.upper.light_rescheduling import Adjustment, reschedule_lightly
 from .planning.upper.scorer import Scorer, never
 from .planning.upper.search import phase_cuts
 from .planning.upper.search_space import SearchSpace
+from .settings import NetworkPlanSettings
 
 __all__ = ["plan_network", "search_phases", "solver_for_shares"]
-
-STEPS_PER_REPLICA: Final = 8
-LEAST_STEPS: Final = 40
-MOST_STEPS: Final = 150
-"""Evaluations for a first plan: so many for each replica, but no fewer and no more than these."""
-
-FLIPS_PER_REPLICA: Final = 4
-MOST_FLIPS: Final = 60
-"""Likewise to see whether running replicas should change their phases: each in either other one,
-and some in pairs."""
-
-CLIMBED: Final = 3
-"""Starts that a first plan is climbed to from."""
-
-MARGIN: Final = 0.02
-"""Of the objective, by how much a change of phases must pay: measured figures are some percent off,
-and off by another few the next time."""
-
-WEIGHT_HYSTERESIS: Final = 0.1
-"""Shares of requests that all moved by less than this are not worth a new plan: every plan is
-signed and gossiped."""
-
-STEP_HYSTERESIS: Final = 1.6
-"""Neither are budgets of steps that change by a smaller factor: they are chosen from a few, and may
-be between two."""
 
 MAX_PAIRINGS: Final = 128
 """Pairs that a plan names, and for each replica its heaviest besides: a plan has to fit 64 KiB of
@@ -82,6 +59,7 @@ def plan_network(
     demands: Iterable[Demand],
     *,
     spent: Callable[[], bool] = never,
+    settings: NetworkPlanSettings | None = None,
     **named: Unpack[PlanIdentity],
 ) -> Plan | None:
     """The plan for a service, `previous` itself where nothing changes, None where no box or group
@@ -99,11 +77,13 @@ def plan_network(
     network = build_network_problem(offered, links, demands, service=service, codec=codec, previous=previous)
     if network is None:
         return None
+    if settings is not None:
+        network = replace(network, settings=settings)
     why = [*network.why, *_explain_departures(offered, service, previous)]
     solution = _choose_phases(network, previous, spent, why)
     replicas, pairings, expected = _share_requests(network, solution)
     if previous is not None:
-        replicas = _keep_step_budgets(replicas, previous)
+        replicas = _keep_step_budgets(replicas, previous, network.settings.budget_factor)
         if replicas == previous.replicas and _may_keep_shares(network, solution, previous.pairings, pairings):
             pairings = previous.pairings
             if (named["epoch"], codec) == (previous.epoch, previous.codec):
@@ -128,7 +108,7 @@ def search_phases(network: NetworkProblem, spent: Callable[[], bool] = never) ->
     scorer = _make_scorer(network, spent)
     starts = {*phase_cuts(scorer.space, mixed)} - {mixed}
     ranked = sorted(starts, key=lambda start: (-scorer.objective(start), start))
-    for start in (mixed, *ranked)[:CLIMBED]:
+    for start in (mixed, *ranked)[: network.settings.climbed_starts]:
         _climb_phases(network, scorer, start, tuple(network.heads))
     return scorer.best
 
@@ -182,8 +162,11 @@ def _covers_both_phases(phases: Collection[Phase]) -> bool:
 
 
 def _reschedule(network: NetworkProblem, running: Solution, spent: Callable[[], bool]) -> Adjustment:
-    steps = min(MOST_FLIPS, FLIPS_PER_REPLICA * len(network.heads))
-    return reschedule_lightly(network.problem, network.evaluator, running, margin=MARGIN, steps=steps, spent=spent)
+    settings = network.settings
+    steps = min(settings.most_flips, settings.flips_per_replica * len(network.heads))
+    return reschedule_lightly(
+        network.problem, network.evaluator, running, margin=settings.margin, steps=steps, spent=spent
+    )
 
 
 def _continuing_phases(network: NetworkProblem, previous: Plan | None, why: list[str]) -> dict[str, Phase]:
@@ -225,7 +208,8 @@ def _climb_phases(network: NetworkProblem, scorer: Scorer, start: Solution, head
 
 
 def _make_scorer(network: NetworkProblem, spent: Callable[[], bool]) -> Scorer:
-    steps = min(MOST_STEPS, max(LEAST_STEPS, STEPS_PER_REPLICA * len(network.heads)))
+    settings = network.settings
+    steps = min(settings.most_steps, max(settings.least_steps, settings.steps_per_replica * len(network.heads)))
     return Scorer(SearchSpace.of(network.problem, network.evaluator), limit=steps, spent=spent, same_groups=True)
 
 
@@ -251,15 +235,15 @@ def _share_requests(
     return tuple(sorted(plan.replicas, key=lambda replica: replica.id)), _limit_pairings(plan.pairings), plan.why
 
 
-def _keep_step_budgets(replicas: tuple[Replica, ...], previous: Plan) -> tuple[Replica, ...]:
+def _keep_step_budgets(replicas: tuple[Replica, ...], previous: Plan, factor: float) -> tuple[Replica, ...]:
     """With the budgets that replicas had, where those are nearly as good."""
 
     def keep_budget(replica: Replica) -> Replica:
         before = previous.replica(replica.id)
         if before is None or before.phase is not replica.phase or not (before.step_tokens and replica.step_tokens):
             return replica
-        factor = max(before.step_tokens, replica.step_tokens) / min(before.step_tokens, replica.step_tokens)
-        return msgspec.structs.replace(replica, step_tokens=before.step_tokens) if factor < STEP_HYSTERESIS else replica
+        change = max(before.step_tokens, replica.step_tokens) / min(before.step_tokens, replica.step_tokens)
+        return msgspec.structs.replace(replica, step_tokens=before.step_tokens) if change < factor else replica
 
     return tuple(map(keep_budget, replicas))
 
@@ -274,7 +258,7 @@ def _may_keep_shares(
 ) -> bool:
     """Whether requests may as well be shared out as before: every replica reads and writes about as
     many, and no more of them would be in time."""
-    if _largest_change(before, after) > WEIGHT_HYSTERESIS:
+    if _largest_change(before, after) > network.settings.share_change:
         return False
     served = network.evaluator.orchestrate(solution)[0].flow.served
     old, new = (
@@ -283,7 +267,7 @@ def _may_keep_shares(
         ].attainment
         for pairings in (before, after)
     )
-    return new < old + MARGIN
+    return new < old + network.settings.margin
 
 
 def _largest_change(before: Sequence[Pairing], after: Sequence[Pairing]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import exp, log
 from typing import Final
@@ -35,6 +35,7 @@ from .planning.model.problem import Group, Problem, Slice, Solution
 from .planning.model.slo import SloScale, slo_by
 from .planning.model.workload import KV_BITS, Service, Slo
 from .planning.upper.search_space import make_solution
+from .settings import NetworkPlanSettings
 
 __all__ = ["SLO_SCALE", "NetworkProblem", "build_network_problem"]
 
@@ -73,6 +74,7 @@ class NetworkProblem:
     stages: Mapping[str, tuple[Stage, ...]]
     asked: float
     why: tuple[str, ...]
+    settings: NetworkPlanSettings = field(default_factory=NetworkPlanSettings)
 
     @property
     def service(self) -> Service:

@@ -1,5 +1,4 @@
-"""Requests to simulate: measured traces replayed or drawn from, lengths made up, or a file of the
-user's.
+"""Requests to simulate: measured traces, replayed or drawn from, or a file of the user's.
 
 Whatever a trace is made of, it says so: `Trace.lengths` and `Trace.arrivals` go into every report.
 """
@@ -11,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -25,15 +23,12 @@ from .records import Trace, TraceError
 
 __all__ = [
     "AZURE",
-    "LengthKind",
-    "LengthPairing",
     "Lengths",
     "Recorded",
     "azure",
     "draw",
     "read_requests",
     "replay",
-    "synthetic_lengths",
     "workload_of",
 ]
 
@@ -52,22 +47,6 @@ _COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "output": ("output", "output_tokens", "token_size"),
 }
 """What a user's columns may be called; the last are those of Splitwise's own traces."""
-
-
-class LengthPairing(StrEnum):
-    """Prompt and output of a drawn request: of the same row of the source, or each of its own."""
-
-    JOINT = "joint"
-    INDEPENDENT = "independent"
-
-
-class LengthKind(StrEnum):
-    """How lengths are made up. The two parameters are: the length and nothing; the least and the
-    most; the mean and the standard deviation."""
-
-    FIXED = "fixed"
-    UNIFORM = "uniform"
-    LOGNORMAL = "lognormal"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +141,6 @@ def draw(
     requests: int | None = None,
     seconds: float | None = None,
     cv: float = 1.0,
-    pairing: LengthPairing = LengthPairing.JOINT,
 ) -> Trace:
     """So many requests, or those of so many seconds, with lengths drawn from `lengths` with
     replacement.
@@ -183,14 +161,12 @@ def draw(
         arrival = _arrivals_until(_positive("seconds", seconds or 0.0), gaps, rng)
     count = len(arrival)
     rows = rng.integers(len(lengths.prompt), size=count)
-    others = rows if pairing is LengthPairing.JOINT else rng.integers(len(lengths.output), size=count)
-    together = "" if pairing is LengthPairing.JOINT else ", prompt and output drawn independently"
     return Trace(
         ids=np.arange(count),
         arrival_s=arrival,
         prompt=lengths.prompt[rows],
-        output=lengths.output[others],
-        lengths=f"{lengths.source}{together}",
+        output=lengths.output[rows],
+        lengths=lengths.source,
         arrivals=str(gaps),
     )
 
@@ -207,41 +183,6 @@ def _arrivals_until(seconds: float, gaps: _Gaps, rng: np.random.Generator) -> Fl
     if not len(arrival):
         raise TraceError(f"no request arrives within {seconds:g} s at {gaps.rate:g} requests/s")
     return arrival
-
-
-def synthetic_lengths(
-    kind: LengthKind,
-    prompt: tuple[float, float],
-    output: tuple[float, float],
-    rng: np.random.Generator,
-    count: int = 4096,
-) -> Lengths:
-    """A sample of made-up lengths, each at least 1; see `LengthKind` for the two parameters."""
-    columns = [_made_up(kind, name, values, rng, count) for name, values in (("prompt", prompt), ("output", output))]
-    shown = ", ".join(
-        f"{name} {values[0]:g}" if kind is LengthKind.FIXED else f"{name} {values[0]:g}/{values[1]:g}"
-        for name, values in (("prompt", prompt), ("output", output))
-    )
-    meaning = {LengthKind.FIXED: "", LengthKind.UNIFORM: " (least/most)", LengthKind.LOGNORMAL: " (mean/deviation)"}
-    return Lengths(columns[0], columns[1], f"synthetic, {kind}: {shown} tokens{meaning[kind]}")
-
-
-def _made_up(kind: LengthKind, name: str, values: tuple[float, float], rng: np.random.Generator, count: int) -> Ints:
-    first, second = values
-    if not (isfinite(first) and first >= 1.0):
-        raise TraceError(f"{name} length is {first:g}; it must be at least 1")
-    if kind is LengthKind.FIXED:
-        return np.full(count, round(first), dtype=np.int64)
-    if kind is LengthKind.UNIFORM:
-        if not second >= first:
-            raise TraceError(f"{name} length is between {first:g} and {second:g}; the second must not be less")
-        return rng.integers(round(first), round(second) + 1, size=count)
-    if not (isfinite(second) and second > 0.0):
-        raise TraceError(f"{name} length has a deviation of {second:g}; it must be above 0")
-    spread = np.log1p((second / first) ** 2)
-    drawn = rng.lognormal(np.log(first) - spread / 2.0, np.sqrt(spread), count)
-    lengths: Ints = np.maximum(1, np.rint(drawn)).astype(np.int64)
-    return lengths
 
 
 def read_requests(path: Path) -> Trace:

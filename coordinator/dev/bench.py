@@ -37,7 +37,8 @@ from ..planning.upper.light_rescheduling import (
     keep_loaded_stages,
     reschedule_lightly,
 )
-from ..planning.upper.search import STEPS_PER_GPU, SearchResult, search
+from ..planning.upper.search import SearchResult, search
+from ..planning.upper.settings import SearchSettings
 from .bench_clusters import bench_problem
 from .maxflow import compute_bound, max_flow, one_pipeline, place
 from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
@@ -206,7 +207,7 @@ def _long(gpus: int, workload: str, known: list[Any], budget_s: float) -> tuple[
             rng=np.random.default_rng(seed),
             spent=lambda: time.process_time() > stop,
             start=best if seed % 2 else None,
-            limit=LONG_ROUND * STEPS_PER_GPU * problem.cluster.gpus,
+            settings=SearchSettings(steps=LONG_ROUND * SearchSettings().steps_per_gpu * problem.cluster.gpus),
         )
         if found.score.objective > level:
             best, level = found.solution, found.score.objective

@@ -30,8 +30,8 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
     """What the options ask for. Raises UsageError, or the planner's own errors, with one line."""
     specs = Specs(arguments.specs)
     if arguments.cluster is None:
-        live = ", or --live for" if arguments.command == "plan" else "; `p2pserve plan --live` looks at"
-        raise UsageError(f"cluster: give --cluster FILE{live} the running network")
+        live = ", or --live for the running network" if hasattr(arguments, "live") else ""  # `sim` has no such option
+        raise UsageError(f"cluster: give --cluster FILE{live}")
     cluster = read_cluster(arguments.cluster, specs)
     codec = codec_named(arguments.codec)
     services = tuple(replace(item, codec=codec.name, kv_bits=codec.bits) for item in _services(arguments))

@@ -11,6 +11,7 @@ import numpy as np
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from .page import Curves, Page, ResultRow, Table
 from .setting import PlannedCase, Scope
 
@@ -53,7 +54,13 @@ def _row(gpus: int, scope: Scope) -> ConvergenceRow:
         if not curve or objective > curve[-1][1]:
             curve.append((process_time() - start, objective))
 
-    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=scope.long_steps, progress=note)
+    found = search(
+        problem,
+        LowerLevel(problem),
+        rng=np.random.default_rng(0),
+        settings=SearchSettings(steps=scope.long_steps),
+        progress=note,
+    )
     total_s = process_time() - start
     level = found.score.objective * (1.0 - NEAR)
     return ConvergenceRow(

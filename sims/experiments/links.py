@@ -18,6 +18,7 @@ from ...coordinator.planning.model.cluster_file import packaged_cluster
 from ...coordinator.planning.model.problem import Problem, Solution
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from ...coordinator.routing import RoutingSettings
 from ..policies import SHARES
 from ..records import Trace
@@ -172,7 +173,9 @@ def _row(cluster: Cluster, case: _Case, baseline: float | None, scope: Scope) ->
     solution = case.solution
     if solution is None:
         evaluator = LowerLevel(problem)
-        solution = search(problem, evaluator, rng=np.random.default_rng(0), limit=scope.steps).solution
+        solution = search(
+            problem, evaluator, rng=np.random.default_rng(0), settings=SearchSettings(steps=scope.steps)
+        ).solution
     proposal = Deployed(problem, solution).at()
     plan = proposal.plan
     prefill, sent, decode = _lone_ms(problem, plan, PROMPT, OUTPUT)

@@ -19,6 +19,7 @@ from ...coordinator.planning.upper.light_rescheduling import (
     reschedule_lightly,
 )
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from ..policies import PLAN
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
@@ -88,7 +89,7 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     light_s = process_time() - start
     start = process_time()
     fresh = LowerLevel(less)
-    found = search(less, fresh, rng=np.random.default_rng(0), limit=scope.steps)
+    found = search(less, fresh, rng=np.random.default_rng(0), settings=SearchSettings(steps=scope.steps))
     (full,) = fresh.propose(found.solution, epoch=0, version=2)
     full_s = process_time() - start
 

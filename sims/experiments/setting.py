@@ -22,6 +22,7 @@ from ...coordinator.planning.model.problem import Group, Problem, Proposal, Slic
 from ...coordinator.planning.model.slo import scaled_slo
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from ...coordinator.routing import RoutingSettings
 from ..engine.values import SimEngineSettings
 from ..policies import SHARES
@@ -146,7 +147,7 @@ def lengths(workload: str) -> Lengths:
 def planned(case: PlannedCase, steps: int | None) -> Deployed:
     """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
     problem = case.problem()
-    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=steps)
+    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), settings=SearchSettings(steps=steps))
     return Deployed(problem, found.solution)
 
 

@@ -28,7 +28,6 @@ __all__ = [
     "Summary",
     "TransferRecord",
     "attainment",
-    "deadline_scale",
     "meets",
     "summarise",
 ]
@@ -188,21 +187,6 @@ def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]
 def attainment(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> float:
     """The share of all requests that met all deadlines, each `scale` times as long."""
     return float(meets(outcomes, slo, scale).mean())
-
-
-def deadline_scale(outcomes: Outcomes, slo: Slo, target: float | None = None) -> float:
-    """How many times as long the deadlines would have to be for `target` (the objective's own) of
-    all requests to meet them; infinite where too few ended at all."""
-    each = np.maximum.reduce(
-        [
-            outcomes.ttft_s / slo.ttft_s,
-            outcomes.tpot_s / slo.tpot_s,
-            outcomes.e2e_s / slo.e2e_s,
-        ]
-    )
-    ordered = np.sort(np.where(np.isnan(each), np.inf, each))
-    needed = int(np.ceil((slo.target if target is None else target) * len(ordered) - 1e-9))
-    return float(ordered[max(0, needed - 1)])
 
 
 def summarise(outcome: ServiceOutcome, result: SimResult) -> Summary:

@@ -18,11 +18,6 @@ from .search_space import SearchSpace, make_group, make_solution
 
 __all__ = ["flips", "random_neighbour"]
 
-WHOLE: Final = 0.75  # of the moves, those of all GPUs that a group has of a box: the others leave ragged groups
-MOST_GATHERED: Final = 5  # boxes that are gathered
-APART: Final = 0.6  # of the gatherings, those that may put the boxes in two parts
-MOST_CUT: Final = 3  # groups that a part of them is cut into
-
 Move = Callable[[SearchSpace, Solution, np.random.Generator], Iterator[Solution]]
 
 
@@ -130,7 +125,9 @@ def _move(space: SearchSpace, solution: Solution, rng: np.random.Generator) -> I
     one, two = pair
     given = one.slices[int(rng.integers(len(one.slices)))]
     unit = space.gpu_units[given.box]
-    count = given.gpus if rng.random() < WHOLE else unit * int(rng.integers(1, given.gpus // unit + 1))
+    count = (
+        given.gpus if rng.random() < space.settings.whole_moves else unit * int(rng.integers(1, given.gpus // unit + 1))
+    )
     less = make_group((*one.slices, Slice(given.box, -count)), one.phase, one.service)
     more = make_group((*two.slices, Slice(given.box, count)), two.phase, two.service)
     left = (less, more) if less.slices else (more,)
@@ -151,14 +148,14 @@ def _gather(space: SearchSpace, solution: Solution, rng: np.random.Generator) ->
     pair = _pick_two(rng, solution) if rng.random() < 0.5 else None
     chosen = pair or (_pick(rng, solution),)
     boxes = connected_boxes(solution, (box for group in chosen for box, _ in group.slices))
-    if len(boxes) > MOST_GATHERED:
+    if len(boxes) > space.settings.gathered_boxes:
         return
     gone = [group for group in solution if group.slices[0].box in boxes]
     order = rng.permutation(sorted(boxes)).tolist()
-    at = int(rng.integers(1, len(order) + 1)) if rng.random() < APART else len(order)
+    at = int(rng.integers(1, len(order) + 1)) if rng.random() < space.settings.gather_apart else len(order)
     made: list[Group] = []
     for part in (order[:at], order[at:]):
-        for slices in _deal(space, part, int(rng.integers(1, MOST_CUT + 1))) if part else ():
+        for slices in _deal(space, part, int(rng.integers(1, space.settings.gather_groups + 1))) if part else ():
             like = _pick(rng, gone)
             group = _try_group(space, slices, like.phase, like.service, rng)
             if group is None:

@@ -27,21 +27,8 @@ from .search_space import PHASES, SearchSpace, make_solution
 
 __all__ = ["Packing"]
 
-MOST_PARTS: Final = 4
-"""Replicas in a box, at most: of more, all are of one size."""
-
-MIXED_CLASSES: Final = 4
-"""Classes of boxes up to which two unlike ones may share replicas: their pairs soon are more than
-is worth a look."""
-
 HEADROOM: Final = 0.1
 """What a rate of twice the one asked for is worth more than the rate itself."""
-
-MOST_RECUT: Final = 4
-"""Boxes that are cut anew at once, with all that share replicas with them."""
-
-MOST_NOISE: Final = 0.2
-"""By about how much their earnings may be off."""
 
 LEAST_GAIN: Final = 1e-9
 
@@ -71,12 +58,12 @@ class Packing:
 
     def __init__(self, space: SearchSpace, sharing: int) -> None:
         self._space = space
-        self._classify_boxes = _classify_boxes(space)
-        singles = [(number,) for number in range(len(self._classify_boxes))]
+        self._classes = _classify_boxes(space)
+        singles = [(number,) for number in range(len(self._classes))]
         pairs = [
             (one, two)
-            for one, two in combinations_with_replacement(range(len(self._classify_boxes)), 2)
-            if (len(self._classify_boxes[one]) > 1 if one == two else len(self._classify_boxes) <= MIXED_CLASSES)
+            for one, two in combinations_with_replacement(range(len(self._classes)), 2)
+            if (len(self._classes[one]) > 1 if one == two else len(self._classes) <= space.settings.mixed_classes)
         ]
         self._columns = [
             _Column(classes, cut)
@@ -113,12 +100,12 @@ class Packing:
             return None
         many = min(len(self._boxes), 1 + int(rng.integers(2)))
         inside = connected_boxes(solution, rng.choice(self._boxes, many, replace=False).tolist())
-        if len(inside) > MOST_RECUT:
+        if len(inside) > self._space.settings.recut_boxes:
             return None
         rest = [group for group in solution if group.slices[0].box not in inside]
         options = {boxes: columns for boxes, columns in self._any.items() if inside.issuperset(boxes)}
         level = int(rng.integers(len(TOTAL_PRICES)))
-        noise = np.exp(rng.normal(0.0, rng.uniform(0.0, MOST_NOISE), self.columns))
+        noise = np.exp(rng.normal(0.0, rng.uniform(0.0, self._space.settings.recut_noise), self.columns))
         others = self._space.evaluator.component_values(split_components(rest), self._phase_counts).sum(axis=0)
         return make_solution((*rest, *self._choose(rng, options, level, noise, others)))
 
@@ -140,11 +127,11 @@ class Packing:
 
     def _example_boxes(self, classes: Sequence[int]) -> list[int]:
         """A box for each: two different ones of the same class."""
-        return [self._classify_boxes[one][classes[:place].count(one)] for place, one in enumerate(classes)]
+        return [self._classes[one][classes[:place].count(one)] for place, one in enumerate(classes)]
 
     def _matching_boxes(self, column: _Column) -> Iterator[Boxes]:
         """The boxes that may be cut like this."""
-        members = [self._classify_boxes[one] for one in column.classes]
+        members = [self._classes[one] for one in column.classes]
         if len(members) == 1:
             yield from ((box,) for box in members[0])
         elif column.classes[0] == column.classes[1]:
@@ -310,7 +297,7 @@ def _part_sizes(
     unit = space.gpu_units[boxes[0]]
     shares = [share for share in range(unit, whole[0] + 1, unit) if can_hold((share,))]
     for sizes in _partitions(whole[0], shares):
-        if len(sizes) <= MOST_PARTS or len(set(sizes)) == 1:
+        if len(sizes) <= space.settings.box_parts or len(set(sizes)) == 1:
             yield tuple((size,) for size in sizes)
 
 

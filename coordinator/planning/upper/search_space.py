@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,11 @@ from ...plan import Phase
 from ..model.cluster import Box, Cluster
 from ..model.errors import NoPlan
 from ..model.problem import Evaluator, Group, Problem, Slice, Solution
+from .settings import SearchSettings
 
 __all__ = ["PHASES", "SearchSpace", "make_group", "make_solution"]
+
+DEFAULTS: Final = SearchSettings()
 
 PHASES = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
 
@@ -44,6 +48,7 @@ class SearchSpace:
 
     problem: Problem
     evaluator: Evaluator
+    settings: SearchSettings
     usable: tuple[int, ...]
     gpu_units: tuple[int, ...]
     phases: tuple[tuple[Phase, ...], ...]
@@ -51,7 +56,7 @@ class SearchSpace:
     box_class: tuple[int, ...]
 
     @classmethod
-    def of(cls, problem: Problem, evaluator: Evaluator) -> SearchSpace:
+    def of(cls, problem: Problem, evaluator: Evaluator, settings: SearchSettings = DEFAULTS) -> SearchSpace:
         """Raises NoPlan where pins and exclusions contradict each other or name boxes that are not
         there."""
         cluster = problem.cluster
@@ -73,6 +78,7 @@ class SearchSpace:
         return cls(
             problem=problem,
             evaluator=evaluator,
+            settings=settings,
             usable=usable,
             gpu_units=tuple(box.gpus if box.atomic else 1 for box in cluster.boxes),
             phases=tuple((problem.pinned[name],) if name in problem.pinned else PHASES for name in ids),

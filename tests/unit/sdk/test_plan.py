@@ -130,7 +130,6 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], line: str, caps
         (["--compat", "splitwise", "--setup", "HH"], "model: give --model and --workload and --trace with"),
         (["--compat", "splitwise", "--setup", "HH", "--model", "llama2-70b", "--workload", "conv", "--trace", "x"],
          "x: No such file or directory"),
-        (SERVICE, "cluster: give --cluster FILE; `p2pserve plan --live` looks at the running network"),
         ([*CLUSTER, *SERVICE, "--plan", "x"], "plan: x cannot be read"),
         ([*CLUSTER, *SERVICE, "--plan", str(Path(__file__))], "is not what `p2pserve plan --format json` prints"),
         ([*CLUSTER, *SERVICE, "--lose", "x@3"], "lose: 'x@3' is not like BOX@60"),

@@ -21,7 +21,7 @@ from p2pserve.coordinator.planning.model.problem import (
 )
 from p2pserve.coordinator.planning.model.slo import parse_slo
 from p2pserve.coordinator.planning.model.workload import Service, Workload
-from p2pserve.coordinator.planning.upper.packing import MOST_RECUT, Packing
+from p2pserve.coordinator.planning.upper.packing import Packing
 from p2pserve.coordinator.planning.upper.search_space import SearchSpace
 
 BOXES = st.sets(st.integers(0, 9), min_size=1, max_size=4)
@@ -101,7 +101,7 @@ def test_boxes_are_cut_anew_beside_the_others() -> None:
             continue
         changed += 1
         new = boxes_of(tuple(set(there) ^ set(here)))
-        assert len(new) <= MOST_RECUT
+        assert len(new) <= space.settings.recut_boxes
         assert [group for group in here if not boxes_of((group,)) & new] == [
             group for group in there if not boxes_of((group,)) & new
         ]

@@ -28,6 +28,7 @@ from p2pserve.coordinator.planning.upper.packing import Packing
 from p2pserve.coordinator.planning.upper.scorer import Scorer, mean_boxes_per_replica
 from p2pserve.coordinator.planning.upper.search import SearchResult, search
 from p2pserve.coordinator.planning.upper.search_space import SearchSpace
+from p2pserve.coordinator.planning.upper.settings import SearchSettings
 
 SMALL = {
     "two kinds": [{"id": "a40", "gpu": "A40", "gpus": 2}, {"id": "ti", "gpu": "RTX 3090 Ti", "gpus": 2}],
@@ -164,7 +165,7 @@ def test_time_that_is_up_ends_the_search_with_a_solution() -> None:
 def test_rescheduling_changes_phases_and_nothing_else() -> None:
     asked = problem(packaged_cluster("thunderserve-cloud-32", Specs.MEASURED), "llama-30b", 3.0)
     before = LowerLevel(asked)
-    running: Solution = search(asked, before, rng=np.random.default_rng(0), limit=60).solution
+    running: Solution = search(asked, before, rng=np.random.default_rng(0), settings=SearchSettings(steps=60)).solution
     ids = [box.id for box in asked.cluster.boxes]
     lost = "a6000-0" if any(ids[part.box] == "a6000-0" for group in running for part in group.slices) else "a40"
     smaller = replace(asked, cluster=asked.cluster.without(frozenset({lost})))
