@@ -28,7 +28,7 @@ from .streams.control import (
     decode_greeting,
     encode_greeting,
 )
-from .streams.transport import Connection, Transport, run_handler
+from .streams.transport import PeerConnection, Transport, run_handler
 from .trust.admission import Admission
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap, Role
@@ -190,7 +190,7 @@ class PeerSessions:
                 with trio.CancelScope(shield=True):
                     await connection.aclose()
 
-    async def _greet(self, connection: Connection, address: Address) -> tuple[Welcome, MemberRecord]:
+    async def _greet(self, connection: PeerConnection, address: Address) -> tuple[Welcome, MemberRecord]:
         """Show who we are, and check who answers."""
         peer = connection.peer
         try:
@@ -211,7 +211,7 @@ class PeerSessions:
         except TokenError as error:
             raise TokenError(f"the node at {address} is not one of ours: {error}") from error
 
-    async def _on_inbound(self, connection: Connection) -> None:
+    async def _on_inbound(self, connection: PeerConnection) -> None:
         """A stranger, until its greeting has been checked. Returning closes the connection, after what was sent has
         left."""
         peer = connection.peer
@@ -275,7 +275,7 @@ class PeerSessions:
         return kind(PROTOCOL_VERSION, self._admission.network, self._membership.own_entries()[0], self._born)
 
     def _register(
-        self, connection: Connection, greeting: Hello | Welcome, record: MemberRecord, *, dialled_by_me: bool
+        self, connection: PeerConnection, greeting: Hello | Welcome, record: MemberRecord, *, dialled_by_me: bool
     ) -> PeerSession:
         """File an admitted connection; of two to one peer, both ends keep the same one."""
         assert self._nursery is not None
@@ -335,7 +335,7 @@ class PeerSessions:
         self._forget(session)
         self._nursery.start_soon(session.control.connection.aclose)
 
-    async def _receive_greeting(self, connection: Connection) -> Greeting:
+    async def _receive_greeting(self, connection: PeerConnection) -> Greeting:
         with trio.move_on_after(self._settings.greeting_s):
             return decode_greeting(await connection.receive())
         raise PeerLost(f"no greeting came within {self._settings.greeting_s:g} s")

@@ -21,7 +21,7 @@ from ..errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, Remot
 from ..members.entries import Entry
 from ..settings import NetworkSettings
 from ..trust.keys import PeerId
-from .transport import Connection
+from .transport import PeerConnection
 
 __all__ = ["PROTOCOL_VERSION", "ControlStatistics", "ControlStream", "Hello", "Rejected", "Welcome"]
 
@@ -80,7 +80,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     message: str
 
 
-class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
+class NoticeFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
     """For your information."""
 
     method: str
@@ -100,7 +100,7 @@ class ControlPong(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 Greeting = Hello | Welcome | Rejected
-Message = Request | Reply | Failure | Notice | ControlPing | ControlPong
+Message = Request | Reply | Failure | NoticeFrame | ControlPing | ControlPong
 
 _encoder = msgspec.msgpack.Encoder()
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
@@ -117,7 +117,7 @@ def encode_body(body: msgspec.Struct | None) -> bytes:
 
 def encode_notice(method: str, body: bytes) -> bytes:
     """A notice frame, to be sent to many peers."""
-    return _encoder.encode(Notice(method, msgspec.Raw(body)))
+    return _encoder.encode(NoticeFrame(method, msgspec.Raw(body)))
 
 
 def encode_greeting(greeting: Greeting) -> bytes:
@@ -166,7 +166,7 @@ class ControlStream:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: PeerConnection,
         *,
         serve: RequestHandler,
         notice: NoticeHandler,
@@ -324,7 +324,7 @@ class ControlStream:
             case Failure(id=number, code=code, message=text):
                 if (waiter := self._waiters.get(number)) is not None:
                     waiter.settle(RemoteError(code, text))
-            case Notice(method=method, body=body):
+            case NoticeFrame(method=method, body=body):
                 try:
                     self._notice(method, body)
                 except ProtocolError as error:

@@ -24,7 +24,7 @@ from p2pserve.bootstrap import (
 from p2pserve.bootstrap.methods import Method, Notice
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.streams.shared_port import DataSocketHandler
-from p2pserve.bootstrap.streams.transport import Connection
+from p2pserve.bootstrap.streams.transport import PeerConnection
 
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = NetworkKey(b"n" * 32)
@@ -62,7 +62,7 @@ async def until(condition: Callable[[], object]) -> None:
             await trio.sleep(0.01)
 
 
-async def echo_back(connection: Connection) -> None:
+async def echo_back(connection: PeerConnection) -> None:
     connection.admit()
     while True:
         try:
@@ -124,11 +124,11 @@ def build(
 @asynccontextmanager
 async def waiting_room(
     settings: TransportSettings = UNHURRIED,
-) -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2pTransport, list[Connection]]]:
+) -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2pTransport, list[PeerConnection]]]:
     """A transport that takes connections and admits nobody by itself, and one that dials."""
-    room: list[Connection] = []
+    room: list[PeerConnection] = []
 
-    async def wait(connection: Connection) -> None:
+    async def wait(connection: PeerConnection) -> None:
         room.append(connection)
         await trio.sleep_forever()
 

@@ -17,7 +17,7 @@ from p2pserve.bootstrap import (
     Unreachable,
 )
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
-from p2pserve.bootstrap.streams.transport import Connection
+from p2pserve.bootstrap.streams.transport import PeerConnection
 
 from .libp2p_worlds import LOOPBACK, echo_back, echo_server, run
 
@@ -93,7 +93,7 @@ def test_the_last_frame_before_a_close_arrives() -> None:
     async def main() -> None:
         server, dialler = Identity.generate(), Identity.generate()
 
-        async def say_and_go(connection: Connection) -> None:
+        async def say_and_go(connection: PeerConnection) -> None:
             await connection.send(b"goodbye")
 
         async with trio.open_nursery() as nursery:
@@ -163,7 +163,7 @@ def test_a_handler_that_fails_costs_only_its_connection(caplog: pytest.LogCaptur
     async def main() -> None:
         server, dialler = Identity.generate(), Identity.generate()
 
-        async def fail_once(connection: Connection) -> None:
+        async def fail_once(connection: PeerConnection) -> None:
             if await connection.receive() == b"fail":
                 raise KeyError("a bug")
             await connection.send(b"fine")
