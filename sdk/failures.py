@@ -9,6 +9,7 @@ from ..coordinator.costs.model_shape import ModelShapeError
 from ..coordinator.planning.model.cluster import ClusterError
 from ..coordinator.planning.model.errors import NoPlan, UnservedError
 from ..coordinator.planning.model.workload import WorkloadError
+from ..kernels.errors import CodecError
 from ..kvtransport.errors import FiguresError
 from ..node.box.home import NodeError
 from ..node.models import ModelError
@@ -44,6 +45,7 @@ _USAGE = (
     WorldError,
 )
 _FAILED = (
+    CodecError,
     CapacityError,
     PlanError,
     ReportError,

@@ -13,13 +13,14 @@ import msgspec
 from rich.console import Console
 
 from ...coordinator import Phase, Plan
+from ...coordinator.capacity import KvCodec
 from ...coordinator.network_plan import search_phases, solver_for_shares
 from ...coordinator.network_problem import NetworkProblem, build_network_problem
 from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
 from ...coordinator.planning.model.problem import Proposal, Solution
 from ...coordinator.planning.model.slo import read_slo
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
-from ...kernels.codecs import DEFAULT
+from ...kernels.codecs import DEFAULT, codec_named
 from ...node.view import NetworkView
 from ..client import Client
 from ..commands.network import network_target
@@ -67,9 +68,10 @@ def run_live_plan(arguments: Namespace) -> int:
     view = NetworkView.of_status(status)
     service = _service(view, arguments.model)
     plan = status.plan if status.plan is not None and status.plan.service == service else None
+    codec = codec_named(plan.codec) if plan is not None else DEFAULT
     network = build_network_problem(
         view.boxes(service), view.links(), view.demands(service),
-        service=service, codec=plan.codec if plan is not None else DEFAULT.name, previous=plan, slo=slo, rate=rate,
+        service=service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
     if network is None:
         raise RequestFailed(f"no box of the network is ready to serve {service}: see `p2pserve status`")
