@@ -92,7 +92,8 @@ def plan_network(
             why.append(f"KV travels as {codec.name}, before as {previous.codec}")
     plan = Plan(
         epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
-        codec=codec.name, why=_limit_reasons([*why, *_explain_idle(replicas, pairings), _explain_load(network), *expected]),
+        codec=codec.name,
+        why=_limit_reasons([*why, *_explain_idle(replicas, pairings), _explain_load(network), *expected]),
     )  # fmt: skip
     if not plan.newer_than(previous):
         raise PlanError(f"the new plan {plan.number} would not be newer than {previous and previous.number}")

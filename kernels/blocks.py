@@ -1,4 +1,6 @@
-"""What the codecs do alike: headers, 16-bit values, the errors about them, and constants on devices."""
+"""What the codecs do alike: headers, 16-bit values, the errors about them, and constants on
+devices.
+"""
 
 from __future__ import annotations
 
@@ -83,20 +85,24 @@ def read_header(header: bytes, codec: Codec, sixteen: torch.dtype, layer: int) -
 
 
 def all_within(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
-    """Whether all values are at most `largest` in size, NaN being larger, as a bool on their device."""
+    """Whether all values are at most `largest` in size, NaN being larger, as a bool on their
+    device.
+    """
     return within(x, largest).all()
 
 
 def within(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
     """Which values are finite and at most `largest` in size.
 
-    torch compares fp16 with a number rounded to fp16: infinity, and with it infinity, would not exceed 2**120.
+    torch compares fp16 with a number rounded to fp16: infinity, and with it infinity, would not
+    exceed 2**120.
     """
     return x.abs() <= min(largest, torch.finfo(x.dtype).max)
 
 
 def known(unsound: torch.Tensor) -> bool | torch.Tensor:
-    """One number that is not 0 where something is unsound: a bool if it is in the host's memory, or else as it is.
+    """One number that is not 0 where something is unsound: a bool if it is in the host's memory,
+    or else as it is.
 
     To ask a GPU would be to wait for it.
     """

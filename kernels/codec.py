@@ -1,8 +1,10 @@
-"""Encode and decode a block of keys and values: the front door of the codecs, and all that engines call.
+"""Encode and decode a block of keys and values: the front door of the codecs, and all that engines
+call.
 
-A block is `k` and `v` of shape `[tokens, heads, head_dim]`, token positions `[start, start + tokens)` of a
-prompt. All numbers of a payload are little-endian; arrays are row-major in the order of their brackets. The
-formats are specified, bit for bit, in `raw`, `kv4`, `fp8` and `kivi4`.
+A block is `k` and `v` of shape `[tokens, heads, head_dim]`, token positions
+`[start, start + tokens)` of a prompt. All numbers of a payload are little-endian; arrays are
+row-major in the order of their brackets. The formats are specified, bit for bit, in `raw`, `kv4`,
+`fp8` and `kivi4`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _WIRE = {dtype: wire for wire, dtype in _TORCH.items()}
 _WARM_UP_TOKENS = (256, 257, 258, 260, 264)
 """Triton compiles anew where sections begin at multiples of 16 bytes and where they do not.
 
-Which do depends on how often 2 divides the tokens: for 264 the codes of V of 288 channels do, its grids do not.
+Which do depends on how often 2 divides the tokens: for 264 the codes of V of 288 channels do, its
+grids do not.
 """
 _WARM_UP_VECTORS = 65536
 """From so many on, a program of `kv4` takes several tiles of vectors."""
@@ -61,7 +64,8 @@ def encode(codec: Codec | str, k: torch.Tensor, v: torch.Tensor, *, start: int, 
 def encode_into(
     codec: Codec | str, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, start: int, layer: int
 ) -> Soundness:
-    """Write the payload of one block to `out`: contiguous bytes beside `k` and `v`, `payload_bytes` of them.
+    """Write the payload of one block to `out`: contiguous bytes beside `k` and `v`,
+    `payload_bytes` of them.
 
     On a GPU this only puts work on the current stream, so the payload is there when the stream has
     got there. It is void if its soundness, when asked, raises (`NonFiniteError` for the first value
@@ -105,8 +109,8 @@ def decode_into(
     """Fill `k` and `v`, contiguous and `[tokens, heads, head_dim]`, from a payload on their device.
 
     A wrong length raises `PayloadError` at once. On a GPU this only puts work on the current
-    stream; what is in `k` and `v` then must not be used before the soundness was asked, which raises
-    `PayloadError` where the payload is corrupt. Until then the payload must stay as it is.
+    stream; what is in `k` and `v` then must not be used before the soundness was asked, which
+    raises `PayloadError` where the payload is corrupt. Until then the payload must stay as it is.
     """
     codec = _known(codec)
     layout = _layout_for(codec, k, v, start, layer)

@@ -3,11 +3,11 @@
     with Client("p2p_client_...") as client:
         print(client.generate("def fibonacci(n):", max_tokens=40).text)
         with client.generate("import ", stream=True) as stream:
-            for piece in stream:
-                print(piece.text, end="", flush=True)
+            for delta in stream:
+                print(delta.text, end="", flush=True)
 
-Both clients keep one background thread that talks to the network, and differ only in how a consumer waits for
-it. The connection is made when it is first needed, or by entering the client.
+Both clients keep one background thread that talks to the network, and differ only in how a
+consumer waits for it. The connection is made when it is first needed, or by entering the client.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any, Literal, Self, TypeVar, Unpack, final, overload
 import trio
 
 from ..node.messages import Generate, Status
-from .background import Background, Job
+from .background import Background, ClientJob
 from .environment import network_address
 from .errors import ClientClosed, InvalidRequest, RequestFailed
 from .mailbox import EndOfMail, Mailbox
-from .requests import GenerateOptions, Generation, Piece, build_request
+from .requests import GenerateOptions, Generation, TextDelta, build_request
 from .session import Session, check_target, open_session
 
-__all__ = ["AsyncClient", "AsyncGenerationStream", "Client", "Generation", "GenerationStream", "Piece"]
+__all__ = ["AsyncClient", "AsyncGenerationStream", "Client", "Generation", "GenerationStream", "TextDelta"]
 
 Messages = list[dict[str, str]]
-Letter = Piece | Generation
+Letter = TextDelta | Generation
 T = TypeVar("T")
 Work = Callable[[Session, Mailbox[T]], Awaitable[None]]
 
@@ -52,7 +52,9 @@ async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
 
 @final
 class _Connection:
-    """The network thread of a client: started when first needed, and again after an attempt that failed."""
+    """The network thread of a client: started when first needed, and again after an attempt that
+    failed.
+    """
 
     def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float) -> None:
         where, secret = network_address(bootstrap, token)
@@ -96,12 +98,13 @@ class _Connection:
 
 @final
 class GenerationStream:
-    """An answer as it is written: iterate over its pieces, then read `result`.
+    """An answer as it is decoded: iterate over its `TextDelta`s, then read `result`.
 
-    Closing it, also by leaving a `with` block, cancels the request on the network unless it has ended.
+    Closing it, also by leaving a `with` block, cancels the request on the network unless it has
+    ended.
     """
 
-    def __init__(self, job: Job[Session, Letter]) -> None:
+    def __init__(self, job: ClientJob[Session, Letter]) -> None:
         self._job = job
         self._result: Generation | None = None
         self._abandon = weakref.finalize(self, job.cancel)
@@ -118,7 +121,7 @@ class GenerationStream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> TextDelta:
         if self._result is not None:
             raise StopIteration
         try:
@@ -128,7 +131,7 @@ class GenerationStream:
         except BaseException:  # also KeyboardInterrupt: nobody will read on
             self.close()
             raise
-        if isinstance(letter, Piece):
+        if isinstance(letter, TextDelta):
             return letter
         self._result = letter
         self.close()
@@ -145,9 +148,11 @@ class GenerationStream:
 
 @final
 class AsyncGenerationStream:
-    """An answer as it is written, for `async for`; see `GenerationStream`. Under asyncio and under trio."""
+    """An answer as it is decoded, for `async for`; see `GenerationStream`. Under asyncio and under
+    trio.
+    """
 
-    def __init__(self, job: Job[Session, Letter]) -> None:
+    def __init__(self, job: ClientJob[Session, Letter]) -> None:
         self._job = job
         self._result: Generation | None = None
         self._abandon = weakref.finalize(self, job.cancel)
@@ -164,7 +169,7 @@ class AsyncGenerationStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TextDelta:
         if self._result is not None:
             raise StopAsyncIteration
         try:
@@ -174,7 +179,7 @@ class AsyncGenerationStream:
         except BaseException:  # also a cancellation: nobody will read on
             self._abandon()
             raise
-        if isinstance(letter, Piece):
+        if isinstance(letter, TextDelta):
             return letter
         self._result = letter
         self._abandon()
@@ -240,8 +245,9 @@ class Client:
     ) -> Generation | GenerationStream:
         """Continue a `prompt`, or answer `messages` (`{"role": ..., "content": ...}`).
 
-        See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent, ConnectionFailed,
-        RequestFailed or DeadlineExceeded; with `stream=True` the stream raises the latter three.
+        See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent,
+        ConnectionFailed, RequestFailed or DeadlineExceeded; with `stream=True` the stream raises
+        the latter three.
         """
         body = build_request(prompt, messages, options)
         answer = GenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
@@ -257,7 +263,9 @@ class Client:
         return self._call(_serve_status)
 
     def connect(self) -> None:
-        """Reach the network now instead of with the first request. Raises ConnectionFailed, InvalidAddress."""
+        """Reach the network now instead of with the first request. Raises ConnectionFailed,
+        InvalidAddress.
+        """
         self._call(_serve_ready)
 
     def close(self) -> None:
@@ -324,7 +332,9 @@ class AsyncClient:
         stream: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Coroutine[Any, Any, Generation] | AsyncGenerationStream:
-        """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with `async for`."""
+        """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with
+        `async for`.
+        """
         body = build_request(prompt, messages, options)
         if not stream:
             return self._generate(body)
@@ -342,7 +352,9 @@ class AsyncClient:
         return await self._call(_serve_status)
 
     async def connect(self) -> None:
-        """Reach the network now instead of with the first request. Raises ConnectionFailed, InvalidAddress."""
+        """Reach the network now instead of with the first request. Raises ConnectionFailed,
+        InvalidAddress.
+        """
         await self._call(_serve_ready)
 
     async def aclose(self) -> None:

@@ -15,7 +15,16 @@ from ..node.requests.request import check
 from ..node.requests.text import PromptError
 from .errors import InvalidRequest
 
-__all__ = ["Candidate", "Diverged", "GenerateOptions", "Generation", "Piece", "Replay", "build_request", "gateways"]
+__all__ = [
+    "Diverged",
+    "GatewayCandidate",
+    "GenerateOptions",
+    "Generation",
+    "Replay",
+    "TextDelta",
+    "build_request",
+    "gateways",
+]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -41,7 +50,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """New text of an answer, and the tokens that arrived with it (a token need not complete a character)."""
 
     text: str
@@ -95,7 +104,7 @@ class Diverged(Exception):
 
 @final
 class Replay:
-    """An answer over several attempts: each piece is handed on once, whatever is sent again."""
+    """An answer over several attempts: each delta is handed on once, whatever is sent again."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -107,7 +116,7 @@ class Replay:
         """A new attempt begins, and says everything from the start."""
         self._at_token = self._at_text = 0
 
-    def take(self, chunk: AnswerUpdate) -> Piece | None:
+    def take(self, chunk: AnswerUpdate) -> TextDelta | None:
         """What is new in a chunk of the current attempt. Raises Diverged."""
         again = min(len(chunk.tokens), len(self.tokens) - self._at_token)
         if list(chunk.tokens[:again]) != self.tokens[self._at_token : self._at_token + again]:
@@ -115,16 +124,16 @@ class Replay:
         said = min(len(chunk.text), len(self.text) - self._at_text)
         if chunk.text[:said] != self.text[self._at_text : self._at_text + said]:
             raise Diverged
-        piece = Piece(chunk.text[said:], chunk.tokens[again:])
+        delta = TextDelta(chunk.text[said:], chunk.tokens[again:])
         self._at_token += len(chunk.tokens)
         self._at_text += len(chunk.text)
-        self.tokens += piece.tokens
-        self.text += piece.text
-        return piece if piece.text or piece.tokens else None
+        self.tokens += delta.tokens
+        self.text += delta.text
+        return delta if delta.text or delta.tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class GatewayCandidate:
     """A living node as a client sees it."""
 
     peer: PeerId
@@ -132,7 +141,7 @@ class Candidate:
     rtt_s: float | None
 
 
-def gateways(candidates: Iterable[Candidate], service: str | None) -> list[PeerId]:
+def gateways(candidates: Iterable[GatewayCandidate], service: str | None) -> list[PeerId]:
     """Who may take a request, best first: engine ready before any other with a model, then the nearest."""
     ranked = []
     for candidate in candidates:

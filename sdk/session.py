@@ -41,7 +41,7 @@ from .errors import (
     RequestFailed,
     first_of,
 )
-from .requests import Candidate, Diverged, Generation, Piece, Replay, gateways, new_request_id
+from .requests import Diverged, GatewayCandidate, Generation, Replay, TextDelta, gateways, new_request_id
 
 __all__ = ["Session", "check_target", "open_session"]
 
@@ -177,7 +177,7 @@ class Session:
                 await self._network.wait_changed(revision)
         raise ConnectionFailed(reason)
 
-    async def generate(self, body: Generate, deliver: Callable[[Piece], None]) -> Generation:
+    async def generate(self, body: Generate, deliver: Callable[[TextDelta], None]) -> Generation:
         """Run a request to its end. Raises InvalidRequest, RequestFailed or DeadlineExceeded.
 
         A gateway that is lost before it has said anything is replaced. After that only a greedy answer can be
@@ -208,7 +208,7 @@ class Session:
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
 
     async def _attempt(
-        self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[Piece], None]
+        self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[TextDelta], None]
     ) -> Generation:
         send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
         self._inboxes[body.request] = _Inbox(gateway, send)
@@ -220,9 +220,9 @@ class Session:
                 if chunk is None:
                     running = False
                     raise _GatewayLost("the connection to it broke")
-                piece = replay.take(chunk)
-                if piece is not None:
-                    deliver(piece)
+                delta = replay.take(chunk)
+                if delta is not None:
+                    deliver(delta)
                 if chunk.finish is not None:
                     running = False
                     return _finished(chunk, replay)
@@ -291,10 +291,10 @@ class Session:
             for peer in random.sample(usable, min(RACERS, len(usable))):
                 nursery.start_soon(ask, peer)
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[GatewayCandidate]:
         self._view.update(self._network.entries(ADVERT))
         return [
-            Candidate(
+            GatewayCandidate(
                 peer=member.peer_id,
                 advert=self._view.adverts.get(member.peer_id),
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
@@ -322,7 +322,7 @@ def _finished(chunk: AnswerUpdate, replay: Replay) -> Generation:
     return Generation(replay.text, tuple(replay.tokens), chunk.finish or "", chunk.figures)
 
 
-def _nearness(candidate: Candidate) -> tuple[float, str]:
+def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:
     return (candidate.rtt_s if candidate.rtt_s is not None else float("inf"), candidate.peer)
 
 

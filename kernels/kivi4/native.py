@@ -37,7 +37,8 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Ki
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout) -> bool | None:
-    """Write the `[coded, heads, head_dim]` 16-bit values in whole groups of a payload, both contiguous.
+    """Write the `[coded, heads, head_dim]` 16-bit values in whole groups of a payload, both
+    contiguous.
 
     False: there are parameters that no encoder writes, and the values are void.
     """

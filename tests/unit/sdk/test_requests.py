@@ -10,7 +10,7 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import InvalidRequest
-from p2pserve.sdk.requests import Candidate, Diverged, Piece, Replay, build_request, gateways
+from p2pserve.sdk.requests import Diverged, GatewayCandidate, Replay, TextDelta, build_request, gateways
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def chunk(text: str, *tokens: int) -> AnswerUpdate:
 
 def test_a_replay_hands_on_only_what_is_new() -> None:
     replay = Replay()
-    assert replay.take(chunk("ab", 1, 2)) == Piece("ab", (1, 2))
-    assert replay.take(chunk("", 3)) == Piece("", (3,))  # a token that completes no character yet
+    assert replay.take(chunk("ab", 1, 2)) == TextDelta("ab", (1, 2))
+    assert replay.take(chunk("", 3)) == TextDelta("", (3,))  # a token that completes no character yet
     replay.restart()
     assert replay.take(chunk("a", 1)) is None
-    assert replay.take(chunk("bcd", 2, 3, 4)) == Piece("cd", (4,))
-    assert replay.take(chunk("e", 5)) == Piece("e", (5,))
+    assert replay.take(chunk("bcd", 2, 3, 4)) == TextDelta("cd", (4,))
+    assert replay.take(chunk("e", 5)) == TextDelta("e", (5,))
     assert (replay.text, replay.tokens) == ("abcde", [1, 2, 3, 4, 5])
 
 
@@ -85,7 +85,7 @@ def test_a_replay_that_differs_is_refused(again: AnswerUpdate) -> None:
 
 def candidate(
     name: str, state: str | None, rtt: float | None, *, draining: bool = False, service: str = "m-1"
-) -> Candidate:
+) -> GatewayCandidate:
     model = ModelInfo(
         service=service,
         shape=ModelShape(name="m", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocabulary=1),
@@ -98,7 +98,7 @@ def candidate(
         model=model if state is not None else None,
         engine=EngineAdvert(state=state) if state is not None else None,
     )
-    return Candidate(peer=PeerId(name), advert=advert, rtt_s=rtt)
+    return GatewayCandidate(peer=PeerId(name), advert=advert, rtt_s=rtt)
 
 
 def test_the_nearest_node_with_a_running_engine_is_the_gateway() -> None:
@@ -111,7 +111,7 @@ def test_the_nearest_node_with_a_running_engine_is_the_gateway() -> None:
         candidate("far", "ready", 0.2),
         candidate("unmeasured", "ready", None),
         candidate("near", "ready", 0.01),
-        Candidate(peer=PeerId("silent"), advert=None, rtt_s=0.0),
+        GatewayCandidate(peer=PeerId("silent"), advert=None, rtt_s=0.0),
     ]
     assert gateways(candidates, "m-1") == ["near", "far", "unmeasured", "starting"]
     assert gateways(candidates, "n-1") == ["other model"]
