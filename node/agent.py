@@ -40,7 +40,7 @@ from .links.data_port import DataPort, RelayDesk
 from .links.kv_ways import KvWays, LinkSettings
 from .links.prober import Neighbour, Prober
 from .replica.hosting import EngineSettings, Host, describe_length, engine_config
-from .requests.gateway import Connections, Gateway
+from .requests.gateway import Gateway
 from .view import NetworkView
 
 __all__ = ["EngineSettings", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
@@ -191,9 +191,6 @@ class Node:
             return
         ways.serve(served.model.info)
 
-        async def wait_changed() -> None:
-            await network.wait_changed(network.revision)
-
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
         config = engine_config(served, self._hardware, self._settings.engine, log)
@@ -202,13 +199,14 @@ class Node:
         host = self._host = Host(served, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,
-            connections=Connections(network, wait_changed),
+            messenger=network,
             model=served.model.info,
             text=served.text,
             nursery=nursery,
             routing=self._settings.routing,
         )
         network.handle(methods.GENERATE, gateway.generate)
+        network.handle(methods.GENERATE_CONTINUE, gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, gateway.stop)
         network.on_notice(methods.TOKENS, gateway.on_tokens)
         network.on_notice(methods.PREFILL_ENDED, gateway.on_prefill_ended)
@@ -362,8 +360,6 @@ class Node:
             revision = await network.wait_changed(revision)
             members = network.members()
             self._view.update(network.entries(messages.ADVERT))
-            if self._gateway is not None:
-                self._gateway.on_adverts()
             self._view.update_links(network.entries(messages.LINKS))
             self._note_addresses(network.peer_id, members)
             self._note_members(network.peer_id, members)
@@ -380,6 +376,8 @@ class Node:
                     if self._view.consider_plan(leader[0], leader[1], payload):
                         self._say_plan(network.peer_id)
             self._looked.set()
+            if self._gateway is not None:
+                self._gateway.network_changed()
             if self._host is not None and not self._draining:
                 self._host.follow(self._view.plan)
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
@@ -409,6 +407,8 @@ class Node:
                 self._view.consider_plan(network.peer_id, plan.epoch, payload)  # our own word counts without its echo
                 self._publish(network, messages.PLAN, payload)
                 self._say_plan(network.peer_id)
+                if self._gateway is not None:
+                    self._gateway.network_changed()
                 if self._host is not None and not self._draining:
                     self._host.follow(plan)
 

@@ -47,6 +47,7 @@ PLAN: Final = "plan"
 LINKS: Final = "links"
 
 MAX_PROMPT_BYTES: Final = 3 << 20  # below the control stream's frame bound
+MAX_CONTINUED_TOKENS: Final = 1 << 17  # of 5 bytes each: beside a prompt of that size, below that bound too
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -352,6 +353,13 @@ class Generate(Message, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     deadline_s: Deadline = 300.0
     service: str | None = None
+
+
+class ContinueGenerate(Message, frozen=True, kw_only=True):
+    """A client's request whose gateway was lost when these tokens of the answer had come: go on from there."""
+
+    generate: Generate
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_CONTINUED_TOKENS)]
 
 
 class Generating(Message, frozen=True, kw_only=True):

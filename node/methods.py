@@ -15,6 +15,7 @@ from . import messages as m
 # Clients ask a gateway.
 STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
 GENERATE: Final = Method("generate", m.Generate, m.Generating, EVERYONE)
+GENERATE_CONTINUE: Final = Method("generate.continue", m.ContinueGenerate, m.Generating, EVERYONE)
 GENERATE_STOP: Final = Notice("generate.stop", m.StopRequest, EVERYONE)
 ANSWER: Final = Notice("answer", m.AnswerUpdate)
 

@@ -14,20 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from math import inf
 from typing import Final, final
 
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.routing import NoRoute
-from .deployment import NEVER, Assignment, Deployment, ReplicaHost, SimRequest, Split, check_plans
+from .deployment import Deployment, check_plans
 from .engine.engine import Engine
-from .engine.sequence import Sequence as Work
-from .engine.values import SignalKind, SimEngineSettings, StepRecord
+from .engine.values import SimEngineSettings, StepRecord
 from .events import EventQueue, Scheduled
-from .kv_transfers import KVTransfer, KVTransfers
+from .gateway import SimGateway
+from .kv_transfers import KVTransfers
 from .network import FluidNetwork, link_capacities
 from .results.outcomes import SimResult, StepLog, TransferRecord
 from .scenario import (
@@ -42,6 +40,7 @@ from .scenario import (
     WorldError,
     roofline_model,
 )
+from .serving import NEVER, ReplicaHost, SimRequest
 
 __all__ = ["Progress", "simulate"]
 
@@ -93,7 +92,8 @@ class _TraceArrivals:
         while self.row < len(self.arrivals) and self.arrivals[self.row] <= now:
             row = self.row
             self.row = row + 1
-            self.world.dispatch(SimRequest(self.deployment.number, row, now, self.prompts[row], self.outputs[row]), now)
+            request = SimRequest(self.deployment.number, row, self.prompts[row], self.outputs[row])
+            self.world.gateway.accept(request, now)
         follow = self.world.take_following()
         if self.row < len(self.arrivals):
             follow.append(Scheduled(self.arrivals[self.row], self))
@@ -134,13 +134,19 @@ class _World:
         self._hosts: list[ReplicaHost] = []
         self._steps: list[StepLog] | None = [] if record else None
         self._transfer_log: list[TransferRecord] | None = [] if record else None
-        self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
-        self._keys = count()
         self._follow: list[Scheduled] = []
         self._ended = 0
         self._total = sum(len(run.trace) for run in runs)
         check_plans(cluster, [run.plan for run in runs])
         self._deployments = [Deployment(number, run, cluster, settings) for number, run in enumerate(runs)]
+        self.gateway = SimGateway(
+            self._deployments,
+            self._transfers,
+            settings,
+            on_load=self._note_load,
+            on_end=self._count_end,
+            transfer_log=self._transfer_log,
+        )
 
     def prepare(self, changes: Sequence[Change]) -> None:
         """Start the engines, and schedule arrivals and changes."""
@@ -198,109 +204,13 @@ class _World:
             transfers=tuple(self._transfer_log or ()),
         )
 
-    # Requests
-
-    def dispatch(self, request: SimRequest, now: float) -> None:
-        """Route a request and submit it to its engines; it waits in the backlog while there is no
-        route."""
-        deployment = self._deployments[request.service]
-        known = request.prompt + request.generated
-        try:
-            route = deployment.route(known, now)
-        except NoRoute:
-            deployment.backlog.append(request)
-            return
-        decode = deployment.hosts[route.decode]
-        prefill = deployment.hosts[route.prefill] if route.prefill is not None else None
-        if (
-            prefill is not None
-            and request.output - request.generated == 1
-            and self._prefill_gives_first_token(known, route.split)
-        ):
-            # Its only missing token comes out of the prefill: no KV has to be transferred for it.
-            decode, prefill = prefill, None
-        for host in (decode, prefill):
-            # The router has not heard of the loss yet: the request is stuck until `_notice_loss` replays it.
-            if host is not None and host.is_lost:
-                host.stranded.append(request)
-                return
-        assignment = self._assign(request, decode, prefill, route.split)
-        if not all(host.engine.can_fit(work) for host, work in assignment.sides()):
-            deployment.log.refused += 1
-            self._count_end(now)
-            return
-        self._assigned[assignment.decode_seq.key] = assignment
-        assignment.add_load()
-        for host, work in assignment.sides():
-            host.engine.submit(work, now)
-            self._note_load(host)
-        if assignment.split is not None:
-            assignment.split.transfer.has_room = decode.engine.has_blocks_for(assignment.decode_seq)
-
-    def _prefill_gives_first_token(self, known: int, split: int) -> bool:
-        """Whether the prefill replica generates the next token: it computes the whole prompt."""
-        return split >= known and not self._settings.decode_writes_first
-
-    def _assign(self, request: SimRequest, decode: ReplicaHost, prefill: ReplicaHost | None, split: int) -> Assignment:
-        """Sequences for the prefill and the decode replica, or for one that does both."""
-        key = next(self._keys)
-        known, left = request.prompt + request.generated, request.output - request.generated
-        fresh = request.first_at is None
-        # A decode replica computes the last token's KV itself, so a prompt of one token leaves nothing to transfer.
-        if prefill is None or known == 1:
-            return Assignment(request, decode, Work(key, known, left, fresh=fresh), None)
-        if self._prefill_gives_first_token(known, split):
-            decode_seq = Work(key, known + 1, left - 1, fresh=False, external=known)
-        else:
-            decode_seq = Work(key, known, left, fresh=fresh, external=min(split, known - 1))
-        deployment = self._deployments[request.service]
-        links = deployment.transfer_links(prefill.replica, decode.replica)
-        transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
-        prefill_seq = Work(key, split, 0, sends_kv=True)
-        return Assignment(request, decode, decode_seq, Split(prefill, prefill_seq, transfer))
-
-    # Engines and links
-
     def advance_engine(self, host: ReplicaHost, now: float) -> list[Scheduled]:
         """A replica ends a step, and begins the next one."""
         signals = host.engine.advance(now)
-        for signal in signals:
-            assignment = self._assigned.get(signal.sequence.key)
-            if signal.kind is SignalKind.PREFILLED:
-                self._end_prefill(host, assignment, signal.sequence, now)
-            elif assignment is None:  # the request was taken off this route
-                continue
-            elif signal.kind is SignalKind.DONE:
-                self._end_request(assignment, now)
-            elif signal.kind is SignalKind.FIRST_TOKEN:
-                assignment.request.first_at = signal.at
-                assignment.end_prefill()
-            elif assignment.split is None:
-                continue
-            elif signal.kind is SignalKind.HAS_ROOM:
-                self._transfers.grant_room(assignment.split.transfer, now)
-            else:
-                self._transfers.start_prefill_step(assignment.split.transfer, signal.tokens, signal.at, now)
+        if signals:
+            self.gateway.on_signals(host, signals, now)
         self._note_load(host)
         return self.take_following()
-
-    def complete_transfer(self, transfer: KVTransfer, now: float) -> None:
-        """The decode replica has all KV of a request: it decodes next, and the prefill replica
-        frees its blocks."""
-        assignment = self._assigned.get(transfer.request)
-        if assignment is None or assignment.split is None:
-            return  # taken off its route during the last round trip
-        (prefill, prefill_seq, _), decode, request = assignment.split, assignment.decode, assignment.request
-        assignment.split = None
-        self._deployments[request.service].log.kv_s[request.row] = now - transfer.prefilled_at
-        if self._transfer_log is not None:
-            self._transfer_log.append(
-                TransferRecord(request.row, prefill.number, decode.number, transfer.begun_at, now, prefill_seq.known)
-            )
-        prefill.engine.release_kv(prefill_seq, now)
-        decode.engine.receive_kv(assignment.decode_seq, now)
-        self._note_load(prefill)
-        self._note_load(decode)
 
     def _advance_network(self, now: float) -> None:
         if now != self._network_alarm:
@@ -309,33 +219,8 @@ class _World:
         for flow in self._network.advance(now):
             transfer = self._transfers.end_flow(flow)
             if transfer is not None:
-                self._follow.append(
-                    Scheduled(now + transfer.links.rtt_s, _WorldEvent(self, partial(self.complete_transfer, transfer)))
-                )
-
-    def _end_prefill(self, host: ReplicaHost, assignment: Assignment | None, prefill_seq: Work, now: float) -> None:
-        host.outstanding -= 1
-        host.prefill_tokens -= prefill_seq.known
-        if assignment is None or assignment.split is None:
-            host.engine.release_kv(prefill_seq, now)
-            return
-        request = assignment.request
-        if self._prefill_gives_first_token(request.prompt + request.generated, prefill_seq.known):
-            request.generated += 1
-            if request.first_at is None:
-                request.first_at = now
-        self._transfers.end_prefill(assignment.split.transfer, now)
-
-    def _end_request(self, assignment: Assignment, now: float) -> None:
-        decode, request = assignment.decode, assignment.request
-        assignment.remove_load()
-        del self._assigned[assignment.decode_seq.key]
-        log = self._deployments[request.service].log
-        log.ttft_s[request.row] = (now if request.first_at is None else request.first_at) - request.arrival
-        log.e2e_s[request.row] = now - request.arrival
-        log.decode[request.row] = decode.number
-        log.prefill[request.row] = assignment.prefill_number
-        self._count_end(now)
+                completed = _WorldEvent(self, partial(self.gateway.complete_transfer, transfer))
+                self._follow.append(Scheduled(now + transfer.links.rtt_s, completed))
 
     def _count_end(self, now: float) -> None:
         self._ended += 1
@@ -390,52 +275,20 @@ class _World:
         for host in failed:
             host.is_lost = True
         for host in failed:
-            self._strand_requests(host, now)
+            self.gateway.take_off(host, now)
         self._missing |= {box}
         missing = self._missing
         noticed = _WorldEvent(self, lambda then: self._notice_loss(missing, failed, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
-
-    def _strand_requests(self, host: ReplicaHost, now: float) -> None:
-        """Take all requests off a replica that has stopped; they are routed again later."""
-        for work in host.engine.stop(now):
-            assignment = self._assigned.pop(work.key, None)
-            if assignment is not None:
-                self._take_off_route(assignment, now)
-                host.stranded.append(assignment.request)
-
-    def _take_off_route(self, assignment: Assignment, now: float) -> None:
-        """Take a request off its route; it keeps the tokens that its gateway has."""
-        request, decode, decode_seq = assignment.request, assignment.decode, assignment.decode_seq
-        if assignment.split is None:
-            request.generated = request.output - decode_seq.left
-            if not request.generated:
-                request.first_at = None  # announced for the end of a step that never ended
-            return
-        prefill, prefill_seq, transfer = assignment.split
-        self._transfers.abandon(transfer, now)
-        if not decode.is_lost:
-            decode.engine.cancel_kv(decode_seq, now)
-            assignment.remove_load()
-            self._note_load(decode)
-        if not prefill.is_lost and transfer.is_prefilled:
-            prefill.engine.release_kv(prefill_seq, now)
-            self._note_load(prefill)
 
     def _notice_loss(self, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
         """The coordinator knows which boxes are missing: requests are replayed, and there may be
         new plans."""
         for deployment in self._deployments:
             deployment.set_missing(missing & self._missing)
-        self._replay(hosts, now)
-        self._ask_for_plans(now)
-
-    def _replay(self, hosts: Iterable[ReplicaHost], now: float) -> None:
         for host in hosts:
-            stranded, host.stranded = host.stranded, []
-            for request in stranded:
-                self._deployments[request.service].log.replays[request.row] += 1
-                self.dispatch(request, now)
+            self.gateway.notice_loss(host, now)
+        self._ask_for_plans(now)
 
     def _join_box(self, box: str, now: float) -> None:
         """A box joins; replicas whose boxes are all there now begin with empty engines and loaded
@@ -447,7 +300,7 @@ class _World:
                     deployment.hosts[name] = self._start_host(deployment, host.replica)
                     deployment.note_load(deployment.hosts[name])
             deployment.set_missing(self._missing)
-            self._try_backlog(deployment, now)
+            self.gateway.retry(deployment.number, now)
         self._ask_for_plans(now)
 
     def _ask_for_plans(self, now: float) -> None:
@@ -472,23 +325,18 @@ class _World:
         for host in stopped:
             if not host.is_lost:
                 host.is_lost = True
-                self._strand_requests(host, now)
+                self.gateway.take_off(host, now)
         ready = _WorldEvent(self, lambda then: self._put_to_use(deployment, begun, then))
         self._follow.append(Scheduled(now + change.reload_s, ready))
-        self._replay(stopped, now)
-        self._try_backlog(deployment, now)
+        for host in stopped:
+            self.gateway.notice_loss(host, now)
+        self.gateway.retry(deployment.number, now)
 
     def _put_to_use(self, deployment: Deployment, hosts: Iterable[ReplicaHost], now: float) -> None:
         for host in hosts:
             if deployment.hosts.get(host.replica.id) is host:
                 deployment.mark_ready(host.replica.id)
-        self._try_backlog(deployment, now)
-
-    def _try_backlog(self, deployment: Deployment, now: float) -> None:
-        waiting = list(deployment.backlog)
-        deployment.backlog.clear()
-        for request in waiting:
-            self.dispatch(request, now)
+        self.gateway.retry(deployment.number, now)
 
 
 def _log_step(steps: list[StepLog], replica: int, step: StepRecord) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import TransferError
-from ..wire.channel import LinkHello
+from ..wire.channel import Channel, LinkHello
 from ..wire.tickets import LinkTicket
 from .budget import ByteBudget
 from .dialling import DialPath
@@ -36,6 +36,7 @@ class Endpoint:
         self.settings = LinkSettings() if settings is None else settings
         self.budget = ByteBudget(self.settings.limit_bytes)
         self._clock = clock
+        self.make_channel: Callable[..., Channel] = Channel  # for tests that look between seal and send
         self._lock = threading.Lock()
         self._links: dict[bytes, SendLink | ReceiveLink] = {}
         self._early: OrderedDict[int, tuple[float, LinkHello, socket.socket]] = OrderedDict()
@@ -54,7 +55,14 @@ class Endpoint:
         """The sending end of a link, which dials `paths` in the background."""
         with self._lock:
             self._require_new(ticket)
-            link = SendLink(ticket, paths, settings=self.settings, budget=self.budget, clock=self._clock)
+            link = SendLink(
+                ticket,
+                paths,
+                settings=self.settings,
+                budget=self.budget,
+                clock=self._clock,
+                make_channel=self.make_channel,
+            )
             self._links[ticket.link] = link
         self._attach_early(link)
         return link

@@ -86,8 +86,10 @@ class ThreadedLink(ABC):
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        make_channel: Callable[..., Channel] = Channel,
     ) -> None:
         self.ticket = ticket
+        self._make_channel = make_channel
         self._machine = machine
         self._clock = clock
         self._lock = threading.Lock()
@@ -326,7 +328,7 @@ class ThreadedLink(ABC):
             if attempt is None:
                 tune(sock)
             label = "" if attempt is None else attempt.path.label
-            channel = Channel(self.ticket, self._role, fresh_nonce(), hello=hello, label=label)
+            channel = self._make_channel(self.ticket, self._role, fresh_nonce(), hello=hello, label=label)
             shake_hands(sock, channel, self._machine.settings.authenticate_s)
             wire = self._join(sock, channel, attempt)
             if wire is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import TransferAborted, TransferError, TransferTimeout
 from ..routing.report import TransferTimes
-from ..wire.channel import CHUNK_OVERHEAD_BYTES, LinkRole
+from ..wire.channel import CHUNK_OVERHEAD_BYTES, Channel, LinkRole
 from ..wire.frames import KVFrame
 from ..wire.signals import Ack, Chunk, Signal
 from ..wire.sockets import hang_up
@@ -135,6 +135,7 @@ class SendLink(ThreadedLink):
         budget: ByteBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        make_channel: Callable[..., Channel] = Channel,
     ) -> None:
         settings = LinkSettings() if settings is None else settings
         self._sender = SendMachine(settings, ticket.lease_s, clock())
@@ -145,7 +146,7 @@ class SendLink(ThreadedLink):
         self._picked = 0  # chunks that were given to connections, all in all
         self._sealing: dict[int, int] = {}  # connection -> number of the chunk whose memory it reads now
         self._unsealed: list[tuple[int, Callable[[], None]]] = []  # releases that wait for chunks up to a number
-        super().__init__(ticket, self._sender, paths, clock=clock, rng=rng)
+        super().__init__(ticket, self._sender, paths, clock=clock, rng=rng, make_channel=make_channel)
 
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
         """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that

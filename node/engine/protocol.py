@@ -20,6 +20,7 @@ from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
 from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
+from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, TransferSettings
 
 MAX_MESSAGE: Final = 64 << 20
 HOST_SHARE: Final = 64  # of a box's memory, for the KV that an engine sends, and as much for what it receives
@@ -91,6 +92,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     partition: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()
     stage: Count = 0
     pipes: tuple[PipeEnd, ...] = ()
+    transfers: TransferSettings = TRANSFER_DEFAULTS
+    pipeline: PipelineSettings = PIPELINE_DEFAULTS
     backend: str = "vllm"  # the engine: a name of `backends`
     options: dict[str, Any] = {}  # for that engine alone, which knows their type
 

@@ -138,14 +138,13 @@ class Engine:
         self._free_blocks(sequence)
         self._wake_earlier(now)
 
-    def cancel_kv(self, sequence: Sequence, now: float) -> None:
-        """Forget a sequence whose KV will not come; nothing happens to one that does not wait for
-        any."""
+    def expect_no_kv(self, sequence: Sequence, now: float) -> None:
+        """The KV that `sequence` waited for will not come: all of it is computed here."""
+        sequence.external = 0
         if self._awaiting_kv.pop(sequence.key, None) is not None:
             self._free_blocks(sequence)
-            self._wake_earlier(now)
-        elif sequence.external and sequence in self._queue:
-            self._queue.remove(sequence)
+            self._queue.appendleft(sequence)  # it has had its turn
+        self._wake_earlier(now)
 
     def advance(self, now: float) -> list[EngineSignal]:
         """End the steps that end at `now`, and begin the next one if there is anything to do."""

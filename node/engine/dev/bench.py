@@ -47,7 +47,7 @@ from ...replica.fork_server import fork_server_command, open_fork_server
 from .. import protocol
 from ..gpus import has_gpu
 from ..process import redirect_output
-from ..transfers.pacing import PREFILLS_ENOUGH
+from ..settings import TransferSettings
 from ..trials.random_model import ONE_BILLION, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
 from .bench_transfers import BesideTransfer, HandOff, TransferBench
@@ -56,7 +56,7 @@ THREADS: Final = 1
 LATER_ENGINES: Final = 3
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 64, 128
 TTFT_PROMPT: Final = 256
-TRIES: Final = 2 * PREFILLS_ENOUGH + 1  # hand-overs of both kinds, and a first that warms everything
+TRIES: Final = 2 * TransferSettings().prefills_enough + 1  # hand-overs of both kinds, and a first that warms everything
 STEP_PROMPT, STEP_TOKENS = 32, 65
 STEP_TIMES: Final = 3  # as many pairs: the smallest difference of all, and what else the machine does is in it
 # Batches for the profile: (requests, prompt tokens of each)

@@ -164,7 +164,7 @@ class EmulatedEngine:
         self._kv_tokens = self._batcher.free_tokens
         self._longest = min(config.max_model_len or self._kv_tokens, self._kv_tokens)
         self._requests: dict[str, _Request] = {}
-        self._wait_limits = WaitLimits()
+        self._wait_limits = WaitLimits(config.transfers.wait_limits)
         self._tally = StepTotals()
         self._reported: protocol.EngineStats | None = None
         self._checked_at = -settings.check_interval_s

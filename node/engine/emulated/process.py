@@ -20,14 +20,13 @@ from .transfers import EmulatedTransfers
 __all__ = ["EmulatedProgram", "run_emulated_engine"]
 
 AWAIT_S = 0.05  # between looks at deadlines while no step runs and KV is awaited
-SWITCH_S = 0.0005  # how long a thread that moves KV may keep a step waiting; Python's default is ten times as long
 
 ToLoop = protocol.ToEngine | KvEnded | KvSent
 
 
 def run_emulated_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
     """Serve until told to stop. Returns the exit status."""
-    sys.setswitchinterval(SWITCH_S)
+    sys.setswitchinterval(config.transfers.thread_switch_s)
     return serve_agent(sockets, lambda outbox: EmulatedProgram(config, outbox))
 
 
@@ -45,6 +44,7 @@ class EmulatedProgram:
             head_dim=self._emulation.model.head_dim,
             limit_bytes=protocol.transfer_buffer_bytes(config, psutil.virtual_memory().total),
             report=outbox.send,
+            settings=config.transfers,
         )
         self._engine: EmulatedEngine | None = None
 

@@ -38,7 +38,8 @@ from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.channel import parse_link_hello
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
-from ..transfers.reports import REPORT_INTERVAL_S, SentTotals, link_report, sent_report, unopened_report
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
+from ..transfers.reports import SentTotals, link_report, sent_report, unopened_report
 
 __all__ = ["ComputedSpan", "EmulatedTransfers", "PromptArrival"]
 
@@ -311,7 +312,16 @@ class EmulatedTransfers:
     each link of a transfer, and several times a second with how each link gets on that has one.
     """
 
-    def __init__(self, *, layers: int, head_dim: int, limit_bytes: int, report: Report) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        head_dim: int,
+        limit_bytes: int,
+        report: Report,
+        settings: TransferSettings = TRANSFER_DEFAULTS,
+    ) -> None:
+        self._report_s = settings.report_s
         self._shape = layers, head_dim
         self._limit = limit_bytes
         self._report = report
@@ -429,6 +439,8 @@ class EmulatedTransfers:
             with self._lock:
                 senders = list(self._senders.values())
             for link in {each.outlet.link.link: each.link for each in senders}.values():
-                self._report(link_report(link, [each for each in senders if each.link is link], blocked_s))
+                self._report(
+                    link_report(link, [each for each in senders if each.link is link], blocked_s, self._report_s)
+                )
             blocked_s = {each: each.progress().blocked_s for each in senders}
-            time.sleep(REPORT_INTERVAL_S)
+            time.sleep(self._report_s)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 
 from ....coordinator.profile import StepSample
 from ..protocol import AbortTransfer, CloseLink, SetLinkPaths
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..transfers.wait_limits import WaitLimits
 from .first_token import go_on_from
 from .step_work import PARAMS_KEY, LoadProgress, LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NULL_BLOCK = 0  # stands where a sliding window has left a block behind
-GIVE_WAY_S, GIVE_WAY_APART_S = 3.0, 1.0  # KV has waited so long for blocks; how often one prompt makes room for it
-LOOK_INTERVAL_S = 0.05  # how often the workers are asked how much has come
 
 
 @dataclass(slots=True)
@@ -46,7 +45,10 @@ class _Receive:
 class SchedulerSide:
     """Called by vLLM's scheduler, between two steps. `block_size`: positions in one block of the paged cache."""
 
-    def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, block_size: int, clock: Callable[[], float], settings: TransferSettings = TRANSFER_DEFAULTS
+    ) -> None:
+        self._settings = settings
         self._block_size = block_size
         self._clock = clock
         self._sends: dict[str, _Send] = {}
@@ -54,8 +56,8 @@ class SchedulerSide:
         self._held: dict[str, bytes] = {}  # requests that are over and hold their blocks, with their transfers
         self._gave_way_at = 0.0
         self._next = StepWork()
-        self._wait_limits = WaitLimits()
-        self._looked_at = -LOOK_INTERVAL_S
+        self._wait_limits = WaitLimits(settings.wait_limits)
+        self._looked_at = -settings.look_s
 
     def __repr__(self) -> str:
         requests = f"sends={len(self._sends)} held={len(self._held)} receives={len(self._receives)}"
@@ -185,7 +187,7 @@ class SchedulerSide:
     def _look(self, work: StepWork) -> None:
         """Now and then: ask how much has come, and give up what comes too late."""
         now = self._clock()
-        if not self._wait_limits.waiting or now < self._looked_at + LOOK_INTERVAL_S:
+        if not self._wait_limits.waiting or now < self._looked_at + self._settings.look_s:
             return
         self._looked_at = now
         work.report_progress = True
@@ -196,9 +198,12 @@ class SchedulerSide:
         """Two engines whose prompts each wait for a place at the other would wait until their deadlines: the oldest of
         those that hold blocks here makes room, a second apart."""
         now = self._clock()
-        if not self._held or now < self._gave_way_at + GIVE_WAY_APART_S:
+        if not self._held or now < self._gave_way_at + self._settings.yield_apart_s:
             return
-        if any(not receive.asked and now > receive.since + GIVE_WAY_S for receive in self._receives.values()):
+        if any(
+            not receive.asked and now > receive.since + self._settings.yield_after_s
+            for receive in self._receives.values()
+        ):
             self._gave_way_at = now
             request = next(iter(self._held))
             self._held[request] = self._held.pop(request)  # another one next time: this may be under way

@@ -27,13 +27,12 @@ import msgspec
 from ....kvtransport.errors import KVProtocolError
 from ....kvtransport.wire.channel import parse_link_hello
 from ..protocol import AbortTransfer, CloseLink, EngineMessage, LinkReport, SetLinkPaths, TransferReport, pack
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..transfers.hub import Tell, TransferHub
 
 _log = logging.getLogger(__name__)
 
 MAX_PACKET = 1 << 16
-MAX_EARLY = 256
-EARLY_S = 30.0
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 
 
@@ -72,11 +71,12 @@ def _peer(line: socket.socket) -> tuple[int, int]:
 class Switchboard:
     """In the engine's main process. `report` is called by its threads; everything else may be called by any thread.
 
-    A connection may come before any worker knows its link: with several workers it is kept for 30 seconds. `news` is
+    A connection may come before any worker knows its link: with several workers it is kept for a while. `news` is
     set when the engine should look at what it receives.
     """
 
-    def __init__(self, workers: int, report: Tell) -> None:
+    def __init__(self, workers: int, report: Tell, settings: TransferSettings = TRANSFER_DEFAULTS) -> None:
+        self._settings = settings
         self.name = f"p2pserve-engine-{secrets.token_hex(16)}"
         self.news = threading.Event()  # set by its threads; cleared by whoever waits for it
         self._workers = workers
@@ -138,8 +138,8 @@ class Switchboard:
         """Under the lock: keep a connection that comes early; return those that have been kept for too long."""
         now = time.monotonic()
         self._early.setdefault(link, []).append((now, hello, connection))
-        late = [key for key, waiting in self._early.items() if now - waiting[-1][0] > EARLY_S]
-        if not late and sum(map(len, self._early.values())) > MAX_EARLY:
+        late = [key for key, waiting in self._early.items() if now - waiting[-1][0] > self._settings.early_connection_s]
+        if not late and sum(map(len, self._early.values())) > self._settings.early_connections:
             late = [next(iter(self._early))]
         return [kept for key in late for _, _, kept in self._early.pop(key)]
 

@@ -17,6 +17,7 @@ from ....kernels.codec import warm_up
 from ....kernels.codecs import KV4
 from ....kvtransport.errors import TransferError
 from ..protocol import WorkerRank
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..transfers.incoming import LayerKv
 from ..transfers.outgoing import Prefilled, PromptSender, ReadKv
 from ..transfers.pacing import Pacing
@@ -31,14 +32,6 @@ if TYPE_CHECKING:
     from ..transfers.hub import TransferHub
 
 _log = logging.getLogger(__name__)
-
-WRITE_S, IDLE_WRITE_S = 0.001, 0.02
-"""For how long a step may write what has arrived: beside a model that computes, and otherwise. At least one piece of
-each load is written, so that all get on."""
-
-SWITCH_S = 0.0005
-"""For so long a thread that moves KV may keep the one that launches a GPU's work waiting for the interpreter; ten times
-less than by default. On a CPU, where work is not launched but done, it would only cost."""
 
 ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
 
@@ -80,7 +73,9 @@ class WorkerSide:
         *,
         clock: Callable[[], float] = time.monotonic,
         make_device: Callable[[DeviceKind], Device] = device_of,
+        settings: TransferSettings = TRANSFER_DEFAULTS,
     ) -> None:
+        self._settings = settings
         self._rank = rank
         self._heads = heads
         self._form = form
@@ -134,7 +129,7 @@ class WorkerSide:
         self._device = self._make_device("cuda" if next(iter(caches.values())).is_cuda else "cpu")
         shard = Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype)
         if self._device.kind == "cuda":
-            sys.setswitchinterval(SWITCH_S)
+            sys.setswitchinterval(self._settings.thread_switch_s)
             warm_up_codecs(self._device, shard)
         self._line = self._connect(shard, self._device, self._read)
 
@@ -273,7 +268,7 @@ class WorkerSide:
             self.hub.abort(transfer, "no longer needed")
         for load in work.loads:
             self._active[load.request] = load
-        until = self._clock() + (WRITE_S if work.computing else IDLE_WRITE_S)
+        until = self._clock() + (self._settings.write_s if work.computing else self._settings.idle_write_s)
         for load in tuple(self._active.values()):
             self._advance(load, until)
         for transfer in work.cancelled:

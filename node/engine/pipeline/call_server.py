@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 
 from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
+from ..settings import PIPELINE_DEFAULTS, PipelineSettings
 from .pipes import OnLost, PipeInput, PipelineError, StageLost
 from .vocabulary import CALLABLE, CODEC, Call, CallFailed, CallResult
 
@@ -35,10 +36,16 @@ class CallServer:
     `on_lost` is called when the caller is gone, by another thread if something is being carried out: it may never end.
     """
 
-    def __init__(self, control: Pipe, load: Callable[..., CallTarget], on_lost: OnLost = lambda error: None) -> None:
+    def __init__(
+        self,
+        control: Pipe,
+        load: Callable[..., CallTarget],
+        on_lost: OnLost = lambda error: None,
+        settings: PipelineSettings = PIPELINE_DEFAULTS,
+    ) -> None:
         self._control = control
         self._load = load
-        self._calls = PipeInput(control, "the head", on_lost)
+        self._calls = PipeInput(control, "the head", on_lost, settings)
         self._serving: CallTarget | None = None
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from .warm_up import LayerWarmUp, small_products
-from .worker import StageWorker, stage_group
+from .worker import StageWorker, own_stage_rank, stage_group
 
 if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
@@ -26,7 +26,8 @@ class CPUStageWorker(StageWorker, CPUWorker):
         earlier, to copy it into buffers that graphs need, which a CPU has none of."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         cast("Any", self.model_runner).sync_and_gather_intermediate_tensors = _as_they_come
-        self._warm_up = LayerWarmUp(small_products(self._model))
+        settings = own_stage_rank().settings
+        self._warm_up = LayerWarmUp(small_products(self._model, settings.max_weight_bytes), settings)
         stage_group().warm_up = self.warm_up
 
     def warm_up(self) -> None:

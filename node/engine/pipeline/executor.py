@@ -16,7 +16,7 @@ from vllm.v1.executor.abstract import Executor
 
 from .pipes import PipelineError, WhileWaiting, do_nothing
 from .remote import Answers, RemoteWorker, tell
-from .stage_workers import BATCH_S, StageWorkers
+from .stage_workers import StageWorkers
 from .vocabulary import CALLABLE, CODEC, LoadStage
 from .worker import StageWorker
 
@@ -31,9 +31,16 @@ class Joined(Future[Any]):
     """One result of the answers of all workers, joined by the thread that asks for it."""
 
     def __init__(
-        self, mine: Any, others: Answers, join: Callable[[list[Any]], Any], meanwhile: WhileWaiting = do_nothing
+        self,
+        mine: Any,
+        others: Answers,
+        join: Callable[[list[Any]], Any],
+        meanwhile: WhileWaiting = do_nothing,
+        limit_s: float | None = None,
     ) -> None:
+        """`limit_s`: how long others may take where vLLM sets no limit, as it sets none for a batch."""
         super().__init__()
+        self._limit_s = limit_s
         self._meanwhile = meanwhile
         self._mine = mine
         self._others = others
@@ -42,17 +49,9 @@ class Joined(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """Raises StageLost."""
         if not self.done():
-            others = (stage.wait(each, timeout, self._meanwhile) for stage, each in self._others)
+            others = (stage.wait(each, timeout or self._limit_s, self._meanwhile) for stage, each in self._others)
             self.set_result(self._join([self._mine, *others]))
         return super().result()
-
-
-class JoinedBatch(Joined):
-    """The same for a batch, which no worker may take for ever to compute. vLLM sets no limit of its own."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Raises StageLost."""
-        return super().result(timeout or BATCH_S)
 
 
 class PipelineExecutor(Executor):
@@ -94,7 +93,7 @@ class PipelineExecutor(Executor):
         mine = self.workers.worker.execute_model(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
             self._sampling, others = others, []
-        joined = JoinedBatch(mine, others, self._output, self.workers.worker.warm_up)
+        joined = self._join_batch(mine, others)
         return joined if non_block else joined.result()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
@@ -103,8 +102,7 @@ class PipelineExecutor(Executor):
         if grammar_output is not None:
             raise PipelineError("a replica of several stages cannot make an answer follow a grammar")
         others, self._sampling = self._sampling, []
-        worker = self.workers.worker
-        joined = JoinedBatch(worker.sample_tokens(None), others, self._output, worker.warm_up)
+        joined = self._join_batch(self.workers.worker.sample_tokens(None), others)
         return joined if non_block else joined.result()
 
     def check_health(self) -> None:
@@ -122,6 +120,9 @@ class PipelineExecutor(Executor):
     def init_kv_output_aggregator(self, connector: KVConnectorBase) -> None:
         """A transfer has ended when it has for all that report to `_output`: our own workers, and each other stage."""
         self.kv_output_aggregator = KVOutputAggregator(1 + len(self.workers.remotes) + len(self.stages))
+
+    def _join_batch(self, mine: Any, others: Answers) -> Joined:
+        return Joined(mine, others, self._output, self.workers.worker.warm_up, self.workers.batch_s)
 
     def _output(self, outputs: list[ModelRunnerOutput | None]) -> ModelRunnerOutput | None:
         last = len(outputs) - 1

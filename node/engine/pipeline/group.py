@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 _MERGED = "merged"
-AT_ONCE_BYTES = 16 << 10  # any connection's send buffer has room for as many batches of that as there are stages
 
 
 @final
@@ -51,6 +50,7 @@ class SocketGroup:
         self._before = place.before
         self._behind = place.behind
         self._device = device
+        self._at_once_bytes = place.settings.at_once_bytes
         self.merges = False
         self.warm_up: WhileWaiting = do_nothing
         self.unique_name = "pipeline"
@@ -86,7 +86,7 @@ class SocketGroup:
         on_host = self._device.to_host(*tensors.values())
         self._behind.put(
             lambda: Activations(merged, dict(zip(tensors, on_host.wait(), strict=True))),
-            at_once=on_host.ready and on_host.nbytes <= AT_ONCE_BYTES,
+            at_once=on_host.ready and on_host.nbytes <= self._at_once_bytes,
         )
         return []
 

@@ -20,6 +20,7 @@ from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.wire.channel import LinkHello, parse_link_hello
 from ....kvtransport.wire.pipe import Pipe, accept_pipe, dial_pipe
 from ..protocol import PipeEnd
+from ..settings import PIPELINE_DEFAULTS, PipelineSettings
 from .codec import MessageCodecError
 from .vocabulary import CODEC
 from .warm_up import MessageWarmUp
@@ -38,17 +39,8 @@ __all__ = [
     "open_pipes",
 ]
 
-CONNECT_S = 600.0
-"""How long the other stages may take to start: their boxes may be fetching a model. The agent may end it sooner."""
-HANDSHAKE_S = 10.0
-LOOK_S = 0.02
-"""For so long, a thread that waits for another stage looks before it sleeps, if that was enough the last time. A core
-that has slept has lost its caches and its pace: what it does next takes longer by far more than it takes to wake."""
-REST_S = 0.1
-"""So long after somebody has waited for a message, it is not up to them to hear the other end."""
-_RETRY_S = 0.25
 _ARRIVALS_KEPT = 16
-_HAS_CORES = len(os.sched_getaffinity(0)) > 1  # the one may be what the other stage waits for
+_HAS_CORES = len(os.sched_getaffinity(0)) > 1
 
 
 class PipelineError(Exception):
@@ -108,18 +100,18 @@ class PipeConnections:
                     return None
 
 
-def open_pipes(ends: Sequence[PipeEnd], arrivals: PipeConnections, timeout_s: float = CONNECT_S) -> dict[PipeEnd, Pipe]:
+def open_pipes(ends: Sequence[PipeEnd], arrivals: PipeConnections, settings: PipelineSettings) -> dict[PipeEnd, Pipe]:
     """All pipes of this stage, opened at the same time, because the others wait for one another too.
 
     Raises StageLost for the first that cannot be opened; the others are closed again.
     """
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + settings.connect_s
     opened: queue.SimpleQueue[tuple[PipeEnd, Pipe | StageLost]] = queue.SimpleQueue()
     given_up = threading.Event()
 
     def attempt(end: PipeEnd) -> None:
         try:
-            opened.put((end, _open(end, arrivals, until, given_up)))
+            opened.put((end, _open(end, arrivals, until, given_up, settings)))
         except StageLost as error:
             opened.put((end, error))
 
@@ -141,21 +133,23 @@ def open_pipes(ends: Sequence[PipeEnd], arrivals: PipeConnections, timeout_s: fl
     return pipes
 
 
-def _open(end: PipeEnd, arrivals: PipeConnections, until: float, given_up: threading.Event) -> Pipe:
+def _open(
+    end: PipeEnd, arrivals: PipeConnections, until: float, given_up: threading.Event, settings: PipelineSettings
+) -> Pipe:
     """Try, once at least, until it is there. Raises StageLost."""
     why = "it has not come"
     rng = random.Random(end.ticket.link)
     while True:
         try:
             if end.dial is not None:
-                return dial_pipe(end.ticket, end.dial, timeout=HANDSHAKE_S)
+                return dial_pipe(end.ticket, end.dial, timeout=settings.handshake_s)
             arrival = arrivals.take(end.ticket.link, min(until, time.monotonic() + 1.0))
             if arrival is not None:
                 hello, connection = arrival
-                return accept_pipe(end.ticket, hello, connection, timeout=HANDSHAKE_S)
+                return accept_pipe(end.ticket, hello, connection, timeout=settings.handshake_s)
         except TransferError as error:
             why = str(error)
-            given_up.wait(_RETRY_S * rng.uniform(1, 2))
+            given_up.wait(settings.retry_s * rng.uniform(1, 2))
         if given_up.is_set() or time.monotonic() >= until:
             raise StageLost(f"no {end.kind} pipe to stage {end.stage}: {why}")
 
@@ -168,7 +162,15 @@ class PipeReader:
     `on_message` and `on_end` are called by whichever reads, the latter once; what is no message of ours ends the pipe.
     """
 
-    def __init__(self, pipe: Pipe, name: str, on_message: Callable[[Any], None], on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pipe: Pipe,
+        name: str,
+        on_message: Callable[[Any], None],
+        on_end: Callable[[str], None],
+        settings: PipelineSettings,
+    ) -> None:
+        self._settings = settings
         self._pipe = pipe
         self._on_message = on_message
         self._on_end = on_end
@@ -176,7 +178,7 @@ class PipeReader:
         self._reading = self._ended = False
         self._waited_at = time.monotonic()
         self._look_s = 0.0
-        self._warm_up = MessageWarmUp()
+        self._warm_up = MessageWarmUp(settings)
         threading.Thread(target=self._watch, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
@@ -195,7 +197,9 @@ class PipeReader:
                 self._pass_turn()
         self._waited_at = time.monotonic()
         # What came soon will come soon again; for what takes longer, looking is not worth a core.
-        self._look_s = LOOK_S if _HAS_CORES and self._waited_at - began < LOOK_S else 0.0
+        may_look = _HAS_CORES or self._settings.look_on_one_core
+        look_s = self._settings.look_s
+        self._look_s = look_s if may_look and self._waited_at - began < look_s else 0.0
         return done()
 
     def _take_turn(self, done: Callable[[], bool], until: float) -> bool:
@@ -216,7 +220,7 @@ class PipeReader:
     def _watch(self) -> None:
         """Read in place of those who wait for messages, while there are none; and the end, at once."""
         while not self._ended:
-            gone = self._pipe.wait_gone(REST_S)
+            gone = self._pipe.wait_gone(self._settings.rest_s)
             if self._take_turn(partial(self._leaves_to_others, gone), math.inf):
                 try:
                     self._read(math.inf)
@@ -225,7 +229,7 @@ class PipeReader:
 
     def _leaves_to_others(self, gone: bool) -> bool:
         """Whether those who wait for messages see to it. That the other end is gone, nobody leaves to anybody."""
-        return not gone and (self._reading or time.monotonic() - self._waited_at < REST_S)
+        return not gone and (self._reading or time.monotonic() - self._waited_at < self._settings.rest_s)
 
     def _read(self, wait_s: float, look_s: float = 0.0, meanwhile: WhileWaiting = do_nothing) -> None:
         """Hand on one message, if one begins within that time, or the end."""
@@ -250,12 +254,12 @@ class PipeReader:
 class PipeInput:
     """What another stage says, in order. `who` it is, for people."""
 
-    def __init__(self, pipe: Pipe, who: str, on_lost: OnLost) -> None:
+    def __init__(self, pipe: Pipe, who: str, on_lost: OnLost, settings: PipelineSettings) -> None:
         self._who = who
         self._on_lost = on_lost
         self._items: deque[Any] = deque()
         self._lost: StageLost | None = None
-        self._reader = PipeReader(pipe, f"from {who}", self._items.append, self._end)
+        self._reader = PipeReader(pipe, f"from {who}", self._items.append, self._end, settings)
 
     def __repr__(self) -> str:
         return f"<PipeInput from {self._who}: {self._reader}>"
@@ -282,14 +286,14 @@ class ActivationsOutput:
     How many wait is bounded by the batches in flight, of which there are as many as stages.
     """
 
-    def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost) -> None:
+    def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost, settings: PipelineSettings) -> None:
         self._pipe = pipe
         self._stage = stage
         self._on_lost = on_lost
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._queued = self._dequeued = 0  # each counted by one thread; the second, when it has been sent
         # Nothing comes back; but whoever reads hears that the other end is alive, and when it is not.
-        self._reader = PipeReader(pipe, f"activations-to-{stage}", self._refuse, self._end)
+        self._reader = PipeReader(pipe, f"activations-to-{stage}", self._refuse, self._end, settings)
         threading.Thread(target=self._run, name=f"activations-to-{stage}-writer", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -331,6 +335,7 @@ class StageRank:
     behind: ActivationsOutput | None = None
     tp: int = 1
     rank: int = 0
+    settings: PipelineSettings = PIPELINE_DEFAULTS
 
     @property
     def stages(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
+from ..settings import PipelineSettings
 from .codec import MessageCodecError
 from .pipes import OnLost, PipeReader, StageLost, WhileWaiting, do_nothing
 from .vocabulary import CODEC, Call, CallFailed, CallResult
@@ -24,14 +25,14 @@ __all__ = ["Answers", "RemoteWorker", "tell"]
 class RemoteWorker:
     """Our end of a control pipe to a worker, or to those of a stage as one. `name`: what people are told of it."""
 
-    def __init__(self, name: str, pipe: Pipe, on_lost: OnLost) -> None:
+    def __init__(self, name: str, pipe: Pipe, on_lost: OnLost, settings: PipelineSettings) -> None:
         self.name = name
         self._pipe = pipe
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._pending: deque[tuple[int, Future[Any]]] = deque()
         self._lost: StageLost | None = None
-        self._reader = PipeReader(pipe, f"answers of {name}", self._on_message, self._lose)
+        self._reader = PipeReader(pipe, f"answers of {name}", self._on_message, self._lose, settings)
 
     def __repr__(self) -> str:
         return f"<RemoteWorker {self.name} pending={len(self._pending)} {self._reader}>"

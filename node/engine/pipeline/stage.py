@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WORKER_GREETING_S = 60.0
 LOST_STATUS = 3  # of a process that has told its agent why
 
 
@@ -89,8 +88,8 @@ def join_pipeline(
 ) -> tuple[dict[PipeEnd, Pipe], StageWorkers]:
     """Open the pipes of this stage, set its `StageRank`, and greet its other workers. `on_lost` is called by threads,
     and may be more than once. On the head, vLLM's engine may be built afterwards. Raises PipelineError."""
+    settings = config.pipeline
     pipes: dict[PipeEnd, Pipe] = {}
-
     losing = threading.Lock()
 
     def lose(error: PipelineError) -> None:
@@ -102,23 +101,25 @@ def join_pipeline(
             on_lost(error)
 
     try:  # before the other stages, which may keep us waiting for long
-        workers = StageWorkers([worker.greet(config.stage, lose) for worker in forked])
+        workers = StageWorkers([worker.greet(config.stage, lose, settings) for worker in forked], settings)
     except TransferError as error:
         raise PipelineError(f"a worker of stage {config.stage} does not start: {error}") from error
-    pipes.update(open_pipes(config.pipes, arrivals))
+    pipes.update(open_pipes(config.pipes, arrivals, settings))
 
     before: PipeInput | None = None
     behind: ActivationsOutput | None = None
     for end, pipe in pipes.items():
         if end.kind == "data" and end.stage < config.stage:
-            before = PipeInput(pipe, f"stage {end.stage}", lose)
+            before = PipeInput(pipe, f"stage {end.stage}", lose, settings)
         elif end.kind == "data":
-            behind = ActivationsOutput(pipe, end.stage, lose)
-    StageWorker.stage_rank = StageRank(config.stage, config.partition, before, behind, config.tp)
+            behind = ActivationsOutput(pipe, end.stage, lose, settings)
+    StageWorker.stage_rank = StageRank(config.stage, config.partition, before, behind, config.tp, settings=settings)
     if config.stage == 0:
         controls = sorted((end.stage, pipe) for end, pipe in pipes.items() if end.kind == "control")
         PipelineExecutor.workers = workers
-        PipelineExecutor.stages = tuple(RemoteWorker(f"stage {stage}", pipe, lose) for stage, pipe in controls)
+        PipelineExecutor.stages = tuple(
+            RemoteWorker(f"stage {stage}", pipe, lose, settings) for stage, pipe in controls
+        )
     return pipes, workers
 
 
@@ -152,7 +153,7 @@ class StageProgram:
         self._outbox = outbox
         self._forked = forked
         self._make_config = make_config
-        self._switchboard = Switchboard(config.tp, outbox.send)
+        self._switchboard = Switchboard(config.tp, outbox.send, config.transfers)
         self._connections = PipeConnections(config.pipes)
 
     def take(self, message: ToEngine) -> None:
@@ -226,7 +227,7 @@ def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable
     control = next(pipe for end, pipe in pipes.items() if end.kind == "control")
     reason = f"stage {config.stage} has ended"
     try:
-        CallServer(control, load).serve()
+        CallServer(control, load, settings=config.pipeline).serve()
     except PipelineError as error:  # whichever pipe is heard first tells the same
         reason = str(error)
         raise
@@ -267,10 +268,13 @@ def run_forked_worker(
         workers.join(make_config(joining.switchboard), joining.meeting)
         return workers
 
-    StageWorker.stage_rank = StageRank(config.stage, config.partition, tp=config.tp, rank=rank)
+    StageWorker.stage_rank = StageRank(
+        config.stage, config.partition, tp=config.tp, rank=rank, settings=config.pipeline
+    )
+    greeting_s = config.pipeline.greeting_s
     try:
-        pipe = accept_pipe(ticket, read_link_hello(line, WORKER_GREETING_S), line, timeout=WORKER_GREETING_S)
-        CallServer(pipe, load, end).serve()
+        pipe = accept_pipe(ticket, read_link_hello(line, greeting_s), line, timeout=greeting_s)
+        CallServer(pipe, load, end, config.pipeline).serve()
     except (TransferError, PipelineError) as error:  # the first worker is gone, or has been told
         end(error)
     finally:

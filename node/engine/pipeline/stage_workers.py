@@ -27,8 +27,9 @@ from ....kvtransport.wire.channel import LinkHello, LinkRole
 from ....kvtransport.wire.pipe import greet
 from ....kvtransport.wire.sockets import fresh_nonce
 from ....kvtransport.wire.tickets import LinkTicket, issue_link
-from ..kv.connector import settings_of
+from ..kv.connector import read_settings
 from ..scratch import own_temporary_folder
+from ..settings import PIPELINE_DEFAULTS, PipelineSettings
 from .pipes import OnLost
 from .remote import Answers, RemoteWorker, tell
 from .vocabulary import JoinStage
@@ -37,11 +38,8 @@ from .worker import make_worker
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["BATCH_S", "ForkedWorker", "StageWorkers", "fork_workers"]
+__all__ = ["ForkedWorker", "StageWorkers", "fork_workers"]
 
-BATCH_S = 300.0
-"""How long a worker that is alive may take for a batch. Loading and compiling are bounded by its liveness alone."""
-_GREETING_S = 60.0  # a fork of a process with much memory takes its time on a busy machine
 _LEASE_S = 600.0
 
 
@@ -55,11 +53,11 @@ class ForkedWorker:
     ticket: LinkTicket
     pid: int  # 0 once it has been seen off: the number may be another process's then
 
-    def greet(self, stage: int, on_lost: OnLost) -> RemoteWorker:
+    def greet(self, stage: int, on_lost: OnLost, settings: PipelineSettings) -> RemoteWorker:
         """Raises TransferError."""
         hello = LinkHello(self.ticket.link, fresh_nonce(), LinkRole.SENDER)
-        pipe = greet(self.line, self.ticket, hello, dials=True, timeout=_GREETING_S)
-        return RemoteWorker(f"worker {self.rank} of stage {stage}", pipe, on_lost)
+        pipe = greet(self.line, self.ticket, hello, dials=True, timeout=settings.greeting_s)
+        return RemoteWorker(f"worker {self.rank} of stage {stage}", pipe, on_lost, settings)
 
     def end(self) -> None:
         """Now, and for good; its memory is free when this returns."""
@@ -92,7 +90,8 @@ def fork_workers(
 class StageWorkers:
     """All calls come from one thread. `worker` is there once it is loaded."""
 
-    def __init__(self, remotes: Sequence[RemoteWorker] = ()) -> None:
+    def __init__(self, remotes: Sequence[RemoteWorker] = (), settings: PipelineSettings = PIPELINE_DEFAULTS) -> None:
+        self.batch_s = settings.batch_s
         self.remotes = tuple(remotes)
         self.worker: Any = None
         self._aggregator = KVOutputAggregator(1 + len(self.remotes))
@@ -104,7 +103,7 @@ class StageWorkers:
         """Make all workers, which meet while they load. Raises StageLost."""
         with own_temporary_folder():
             meeting = get_file_store_init_method()
-            joining = tell(self.remotes, "load", JoinStage(meeting, settings_of(config).switchboard))
+            joining = tell(self.remotes, "load", JoinStage(meeting, read_settings(config).switchboard))
             self.join(config, meeting)
             _wait(joining, None)
 
@@ -124,7 +123,7 @@ class StageWorkers:
             mine = mine.get_output()
         if method == "run_batch" and told and mine is not None:
             # A copy, because vLLM keeps one empty output for all steps.
-            whole = self._aggregator.aggregate([copy.copy(mine), *_wait(told, BATCH_S)])
+            whole = self._aggregator.aggregate([copy.copy(mine), *_wait(told, self.batch_s)])
             assert whole is not None
             assert whole.kv_connector_output is not None
             whole.kv_connector_output.expected_finished_count = 0  # how many report to us is nothing to the head

@@ -14,33 +14,29 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, final
+from typing import final
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from ....kvtransport.wire.ciphers import Cipher
 from ....kvtransport.wire.pipe import Pipe, PipeSettings
+from ..settings import PipelineSettings
 from .vocabulary import CODEC
 
 __all__ = ["LayerWarmUp", "MessageWarmUp", "small_products"]
-
-MESSAGE_EVERY_S: Final = 0.001  # after 1 ms nothing has left the caches yet, after 4 ms most of it
-MAX_MESSAGE_BYTES: Final = 16 << 10  # a batch that computes for longer than this takes to copy can start cold
-LAYER_EVERY_S: Final = 0.0005
-MAX_WEIGHT_BYTES: Final = 2 << 20  # larger matrices do not stay in a core's caches, and delay a message
 
 
 @final
 class MessageWarmUp:
     """Sends the last message once more through codec, cipher and kernel, to itself, and drops it. One thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        settings = PipeSettings(beat_s=math.inf, lost_s=math.inf)  # nobody is at the other end
+    def __init__(self, settings: PipelineSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        nobody = PipeSettings(beat_s=math.inf, lost_s=math.inf)  # nobody is at the other end
         key = secrets.token_bytes(32)  # for one direction, and nobody else
         self._out, self._in = (
-            Pipe(end, Cipher(key, settings.bounds), Cipher(key, settings.bounds), settings)
-            for end in socket.socketpair()
+            Pipe(end, Cipher(key, nobody.bounds), Cipher(key, nobody.bounds), nobody) for end in socket.socketpair()
         )
         self._clock = clock
         self._message: Sequence[memoryview] = ()
@@ -51,14 +47,14 @@ class MessageWarmUp:
 
     def remember(self, message: Sequence[memoryview]) -> None:
         """The next message is expected to be like this one."""
-        self._message = message if sum(map(len, message)) <= MAX_MESSAGE_BYTES else ()
+        self._message = message if sum(map(len, message)) <= self._settings.max_message_bytes else ()
 
     def run_if_due(self) -> None:
-        """Repeat the message if the last time is `MESSAGE_EVERY_S` ago."""
+        """Repeat the message if the last time is `message_warm_up_s` ago."""
         if self._message and self._clock() >= self._due:
             self._out.send(CODEC.encode(CODEC.decode(self._message)))
             CODEC.decode(self._in.receive())
-            self._due = self._clock() + MESSAGE_EVERY_S
+            self._due = self._clock() + self._settings.message_warm_up_s
 
     def close(self) -> None:
         """Free the connection."""
@@ -71,8 +67,14 @@ class MessageWarmUp:
 class LayerWarmUp:
     """Computes one of `products` after the other and drops the results. One thread."""
 
-    def __init__(self, products: Sequence[Callable[[], object]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        products: Sequence[Callable[[], object]],
+        settings: PipelineSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._products = products
+        self._every_s = settings.layer_warm_up_s
         self._clock = clock
         self._next = 0
         self._due = clock()
@@ -81,22 +83,22 @@ class LayerWarmUp:
         return f"<LayerWarmUp of {len(self._products)} products>"
 
     def run_if_due(self) -> None:
-        """Compute the next product if the last one is `LAYER_EVERY_S` ago."""
+        """Compute the next product if the last one is `layer_warm_up_s` ago."""
         if self._products and self._clock() >= self._due:
             with torch.inference_mode():
                 self._products[self._next]()
             self._next = (self._next + 1) % len(self._products)
-            self._due = self._clock() + LAYER_EVERY_S
+            self._due = self._clock() + self._every_s
 
 
-def small_products(model: torch.nn.Module) -> list[Callable[[], object]]:
+def small_products(model: torch.nn.Module, max_bytes: int) -> list[Callable[[], object]]:
     """One position through each linear layer of a model that needs neither another worker nor a batch for it, and has
-    at most `MAX_WEIGHT_BYTES` of weights."""
+    at most `max_bytes` of weights."""
     return [
         partial(module, torch.zeros(1, module.input_size, dtype=module.params_dtype))
         for module in model.modules()
         if isinstance(module, LinearBase)
         and module.tp_size == 1
         and isinstance(module.quant_method, UnquantizedLinearMethod)
-        and module.input_size * module.output_size * module.params_dtype.itemsize <= MAX_WEIGHT_BYTES
+        and module.input_size * module.output_size * module.params_dtype.itemsize <= max_bytes
     ]

@@ -42,7 +42,7 @@ class StageWorker(gpu_worker.Worker):
 
     def init_device(self) -> None:
         """Join a world of this stage alone, then take the place among the stages."""
-        with _joining(self.module, _stage_rank()):
+        with _joining(self.module, own_stage_rank()):
             super().init_device()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -94,7 +94,7 @@ class StageWorker(gpu_worker.Worker):
     @property
     def _shards(self) -> int:
         """How many workers of the stage hold different heads."""
-        return min(_stage_rank().tp, kv_heads(self.model_config))
+        return min(own_stage_rank().tp, kv_heads(self.model_config))
 
     @property
     def _model(self) -> Any:
@@ -112,7 +112,7 @@ def stage_group() -> SocketGroup:
     return cast("SocketGroup", parallel_state.get_pp_group())
 
 
-def _stage_rank() -> StageRank:
+def own_stage_rank() -> StageRank:
     if StageWorker.stage_rank is None:
         raise RuntimeError("this process has no place in a pipeline")
     return StageWorker.stage_rank
@@ -128,7 +128,7 @@ def worker_class() -> str:
 def make_worker(config: VllmConfig, meeting: str) -> Any:
     """This process's worker, in vLLM's wrapper, with its layers loaded. The workers of a stage are made at the same
     time, and find each other by `meeting`."""
-    stage_rank = _stage_rank()
+    stage_rank = own_stage_rank()
     # Of what vLLM says to each of its workers, there is one for each stage.
     worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=stage_rank.stage)
     arguments = {

@@ -19,17 +19,14 @@ from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.settings import LinkSettings
 from ....kvtransport.wire.channel import parse_link_hello
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..vllm.device import Device, DeviceKind
 from ..vllm.layout import Shard
 from .host_buffer import HostBuffer
 from .incoming import FindSlots, PromptReceiver, StagingArea
 from .outgoing import PRESENT, KvSource, PromptSender, ReadKv
 from .pacing import Pacer
-from .reports import REPORT_INTERVAL_S, link_report, unopened_report
-
-MAX_EARLY, EARLY_S = 256, 5.0  # links that are not open, of which new paths are kept, and for how long
-GPU_STAGED_BYTES = 64 << 20
-GRANT_SHARE = 4  # what one transfer may send ahead of its receiver is at most such a part of what all may
+from .reports import link_report, unopened_report
 
 Tell = Callable[[TransferReport | LinkReport], None]
 
@@ -45,11 +42,11 @@ class TransferMemory:
     staged_bytes: int
 
 
-def transfer_memory(host_bytes: int, kind: DeviceKind) -> TransferMemory:
+def transfer_memory(host_bytes: int, kind: DeviceKind, settings: TransferSettings) -> TransferMemory:
     """Of a worker that has so much main memory for its transfers in each direction. What is decoded lies in a GPU's own
     memory, of which the KV cache has left little."""
     return TransferMemory(
-        host_bytes=host_bytes, staged_bytes=min(host_bytes, GPU_STAGED_BYTES) if kind == "cuda" else host_bytes
+        host_bytes=host_bytes, staged_bytes=min(host_bytes, settings.gpu_staged_bytes) if kind == "cuda" else host_bytes
     )
 
 
@@ -71,15 +68,17 @@ class TransferHub:
         memory: TransferMemory,
         report: Tell,
         on_news: Callable[[], None] = lambda: None,
+        settings: TransferSettings = TRANSFER_DEFAULTS,
     ) -> None:
+        self._settings = settings
         self.shard = shard
         self._report = report
         self._on_news = on_news
         # Made now: a GPU box pins it.
-        self._source = KvSource(device, read, HostBuffer(device.allocate_host(memory.host_bytes)))
+        self._source = KvSource(device, read, HostBuffer(device.allocate_host(memory.host_bytes)), settings)
         self._staging = StagingArea(device, ByteBudget(memory.staged_bytes))
         self._memory = memory
-        self.pacer = Pacer(shard)
+        self.pacer = Pacer(shard, settings)
         self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=memory.host_bytes))
         self._lock = threading.Lock()
         self._outgoing: dict[bytes, dict[bytes, PromptSender]] = {}  # transfer -> link -> what goes over it
@@ -168,7 +167,7 @@ class TransferHub:
         limit = self._memory.host_bytes
         with self._lock:
             room = limit - sum(each.window_bytes for each in self._incoming.values())
-        incoming.start(first, find_slots, min(limit // GRANT_SHARE, room))
+        incoming.start(first, find_slots, min(limit // self._settings.grant_share, room))
 
     def outgoing(self, transfer: bytes) -> tuple[PromptSender, ...]:
         """The sending ends that are open."""
@@ -200,8 +199,8 @@ class TransferHub:
         with self._lock:
             known = self._endpoint.link(link)
             if known is None:
-                self._early_paths[link] = time.monotonic() + EARLY_S, paths
-                if len(self._early_paths) > MAX_EARLY:
+                self._early_paths[link] = time.monotonic() + self._settings.early_paths_s, paths
+                if len(self._early_paths) > self._settings.early_paths:
                     self._early_paths.popitem(last=False)
         if isinstance(known, SendLink):
             known.set_paths(paths)
@@ -233,11 +232,12 @@ class TransferHub:
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""
         blocked_s: dict[PromptSender, float] = {}
+        interval_s = self._settings.report_s
         while True:
             self._sending.wait()
             with self._lock:
                 outgoing = [each for links in self._outgoing.values() for each in links.values()]
             for link in {each.link.ticket.link: each.link for each in outgoing}.values():
-                self._report(link_report(link, [each for each in outgoing if each.link is link], blocked_s))
+                self._report(link_report(link, [each for each in outgoing if each.link is link], blocked_s, interval_s))
             blocked_s = {each: each.progress().blocked_s for each in outgoing}
-            time.sleep(REPORT_INTERVAL_S)
+            time.sleep(interval_s)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 
@@ -31,6 +31,7 @@ from ....kvtransport.link.transfers import EndState
 from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..protocol import Outlet, TransferReport
+from ..settings import TransferSettings
 from ..vllm.device import Device, Mark
 from ..vllm.layout import Shard
 from .host_buffer import Extent, HostBuffer
@@ -40,8 +41,6 @@ from .reports import SentTotals, sent_report
 Report = Callable[[TransferReport], None]
 
 PRESENT = "all of it is here already"  # what a receiver says, and no failure of the sender
-USUAL_WINDOW_BYTES: Final = MAX_PAYLOAD_BYTES // 2  # of K and V that are read and coded at once
-WINDOW_SHARE: Final = 4  # a window is at most such a part of the host buffer: several are under way at once
 
 
 ReadKv = Callable[[int, list[int], int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -57,6 +56,7 @@ class KvSource:
     device: Device
     read: ReadKv
     buffer: HostBuffer
+    settings: TransferSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +287,9 @@ class PromptSender:
     def _tokens_per_frame(self) -> int:
         """As many whole windows of the codecs as a frame and a share of the buffer have room for; where not even one
         fits, whole groups."""
-        room = min(MAX_PAYLOAD_BYTES, self._source.buffer.size // WINDOW_SHARE)
-        usual, most = (size // self._row_bytes for size in (min(room, USUAL_WINDOW_BYTES), room))
+        settings = self._source.settings
+        room = min(MAX_PAYLOAD_BYTES, self._source.buffer.size // settings.window_share)
+        usual, most = (size // self._row_bytes for size in (min(room, settings.window_bytes), room))
         windows = usual // WINDOW_TOKENS or min(1, most // WINDOW_TOKENS)
         return windows * WINDOW_TOKENS or max(1, most // GROUP_TOKENS) * GROUP_TOKENS
 

@@ -11,9 +11,7 @@ from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.tickets import TransferTicket
 from ..protocol import LinkReport, Outlet, PathReport, TransferReport
 
-__all__ = ["REPORT_INTERVAL_S", "ProgressSource", "SentTotals", "link_report", "sent_report", "unopened_report"]
-
-REPORT_INTERVAL_S = 0.25
+__all__ = ["ProgressSource", "SentTotals", "link_report", "sent_report", "unopened_report"]
 
 
 class ProgressSource(Protocol):
@@ -77,15 +75,18 @@ def unopened_report(outlet: Outlet, reason: str) -> TransferReport:
     )
 
 
-def link_report(link: SendLink, senders: Iterable[Sending], blocked_s: Mapping[Sending, float]) -> LinkReport:
-    """How a link gets on. `blocked_s`: for how long each transfer had waited for credit at the last report."""
+def link_report(
+    link: SendLink, senders: Iterable[Sending], blocked_s: Mapping[Sending, float], interval_s: float
+) -> LinkReport:
+    """How a link gets on. `blocked_s`: for how long each transfer had waited for credit at the last report, which was
+    `interval_s` ago."""
     progress = {each: each.progress() for each in senders}
     # Until its first credit a transfer sends nothing, and no path is to blame; but without a connection that is up
     # nobody knows what the receiver has to say.
     blocked = [
         link.connections > 0
         and (
-            each.blocked_s - blocked_s.get(sender, 0.0) > REPORT_INTERVAL_S / 2
+            each.blocked_s - blocked_s.get(sender, 0.0) > interval_s / 2
             or (each.bytes_queued > 0 and each.first_sent_at is None)
         )
         for sender, each in progress.items()

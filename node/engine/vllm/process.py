@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it
-IDLE_WAIT_S = 0.02  # between steps while only KV is awaited, if nothing is heard of it
-BLIND_WAIT_S = 0.001  # the same, where nothing can be heard
 
 
 def run_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
@@ -65,7 +63,7 @@ class VllmProgram:
         self._outbox = outbox
         self._forked = forked
         self._inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
-        self._switchboard = Switchboard(config.tp, outbox.send)
+        self._switchboard = Switchboard(config.tp, outbox.send, config.transfers)
         self._connections = PipeConnections(config.pipes)
         self._runner: EngineRunner | None = None
 
@@ -202,7 +200,8 @@ class EngineRunner:
     def _idle_wait_s(self) -> float:
         """Workers of this box say when KV has come, those of other stages tell only their own agents. For KV that
         leaves nobody hurries."""
-        return BLIND_WAIT_S if self._config.partition and self._transfers.awaits_kv else IDLE_WAIT_S
+        settings, is_blind = self._config.transfers, self._config.partition and self._transfers.awaits_kv
+        return settings.blind_wait_s if is_blind else settings.idle_wait_s
 
     def _busy(self) -> bool:
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.

@@ -191,9 +191,20 @@ def test_room_is_made_for_kv_when_somebody_ends() -> None:
     news = run(engine, [(0.0, Sequence(1, 20, 5)), (0.5, waits)])
     assert [signal.kind for signal in news if signal.sequence is waits] == [SignalKind.HAS_ROOM]
     assert engine.has_blocks_for(waits)
-    engine.cancel_kv(waits, 6.0)
+
+
+def test_what_no_kv_comes_for_is_computed_here() -> None:
+    engine = engine_of(LinearTimes(step=1.0), kv_tokens=40)
+    has_room, queued = Sequence(1, 25, 2, external=24), Sequence(2, 21, 2, external=20)
+    engine.submit(has_room, 0.0)
+    engine.submit(queued, 0.0)
+    assert [engine.has_blocks_for(sequence) for sequence in (has_room, queued)] == [True, False]
+    engine.expect_no_kv(queued, 1.0)
+    engine.expect_no_kv(has_room, 1.0)  # has had its turn: it comes before the other one
+    news = run(engine, [])
+    assert moments(news, SignalKind.FIRST_TOKEN) == {1: 2.0, 2: 4.0}
+    assert moments(news, SignalKind.DONE) == {1: 3.0, 2: 5.0}
     assert engine.free_tokens == 40
-    engine.cancel_kv(waits, 6.0)  # nothing is left to forget
     engine.check_integrity()
 
 

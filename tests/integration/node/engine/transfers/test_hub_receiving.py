@@ -23,7 +23,8 @@ from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node.engine.protocol import CloseLink
-from p2pserve.node.engine.transfers.hub import GPU_STAGED_BYTES, TransferHub, transfer_memory
+from p2pserve.node.engine.settings import TransferSettings
+from p2pserve.node.engine.transfers.hub import TransferHub, transfer_memory
 from p2pserve.node.engine.transfers.incoming import LayerKv
 from p2pserve.node.engine.vllm.device import DeviceKind
 
@@ -288,10 +289,10 @@ def test_a_device_without_memory_left_fails_the_transfer_at_once() -> None:
 
 def test_what_is_decoded_takes_little_of_a_gpu_whatever_the_box_has() -> None:
     much = 1 << 30
-    assert transfer_memory(much, "cpu").staged_bytes == much
-    assert transfer_memory(much, "cuda").staged_bytes == GPU_STAGED_BYTES
-    assert transfer_memory(1 << 20, "cuda").staged_bytes == 1 << 20
-    assert {transfer_memory(much, kind).host_bytes for kind in get_args(DeviceKind)} == {much}
+    assert transfer_memory(much, "cpu", TransferSettings()).staged_bytes == much
+    assert transfer_memory(much, "cuda", TransferSettings()).staged_bytes == TransferSettings().gpu_staged_bytes
+    assert transfer_memory(1 << 20, "cuda", TransferSettings()).staged_bytes == 1 << 20
+    assert {transfer_memory(much, kind, TransferSettings()).host_bytes for kind in get_args(DeviceKind)} == {much}
 
 
 def test_what_all_transfers_may_send_ahead_stays_within_the_host_memory() -> None:

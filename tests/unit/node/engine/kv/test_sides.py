@@ -17,16 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from p2pserve.kvtransport.routing.layerwise import SendDecision, SendMode
 from p2pserve.kvtransport.wire.tickets import TransferTicket, issue_link
 from p2pserve.node.engine.kv import worker_side
-from p2pserve.node.engine.kv.scheduler_side import GIVE_WAY_APART_S, GIVE_WAY_S, SchedulerSide
+from p2pserve.node.engine.kv.scheduler_side import SchedulerSide
 from p2pserve.node.engine.kv.step_work import LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks, transfer_params
-from p2pserve.node.engine.kv.worker_side import IDLE_WRITE_S, WRITE_S, WorkerSide
+from p2pserve.node.engine.kv.worker_side import WorkerSide
 from p2pserve.node.engine.protocol import Inlet, KvSlice, Outlet, WorkerRank
+from p2pserve.node.engine.settings import TransferSettings
 from p2pserve.node.engine.transfers.incoming import LayerKv
 from p2pserve.node.engine.transfers.outgoing import Prefilled
 from p2pserve.node.engine.transfers.pacing import Pacing
 from p2pserve.node.engine.vllm.device import CpuDevice, Mark
 from p2pserve.node.engine.vllm.layout import CacheForm, Shard
 
+SETTINGS = TransferSettings()
 LAYERS, HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 8, 16, 12
 LINK = issue_link(600.0, random.Random(1).randbytes)
 WHOLE = KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
@@ -152,16 +154,16 @@ def test_prompts_that_are_held_make_room_one_by_one_when_kv_waits_for_blocks(
     assert gave_way() == []  # nobody waits
     waiting = begin(scheduler, "r", receiving(b"r" * 16, 16))
     assert gave_way() == []
-    clock.now += GIVE_WAY_S + 0.01
+    clock.now += SETTINGS.yield_after_s + 0.01
     assert gave_way() == [b"a" * 16]
     assert gave_way() == []
-    clock.now += GIVE_WAY_APART_S
+    clock.now += SETTINGS.yield_apart_s
     assert gave_way() == [b"b" * 16]
-    clock.now += GIVE_WAY_APART_S
+    clock.now += SETTINGS.yield_apart_s
     assert gave_way() == [b"a" * 16]  # it was on its way to its receiver, and stayed
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([3],))
     scheduler.update_state_after_alloc(waiting, blocks, 16)
-    clock.now += GIVE_WAY_APART_S
+    clock.now += SETTINGS.yield_apart_s
     assert gave_way() == []
 
 
@@ -429,7 +431,7 @@ def test_a_step_writes_for_a_short_while_and_the_rest_is_for_the_next(
     receiver = worker.hub.receivers[b"t" * 16] = Receiver(b"t" * 16, [piece(n % LAYERS) for n in range(100)])
     forward(worker, StepWork(loads=[load_work("r", b"t" * 16)], computing=computing))
     written = sum(writer.written for writer in worker.writers)
-    bound = (WRITE_S if computing else IDLE_WRITE_S) / 0.0004
+    bound = (SETTINGS.write_s if computing else SETTINGS.idle_write_s) / 0.0004
     assert bound <= written <= bound + 1
     assert worker.hub.news == 1  # the engine is not to sleep on it
     applied = [receiver.was_applied]

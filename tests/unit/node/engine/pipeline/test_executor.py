@@ -19,7 +19,6 @@ from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.kvtransport.wire.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.wire.tickets import issue_link
-from p2pserve.node.engine.pipeline import pipes, warm_up
 from p2pserve.node.engine.pipeline.executor import PipelineExecutor
 from p2pserve.node.engine.pipeline.pipes import (
     ActivationsOutput,
@@ -36,6 +35,7 @@ from p2pserve.node.engine.pipeline.stage import check_pipeline
 from p2pserve.node.engine.pipeline.stage_workers import StageWorkers
 from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Call, CallFailed, CallResult
 from p2pserve.node.engine.protocol import EngineConfig, PipeEnd
+from p2pserve.node.engine.settings import PIPELINE_DEFAULTS, PipelineSettings
 
 PATIENT = PipeSettings(beat_s=30, lost_s=60)
 
@@ -78,10 +78,10 @@ class Local:
 class Setting:
     """A head of two stages; `other` is the far end of its control pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PipelineSettings = PIPELINE_DEFAULTS) -> None:
         self.lost: list[PipelineError] = []
         pipe, self.other = piped()
-        self.stage = RemoteWorker("stage 1", pipe, self.lost.append)
+        self.stage = RemoteWorker("stage 1", pipe, self.lost.append, settings)
         self.head: Any = object.__new__(PipelineExecutor)
         self.head._sampling = []
         self.head.workers = StageWorkers()
@@ -106,9 +106,12 @@ class Setting:
         return self.head.sample_tokens(None, non_block=True) if tokens else first
 
 
+LOOKS = PipelineSettings(look_s=20.0, look_on_one_core=True)
+
+
 @pytest.fixture
-def setting() -> Iterator[Setting]:
-    made = Setting()
+def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
+    made = Setting(getattr(request, "param", PipelineSettings()))
     yield made
     made.other.close()
     made.stage.close("")
@@ -160,9 +163,8 @@ def test_a_step_without_tokens_is_answered_at_once(setting: Setting) -> None:
     assert step.result().sampled_token_ids == [[5]]
 
 
-def test_the_head_exercises_while_it_looks_for_an_answer(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "_HAS_CORES", True)
-    monkeypatch.setattr(pipes, "LOOK_S", 20)
+@pytest.mark.parametrize("setting", [LOOKS], indirect=True)
+def test_the_head_keeps_its_layers_warm_while_it_looks_for_an_answer(setting: Setting) -> None:
     calls = setting.head.workers.worker.calls
     for delay_s in (0, 0.05):  # what has come soon is looked for the next time
         assert "warm_up" not in calls
@@ -199,7 +201,7 @@ class Box:
     def __init__(self) -> None:
         self.lost: list[PipelineError] = []
         pipe, self.other = piped()
-        self.workers = StageWorkers([RemoteWorker("worker 1 of stage 2", pipe, self.lost.append)])
+        self.workers = StageWorkers([RemoteWorker("worker 1 of stage 2", pipe, self.lost.append, PipelineSettings())])
         self.workers.worker = self
         self.free = 7
 
@@ -298,7 +300,10 @@ def test_a_stage_that_is_alive_but_silent_is_given_up(setting: Setting) -> None:
 def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
     one, two = piped()
     lost: list[PipelineError] = []
-    out, into = ActivationsOutput(one, 1, lost.append), PipeInput(two, "stage 0", lost.append)
+    out, into = (
+        ActivationsOutput(one, 1, lost.append, PipelineSettings()),
+        PipeInput(two, "stage 0", lost.append, PipelineSettings()),
+    )
     for n in range(5):
         out.put(partial(Activations, n % 2 == 0, {}), at_once=n != 2)  # the third by a thread, those behind it after it
     assert [into.get().merged for _ in range(5)] == [True, False] * 2 + [True]
@@ -312,14 +317,14 @@ def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
 class Heard:
     """A reader, the far end of its pipe, and who has handed on what."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PipelineSettings = PIPELINE_DEFAULTS) -> None:
         self.messages: list[object] = []
         self.threads: list[threading.Thread] = []
         self.ends: list[str] = []
         self.ended = threading.Event()
-        self.exercises = 0
+        self.warm_ups = 0
         pipe, self.other = piped()
-        self.reader = PipeReader(pipe, "a reader", self._on_message, self._on_end)
+        self.reader = PipeReader(pipe, "a reader", self._on_message, self._on_end, settings)
 
     def say(self, message: object) -> None:
         self.other.send(CODEC.encode(message))
@@ -332,7 +337,7 @@ class Heard:
         assert self.reader.read_until(lambda: len(self.messages) >= count, 30, self._warm_up)
 
     def _warm_up(self) -> None:
-        self.exercises += 1
+        self.warm_ups += 1
 
     def _on_message(self, message: object) -> None:
         self.threads.append(threading.current_thread())
@@ -343,9 +348,8 @@ class Heard:
         self.ended.set()
 
 
-def test_who_waits_for_a_message_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "REST_S", 60)
-    heard = Heard()
+def test_who_waits_for_a_message_reads_it() -> None:
+    heard = Heard(PipelineSettings(rest_s=60.0))
     heard.say(1)
     heard.wait_for(1)
     assert heard.threads == [threading.current_thread()]
@@ -366,9 +370,8 @@ def test_what_nobody_waits_for_is_heard_all_the_same() -> None:
     assert not heard.reader.read_until(lambda: False)
 
 
-def test_all_who_read_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "REST_S", 0)  # its own thread wants to read as much as those who wait
-    heard = Heard()
+def test_all_who_read_take_turns() -> None:
+    heard = Heard(PipelineSettings(rest_s=0.0))  # its own thread wants to read as much as those who wait
     count = 1500
     began = time.monotonic()
     with ThreadPoolExecutor(3) as threads:
@@ -385,13 +388,10 @@ def test_all_who_read_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(heard.ends) == 1
 
 
-@pytest.mark.parametrize("has_cores", [True, False])
-def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyPatch, has_cores: bool) -> None:
-    monkeypatch.setattr(pipes, "REST_S", 60)
-    monkeypatch.setattr(pipes, "LOOK_S", 20)
-    monkeypatch.setattr(pipes, "_HAS_CORES", has_cores)
-    monkeypatch.setattr(warm_up, "MESSAGE_EVERY_S", 0)  # after each look, which nobody may hear
-    heard = Heard()
+def heard_after(settings: PipelineSettings, monkeypatch: pytest.MonkeyPatch, *, pause_s: float = 0.0) -> Heard:
+    """A reader whose first message has come at once, and the second at its third look, or after a pause. Each look is
+    noted as a warm-up."""
+    heard = Heard(settings)
     looks: list[None] = []
 
     def look() -> None:
@@ -402,22 +402,24 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "sched_yield", look)
     heard.say(1)
     heard.wait_for(1)
-    assert not looks
-    if not has_cores:
-        threading.Timer(0.02, heard.say, (2,)).start()
+    assert not looks  # it was there
+    if pause_s:
+        threading.Timer(pause_s, heard.say, (2,)).start()
     heard.wait_for(2)
-    assert heard.exercises == len(looks) == (3 if has_cores else 0)
     assert heard.messages == [1, 2]
-    monkeypatch.setattr(pipes, "LOOK_S", 0)  # so that the next wait is too long
-    heard.say(3)
-    heard.wait_for(3)
-    looks.clear()
-    threading.Timer(0.02, heard.say, (4,)).start()
-    heard.wait_for(4)
-    assert not looks
-    assert heard.exercises == (3 if has_cores else 0)
+    assert heard.warm_ups == len(looks)
     heard.other.close()
     assert heard.ended.wait(20)
+    return heard
+
+
+def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = PipelineSettings(look_s=20.0, look_on_one_core=True, rest_s=60.0, message_warm_up_s=0.0)
+    assert heard_after(looks, monkeypatch).warm_ups == 3
+
+
+def test_who_may_not_look_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert heard_after(PipelineSettings(look_s=0.0, rest_s=60.0), monkeypatch, pause_s=0.02).warm_ups == 0
 
 
 def test_pipes_that_cannot_be_opened_name_the_stage() -> None:
@@ -425,10 +427,10 @@ def test_pipes_that_cannot_be_opened_name_the_stage() -> None:
         port = server.getsockname()[1]
     end = PipeEnd(stage=2, kind="data", ticket=issue_link(60, secrets.token_bytes), dial=DialPath("127.0.0.1", port))
     with pytest.raises(StageLost, match=f"no data pipe to stage 2: 127.0.0.1:{port}"):
-        open_pipes([end], PipeConnections([end]), timeout_s=0.01)
+        open_pipes([end], PipeConnections([end]), PipelineSettings(connect_s=0.01))
     ends = [PipeEnd(stage=0, kind="control", ticket=end.ticket)]
     with pytest.raises(StageLost, match="no control pipe to stage 0: it has not come"):
-        open_pipes(ends, PipeConnections(ends), timeout_s=0.01)
+        open_pipes(ends, PipeConnections(ends), PipelineSettings(connect_s=0.01))
 
 
 def test_connections_of_others_are_left_to_them() -> None:

@@ -10,8 +10,10 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
-from p2pserve.node.engine.pipeline import warm_up
-from p2pserve.node.engine.pipeline.warm_up import LAYER_EVERY_S, LayerWarmUp, small_products
+from p2pserve.node.engine.pipeline.warm_up import LayerWarmUp, small_products
+from p2pserve.node.engine.settings import PipelineSettings
+
+SETTINGS = PipelineSettings()
 
 
 @pytest.fixture(autouse=True)
@@ -31,28 +33,27 @@ def linear(inputs: int, outputs: int) -> LinearBase:
 def test_parts_take_turns_one_at_a_time() -> None:
     now = 100.0
     done: list[str] = []
-    warming = LayerWarmUp([lambda: done.append("first"), lambda: done.append("second")], lambda: now)
+    warming = LayerWarmUp([lambda: done.append("first"), lambda: done.append("second")], SETTINGS, lambda: now)
     warming.run_if_due()
     warming.run_if_due()  # no time has passed
     assert done == ["first"]
-    for pause in (LAYER_EVERY_S / 2, LAYER_EVERY_S, 10_000.0):
+    for pause in (SETTINGS.layer_warm_up_s / 2, SETTINGS.layer_warm_up_s, 10_000.0):
         now += pause
         warming.run_if_due()
     assert done == ["first", "second", "first"]
 
 
 def test_there_may_be_nothing_to_do() -> None:
-    LayerWarmUp([]).run_if_due()
+    LayerWarmUp([], SETTINGS).run_if_due()
 
 
-def test_products_are_those_of_small_matrices_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "MAX_WEIGHT_BYTES", 8 * 6 * 4)
+def test_products_are_those_of_small_matrices_and_change_nothing() -> None:
     small, large = linear(8, 6), linear(8, 7)
     model = torch.nn.Sequential(small, torch.nn.Linear(4, 4), torch.nn.Sequential(large))
-    (product,) = small_products(model)
+    (product,) = small_products(model, 8 * 6 * 4)
     computed: list[torch.Tensor] = []
     small.register_forward_hook(lambda layer, given, found: computed.append(found[0]))
-    LayerWarmUp([product]).run_if_due()
+    LayerWarmUp([product], SETTINGS).run_if_due()
     (found,) = computed
     assert torch.equal(found, torch.zeros(1, 6))
 
@@ -61,10 +62,10 @@ def test_shares_of_a_matrix_are_left_alone() -> None:
     """Their products would be added up among all workers, who wait for one another."""
     share = linear(8, 6)
     share.tp_size = 2
-    assert small_products(share) == []
+    assert small_products(share, 1 << 20) == []
 
 
 def test_what_is_quantized_is_left_alone() -> None:
     quantized = linear(8, 6)
     quantized.quant_method = object()  # type: ignore[assignment]
-    assert small_products(quantized) == []
+    assert small_products(quantized, 1 << 20) == []

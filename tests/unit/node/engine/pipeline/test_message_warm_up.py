@@ -10,7 +10,10 @@ import torch
 
 from p2pserve.node.engine.pipeline import warm_up
 from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, CallResult
-from p2pserve.node.engine.pipeline.warm_up import MAX_MESSAGE_BYTES, MESSAGE_EVERY_S, MessageWarmUp
+from p2pserve.node.engine.pipeline.warm_up import MessageWarmUp
+from p2pserve.node.engine.settings import PipelineSettings
+
+SETTINGS = PipelineSettings()
 
 
 class Counting:
@@ -33,7 +36,7 @@ class Stage:
     def __init__(self, codec: Counting) -> None:
         self.now = 100.0
         self.codec = codec
-        self.warm_up = MessageWarmUp(lambda: self.now)
+        self.warm_up = MessageWarmUp(SETTINGS, lambda: self.now)
 
     def remember(self, value: object) -> None:
         self.warm_up.remember([memoryview(buffer) for buffer in CODEC.encode(value)])
@@ -59,9 +62,9 @@ def test_the_last_message_goes_to_and_fro_now_and_then(stage: Stage) -> None:
     stage.remember(CallResult(1, "first"))
     assert stage.run_if_due() == [CallResult(1, "first")] * 2
     stage.remember(CallResult(2, "second"))
-    stage.now += MESSAGE_EVERY_S / 2
+    stage.now += SETTINGS.message_warm_up_s / 2
     assert stage.run_if_due() == []
-    stage.now += MESSAGE_EVERY_S
+    stage.now += SETTINGS.message_warm_up_s
     assert stage.run_if_due() == [CallResult(2, "second")] * 2
 
 
@@ -78,7 +81,7 @@ def activations(size: int) -> Activations:
 
 @pytest.mark.parametrize(
     ("message", "expected"),
-    [(activations(MAX_MESSAGE_BYTES // 2), 2), (activations(MAX_MESSAGE_BYTES), 0)],
+    [(activations(SETTINGS.max_message_bytes // 2), 2), (activations(SETTINGS.max_message_bytes), 0)],
     ids=["small", "large"],
 )
 def test_a_large_message_is_not_repeated(stage: Stage, message: Activations, expected: int) -> None:
