@@ -50,8 +50,7 @@ class _Process:
 
     def submit(self, job: Callable[[], None]) -> threading.Event:
         """Do `job` after those before it; the event says when. A process may end without waiting
-        for that.
-        """
+        for that."""
         done = threading.Event()
         with self.lock:
             self._jobs.put((job, done))
@@ -89,8 +88,7 @@ def set_mode(wanted: KernelMode | str) -> None:
 
 def restart() -> None:
     """Forget the mode and what has been coded, as in a process that begins; what is being built
-    goes on.
-    """
+    goes on."""
     with _PROCESS.lock:
         _PROCESS.mode, _PROCESS.coded_bytes = None, 0
 
@@ -107,8 +105,7 @@ def ready(nbytes: int) -> bool:
 
 def submit(job: Callable[[], None]) -> threading.Event:
     """Do `job` in the thread that builds, after what is waiting there; the event says when it is
-    done.
-    """
+    done."""
     return _PROCESS.submit(job)
 
 

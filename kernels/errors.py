@@ -7,8 +7,7 @@ __all__ = ["CodecError", "NonFiniteError", "PayloadError", "TensorError"]
 
 class CodecError(ValueError):
     """A KV block cannot be encoded or decoded. The message names layer, tensor and position where
-    they are known.
-    """
+    they are known."""
 
 
 class TensorError(CodecError):
@@ -17,11 +16,9 @@ class TensorError(CodecError):
 
 class NonFiniteError(TensorError):
     """A value is NaN, infinite or too large to quantise; the message says at which layer, tensor
-    and position.
-    """
+    and position."""
 
 
 class PayloadError(CodecError):
     """The bytes are not a payload of this format for this geometry (length, version, dtype,
-    parameters).
-    """
+    parameters)."""

@@ -40,8 +40,7 @@ HEADER_BYTES = 16
 """Of every payload but `raw`'s: u8 version | u8 dtype16 (0 bf16, 1 fp16) | 14 bytes 0.
 
 Long enough that the sections behind it begin at multiples of 16 for ordinary heads: wide loads and
-stores.
-"""
+stores."""
 
 LARGEST = 2.0**120
 """Bound on |x|: up to here neither a range (2 |x|) nor anything decoded leaves fp32 or bf16."""
@@ -90,8 +89,7 @@ class BlockLayout:
 
     Groups are cut at multiples of the *prompt position* `start + i`, not of the block, so that the
     values a receiver gets do not depend on how prefill happened to be chunked. A codec derives its
-    own layout from this.
-    """
+    own layout from this."""
 
     start: int
     tokens: int
@@ -107,8 +105,7 @@ class BlockLayout:
     @cached_property
     def quantised(self) -> slice:
         """The tokens of the block that are quantised. The others travel in 16 bit behind the
-        header: K, then V.
-        """
+        header: K, then V."""
         return slice(0, self.tokens)
 
     @cached_property
@@ -129,35 +126,29 @@ class CodecPath(Protocol):
     """One implementation of a codec, usually a module; all of one codec write the same bytes.
 
     It works on the quantised tokens of a block, `[tokens, heads, head_dim]` in 16 bit, and on a
-    whole payload. `layout` is what the codec's own `Codec.layout` makes.
-    """
+    whole payload. `layout` is what the codec's own `Codec.layout` makes."""
 
     def quantise(self, k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Any) -> bool | None:
         """Fill the codec's sections. False: some values are not finite or too large, and what was
-        written is void.
-        """
+        written is void."""
 
     def dequantise(self, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any) -> bool | None:
         """Fill `k` and `v`, both contiguous. False: no encoder writes such parameters, and the
-        values are void.
-        """
+        values are void."""
 
 
 class ReferencePath(CodecPath, Protocol):
     """Plain torch, step by step: the specification, and what runs where nothing faster does. Never
-    returns None.
-    """
+    returns None."""
 
     def require_sound(self, payload: torch.Tensor, dtype: torch.dtype, layout: Any, layer: int) -> None:
         """Raise PayloadError for the first parameter or 16-bit value that no encoder writes, if
-        any.
-        """
+        any."""
 
 
 class NativePath(CodecPath, Protocol):
     """C++ for tensors of a CPU. Returns None where there is no library (yet), or for heads that it
-    does not take.
-    """
+    does not take."""
 
     def available(self) -> bool:
         """Whether the library is there, or has now been built."""
@@ -165,8 +156,7 @@ class NativePath(CodecPath, Protocol):
 
 class GpuPath(Protocol):
     """Triton for tensors of a GPU. Only puts work on the current stream: raises `flag` (int32
-    `[1]`) where a CodecPath would return False.
-    """
+    `[1]`) where a CodecPath would return False."""
 
     def quantise(
         self, k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Any, flag: torch.Tensor
@@ -184,8 +174,7 @@ class Codec:
 
     `layout` is called with start, tokens, heads and head_dim of a block. The paths are loaded when
     they are first used, because they import torch; a codec without a reference carries the bits of
-    the tensors as they are.
-    """
+    the tensors as they are."""
 
     name: str
     """In tickets, settings and tables."""
@@ -215,8 +204,7 @@ def layout_of(codec: Codec, start: int, tokens: int, heads: int, head_dim: int) 
 
 def payload_bytes(codec: Codec, dtype: WireDtype, *, start: int, tokens: int, heads: int, head_dim: int) -> int:
     """Exact length of a payload. Known before the data, so that buffers can be reserved and lies
-    refused.
-    """
+    refused."""
     return layout_of(codec, start, tokens, heads, head_dim).payload_bytes(dtype)
 
 
@@ -225,6 +213,5 @@ def equal_groups(channels: int, least: int) -> int:
     one.
 
     For 32: groups of 32 for head_dim 64, 96, 128 and 256; two of 40 for 80; a head below 64 is one
-    group.
-    """
+    group."""
     return next(count for count in range(max(1, channels // least), 0, -1) if channels % count == 0)

@@ -58,8 +58,7 @@ class Library:
 
     def get(self) -> ctypes.CDLL | None:
         """The library. None while it is being built (in mode `auto`), in mode `eager`, or where it
-        cannot be built.
-        """
+        cannot be built."""
         chosen = mode()
         if chosen is KernelMode.EAGER:
             return None
@@ -87,8 +86,7 @@ def address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 def section_addresses(payload: torch.Tensor, layout: BlockLayout) -> list[ctypes.c_void_p]:
     """Where each section of a payload begins. Cheap: views of the sections would take a tenth of a
-    kernel's time.
-    """
+    kernel's time."""
     *starts, _ = accumulate(layout.section_bytes, initial=payload.data_ptr())
     return [ctypes.c_void_p(start) for start in starts]
 

@@ -17,8 +17,7 @@ __all__ = ["Unsound", "decode", "encode", "require_sound"]
 
 Unsound = bool | torch.Tensor
 """Whether something is unsound: known at once, or one number on the codec's device
-(`blocks.known`).
-"""
+(`blocks.known`)."""
 
 
 def encode(codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: BlockLayout) -> Unsound:
@@ -60,8 +59,7 @@ def require_sound(codec: Codec, data: torch.Tensor, dtype: torch.dtype, layout: 
 
 def _plain(payload: torch.Tensor, layout: BlockLayout, sixteen: torch.dtype) -> tuple[torch.Tensor, ...] | None:
     """K and V of the tokens that are not quantised, `[tokens, heads, head_dim]`; None where there
-    are none.
-    """
+    are none."""
     count = layout.tokens - (layout.quantised.stop - layout.quantised.start)
     if not count:
         return None

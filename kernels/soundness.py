@@ -27,8 +27,7 @@ class Soundness:
     for the device.
 
     What the codec read must stay as it is until then, or else the error cannot say where the
-    unsound value was.
-    """
+    unsound value was."""
 
     _unsound: bool | torch.Tensor
     """A tensor: in memory of the host, filled by `_moment`; not 0 where something is unsound."""
@@ -38,8 +37,7 @@ class Soundness:
     @classmethod
     def of(cls, unsound: bool | torch.Tensor, explain: Callable[[], NoReturn]) -> Soundness:
         """`unsound` as a codec gives it: a tensor is one number on the codec's device. `explain`
-        raises the error.
-        """
+        raises the error."""
         if isinstance(unsound, bool):
             return cls(unsound, None, explain)
         # To pinned memory, as torch allocates it for copies that do not wait.
@@ -48,8 +46,7 @@ class Soundness:
 
     def raise_if_unsound(self) -> None:
         """Raise what the codec has to say of the block, if anything. Waits for its stream to get
-        there.
-        """
+        there."""
         if self._moment is not None:
             self._moment.synchronize()
         if bool(self._unsound):
@@ -66,8 +63,7 @@ SOUND = Soundness(False, None, _explain_nothing)
 
 def record_moment(device: torch.device) -> Moment:
     """This point of the stream that is current on the device. Who waits for it sleeps, rather than
-    spins.
-    """
+    spins."""
     moment = torch.cuda.Event(blocking=True)
     moment.record(torch.cuda.current_stream(device))
     return moment

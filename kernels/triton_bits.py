@@ -39,8 +39,7 @@ def nearby(x: tl.tensor) -> tl.tensor:
     """The whole number nearest to |x| < 2**22, ties to even, as fp32.
 
     Where `x` is a product that is not exact, launch with `enable_fp_fusion=False`: fused, it would
-    be rounded once.
-    """
+    be rounded once."""
     return (x + 12582912.0) - 12582912.0
 
 

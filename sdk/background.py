@@ -41,8 +41,7 @@ class ClientJob(Generic[S, T]):
 
     async def run(self, session: S) -> None:
         """In the network's thread: do the work. An error that is no ClientError ends that thread
-        too.
-        """
+        too."""
         try:
             with self._scope:
                 await self._work(session, self.mailbox)

@@ -109,8 +109,7 @@ def _explain(error: BaseException) -> int | None:
 
 def _discard_output() -> None:
     """Let what is still to be written go nowhere: the interpreter would complain again when it
-    flushes at exit.
-    """
+    flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -16,6 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final, overload
@@ -36,6 +37,7 @@ Messages = list[dict[str, str]]
 Letter = TextDelta | Generation
 T = TypeVar("T")
 Work = Callable[[Session, Mailbox[T]], Awaitable[None]]
+Connect = Callable[[], AbstractAsyncContextManager[Session]]
 
 
 async def _serve_generate(body: Generate, session: Session, mailbox: Mailbox[Letter]) -> None:
@@ -53,16 +55,17 @@ async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
 @final
 class _Connection:
     """The network thread of a client: started when first needed, and again after an attempt that
-    failed.
-    """
+    failed."""
 
-    def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float) -> None:
-        where, secret = network_address(bootstrap, token)
-        check_target(where, secret)
+    def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float, connect: Connect | None) -> None:
         given: object = timeout_s  # whatever an untyped program passes
         if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
             raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a number of seconds above 0")
-        self.connect = partial(open_session, where, secret, timeout_s)
+        if connect is None:
+            where, secret = network_address(bootstrap, token)
+            check_target(where, secret)
+            connect = partial(open_session, where, secret, timeout_s)
+        self._connect = connect
         self._lock = threading.Lock()
         self._background: Background[Session] | None = None
         self._closed = False
@@ -76,7 +79,7 @@ class _Connection:
                 self._background.close()  # its thread is about to end
                 self._background = None
             if self._background is None:
-                self._background = Background(self.connect)
+                self._background = Background(self._connect)
             return self._background
 
     def end(self) -> Background[Session] | None:
@@ -96,23 +99,37 @@ class _Connection:
         return "closed" if self._closed else repr(self._background or "not connected")
 
 
-@final
-class GenerationStream:
-    """An answer as it is decoded: iterate over its `TextDelta`s, then read `result`.
-
-    Closing it, also by leaving a `with` block, cancels the request on the network unless it has
-    ended.
-    """
+class _Answering:
+    """An answer on its way: the job that brings it, and the whole of it once it has come."""
 
     def __init__(self, job: ClientJob[Session, Letter]) -> None:
         self._job = job
         self._result: Generation | None = None
+        # A stream that nobody holds any more cancels its request as if it had been closed.
         self._abandon = weakref.finalize(self, job.cancel)
 
     @property
     def result(self) -> Generation:
         """The complete answer. Raises RequestFailed while there is none."""
-        return _result(self._result)
+        if self._result is None:
+            raise RequestFailed("result: the answer is not complete; iterate over the stream to its end first")
+        return self._result
+
+    def _new_text(self, letter: Letter) -> TextDelta | None:
+        """What a letter adds to the text; None for the last one, which is the result."""
+        if isinstance(letter, TextDelta):
+            return letter
+        self._result = letter
+        self._abandon()
+        return None
+
+
+@final
+class GenerationStream(_Answering):
+    """An answer as it is decoded: iterate over its `TextDelta`s, then read `result`.
+
+    Closing it, also by leaving a `with` block, cancels the request on the network unless it has
+    ended."""
 
     def close(self) -> None:
         """Stop here."""
@@ -125,17 +142,15 @@ class GenerationStream:
         if self._result is not None:
             raise StopIteration
         try:
-            letter = self._job.mailbox.take()
+            new = self._new_text(self._job.mailbox.take())
         except EndOfMail:
             raise StopIteration from None
         except BaseException:  # also KeyboardInterrupt: nobody will read on
             self.close()
             raise
-        if isinstance(letter, TextDelta):
-            return letter
-        self._result = letter
-        self.close()
-        raise StopIteration
+        if new is None:
+            raise StopIteration
+        return new
 
     def __enter__(self) -> Self:
         return self
@@ -147,20 +162,8 @@ class GenerationStream:
 
 
 @final
-class AsyncGenerationStream:
-    """An answer as it is decoded, for `async for`; see `GenerationStream`. Under asyncio and under
-    trio.
-    """
-
-    def __init__(self, job: ClientJob[Session, Letter]) -> None:
-        self._job = job
-        self._result: Generation | None = None
-        self._abandon = weakref.finalize(self, job.cancel)
-
-    @property
-    def result(self) -> Generation:
-        """The complete answer. Raises RequestFailed while there is none."""
-        return _result(self._result)
+class AsyncGenerationStream(_Answering):
+    """An answer as it is decoded, for `async for`; see `GenerationStream`. For asyncio and trio."""
 
     async def aclose(self) -> None:
         """Stop here."""
@@ -173,17 +176,15 @@ class AsyncGenerationStream:
         if self._result is not None:
             raise StopAsyncIteration
         try:
-            letter = await self._job.mailbox.take_async()
+            new = self._new_text(await self._job.mailbox.take_async())
         except EndOfMail:
             raise StopAsyncIteration from None
         except BaseException:  # also a cancellation: nobody will read on
             self._abandon()
             raise
-        if isinstance(letter, TextDelta):
-            return letter
-        self._result = letter
-        self._abandon()
-        raise StopAsyncIteration
+        if new is None:
+            raise StopAsyncIteration
+        return new
 
     async def __aenter__(self) -> Self:
         return self
@@ -203,13 +204,21 @@ class Client:
             left out, what P2PSERVE_BOOTSTRAP says.
         token: the join token when `bootstrap` is an address; left out, what P2PSERVE_TOKEN says.
         timeout_s: how long to try to reach the network, and to look for a node that serves.
+        connect: makes the session instead of joining at an address, for tests of what uses a client.
 
     Raises:
         InvalidAddress: the address or the token is malformed.
     """
 
-    def __init__(self, bootstrap: str | None = None, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        self._connection = _Connection(bootstrap, token, timeout_s)
+    def __init__(
+        self,
+        bootstrap: str | None = None,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        connect: Connect | None = None,
+    ) -> None:
+        self._connection = _Connection(bootstrap, token, timeout_s, connect)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __repr__(self) -> str:
@@ -247,8 +256,7 @@ class Client:
 
         See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent,
         ConnectionFailed, RequestFailed or DeadlineExceeded; with `stream=True` the stream raises
-        the latter three.
-        """
+        the latter three."""
         body = build_request(prompt, messages, options)
         answer = GenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
         if stream:
@@ -264,8 +272,7 @@ class Client:
 
     def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,
-        InvalidAddress.
-        """
+        InvalidAddress."""
         self._call(_serve_ready)
 
     def close(self) -> None:
@@ -297,8 +304,15 @@ class Client:
 class AsyncClient:
     """A client for trio and asyncio. See `Client` for the arguments."""
 
-    def __init__(self, bootstrap: str | None = None, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        self._connection = _Connection(bootstrap, token, timeout_s)
+    def __init__(
+        self,
+        bootstrap: str | None = None,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        connect: Connect | None = None,
+    ) -> None:
+        self._connection = _Connection(bootstrap, token, timeout_s, connect)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __repr__(self) -> str:
@@ -333,8 +347,7 @@ class AsyncClient:
         **options: Unpack[GenerateOptions],
     ) -> Coroutine[Any, Any, Generation] | AsyncGenerationStream:
         """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with
-        `async for`.
-        """
+        `async for`."""
         body = build_request(prompt, messages, options)
         if not stream:
             return self._generate(body)
@@ -353,8 +366,7 @@ class AsyncClient:
 
     async def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,
-        InvalidAddress.
-        """
+        InvalidAddress."""
         await self._call(_serve_ready)
 
     async def aclose(self) -> None:
@@ -388,9 +400,3 @@ class AsyncClient:
             return await job.mailbox.take_async()
         finally:
             job.cancel()
-
-
-def _result(result: Generation | None) -> Generation:
-    if result is None:
-        raise RequestFailed("result: the answer is not complete; iterate over the stream to its end first")
-    return result

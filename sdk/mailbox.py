@@ -99,8 +99,7 @@ def async_waiter() -> AsyncWaiter:
 @final
 class Mailbox(Generic[T]):
     """Letters from any thread to one consumer at a time, in order. Unbounded: an answer has a
-    bounded length.
-    """
+    bounded length."""
 
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may close a mailbox in the middle of a `put` to it.
@@ -124,8 +123,7 @@ class Mailbox(Generic[T]):
 
     def close(self, error: BaseException | None = None) -> None:
         """No more letters. Once all have been taken the consumer gets `error`, or `EndOfMail`.
-        First call counts.
-        """
+        First call counts."""
         with self._lock:
             if not self._closed:
                 self._closed, self._error = True, error
@@ -151,8 +149,7 @@ class Mailbox(Generic[T]):
 
     def _ready(self, waiter: Waiter) -> bool:
         """Whether there is a letter; if not, `waiter` is woken by the next. Raises what `close`
-        was given.
-        """
+        was given."""
         with self._lock:
             if self._letters:
                 return True

@@ -40,8 +40,7 @@ QUEUED = 24
 """Blocks in a row on a GPU; all their launches fit into its queue."""
 HOLD_BYTES, HOLD_COPIES = 2**28, 64
 """Copies that keep a GPU busy, 8 ms of an H200 by its bandwidth, while the blocks behind them are
-queued.
-"""
+queued."""
 START = 512  # past the exempt tokens, at a multiple of every codec's groups: one block out of a longer prompt
 
 

@@ -48,8 +48,7 @@ __all__ = [
 BATCH = 10  # continuations at once
 KV4_BITS, KV4_PERPLEXITY, FP8_PERPLEXITY = 4.5, 3.0, 1.0
 """Most bits per element, and by how many percent the perplexity may be worse than `raw`'s: far
-above what is measured, far below what a broken codec does.
-"""
+above what is measured, far below what a broken codec does."""
 ROUGES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rouge_l": "ROUGE-L"}
 
 
@@ -105,8 +104,7 @@ QUICK = Sample(
 @dataclass(frozen=True, slots=True)
 class ModelReport:
     """What the model says: codec -> value; of `kv4` minus `kivi4`, figure -> mean and standard
-    error.
-    """
+    error."""
 
     perplexity: dict[str, float]
     divergence: dict[str, float]

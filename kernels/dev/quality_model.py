@@ -47,8 +47,7 @@ class TokenScores:
 
     `loss`: of the token that came. `divergence`: KL(prediction after `raw` || prediction after the
     codec), which looks at all tokens that might have come and so tells codecs apart that the loss
-    does not.
-    """
+    does not."""
 
     loss: torch.Tensor
     divergence: torch.Tensor
@@ -61,8 +60,7 @@ class TokenScores:
 
 class Window(NamedTuple):
     """A run of a text: where it starts, the first token to score in it, and its ids with the one
-    after it.
-    """
+    after it."""
 
     start: int
     first_scored: int
@@ -79,8 +77,7 @@ class BundledModel:
 
     def __init__(self, source: Callable[[str], str] = module_source) -> None:
         """Load the model; `source` gives a module's text. Raises ModuleNotFoundError without
-        transformers.
-        """
+        transformers."""
         from tokenizers import Tokenizer
         from transformers import AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -108,8 +105,7 @@ class BundledModel:
         """The scored tokens of the windows after every codec; `advance` after every window of each.
 
         All codecs go through a window before the next one comes, so that one window's predictions
-        after `raw` are all that is kept of them.
-        """
+        after `raw` are all that is kept of them."""
         losses: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         divergences: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         for window in windows:
@@ -124,8 +120,7 @@ class BundledModel:
 
     def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
         """`count` greedy tokens after each of `[prompts, tokens]`, from a cache that came through
-        the codec.
-        """
+        the codec."""
         self._codec = "raw"
         found = []
         with torch.inference_mode():
@@ -157,8 +152,7 @@ class BundledModel:
 
     def _predictions(self, codec: str, window: torch.Tensor, scored: int) -> torch.Tensor:
         """Log-probabilities `[tokens, vocabulary]` of what follows each token of the window from
-        `scored` on.
-        """
+        `scored` on."""
         self._codec = codec
         with torch.inference_mode():
             logits: torch.Tensor = self._model(input_ids=window[None, :-1], use_cache=False).logits[0, scored:]
@@ -181,8 +175,7 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 def cut_windows(ids: torch.Tensor) -> Iterator[Window]:
     """Windows of 2048 tokens that overlap by half, as in the model's own evaluation.
 
-    So a token past the first window is predicted from at least 1024 tokens before it.
-    """
+    So a token past the first window is predicted from at least 1024 tokens before it."""
     scored, start = 1, 0  # the first token is given
     while scored < len(ids):
         window = ids[start : start + WINDOW_TOKENS + 1]

@@ -27,8 +27,7 @@ class Rouge:
 
 def rouge(reference: str, text: str) -> Rouge:
     """How much of `reference` is in `text` and the reverse; 1 for the same words, even for none or
-    only one.
-    """
+    only one."""
     expected, found = (_WORD.findall(given.lower()) for given in (reference, text))
     if expected == found:
         return Rouge(1.0, 1.0, 1.0)

@@ -20,8 +20,7 @@ RUN_TOKENS: Final = 32
 
 class Fp8Layout(BlockLayout):
     """Where each section of one fp8 payload begins and ends. Groups at the ends of a block may be
-    shorter.
-    """
+    shorter."""
 
     @cached_property
     def lead(self) -> int:

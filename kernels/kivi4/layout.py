@@ -19,8 +19,7 @@ class Kivi4Layout(BlockLayout):
     """Where each section of one kivi4 payload begins and ends.
 
     Tokens whose group is not wholly in the block are its residual: `lead` of them before the first
-    whole group, and those behind the last.
-    """
+    whole group, and those behind the last."""
 
     @cached_property
     def lead(self) -> int:

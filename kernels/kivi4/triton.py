@@ -23,8 +23,7 @@ COLUMNS = 64
 
 _LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 """One warp: no reduction then needs shared memory or a barrier, and 16 wide loads per thread are
-under way at once.
-"""
+under way at once."""
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor) -> None:
@@ -49,8 +48,7 @@ def _groups(
     k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], ...]:
     """Values, zeros (the scales stand right behind them), codes and width of the groups of K and
-    of V.
-    """
+    of V."""
     sections = Kivi4Sections.of(payload, layout, k.dtype)
     width = layout.head_dim // layout.value_groups
     return (k, sections.key_zeros, sections.key_codes, GROUP), (v, sections.value_zeros, sections.value_codes, width)
@@ -126,8 +124,7 @@ def dequantise_kernel(
 @triton.jit  # type: ignore[misc]
 def _no_scale(scale: tl.tensor) -> tl.tensor:
     """Whether no encoder writes this scale: beyond `LARGEST_SCALE` of the reference, less than 0
-    or NaN.
-    """
+    or NaN."""
     bits = scale.to(tl.int32, bitcast=True)
     return ((bits < 0) & (scale != 0.0)) | (bits > 0x7A800000)
 

@@ -25,13 +25,11 @@ VALUE_GROUP_CHANNELS: Final = 32
 
 EXEMPT_TOKENS: Final = 4
 """Prompt positions 0..3 collect attention whatever they say (attention sinks), so an error there
-reaches every query.
-"""
+reaches every query."""
 
 LEAST_CODED_TOKENS: Final = 4
 """A block with fewer left travels in 16 bit: the parameters of K would cost more than its codes
-save.
-"""
+save."""
 
 
 def value_groups(head_dim: int) -> int:
@@ -43,8 +41,7 @@ class Kv4Layout(BlockLayout):
     """Where each section of one kv4 payload begins and ends.
 
     Everything of K is stored as a run of rows out of the arrays that whole spans would have:
-    `*_rows` say which run.
-    """
+    `*_rows` say which run."""
 
     @cached_property
     def exempt(self) -> int:
@@ -108,8 +105,7 @@ class Kv4Layout(BlockLayout):
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
         """Header, exempt K, exempt V, K bases, K units, K zeros, K steps, K codes, V units, V
-        grids, V codes.
-        """
+        grids, V codes."""
         row = self.heads * self.head_dim
         plain = 2 * self.exempt * row
         spans = self.spans * row

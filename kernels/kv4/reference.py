@@ -48,8 +48,7 @@ class Keys(NamedTuple):
 
 class Values(NamedTuple):
     """`n` vectors of V, one per token and head, rotated and coded; vectors lie side by side, as
-    channels of K do.
-    """
+    channels of K do."""
 
     units: torch.Tensor  # u8 [n]
     grids: torch.Tensor  # u8 [groups, n]
@@ -58,8 +57,7 @@ class Values(NamedTuple):
 
 class Kv4Sections(NamedTuple):
     """The sections of one payload, in order, as tensors of their own type and shape over its
-    memory.
-    """
+    memory."""
 
     header: torch.Tensor
     exempt_keys: torch.Tensor
@@ -76,8 +74,7 @@ class Kv4Sections(NamedTuple):
     @classmethod
     def of(cls, data: torch.Tensor, layout: Kv4Layout, sixteen: torch.dtype) -> Kv4Sections:
         """Exempt values `[e, heads, head_dim]`, K `[rows, heads * head_dim]`, V
-        `[rows, coded * heads]`.
-        """
+        `[rows, coded * heads]`."""
         parts = torch.split_with_sizes(data, layout.section_bytes)
         exempt = (layout.exempt, layout.heads, layout.head_dim)
         row, vectors = layout.heads * layout.head_dim, max(1, layout.coded * layout.heads)
@@ -199,8 +196,7 @@ def unit_of(codes: torch.Tensor) -> torch.Tensor:
 @cache
 def hadamard(head_dim: int) -> torch.Tensor:
     """Sylvester's matrix (of 1 and -1) for each run of channels that are rotated together, 0
-    elsewhere.
-    """
+    elsewhere."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < rotated_together(head_dim):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -222,8 +218,7 @@ class _Grids(NamedTuple):
     """Which grids there are for a group; all numbers are whole fp32 ones, in units.
 
     A place is what is stored of a grid beside its step; `place(middles, steps)` is the nearest one
-    to grids with these middles, `zero(places, steps)` what code 0 stands for.
-    """
+    to grids with these middles, `zero(places, steps)` what code 0 stands for."""
 
     least_step: int
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -240,8 +235,7 @@ def _value_place(middles: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 def _value_zeros(places: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """The wider a grid, the nearer to each other its places: a vector reaches 128 units to either
-    side.
-    """
+    side."""
     return ((places * (STEP_MAX + 1 - steps) - steps * CODE_MAX) * 0.5).floor()
 
 
@@ -253,8 +247,7 @@ def _code(
     x: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor], base: torch.Tensor, unit: torch.Tensor, grids: _Grids
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places, steps and codes, as fp32, of `x` `[spans, groups, length, n]`; base and unit are
-    `[spans, 1, n]`.
-    """
+    `[spans, 1, n]`."""
     lowest, highest = ends
     per_unit = 1.0 / unit
     steps = torch.round((highest - lowest) * per_unit * PER_STEP).clamp(grids.least_step, STEP_MAX)
@@ -280,8 +273,7 @@ def _code(
 
 def _squares(fine: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
     """The sum over a group of the squared distances to a grid so much further on; clipping is left
-    out of it.
-    """
+    out of it."""
     moved = fine - shifts.unsqueeze(2)
     return (moved - (moved * (1 / FINENESS)).round_() * FINENESS).square_().sum(2)
 
@@ -304,8 +296,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 def whole_spans(k: torch.Tensor, layout: Kv4Layout) -> torch.Tensor:
     """`[spans * 256, n]` of the coded tokens `[coded, n]`; the nearest token stands for each
-    missing one.
-    """
+    missing one."""
     tokens = torch.arange(layout.spans * KEY_SPAN_TOKENS, device=k.device) - layout.lead
     return k[tokens.clamp_(0, layout.coded - 1)]
 

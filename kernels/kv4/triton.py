@@ -30,15 +30,11 @@ _LAUNCH = {"enable_fp_fusion": False}
 """V also without pipelining: it would keep three copies of the matrix in shared memory."""
 
 _VARYING = ["coded", "lead", "code_first", "code_stop"]
-"""What differs from block to block. Triton would compile a kernel anew for multiples of 16 and
-others, and for 1.
-"""
+"""What differs from block to block: Triton would compile anew for multiples of 16, others, and 1."""
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
-    """Code `[coded, heads, head_dim]` 16-bit values. Raises `flag` if one is not finite or too
-    large.
-    """
+    """Code `[coded, heads, head_dim]` 16-bit values."""
     into = Kv4Sections.of(payload, layout, k.dtype)
     keys = (*into.keys, flag)
     row = layout.heads * layout.head_dim
@@ -50,10 +46,7 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
-    """Write the `[coded, heads, head_dim]` 16-bit values; `k` and `v` must be contiguous.
-
-    Raises `flag` if there is a parameter that no encoder writes.
-    """
+    """Write the `[coded, heads, head_dim]` 16-bit values; `k` and `v` must be contiguous."""
     sections = Kv4Sections.of(payload, layout, k.dtype)
     keys = (*sections.keys, flag)
     row = layout.heads * layout.head_dim
@@ -65,9 +58,7 @@ def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: 
 
 
 def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
-    """Coded tokens, lead, and the first and the last row of codes that are stored, the latter
-    exclusive.
-    """
+    """Coded tokens, lead, and the half-open range of rows of codes that are stored."""
     return layout.coded, layout.lead, layout.code_rows.start, layout.code_rows.stop
 
 
@@ -82,8 +73,7 @@ def value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
 
     head_dim; channels of a group; groups of a slab; these and half a group padded to powers of
     two, as shapes must be; side of the matrix, for all runs that a slab touches; a run's channels
-    as a power of two; vectors of a tile.
-    """
+    as a power of two; vectors of a tile."""
     groups, together = value_groups(head_dim), head_dim & -head_dim
     width = head_dim // groups
     half = max(8, int(triton.next_power_of_2((width + 1) // 2)))
@@ -103,9 +93,7 @@ def value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
 
 
 def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tuple[object, ...]]:
-    """Grid, and what the kernels take from the matrix on. A program takes several tiles once they
-    fill a GPU.
-    """
+    """Grid, and the arguments from the matrix on. Programs take several tiles once they fill a GPU."""
     head_dim, vectors = layout.head_dim, layout.coded * layout.heads
     tiles = 8 if vectors >= 65536 else 1
     shape = value_shape(head_dim)
@@ -115,8 +103,7 @@ def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tu
 
 def small_hadamard(head_dim: int) -> torch.Tensor:
     """fp16 `[side, side]`: Hadamard matrices of runs along the diagonal, or the corner of one,
-    which is one as well.
-    """
+    which is one as well."""
     side, together = value_shape(head_dim)[5].value, head_dim & -head_dim
     runs = side // together | 1  # an odd number of them, so that no more channels are rotated together
     return hadamard(runs * together)[:side, :side].to(torch.float16).contiguous()
@@ -278,8 +265,7 @@ def _rotated(
     """A slab of some vectors, rotated: lines (group, half, channel of the half), each padded, by
     vectors.
 
-    What pads is 0 or repeats a channel of the slab, so that it adds nothing to the largest |y|.
-    """
+    What pads is 0 or repeats a channel of the slab, so that it adds nothing to the largest |y|."""
     width: tl.constexpr = shape[0]
     group: tl.constexpr = shape[1]
     taken: tl.constexpr = shape[2]
@@ -313,8 +299,7 @@ def sign(line: tl.tensor, column: tl.tensor) -> tl.tensor:
 
     The matrix of a longer run is that of 128 in all places, times these signs. So its parts are
     added with them, which gives whole numbers of at most 2048, exact in fp16, and the sum is
-    rotated.
-    """
+    rotated."""
     return 1.0 - 2.0 * ((0x96 >> (line & column)) & 1)
 
 
@@ -426,8 +411,7 @@ def _tokens(
     x: tl.tensor, begin: tl.tensor, coded: tl.tensor, width: tl.tensor, channel: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
     """The two halves `[16, channels]` of a group of tokens; the nearest coded one stands for each
-    missing one.
-    """
+    missing one."""
     row = tl.arange(0, 16)
     first = tl.minimum(tl.maximum(begin + row, 0), coded - 1).to(tl.int64)
     second = tl.minimum(tl.maximum(begin + 16 + row, 0), coded - 1).to(tl.int64)

@@ -65,8 +65,7 @@ def explain_path(
     not taken.
 
     `prices`: dollars that a second saved is worth, and the most a gigabyte may cost. Raises
-    UsageError.
-    """
+    UsageError."""
     ends = _node(status, source, "source"), _node(status, target, "target")
     if ends[0] == ends[1]:
         raise UsageError(f"target: {target} is the source itself; name another node")

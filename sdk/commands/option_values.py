@@ -43,8 +43,7 @@ def seconds(text: str) -> float:
 
 class Listed(argparse.Action):
     """An option that may be given several times: its values end as one text, with commas between
-    them.
-    """
+    them."""
 
     def __call__(
         self,

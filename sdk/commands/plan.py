@@ -114,8 +114,7 @@ def print_service(
     service: Service, problem: Problem, proposal: Proposal, console: Console, named: Callable[[str], str] = str
 ) -> None:
     """One service: its replicas, who sends to whom, what to expect, and why. `named`: text with
-    ids as they are to be shown.
-    """
+    ids as they are to be shown."""
     workload, slo = service.workload, service.slo
     console.print(
         f"\n{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "

@@ -112,8 +112,7 @@ class DemoBox:
 
     async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
         """Start a node with an engine and these options of `p2pserve join`, and wait until it has
-        joined.
-        """
+        joined."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
@@ -134,8 +133,7 @@ class DemoBox:
 
     def cpu_seconds(self) -> dict[int, float]:
         """What each process that runs because of us has used of the processors so far, by id; this
-        one too.
-        """
+        one too."""
         found = {}
         for process in (psutil.Process(), *self._tree()):
             try:
@@ -237,8 +235,7 @@ class DemoBox:
 
     async def end(self) -> None:
         """Kill whatever still runs and wait until it is gone: the engines first, their fork server
-        last.
-        """
+        last."""
         for child in self._children:
             child.expected_to_end = True
         tree = self._tree()
@@ -266,8 +263,7 @@ class DemoBox:
 @asynccontextmanager
 async def open_box(*, watch_memory: bool = True) -> AsyncIterator[DemoBox]:
     """A folder and the processes that are started in it, for the length of the body. Watching
-    their memory costs some ten milliseconds a second.
-    """
+    their memory costs some ten milliseconds a second."""
     home = Path(tempfile.mkdtemp(prefix="p2pserve-demo-"))
     try:
         async with trio.open_nursery() as nursery:

@@ -125,8 +125,7 @@ def run_demo(arguments: Namespace) -> int:
 
 def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
     """The requests of the demo. Raises InvalidRequest or PromptError for a prompt that cannot be
-    served.
-    """
+    served."""
     text = TextModel(model.folder)
     first, second = _code_prompts(text, model.info.max_model_len - settings.max_tokens)
     if settings.prompt is None:
@@ -143,8 +142,7 @@ def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
 
 def _code_prompts(text: TextModel, room: int) -> tuple[str, str]:
     """Two excerpts of a module that the bundled model has not been trained on, as long as the
-    model can take.
-    """
+    model can take."""
     source = Path(heapq.__file__).read_text("utf-8")
     size = CODE_CHARACTERS
     while size > 16:
@@ -178,8 +176,7 @@ class Demo:
 
     async def run(self) -> DemoReport | None:
         """Run to the end; None when interrupted. Raises DemoFailed and whatever a part of the
-        network raises.
-        """
+        network raises."""
         report: DemoReport | None = None
         interrupted = False
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
@@ -319,8 +316,7 @@ class Demo:
 
     async def _bits_per_byte(self, measurement: trio.Process | None) -> tuple[float | None, str]:
         """The bundled model's figure on the five held-out modules, and what one of them gives here
-        and now.
-        """
+        and now."""
         if self._model.folder != BUNDLED:
             return None, "not measured: only the bundled model has held-out text"
         self._stage = "bits per byte are measured"

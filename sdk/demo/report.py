@@ -33,8 +33,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     """One request over the network, beside the same on a single engine. KV figures are None where
-    none travelled.
-    """
+    none travelled."""
 
     name: str
     prompt_tokens: int
@@ -78,8 +77,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A request of the demo: its name, and either a prompt or messages, with the tokens they
-    become.
-    """
+    become."""
 
     name: str
     prompt: str | None

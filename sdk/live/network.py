@@ -43,8 +43,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
     """`nodes` with `cards` each (`1xL4`), by that column of the GPU table, serve a known `model`.
-    They are pinned to `phases` in turn, if there are any.
-    """
+    They are pinned to `phases` in turn, if there are any."""
 
     nodes: int
     cards: str
@@ -63,8 +62,7 @@ class LiveRun:
     with the moments from which they were seen to be followed; the first was there when the replay
     began. `status` is as of the end. `recovered` requests needed more than one attempt; so often
     were engines `late`, that is behind their model. `cores` of this machine were busy on average,
-    `own_cores` with this run.
-    """
+    `own_cores` with this run."""
 
     outcomes: Outcomes
     plans: tuple[tuple[float, Plan], ...]
@@ -77,8 +75,7 @@ class LiveRun:
 
 async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
     """Start the network, warm it up, replay the trace and end everything. Raises DemoFailed or
-    ClientError.
-    """
+    ClientError."""
     async with open_box(watch_memory=False) as box:
         await box.start_fork_server(settings.nodes, backend="emulated")
         bootstrap = await box.start_bootstrap(settings.codec)
@@ -145,8 +142,7 @@ async def _warm_up(client: AsyncClient, plan: Plan) -> None:
 
 async def _replay(client: AsyncClient, trace: Trace, say: Say) -> tuple[Outcomes, int]:
     """Ask as the trace does; returns what the client has seen, and how many requests needed more
-    than one attempt.
-    """
+    than one attempt."""
     ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
     recovered = done = 0
     began = trio.current_time()
@@ -192,8 +188,7 @@ async def _plans_followed(client: AsyncClient) -> AsyncIterator[list[tuple[float
 
 async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, int]:
     """One request of these lengths: when its first and its last token came, and how many attempts
-    it took.
-    """
+    it took."""
     first = last = nan
     stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S)
     async with stream:
@@ -210,8 +205,7 @@ async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, fl
 @contextmanager
 def _cores(box: DemoBox) -> Iterator[list[float]]:
     """How many cores were busy while the body ran, and how many of them with this run: the list,
-    afterwards.
-    """
+    afterwards."""
     found: list[float] = []
     before, began = box.cpu_seconds(), trio.current_time()
     psutil.cpu_percent()

@@ -39,8 +39,7 @@ OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_w
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A replica that does something else in the best plan; `was` is None for one that the running
-    plan has not.
-    """
+    plan has not."""
 
     replica: str
     was: Phase | None
@@ -51,8 +50,7 @@ class Change:
 class LivePlans:
     """`plan` is what the network says it follows; `running`, what is expected of it as things are
     now: of its replicas that are there. None where there is no plan, or those cannot serve. `best`
-    is the best found.
-    """
+    is the best found."""
 
     network: NetworkProblem
     plan: Plan | None
@@ -103,8 +101,7 @@ def _service(view: NetworkView, wanted: str | None) -> str:
 
 def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
     """The plan as it would do now, and the best found: starting afresh or from the plan, whatever
-    is better.
-    """
+    is better."""
     running = _running(network, plan)
     starts = [search_phases(network)]
     if running is not None and len(running) == len(network.heads):
@@ -134,8 +131,7 @@ def _running(network: NetworkProblem, plan: Plan | None) -> Solution | None:
 
 def _expected(network: NetworkProblem, plan: Plan, running: Solution) -> Proposal:
     """With the plan's own shares of the requests: of as many as one of the planner's solvers would
-    serve.
-    """
+    serve."""
     there = {replica.id for replica in plan.replicas} & set(network.ids(running))
     left = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= there]
     total = sum(pair.weight for pair in left)

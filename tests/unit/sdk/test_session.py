@@ -424,14 +424,10 @@ class Site:
         return noted
 
     def client(self) -> Client:
-        client = Client("10.0.0.1:4001")
-        client._connection.connect = self.connect  # type: ignore[assignment]
-        return client
+        return Client(connect=self.connect)
 
     def async_client(self) -> AsyncClient:
-        client = AsyncClient("10.0.0.1:4001")
-        client._connection.connect = self.connect  # type: ignore[assignment]
-        return client
+        return AsyncClient(connect=self.connect)
 
     @property
     def gateway(self) -> Gateway:
@@ -562,8 +558,7 @@ def test_a_failed_connection_is_told_to_everyone_and_tried_anew() -> None:
             raise ConnectionFailed("nobody there")
         yield Session(None, 1.0)  # type: ignore[arg-type]
 
-    client = Client("10.0.0.1:4001")
-    client._connection.connect = refuse  # type: ignore[assignment]
+    client = Client(connect=refuse)
     for _ in range(2):
         with pytest.raises(ConnectionFailed, match="nobody there"):
             client.status()
