@@ -324,6 +324,11 @@ class Network:
                 f"the join token is for the role {role.value!r}, not {self.role.value!r}; "
                 f"start as {role.value!r} or use another token"
             )
+        if self.bootstraps and not self._named:
+            raise TokenError(
+                f"the join token names only this node itself (..{self.peer_id[-6:]}), as after that box was copied; "
+                "delete identity.key in this node's home folder, and start it again: it makes its own"
+            )
 
     def _publish_record(self, *, left: bool) -> Entry:
         credential = self._token.credential(self.peer_id)
@@ -368,7 +373,7 @@ class Network:
         if len(reasons) > 1 or self._remembered:
             beside = f", nor any of {len(self._remembered)} members known from before" if self._remembered else ""
             text = f"none of {len(reasons)} bootstraps can be reached{beside}: {text}"
-        return Unreachable(text)
+        return Unreachable(f"{text}; any other member lets in, too: --bootstrap TOKEN,HOST:PORT")
 
     async def _ask_remembered(self, named_failed: trio.Event, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
         """Ask the members of an earlier run, after those that the user has named had their

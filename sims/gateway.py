@@ -92,8 +92,7 @@ class SimGateway:
                 kv_transfers.start_prefill_step(assignment.split.transfer, signal.tokens, signal.at, now)
 
     def complete_transfer(self, transfer: KVTransfer, now: float) -> None:
-        """The decode replica has all KV of a request: it decodes next, and the prefill replica
-        frees its blocks."""
+        """The KV has arrived: the request decodes, and the prefill replica frees blocks."""
         assignment = self._assigned.get(transfer.request)
         if assignment is None or assignment.split is None:
             return  # one side was lost during the last round trip

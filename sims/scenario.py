@@ -1,5 +1,4 @@
-"""What is simulated: services with their plans and requests, how engines and links work, and what
-happens meanwhile."""
+"""What goes into a simulation: services, plans, settings, and what happens meanwhile."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class SimSettings:
 
 
 class BoxLost(NamedTuple):
-    """At `at` seconds the box is gone, with all that its replicas held; requests are replayed
-    elsewhere."""
+    """At `at` seconds the box fails; its requests are replayed elsewhere."""
 
     at: float
     box: str
@@ -116,8 +114,7 @@ class Situation(NamedTuple):
 
 
 Replan = Callable[[Situation], Sequence[PlanChange]]
-"""Coordinator's code that answers a situation with plans, each from the moment that it would be
-ready."""
+"""Answers a situation with plans, each from the moment that it would be ready."""
 
 
 class ReplicaModel(NamedTuple):

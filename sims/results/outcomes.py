@@ -46,8 +46,7 @@ class StepLog(NamedTuple):
 
 
 class TransferRecord(NamedTuple):
-    """KV of one request (row of its trace) between two replicas (numbers), from its first byte
-    until it had landed."""
+    """One request's KV transfer: its row, replicas (numbers), first and last moment."""
 
     row: int
     source: int
@@ -119,8 +118,7 @@ class ReplicaOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimResult:
-    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if
-    they were kept."""
+    """`sent_bytes` by (from, to), indices of `boxes`; `steps`, `transfers` if recorded."""
 
     services: tuple[ServiceOutcome, ...]
     replicas: tuple[ReplicaOutcome, ...]
@@ -175,8 +173,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]:
-    """Which requests met all deadlines, each `scale` times as long. One that never ended met
-    none."""
+    """Which requests met all deadlines, each `scale` times as long."""
     return (
         (outcomes.ttft_s <= slo.ttft_s * scale)
         & (outcomes.tpot_s <= slo.tpot_s * scale)

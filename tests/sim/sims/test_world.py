@@ -1,4 +1,4 @@
-"""Whole simulations: hand-over added up by hand, losses, joins, plans that change, and that nothing gets lost."""
+"""Whole simulations: KV transfer added up by hand, losses, joins, plans that change, and that nothing gets lost."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -140,7 +140,7 @@ def test_the_decode_side_writes_the_first_token_when_the_kv_is_there() -> None:
     assert outcomes.e2e_s.tolist() == [pytest.approx(1.0 + 20.0 + 4.0)]
 
 
-def test_an_answer_of_one_token_needs_no_hand_over() -> None:
+def test_an_answer_of_one_token_needs_no_kv_transfer() -> None:
     result = go(SPLIT, trace_of((0.0, 20, 1)))
     assert result.services[0].outcomes.e2e_s.tolist() == [1.0]
     assert result.sent_bytes == {}
@@ -424,7 +424,7 @@ def test_everything_ends_once_and_everything_is_given_back(kv_tokens: int, layer
     assert (outcome.outcomes.ttft_s > 0.0).all()
     assert (outcome.outcomes.ttft_s <= outcome.outcomes.e2e_s).all()
     written = sum(replica.counts.output_tokens for replica in result.replicas)
-    assert written <= trace.output.sum()  # those of hand-overs are written by no engine's decode
+    assert written <= trace.output.sum()  # those of KV transfers are written by no engine's decode
     if kv_tokens == 800:
         assert sum(replica.counts.preemptions for replica in result.replicas) > 0
 
