@@ -54,7 +54,7 @@ class SimGateway:
     ) -> None:
         self._deployments = deployments
         self._kv_transfers = kv_transfers
-        self._settings = RequestSettings(first_token_at_prefill=not settings.decode_writes_first)
+        self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
         self._on_load = on_load
         self._on_end = on_end
         self._transfer_log = transfer_log

@@ -88,10 +88,9 @@ class ServiceLog:
 class ServiceOutcome:
     """What became of a service's requests, row by row.
 
-    `kv_s`: seconds from the end of reading the prompt until its KV had landed (the visible part of
-    the transfer). `prefill`, `decode`: numbers of the replicas that read the prompt and wrote the
-    last token; -1 for none. `replays`: how often a lost box made it start again. `refused`:
-    requests longer than their replica's KV memory.
+    `kv_s`: seconds from the end of the prefill to that of the KV transfer (its visible part).
+    `prefill`, `decode`: numbers of the replicas of the last attempt; -1 for none. `replays`: how
+    often a lost box made it start again. `refused`: requests longer than their replica's KV memory.
     """
 
     service: Service

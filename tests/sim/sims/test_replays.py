@@ -92,7 +92,7 @@ TO_D = {("p", "d"): 0.999, ("p", "e"): 0.001}
 
 
 def test_a_decode_replica_that_begins_the_answer_computes_the_last_token_only() -> None:
-    settings = SimSettings(layerwise=False, decode_writes_first=True)
+    settings = SimSettings(layerwise=False, first_token_at_decode=True)
     result = go(plan_of({"p": P, "d": D}, {("p", "d"): 1.0}), [(0.0, 20, 2)], boxes="pd",
                 times=LinearTimes(step=1.0, token=0.5), settings=settings)  # fmt: skip
     # 11 s of prefill, 20 s of KV transfer, and two decode steps

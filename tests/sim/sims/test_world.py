@@ -133,7 +133,7 @@ def test_layer_by_layer_only_what_is_left_when_the_prompt_is_read_takes_time(bit
 
 
 def test_the_decode_side_writes_the_first_token_when_the_kv_is_there() -> None:
-    settings = SimSettings(layerwise=False, decode_writes_first=True)
+    settings = SimSettings(layerwise=False, first_token_at_decode=True)
     result = go(SPLIT, trace_of((0.0, 20, 4)), settings=settings)
     outcomes = result.services[0].outcomes
     assert outcomes.ttft_s.tolist() == [pytest.approx(1.0 + 20.0 + 1.0)]
@@ -252,13 +252,13 @@ def test_a_lost_box_costs_the_tokens_nothing() -> None:
 
 @pytest.mark.parametrize("box", ["p", "d"])
 @pytest.mark.parametrize("at", [0.5, 5.0, 20.9, 22.5])
-@pytest.mark.parametrize("decode_writes_first", [True, False])
-def test_a_loss_at_any_moment_of_a_hand_over_is_made_good(box: str, at: float, decode_writes_first: bool) -> None:
+@pytest.mark.parametrize("first_token_at_decode", [True, False])
+def test_a_loss_at_any_moment_of_a_hand_over_is_made_good(box: str, at: float, first_token_at_decode: bool) -> None:
     plan = plan_of(
         {"p": P, "d": D, "q": P, "e": D},
         {("p", "d"): 0.4, ("p", "e"): 0.2, ("q", "d"): 0.2, ("q", "e"): 0.2},
     )
-    settings = SimSettings(decode_writes_first=decode_writes_first)
+    settings = SimSettings(first_token_at_decode=first_token_at_decode)
     trace = trace_of(*((0.1 * row, 20, 6) for row in range(6)))
     result = go(plan, trace, changes=[BoxLost(at, box)], settings=settings)
     outcome = result.services[0]
