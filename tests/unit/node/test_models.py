@@ -100,7 +100,7 @@ def test_a_model_is_described(tmp_path: Path) -> None:
     info = model.info
     assert (info.name, info.layers, info.shape.hidden, info.kv_heads, info.head_dim) == ("tiny", 4, 128, 2, 32)
     assert (info.shape.vocabulary, info.max_model_len) == (4096, 512)
-    assert info.service.startswith("tiny-")
+    assert info.service.startswith("model-")
     assert model.folder == tmp_path / "tiny"
 
 
@@ -192,10 +192,10 @@ def service(folder: Path) -> str:
     return open_model(str(folder)).info.service
 
 
-def test_a_copy_of_a_model_is_the_same_service(tmp_path: Path) -> None:
+def test_a_copy_of_a_model_is_the_same_service_whatever_its_folder_is_called(tmp_path: Path) -> None:
     first = make(tmp_path / "tiny")
     (tmp_path / "other").mkdir()
-    copy = shutil.copytree(first, tmp_path / "other" / "tiny")
+    copy = shutil.copytree(first, tmp_path / "other" / "of-my-own")
     os.utime(copy / "model.safetensors", (1, 1))
     assert service(first) == service(copy)
 
@@ -212,6 +212,14 @@ def test_other_weights_are_another_service(tmp_path: Path, changed: dict[str, An
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert service(make(tmp_path / "a" / "tiny")) != service(make(tmp_path / "b" / "tiny", **changed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("qwen3", "qwen3"), ("Odd Kind/../x", "oddkind..x"), ("", "model"), (None, "model")]
+)
+def test_a_service_begins_with_the_family_of_its_model(tmp_path: Path, kind: str | None, family: str) -> None:
+    config = {key: value for key, value in {**CONFIG, "model_type": kind}.items() if value is not None}
+    assert service(make(tmp_path / "tiny", config=config)).rpartition("-")[0] == family
 
 
 def test_another_tokenizer_is_another_service(tmp_path: Path) -> None:
