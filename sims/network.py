@@ -139,8 +139,7 @@ class FluidNetwork:
         return flow
 
     def lift_limit(self, flow: Flow, now: float, *, at_least: float = 0.0) -> None:
-        """From now on only its resources limit the flow; at least `at_least` bytes are still to be
-        sent."""
+        """Let only its resources limit the flow; at least `at_least` bytes are left."""
         self._settle(flow, now)
         more = min(resource.capacity for resource in flow.resources) - flow.max_rate
         was_crowded = any(resource.crowded for resource in flow.resources)
@@ -169,8 +168,7 @@ class FluidNetwork:
         return ended
 
     def check_integrity(self) -> None:
-        """No resource carries more than its capacity, and no flow could be faster. Raises
-        FluidError."""
+        """Raises FluidError if a resource is overloaded, or a flow slow for no reason."""
         resources = [*self._sending, *self._receiving, *self._links.values()]
         for resource in resources:
             total = sum(flow.rate for flow in resource.flows.values())
@@ -283,8 +281,7 @@ def _assign_rate(flow: Flow, rate: float) -> None:
 
 
 def _find_sharing(start: tuple[_Resource, ...]) -> tuple[list[Flow], list[_Resource]]:
-    """The flows through `start` and through crowded resources reachable from them; and those
-    resources."""
+    """Flows that share `start` or crowded resources with it, and those resources."""
     flows: dict[int, Flow] = {}
     crowded: list[_Resource] = []
     todo = list(start)
