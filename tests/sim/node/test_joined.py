@@ -132,7 +132,8 @@ def test_a_round_trip_is_told_again_only_when_it_has_moved() -> None:
             one, two = await join_both(stack)
             found = one.joined.rtts({})
             rtt = found[two.joined.own]
-            near, far = {two.joined.own: rtt * 1.1}, {two.joined.own: rtt * 2}
+            near: dict[str, float] = {two.joined.own: rtt * 1.1}
+            far: dict[str, float] = {two.joined.own: rtt * 2}
             assert one.joined.rtts(near) == near
             assert one.joined.rtts(far) == found
 
