@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from .checkpoint import Checkpoint, LayerRange, local_checkpoint
+from .checkpoint import Checkpoint, StageLayers, local_checkpoint
 from .errors import ModelError
 from .families import check_architecture
 from .info import ModelInfo, describe, layer_count
@@ -45,7 +45,7 @@ class OpenedModel:
         Blocks for as long as a download takes. `report` is called from its threads; what it raises ends the download,
         and what has come stays for the next time. Raises ModelError, and ValueError for layers that are not there.
         """
-        layers = LayerRange(first, self.info.layers if last is None else last, self.info.layers)
+        layers = StageLayers(first, self.info.layers if last is None else last, self.info.layers)
         if self._source is not None:
             self._source.fetch_weights(self._checkpoint, layers, report)
         return self.folder

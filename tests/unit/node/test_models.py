@@ -15,10 +15,10 @@ from safetensors.numpy import save
 from p2pserve.coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
 from p2pserve.node.models import (
     DownloadProgress,
-    LayerRange,
     ModelError,
     ModelInfo,
     ProgressLine,
+    StageLayers,
     TerminalProgress,
     WeightSizes,
     open_model,
@@ -402,7 +402,7 @@ def test_tied_embeddings_are_needed_at_both_ends(tmp_path: Path, say_so: bool) -
 
 
 def names_of(folder: Path, first: int, last: int, *, tied: bool = False) -> dict[str, tuple[str, ...]]:
-    return {path.name: names for path, names in stage_files(folder, LayerRange(first, last, 4), tied=tied)}
+    return {path.name: names for path, names in stage_files(folder, StageLayers(first, last, 4), tied=tied)}
 
 
 def test_a_stage_needs_only_the_files_with_its_tensors(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
 def test_layers_that_are_not_there() -> None:
     for first, last in ((-1, 2), (2, 2), (3, 5)):
         with pytest.raises(ValueError, match="not a part of"):
-            LayerRange(first, last, 4)
+            StageLayers(first, last, 4)
 
 
 def test_a_local_model_has_nothing_to_fetch(tmp_path: Path) -> None:
