@@ -67,7 +67,7 @@ def followed(tmp_path: Path) -> Iterator[ModuleType]:
         names.append(full)
         setattr(sys.modules["p2pserve.node"], name, module)
         spec.loader.exec_module(module)
-    yield module
+    yield sys.modules["p2pserve.node.thermometer_by_recipe"]
     for full in names:
         delattr(sys.modules["p2pserve.node"], full.rpartition(".")[2])
         del sys.modules[full]
