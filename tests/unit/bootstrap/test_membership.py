@@ -324,3 +324,15 @@ def test_a_large_delta_comes_in_parts_that_make_progress() -> None:
         assert rounds < 10
         assert other.merge(delta, 0.0).changed
     assert other.digest()[ANN.peer_id] == one.digest()[ANN.peer_id]
+
+
+def test_a_forgotten_member_is_learned_again_by_its_next_life_or_after_as_long_again() -> None:
+    for entry, now, is_learned in (
+        (said(ANN, MEMBER_KIND, 1, record()), 1207.9, False),
+        (said(ANN, MEMBER_KIND, 1, record()), 1208.0, True),
+        (said(ANN, MEMBER_KIND, 1, record(), life=2), 609.0, True),
+    ):
+        membership = met()
+        membership.tick(8.0)
+        assert membership.tick(608.0).forgotten == (ANN.peer_id,)
+        assert bool(membership.merge([entry], now).changed) is is_learned
