@@ -32,6 +32,7 @@ from ..bootstrap.network import Network
 from ..node.messages import ADVERT, AnswerUpdate, Generate, Status, StatusQuery, StopRequest
 from ..node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
 from ..node.view import NetworkView
+from . import environment
 from .errors import (
     ClientError,
     ConnectionFailed,
@@ -63,7 +64,7 @@ def check_target(bootstrap: str, token: str | None) -> None:
 
 def client_folder() -> Path:
     """Where clients of this user remember the members they have seen."""
-    return Path(os.environ.get("P2PSERVE_HOME") or "~/.p2pserve").expanduser() / "client"
+    return Path(os.environ.get(environment.HOME) or "~/.p2pserve").expanduser() / "client"
 
 
 @asynccontextmanager
