@@ -11,9 +11,9 @@ from ..coordinator.planning.model.errors import NoPlan, UnservedError
 from ..coordinator.planning.model.workload import WorkloadError
 from ..kernels.errors import CodecError
 from ..kvtransport.errors import FiguresError
-from ..node.box.home import NodeError
+from ..node.box.home import NodeError, NodeUsageError
 from ..node.models import ModelError
-from ..node.replica.engine_link import EngineError
+from ..node.replica.engine_link import EngineError, EngineRefused
 from ..node.requests.text import PromptError
 from ..sims.records import TraceError
 from ..sims.results.report import ReportError
@@ -36,9 +36,11 @@ _USAGE = (
     InvalidRequest,
     UsageError,
     ClusterError,
+    EngineRefused,
     GpuError,
     ModelShapeError,
     NoPlan,
+    NodeUsageError,
     SetupError,
     TraceError,
     WorkloadError,

@@ -43,6 +43,7 @@ from ..node.messages import (
 )
 from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, STATUS
 from ..node.view import NetworkView
+from . import environment
 from .errors import (
     ClientError,
     ConnectionFailed,
@@ -74,7 +75,7 @@ def check_target(bootstrap: str, token: str | None) -> None:
 
 def client_folder() -> Path:
     """Where clients of this user remember the members they have seen."""
-    return Path(os.environ.get("P2PSERVE_HOME") or "~/.p2pserve").expanduser() / "client"
+    return Path(os.environ.get(environment.HOME) or "~/.p2pserve").expanduser() / "client"
 
 
 @asynccontextmanager

@@ -131,7 +131,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             max_requests=arguments.max_requests,
             max_model_len=arguments.max_model_len,
             async_scheduling=arguments.async_scheduling,
-            threads=arguments.threads or 0,
+            threads=arguments.threads,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,
             backend=arguments.engine,
