@@ -16,8 +16,8 @@ from ..node.requests.text import PromptError
 from .errors import InvalidRequest
 
 __all__ = [
-    "Candidate",
     "Diverged",
+    "GatewayCandidate",
     "GenerateOptions",
     "Generation",
     "Piece",
@@ -145,7 +145,7 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class GatewayCandidate:
     """A living node as a client sees it."""
 
     peer: PeerId
@@ -158,7 +158,7 @@ class Candidate:
         return self.advert.model.service if self.advert is not None and self.advert.model is not None else None
 
 
-def check_service(candidates: Sequence[Candidate], service: str | None) -> None:
+def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -> None:
     """Raise InvalidRequest where all nodes have told what they offer, and none of it is `service`."""
     models = [each.advert.model for each in candidates if each.advert is not None and each.advert.model is not None]
     if service is None or not models or any(candidate.advert is None for candidate in candidates):
@@ -168,7 +168,7 @@ def check_service(candidates: Sequence[Candidate], service: str | None) -> None:
         raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
 
 
-def gateways(candidates: Iterable[Candidate], service: str | None, planned: str | None = None) -> list[PeerId]:
+def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None = None) -> list[PeerId]:
     """Who may take a request, best first: engine ready before any other with a model, then the nearest.
 
     One that names no `service` goes to the `planned` one, which has a plan, where any node offers that.

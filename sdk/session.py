@@ -52,7 +52,7 @@ from .errors import (
     RequestFailed,
     first_of,
 )
-from .requests import Candidate, Diverged, Generation, Piece, Replay, check_service, gateways, new_request_id
+from .requests import Diverged, GatewayCandidate, Generation, Piece, Replay, check_service, gateways, new_request_id
 
 __all__ = ["Session", "check_target", "open_session"]
 
@@ -320,10 +320,10 @@ class Session:
             self._view.consider_plan(*leader, payload)
         return self._view.plan.service if self._view.plan is not None else None
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[GatewayCandidate]:
         self._view.update(self._network.entries(ADVERT))
         return [
-            Candidate(
+            GatewayCandidate(
                 peer=member.peer_id,
                 advert=self._view.adverts.get(member.peer_id),
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
@@ -351,7 +351,7 @@ def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
     return Generation(replay.text, tuple(replay.tokens), update.finish or "", update.figures)
 
 
-def _nearness(candidate: Candidate) -> tuple[float, str]:
+def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:
     return (candidate.rtt_s if candidate.rtt_s is not None else float("inf"), candidate.peer)
 
 
