@@ -173,6 +173,7 @@ class Network:
         assert self._nursery_manager is not None
         self._peering.is_leaving = True
         self._nursery.cancel_scope.cancel()
+        # trio would wrap the error of the block in a group, although nothing else has failed.
         if isinstance(error, Exception) and not isinstance(error, ExceptionGroup):
             await self._nursery_manager.__aexit__(None, None, None)
             return False
@@ -184,6 +185,7 @@ class Network:
         answered any more."""
         if not self._peering.is_leaving:
             self._peering.is_leaving = True
+            # Pushed before the streams are flushed and closed: it is the last thing that others hear.
             self._gossip.push([self._publish_record(left=True)])
             await self._sessions.close()
             self._wake()
@@ -198,7 +200,7 @@ class Network:
         self._gossip.push([self._membership.publish(kind, payload)])
 
     def entries(self, kind: str) -> dict[PeerId, bytes]:
-        """What the live members say, our own word included."""
+        """What the live members say, those of this node included."""
         return self._membership.entries(kind)
 
     def members(self) -> tuple[Member, ...]:
@@ -258,6 +260,7 @@ class Network:
         session = self._sessions.by_peer.get(peer)
         if session is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
+        # A notice that is left out would be a gap that neither side knows of. Better no connection.
         if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
             self._shed += 1
             session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")

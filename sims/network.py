@@ -124,6 +124,7 @@ class FluidNetwork:
     def wake_at(self) -> float:
         """When the next flow ends."""
         ends = self._ends
+        # A rate that changes leaves its old entry in the heap, which is dropped when it comes up.
         while ends and ends[0][0] != ends[0][2].ends_at:
             heappop(ends)
         return ends[0][0] if ends else inf
@@ -198,12 +199,14 @@ class FluidNetwork:
         for resource in flow.resources:
             resource.flows[flow.key] = flow
             resource.add_demand(flow.max_rate)
+        # Where nothing is crowded all flows run at their own limits, and no other flow's rate changes.
         if any(resource.crowded for resource in flow.resources):
             self._share_out(flow.resources, now)
         else:
             self._set_rate(flow, flow.max_rate, now)
 
     def _leave(self, flow: Flow, now: float) -> None:
+        # Only flows on resources that were crowded with this one can be faster without it.
         crowded = [resource for resource in flow.resources if resource.crowded]
         for resource in flow.resources:
             del resource.flows[flow.key]
@@ -229,6 +232,7 @@ class FluidNetwork:
             resource.spare, resource.unassigned = resource.capacity, len(resource.flows)
         for flow in flows:
             flow.fair_rate = None
+        # In order of what they could use: a flow that needs less than the least fair share takes just that.
         flows.sort(key=_by_max_rate)
         for flow in flows:
             while flow.fair_rate is None:

@@ -105,7 +105,9 @@ def test_replicas_of_the_same_gpus_go_on_under_another_plan() -> None:
     assert (stopped, [host.replica.id for host in begun]) == ([gone], ["c"])
     assert found.hosts == {"first": kept, "c": begun[0]}
     assert (kept.replica.id, kept.replica.phase) == ("first", P)
-    found.note_load(gone)  # not of this plan any more: the router is not told
+    found.note_load(gone)  # not of this plan any more: the router is not told, and does not know the name
+    found.mark_ready("c")
+    assert found.route(10, 0.0, {}).decode == "c"
 
 
 def test_new_replicas_get_requests_when_they_are_ready() -> None:
@@ -132,6 +134,8 @@ def test_pairs_with_requests_need_a_link() -> None:
     split = (replica("a", P), replica("b", D))
     with pytest.raises(WorldError, match="no link from box a to box b"):
         deployment(plan(*split, pairs={("a", "b"): 1.0}), cluster("a", "b", gbps=0.0))
+    unused = plan(replica("a", M), replica("b", M), pairs={("a", "a"): 0.5, ("b", "b"): 0.5, ("a", "b"): 0.0})
+    deployment(unused, cluster("a", "b", gbps=0.0))  # a pair without requests needs none
     found = deployment(plan(*split, pairs={("a", "b"): 1.0}), cluster("a", "b"))
     assert found.transfer_links(*split) is found.transfer_links(*split)
 
