@@ -38,7 +38,6 @@ def test_the_work_of_a_split_request_is_shared_until_each_side_is_done() -> None
     assert work(machine) == {}
     machine.routed(SPLIT, 0.0)
     assert work(machine) == {"p": 6, "d": 4}  # also before they have been asked: the next route counts on it
-    assert not machine.is_prefilling
     machine.decode_opened(1, 0.1, receives=True)
     assert machine.is_prefilling
     machine.prefill_ended(1, "", 0, 0.2)
@@ -116,7 +115,6 @@ def test_settings_decide_how_long_is_waited() -> None:
     assert machine.wake_at == 0.5
     machine.not_routed("no box", 1.8, is_hopeful=False)
     assert machine.wake_at == 2.0
-    assert not machine.is_over
     machine.routed(WHOLE, 1.9)
     machine.decode_failed(1, "it ended", 0, 1.9)
     assert machine.is_over
