@@ -10,7 +10,7 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import InvalidRequest
-from p2pserve.sdk.requests import Diverged, GatewayCandidate, Piece, Replay, build_request, check_service, gateways
+from p2pserve.sdk.requests import Diverged, GatewayCandidate, Replay, TextDelta, build_request, check_service, gateways
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def update(text: str, *tokens: int) -> AnswerUpdate:
 
 def test_a_replay_hands_on_only_what_is_new() -> None:
     replay = Replay()
-    assert replay.take(update("ab", 1, 2)) == Piece("ab", (1, 2))
-    assert replay.take(update("", 3)) == Piece("", (3,))  # a token that completes no character yet
+    assert replay.take(update("ab", 1, 2)) == TextDelta("ab", (1, 2))
+    assert replay.take(update("", 3)) == TextDelta("", (3,))  # a token that completes no character yet
     replay.restart()
     assert replay.take(update("a", 1)) is None
-    assert replay.take(update("bcd", 2, 3, 4)) == Piece("cd", (4,))
-    assert replay.take(update("e", 5)) == Piece("e", (5,))
+    assert replay.take(update("bcd", 2, 3, 4)) == TextDelta("cd", (4,))
+    assert replay.take(update("e", 5)) == TextDelta("e", (5,))
     assert (replay.text, replay.tokens) == ("abcde", [1, 2, 3, 4, 5])
 
 
@@ -147,10 +147,10 @@ def test_an_answer_that_goes_on_elsewhere_repeats_its_text_and_not_its_tokens() 
     replay = Replay()
     replay.take(update("ab", 1, 2))
     replay.resume()
-    assert replay.take(update("abc", 3)) == Piece("c", (3,))
+    assert replay.take(update("abc", 3)) == TextDelta("c", (3,))
     replay.resume()
     assert replay.take(update("ab")) is None
-    assert replay.take(update("cd", 4)) == Piece("d", (4,))
+    assert replay.take(update("cd", 4)) == TextDelta("d", (4,))
     assert (replay.text, replay.tokens) == ("abcd", [1, 2, 3, 4])
     replay.resume()
     with pytest.raises(Diverged):
