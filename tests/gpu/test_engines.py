@@ -1,5 +1,5 @@
 """KV handed from one engine to another on one card, with and without asynchronous scheduling: the scenarios of
-`tests/integration/node/engine/test_engine.py`."""
+`tests/integration/node/engine/test_engine_transfers.py` and `test_engine_failures.py`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from ..integration.node.engine.test_engine import (
-    engines,
-    prompt_of,
+from ..integration.node.engine.kv_engines import engines, prompt_of
+from ..integration.node.engine.test_engine_failures import test_cancelling_gives_all_memory_back
+from ..integration.node.engine.test_engine_transfers import (
     test_a_link_stays_warm_for_the_next_transfer,
     test_any_part_of_a_prompt_may_be_handed_over_and_what_is_there_already_is_not_sent,
-    test_cancelling_gives_all_memory_back,
     test_engines_change_roles_while_they_serve,
     test_kv_handed_over_gives_the_same_tokens,
     test_requests_that_lose_their_blocks_are_computed_again,

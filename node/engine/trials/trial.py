@@ -133,7 +133,7 @@ class TrialEngine:
 
     async def answer(self, request: str) -> TrialAnswer:
         """Wait for the end of a request. Raises EngineError when it ends in any other way than with its tokens."""
-        await self._until(lambda: request in self.answers and self.answers[request].finish != "")
+        await self.until(lambda: request in self.answers and self.answers[request].finish != "")
         answer = self.answers.pop(request)
         if answer.finish != "length":
             raise EngineError(f"a request ended with {answer.finish!r} {answer.reason}".rstrip())
@@ -145,13 +145,14 @@ class TrialEngine:
 
     async def report(self, transfer: bytes) -> protocol.TransferReport:
         """Wait for the end of a transfer. Raises TransferError when it was not delivered."""
-        await self._until(lambda: transfer in self.reports)
+        await self.until(lambda: transfer in self.reports)
         report = self.reports.pop(transfer)
         if not report.delivered:
             raise TransferError(report.reason)
         return report
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until what the engine has said makes it true. Raises EngineLost."""
         assert self.link is not None
         while not condition():
             if not self.link.running:

@@ -156,14 +156,14 @@ def test_prompts_wait_for_the_room_of_kv_that_nobody_has_taken_yet() -> None:
 
         for number in (0, 1):
             await first.answer(requests[number])
-        await first._until(lambda: waiting() == (0, 4, room - 800))
+        await first.until(lambda: waiting() == (0, 4, room - 800))
         assert not first.answers
         await decode(1)  # whichever is delivered: the oldest that waits comes next
         await first.answer(requests[2])
         with pytest.raises(TransferError, match="deadline"):
             await first.report(transfers[2])
         await first.answer(requests[3])
-        await first._until(lambda: waiting() == (0, 2, room - 800))
+        await first.until(lambda: waiting() == (0, 2, room - 800))
         assert not first.answers
         assert first.link is not None
         first.link.send(protocol.AbortTransfer(transfer=transfers[0], reason="the test wants it so"))
@@ -174,7 +174,7 @@ def test_prompts_wait_for_the_room_of_kv_that_nobody_has_taken_yet() -> None:
             await decode(number)
         await first.answer(requests[5])
         await decode(5)
-        await first._until(lambda: waiting() == (0, 0, room))
+        await first.until(lambda: waiting() == (0, 0, room))
 
     on_trial(work)
 

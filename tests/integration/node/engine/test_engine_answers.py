@@ -170,7 +170,7 @@ def test_an_engine_that_is_killed_costs_the_other_nothing_but_time(
             assert answer.cached < len(prompt) - 1
             assert worst(prompt, answer.tokens) <= margin
             return
-        await prefill._until(lambda: outlet.ticket.transfer in prefill.reports)
+        await prefill.until(lambda: outlet.ticket.transfer in prefill.reports)
         assert not prefill.reports[outlet.ticket.transfer].delivered
         other = await trial.start(config)
         ends = trial.hand_off(trial.join(other), "raw", other.ready)

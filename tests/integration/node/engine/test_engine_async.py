@@ -341,12 +341,12 @@ def test_a_sender_that_is_cancelled_tells_the_receiver(run: Callable[[Body], Non
 
 async def begun(engine: TrialEngine, request: str) -> None:
     """Wait for the first token of an answer."""
-    await engine._until(lambda: request in engine.answers)
+    await engine.until(lambda: request in engine.answers)
 
 
 async def ended(engine: TrialEngine, request: str) -> TrialAnswer:
     """An answer, however it ends."""
-    await engine._until(lambda: request in engine.answers and engine.answers[request].finish != "")
+    await engine.until(lambda: request in engine.answers and engine.answers[request].finish != "")
     return engine.answers.pop(request)
 
 
@@ -406,7 +406,7 @@ def test_a_step_computes_no_more_than_was_asked_for(run: Callable[[Body], None])
             engine.link.send(protocol.LimitSteps(tokens=limit))
             engine.iterations.clear()
             await engine.generate(prompt_of(300, f"limit {limit}"), 1)
-            await engine._until(lambda: sum(each.prefill_tokens for each in engine.iterations) >= 299)
+            await engine.until(lambda: sum(each.prefill_tokens for each in engine.iterations) >= 299)
             longest.append(max(sample.prefill_tokens for each in engine.iterations for sample in each.samples))
         assert longest == [64, BLOCK]
 

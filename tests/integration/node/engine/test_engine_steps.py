@@ -28,7 +28,7 @@ async def longest_step(engine: TrialEngine, prompt: tuple[int, ...], limit: int 
     engine.iterations.clear()
     answer = await engine.generate(prompt, 1)
     assert len(answer.tokens) == 1
-    await engine._until(lambda: sum(each.prefill_tokens for each in engine.iterations) >= len(prompt) - 1)
+    await engine.until(lambda: sum(each.prefill_tokens for each in engine.iterations) >= len(prompt) - 1)
     return max(sample.prefill_tokens for each in engine.iterations for sample in each.samples)
 
 

@@ -156,7 +156,7 @@ def test_the_answer_goes_on_without_computing_anything_twice(run: Callable[..., 
         def done() -> int:
             return sum(each.decode_tokens for each in pair.decode.iterations)
 
-        await pair.decode._until(lambda: done() >= steps)  # they are told ten times a second
+        await pair.decode.until(lambda: done() >= steps)  # they are told ten times a second
         assert done() == steps
         many = [pair.receive(prompt_of(300, str(seed))) for seed in range(6)]
         for seed, (request, send) in enumerate(many):

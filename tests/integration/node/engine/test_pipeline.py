@@ -264,7 +264,7 @@ def test_a_lost_stage_ends_the_replica(run: Callable[[Body], None], lost: int) -
         async with replica(trial, config, 2, 2, 2) as stages:
             request = stages[0].submit(prompts()[9], 300)  # under way while it happens
             head = stages[0]
-            await head._until(lambda: request in head.answers and len(head.answers[request].tokens) >= 3)
+            await head.until(lambda: request in head.answers and len(head.answers[request].tokens) >= 3)
             os.kill(pid_of(stages[lost]), signal.SIGKILL)
             for number, stage in enumerate(stages):
                 ended = await how_it_ended(stage)
@@ -286,7 +286,7 @@ def test_a_lost_worker_ends_the_replica_and_leaves_no_other_behind(
         async with replica(trial, config, 3, 3, tp=(2, 2)) as stages:
             head = stages[0]
             request = head.submit(prompts()[9], 300)
-            await head._until(lambda: request in head.answers and len(head.answers[request].tokens) >= 3)
+            await head.until(lambda: request in head.answers and len(head.answers[request].tokens) >= 3)
             mates = [mate_of(stage) for stage in stages]
             os.kill((pid_of(stages[lost]), mates[lost].pid)[worker], signal.SIGKILL)
             for number, stage in enumerate(stages):

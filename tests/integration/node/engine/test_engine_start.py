@@ -1,0 +1,75 @@
+"""Real engine processes that do not start: one line for the user."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from p2pserve.node.replica.engine_link import EngineStartError
+
+from .kv_engines import engines, prompt_of
+
+
+def engine_pids() -> set[int]:
+    """Processes that a fork server of this run has forked."""
+    servers = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "p2pserve.node.engine.forkserver" in process.cmdline()
+    ]
+    return {child.pid for server in servers for child in server.children()}
+
+
+def test_an_engine_killed_while_it_loads_is_named(engine_channels: list[int], random_model: Path) -> None:
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            await (await start()).generate(prompt_of(5))  # so that vLLM has been imported
+            before = engine_pids()
+            assert len(before) == 1
+
+            async def kill() -> None:
+                while not (born := engine_pids() - before):  # noqa: ASYNC110 (nobody tells of a fork)
+                    await trio.sleep(0.002)
+                for pid in born:
+                    os.kill(pid, signal.SIGKILL)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(kill)
+                with pytest.raises(EngineStartError, match=r"was killed by SIGKILL.* while it was loading") as caught:
+                    await start()
+                assert "\n" not in str(caught.value)
+            assert (await (await start()).generate(prompt_of(5))).finish == "length"
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("case", ["no folder", "garbage weights", "unknown architecture", "no room"])
+def test_a_model_that_cannot_be_loaded_is_one_line(
+    engine_channels: list[int], random_model: Path, tmp_path: Path, case: str
+) -> None:
+    model = tmp_path / "broken"
+    changes: dict[str, object] = {}
+    if case != "no folder":
+        shutil.copytree(random_model, model)
+    if case == "garbage weights":
+        (model / "model.safetensors").write_bytes(b"garbage")
+    elif case == "unknown architecture":
+        config = (model / "config.json").read_text()
+        (model / "config.json").write_text(config.replace("LlamaForCausalLM", "NobodysForCausalLM"))
+    elif case == "no room":
+        changes["max_model_len"] = 1 << 20
+
+    async def main() -> None:
+        async with engines(engine_channels, model) as start:
+            with pytest.raises(EngineStartError, match=r"^vLLM cannot load .*broken: .+") as caught:
+                await start(**changes)
+            assert "\n" not in str(caught.value)
+            assert len(str(caught.value)) < 1000
+            if case == "no room":
+                assert "take --max-model-len 512 or less" in str(caught.value)
+
+    trio.run(main)
