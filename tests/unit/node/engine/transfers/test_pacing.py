@@ -105,6 +105,7 @@ def test_layers_stay_when_leaving_would_slow_the_prefill_down_by_more_than_it_hi
     assert hurt.visible_layerwise_s > hurt.visible_serialised_s > at_ease.visible_layerwise_s
     assert hurt.layers_per_group == LAYERS
     assert "slowed down by 0.0 ms" in at_ease.why
+    assert "slowed down by 50.0 ms" in hurt.why  # a fifth of 0.25 s
 
 
 def test_what_holds_the_engine_up_counts_for_the_first_token_too() -> None:
