@@ -128,13 +128,13 @@ class _Bench:
         return tuple(self._rng.randrange(self._vocabulary) for _ in range(tokens))
 
     async def prefill_s(self, tokens: int) -> float:
-        """Seconds for a prompt alone, without any hand-off."""
+        """Seconds for a prompt alone, without any KV transfer."""
         request = secrets.token_hex(4)
         begun = time.monotonic()
         self._prefill.send(_submit(request, self.prompt(tokens)))
         return await self._prefill.until_finished(request) - begun
 
-    async def hand_off(self, tokens: int, mode: Mode, bytes_s: int) -> protocol.TransferReport:
+    async def transfer_prompt(self, tokens: int, mode: Mode, bytes_s: int) -> protocol.TransferReport:
         """One prompt's KV from the first engine to the second, at most `bytes_s` (0: unthrottled)."""
         prompt = self.prompt(tokens)
         ticket = issue_transfer(self._link.link, self._codec, DEADLINE_S, secrets.token_bytes)
@@ -156,25 +156,25 @@ class _Bench:
         return report
 
 
-def _submit(request: str, prompt: tuple[int, ...], **hand_off: object) -> protocol.Submit:
+def _submit(request: str, prompt: tuple[int, ...], **transfer_prompt: object) -> protocol.Submit:
     sampling = protocol.Sampling(max_tokens=1, ignore_eos=True)
-    values = {"request": request, "prompt": prompt, "sampling": sampling, "deadline_s": DEADLINE_S, **hand_off}
+    values = {"request": request, "prompt": prompt, "sampling": sampling, "deadline_s": DEADLINE_S, **transfer_prompt}
     return protocol.Submit(**values)  # type: ignore[arg-type]
 
 
 async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     await bench.prefill_s(tokens)  # both engines warm, the link dialled
-    whole = await bench.hand_off(tokens, "layerwise", 0)
+    whole = await bench.transfer_prompt(tokens, "layerwise", 0)
     prefill_s = statistics.median([await bench.prefill_s(tokens) for _ in range(repeats)])
     bytes_s = max(1, round(whole.wire_bytes / prefill_s))
     found: dict[Mode, list[protocol.TransferReport]] = {"layerwise": [], "serialised": []}
     for _ in range(repeats):
         for mode, reports in found.items():
-            reports.append(await bench.hand_off(tokens, mode, bytes_s))
+            reports.append(await bench.transfer_prompt(tokens, mode, bytes_s))
     auto = {}
     for length in AUTO_TOKENS:
         if length <= tokens:
-            auto[length] = (await bench.hand_off(length, "auto", 0)).mode
+            auto[length] = (await bench.transfer_prompt(length, "auto", 0)).mode
     return OverlapReport(
         model=model,
         codec=codec,
