@@ -49,6 +49,7 @@ class Handlers:
         found = self._requests.get(method)
         if found is None:
             raise RemoteError("unknown_method", f"this node does not answer {method!r}; run the same p2pserve release")
+        # The role first: what may not be asked need not be decoded.
         _check_role(found, role, method)
         message = _decode(found, method, body)
         self.served += 1

@@ -173,6 +173,7 @@ class Network:
         assert self._nursery_manager is not None
         self._peering.is_leaving = True
         self._nursery.cancel_scope.cancel()
+        # trio would wrap the error of the block in a group, although nothing else has failed.
         if isinstance(error, Exception) and not isinstance(error, ExceptionGroup):
             await self._nursery_manager.__aexit__(None, None, None)
             return False
@@ -184,6 +185,7 @@ class Network:
         answered any more."""
         if not self._peering.is_leaving:
             self._peering.is_leaving = True
+            # Pushed before the streams are flushed and closed: it is the last thing that others hear.
             self._gossip.push([self._publish_record(left=True)])
             await self._sessions.close()
             self._wake()
@@ -198,7 +200,7 @@ class Network:
         self._gossip.push([self._membership.publish(kind, payload)])
 
     def entries(self, kind: str) -> dict[PeerId, bytes]:
-        """What the live members say, our own word included."""
+        """What the live members say, those of this node included."""
         return self._membership.entries(kind)
 
     def members(self) -> tuple[Member, ...]:
@@ -258,6 +260,7 @@ class Network:
         session = self._sessions.by_peer.get(peer)
         if session is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
+        # A notice that is left out would be a gap that neither side knows of. Better no connection.
         if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
             self._shed += 1
             session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")
@@ -324,6 +327,11 @@ class Network:
                 f"the join token is for the role {role.value!r}, not {self.role.value!r}; "
                 f"start as {role.value!r} or use another token"
             )
+        if self.bootstraps and not self._named:
+            raise TokenError(
+                f"the join token names only this node itself (..{self.peer_id[-6:]}), as after that box was copied; "
+                "delete identity.key in this node's home folder, and start it again: it makes its own"
+            )
 
     def _publish_record(self, *, left: bool) -> Entry:
         credential = self._token.credential(self.peer_id)
@@ -368,7 +376,7 @@ class Network:
         if len(reasons) > 1 or self._remembered:
             beside = f", nor any of {len(self._remembered)} members known from before" if self._remembered else ""
             text = f"none of {len(reasons)} bootstraps can be reached{beside}: {text}"
-        return Unreachable(text)
+        return Unreachable(f"{text}; any other member lets in, too: --bootstrap TOKEN,HOST:PORT")
 
     async def _ask_remembered(self, named_failed: trio.Event, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
         """Ask the members of an earlier run, after those that the user has named had their

@@ -28,7 +28,7 @@ from .streams.control import (
     decode_greeting,
     encode_greeting,
 )
-from .streams.transport import Connection, Transport, run_handler
+from .streams.transport import PeerConnection, Transport, run_handler
 from .trust.admission import Admission
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap, Role
@@ -112,6 +112,7 @@ class PeerSessions:
         Raises Unreachable, Refused (they do not let us in), IdentityInUse (somebody else is in
         under our identity), or TokenError (we do not let them in).
         """
+        # Whoever waited finds the session, or dials itself: the other's failure may be the other's.
         while (event := self._connecting.get(peer)) is not None:
             await event.wait()
         held = self.by_peer.get(peer)
@@ -185,12 +186,12 @@ class PeerSessions:
             self._nursery.start_soon(run_handler, lambda _: self._run(session), connection)
             return session
         finally:
-            if session is None:
+            if session is None:  # refused, failed or cancelled: the other side should not wait for us
                 with trio.CancelScope(shield=True):
                     await connection.aclose()
 
-    async def _greet(self, connection: Connection, address: Address) -> tuple[Welcome, MemberRecord]:
-        """Show who we are, and judge who answers."""
+    async def _greet(self, connection: PeerConnection, address: Address) -> tuple[Welcome, MemberRecord]:
+        """Show who we are, and check who answers."""
         peer = connection.peer
         try:
             await connection.send(encode_greeting(self._greeting(Hello)))
@@ -210,8 +211,8 @@ class PeerSessions:
         except TokenError as error:
             raise TokenError(f"the node at {address} is not one of ours: {error}") from error
 
-    async def _on_inbound(self, connection: Connection) -> None:
-        """A stranger, until judged. Returning closes the connection, after what was sent has
+    async def _on_inbound(self, connection: PeerConnection) -> None:
+        """A stranger, until its greeting has been checked. Returning closes the connection, after what was sent has
         left."""
         peer = connection.peer
         try:
@@ -274,7 +275,7 @@ class PeerSessions:
         return kind(PROTOCOL_VERSION, self._admission.network, self._membership.own_entries()[0], self._born)
 
     def _register(
-        self, connection: Connection, greeting: Hello | Welcome, record: MemberRecord, *, dialled_by_me: bool
+        self, connection: PeerConnection, greeting: Hello | Welcome, record: MemberRecord, *, dialled_by_me: bool
     ) -> PeerSession:
         """File an admitted connection; of two to one peer, both ends keep the same one."""
         assert self._nursery is not None
@@ -308,6 +309,7 @@ class PeerSessions:
                 self._nursery.start_soon(self._retire, held)
             else:  # the peer lost the old one, and with it what was on its way: here, too, it must be seen as lost
                 self._hang_up(held, f"{peer} has lost this connection and opened another one")
+        # From here on others may use the session: the record comes first, which its messages need.
         self.by_peer[peer] = session
         self._membership.admit(greeting.member, now, private=record.role is Role.CLIENT)
         self._membership.on_connected(peer, now)
@@ -319,6 +321,7 @@ class PeerSessions:
         try:
             await session.control.run()
         finally:
+            # Noted before the session is forgotten, which lets the redial begin.
             if session.control.offences >= self._settings.max_offences:
                 self._banned[session.peer] = trio.current_time() + self._settings.ban_s
             self._forget(session)
@@ -332,7 +335,7 @@ class PeerSessions:
         self._forget(session)
         self._nursery.start_soon(session.control.connection.aclose)
 
-    async def _receive_greeting(self, connection: Connection) -> Greeting:
+    async def _receive_greeting(self, connection: PeerConnection) -> Greeting:
         with trio.move_on_after(self._settings.greeting_s):
             return decode_greeting(await connection.receive())
         raise PeerLost(f"no greeting came within {self._settings.greeting_s:g} s")
@@ -344,6 +347,7 @@ class PeerSessions:
         await session.control.connection.aclose()
 
     def _forget(self, session: PeerSession) -> None:
+        # A session that was replaced ends later than it was forgotten; its successor stays.
         if self.by_peer.get(session.peer) is session:
             del self.by_peer[session.peer]
             self._membership.on_disconnected(session.peer)

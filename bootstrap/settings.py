@@ -21,7 +21,7 @@ class TransportSettings:
     upgrade_s: int = 5  # Noise, yamux and the opening of the control stream, each
     stalled_s: float = 5.0  # a peer that takes no byte for so long is given up
     peek_s: float = 10.0  # until an accepted socket has said what it is
-    max_strangers: int = 64  # inbound connections not let in yet; more keep a slow guest's place, and cost memory
+    max_strangers: int = 64  # inbound connections not let in yet; more let slow ones in, and cost memory
     max_undecided: int = 512  # accepted sockets that have not said what they are; more are closed at once
 
 

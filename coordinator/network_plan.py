@@ -1,9 +1,9 @@
 """The plan of the running network: who does what, and who sends to whom.
 
 A first plan takes the best phases found from several starts. After that, replicas keep their
-phases: new ones take what helps most, and a phase changes only where that pays (`planning.light`).
-X and Y come from the planner's linear programme. Nothing of it loads weights, except for boxes that
-form a new pipeline.
+phases: new ones take what helps most, and a phase changes only where that pays
+(`planning.upper.light_rescheduling`). X and Y come from the planner's linear programme. Nothing of
+it loads weights, except for boxes that form a new pipeline.
 
 Importing this takes a solver with it: import it where plans are made.
 """
@@ -157,7 +157,7 @@ def _choose_phases(
 
 
 def _covers_both_phases(phases: Collection[Phase]) -> bool:
-    """Whether somebody reads and somebody writes."""
+    """Whether there is a replica that prefills and one that decodes."""
     return Phase.MIXED in phases or {Phase.PREFILL, Phase.DECODE} <= set(phases)
 
 
@@ -249,15 +249,15 @@ def _keep_step_budgets(replicas: tuple[Replica, ...], previous: Plan, factor: fl
 
 
 def _can_pair(one: Replica, two: Replica) -> bool:
-    """A mixed replica keeps its requests, unless the other one does not read."""
+    """A mixed replica keeps its requests, unless the other one does not prefill."""
     return one.id == two.id if one.decodes and two.prefills else one.prefills and two.decodes
 
 
 def _may_keep_shares(
     network: NetworkProblem, solution: Solution, before: Sequence[Pairing], after: Sequence[Pairing]
 ) -> bool:
-    """Whether requests may as well be shared out as before: every replica reads and writes about as
-    many, and no more of them would be in time."""
+    """Whether requests may as well be shared out as before: every replica prefills and decodes
+    about as many, and no more of them would be in time."""
     if _largest_change(before, after) > network.settings.share_change:
         return False
     served = network.evaluator.orchestrate(solution)[0].flow.served
@@ -271,7 +271,7 @@ def _may_keep_shares(
 
 
 def _largest_change(before: Sequence[Pairing], after: Sequence[Pairing]) -> float:
-    """By how much the share of some replica differs, of what is read or of what is written."""
+    """By how much the share of some replica differs, of prefill or of decode."""
     moved: defaultdict[tuple[str, str], float] = defaultdict(float)
     for sign, pairings in ((-1.0, before), (1.0, after)):
         for pair in pairings:

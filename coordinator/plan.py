@@ -66,7 +66,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The stages, in layer order, that together hold one copy of the model.
 
     `step_tokens`: what a step computes at most (vLLM's max_num_batched_tokens), so that a prompt
-    that is read holds up the answers beside it by no more than their deadline allows; 0: whatever
+    that
+    is prefilled holds up the answers beside it by no more than their deadline allows; 0: whatever
     its engine was started with.
     """
 
@@ -128,7 +129,7 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `weight` is the product `X_i * Y_ij` of ThunderServe section 3.3: X_i of the requests go to
     prefill replica i, Y_ij of those on to decode replica j. A mixed replica that keeps its requests
     is paired with itself. `prefill_share` is the part of each prompt that the prefill replica
-    reads, from its beginning; the decode replica reads the rest beside its decodes, as in Cronus.
+    computes, from its beginning; the decode replica prefills the rest beside its decodes, as in Cronus.
     """
 
     prefill: str

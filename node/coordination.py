@@ -9,13 +9,10 @@ from typing import Any, final
 from ..bootstrap import PeerId
 from ..coordinator import BoxView, Demand, LinkView, Plan
 from ..coordinator.demand import is_idle
+from .settings import WAN
 from .view import NetworkView
 
-__all__ = ["QUIET_S", "Coordinator", "Task"]
-
-QUIET_S = 15.0
-"""Figures of boxes and links move all the time: they are planned with so often. Boxes that come, go or change what they
-can do are planned with at once."""
+__all__ = ["Coordinator", "Task"]
 
 Leader = tuple[PeerId, int]
 
@@ -72,9 +69,10 @@ class Task:
 class Coordinator:
     """Makes plans while this node is the elected coordinator; idle otherwise."""
 
-    def __init__(self, own: PeerId, codec: str) -> None:
+    def __init__(self, own: PeerId, codec: str, quiet_s: float = WAN.quiet_s) -> None:
         self._own = own
         self._codec = codec
+        self._quiet_s = quiet_s
         self._numbered: tuple[int, int] = (-1, 0)  # (epoch, last version used in it)
         self._last: Task | None = None
         self._planned_at = float("-inf")
@@ -86,7 +84,7 @@ class Coordinator:
             return None
         last = self._last
         known = last is not None and task.roster == last.roster
-        if known and now < self._planned_at + QUIET_S:
+        if known and now < self._planned_at + self._quiet_s:
             return None
         links = tuple(sorted(view.links(), key=lambda link: (link.source, link.target)))
         task = replace(task, links=links, demands=tuple(view.demands(task.service)))

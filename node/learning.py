@@ -9,17 +9,17 @@ import trio
 from ..coordinator.profile import LatencyProfile
 from ..coordinator.profile_fit import SampleBook, fit
 from .engine.protocol import Iterations
+from .settings import WAN
 
 __all__ = ["Learner"]
-
-INTERVAL_S = 5.0  # between two fits; one takes some ten milliseconds, on a thread
 
 
 @final
 class Learner:
     """Keeps samples of the engine's steps and fits the profile to them while new ones come."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = WAN.profile_interval_s) -> None:
+        self._interval_s = interval_s
         self.profile: LatencyProfile | None = None
         self._book = SampleBook()
         self._news = False
@@ -39,7 +39,7 @@ class Learner:
     async def run(self) -> None:
         """Fit until cancelled."""
         while True:
-            await trio.sleep(INTERVAL_S)
+            await trio.sleep(self._interval_s)
             if self._news:
                 self._news = False
                 book = self._book

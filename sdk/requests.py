@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, final
 
@@ -15,7 +15,17 @@ from ..node.requests.request import check
 from ..node.requests.text import PromptError
 from .errors import InvalidRequest
 
-__all__ = ["Candidate", "Diverged", "GenerateOptions", "Generation", "Piece", "Replay", "build_request", "gateways"]
+__all__ = [
+    "Candidate",
+    "Diverged",
+    "GenerateOptions",
+    "Generation",
+    "Piece",
+    "Replay",
+    "build_request",
+    "check_service",
+    "gateways",
+]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -73,6 +83,9 @@ def build_request(prompt: str | None, messages: list[dict[str, str]] | None, opt
         check(body)
     except PromptError as error:
         raise InvalidRequest(str(error)) from error
+    if body.temperature > 0 and body.seed is None:
+        # Drawn here and not by an engine, so that the answer can go on elsewhere as it would have gone on.
+        body = msgspec.structs.replace(body, seed=secrets.randbits(63))
     return body
 
 
@@ -95,20 +108,28 @@ class Diverged(Exception):
 
 @final
 class Replay:
-    """An answer over several attempts: each piece is handed on once, whatever is sent again."""
+    """An answer over several gateways: each piece is handed on once, whatever is sent again.
+
+    `service` is the one that the first gateway gave; the others have to be of the same.
+    """
 
     def __init__(self) -> None:
+        self.service: str | None = None
         self.tokens: list[int] = []
         self.text = ""
         self._at_token = 0
         self._at_text = 0
 
     def restart(self) -> None:
-        """A new attempt begins, and says everything from the start."""
+        """The next gateway begins anew, and says everything from the start."""
         self._at_token = self._at_text = 0
 
+    def resume(self) -> None:
+        """The next gateway goes on after the tokens, and says the text from the start."""
+        self._at_token, self._at_text = len(self.tokens), 0
+
     def take(self, chunk: AnswerUpdate) -> Piece | None:
-        """What is new in a chunk of the current attempt. Raises Diverged."""
+        """What is new in an update of the current gateway. Raises Diverged."""
         again = min(len(chunk.tokens), len(self.tokens) - self._at_token)
         if list(chunk.tokens[:again]) != self.tokens[self._at_token : self._at_token + again]:
             raise Diverged
@@ -131,11 +152,32 @@ class Candidate:
     advert: Advert | None
     rtt_s: float | None
 
+    @property
+    def service(self) -> str | None:
+        """The one that it offers."""
+        return self.advert.model.service if self.advert is not None and self.advert.model is not None else None
 
-def gateways(candidates: Iterable[Candidate], service: str | None) -> list[PeerId]:
-    """Who may take a request, best first: engine ready before any other with a model, then the nearest."""
+
+def check_service(candidates: Sequence[Candidate], service: str | None) -> None:
+    """Raise InvalidRequest where all nodes have told what they offer, and none of it is `service`."""
+    models = [each.advert.model for each in candidates if each.advert is not None and each.advert.model is not None]
+    if service is None or not models or any(candidate.advert is None for candidate in candidates):
+        return
+    if not any(service in (model.service, model.name) for model in models):
+        served = ", ".join(sorted({model.service for model in models}))
+        raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
+
+
+def gateways(candidates: Iterable[Candidate], service: str | None, planned: str | None = None) -> list[PeerId]:
+    """Who may take a request, best first: engine ready before any other with a model, then the nearest.
+
+    One that names no `service` goes to the `planned` one, which has a plan, where any node offers that.
+    """
+    offers = [candidate for candidate in candidates if candidate.service is not None]
+    if service is None and any(candidate.service == planned for candidate in offers):
+        service = planned
     ranked = []
-    for candidate in candidates:
+    for candidate in offers:
         advert = candidate.advert
         if advert is None or advert.model is None or advert.draining:
             continue

@@ -29,8 +29,19 @@ from ..bootstrap import (
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.members.states import MemberState
 from ..bootstrap.network import Network
-from ..node.messages import ADVERT, AnswerUpdate, Generate, Status, StatusQuery, StopRequest
-from ..node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
+from ..node.messages import (
+    ADVERT,
+    MAX_CONTINUED_TOKENS,
+    PLAN,
+    AnswerUpdate,
+    ContinueGenerate,
+    Generate,
+    Generating,
+    Status,
+    StatusQuery,
+    StopRequest,
+)
+from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, STATUS
 from ..node.view import NetworkView
 from .errors import (
     ClientError,
@@ -41,7 +52,7 @@ from .errors import (
     RequestFailed,
     first_of,
 )
-from .requests import Candidate, Diverged, Generation, Piece, Replay, gateways, new_request_id
+from .requests import Candidate, Diverged, Generation, Piece, Replay, check_service, gateways, new_request_id
 
 __all__ = ["Session", "check_target", "open_session"]
 
@@ -154,9 +165,10 @@ class Session:
         self._network = network
         self._timeout_s = timeout_s
         self._view = NetworkView()
+        self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
         self._inboxes: dict[str, _Inbox] = {}
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
-        network.on_notice(ANSWER, self._on_chunk)
+        network.on_notice(ANSWER, self._on_update)
         network.on_peer_lost(self._on_peer_lost)
 
     def __repr__(self) -> str:
@@ -180,17 +192,18 @@ class Session:
     async def generate(self, body: Generate, deliver: Callable[[Piece], None]) -> Generation:
         """Run a request to its end. Raises InvalidRequest, RequestFailed or DeadlineExceeded.
 
-        A gateway that is lost before it has said anything is replaced. After that only a greedy answer can be
-        asked for again: it comes out the same, and `deliver` is not called twice for any part of it.
+        A gateway that is lost is replaced by another one, which goes on from the tokens that are there:
+        `deliver` is not called twice for any part of the answer.
         """
         replay = Replay()
         lost: dict[PeerId, str] = {}
         deadline = trio.current_time() + body.deadline_s
         with trio.move_on_at(deadline + DEADLINE_GRACE_S):
             while True:
-                gateway = await self._find_gateway(body.service, lost)
+                service = body.service if replay.service is None else replay.service
+                gateway = await self._find_gateway(service, lost)
                 left = max(0.05, deadline - trio.current_time())
-                attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left)
+                attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left, service=service)
                 try:
                     return await self._attempt(gateway, attempt, replay, deliver)
                 except Diverged:
@@ -200,11 +213,6 @@ class Session:
                     ) from None
                 except _GatewayLost as error:
                     lost[gateway] = str(error)
-                    if replay.tokens and body.temperature > 0:
-                        raise RequestFailed(
-                            f"gateway {_short(gateway)} was lost after {len(replay.tokens)} tokens: {error}; a"
-                            " sampled answer cannot be continued elsewhere, ask again"
-                        ) from error
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
 
     async def _attempt(
@@ -212,29 +220,38 @@ class Session:
     ) -> Generation:
         send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
         self._inboxes[body.request] = _Inbox(gateway, send)
-        replay.restart()
         running = True
         try:
-            await self._open(gateway, body)
-            async for chunk in receive:
-                if chunk is None:
+            replay.service = (await self._open(gateway, body, replay)).service
+            async for update in receive:
+                if update is None:
                     running = False
                     raise _GatewayLost("the connection to it broke")
-                piece = replay.take(chunk)
+                piece = replay.take(update)
                 if piece is not None:
                     deliver(piece)
-                if chunk.finish is not None:
+                if update.finish is not None:
                     running = False
-                    return _finished(chunk, replay)
+                    return _finished(update, replay)
         finally:
             del self._inboxes[body.request]
             if running:
                 self._stop(gateway, body.request)
         raise AssertionError("an open channel does not end")
 
-    async def _open(self, gateway: PeerId, body: Generate) -> None:
+    async def _open(self, gateway: PeerId, body: Generate, replay: Replay) -> Generating:
         try:
-            await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
+            if 0 < len(replay.tokens) <= MAX_CONTINUED_TOKENS:
+                replay.resume()
+                continued = ContinueGenerate(generate=body, tokens=tuple(replay.tokens))
+                try:
+                    return await self._network.request(gateway, GENERATE_CONTINUE, continued, ACCEPT_TIMEOUT_S)
+                except RemoteError as error:
+                    if error.code != "unknown_method":
+                        raise
+            # Also of a gateway of an earlier release, which can only begin anew: it says the same, if it rounds alike.
+            replay.restart()
+            return await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
         except RemoteError as error:
             if error.code in ELSEWHERE:
                 raise _GatewayLost(error.message) from error
@@ -255,11 +272,14 @@ class Session:
         give_up = trio.current_time() + self._timeout_s
         while True:
             revision = self._network.revision
-            ranked = gateways(self._candidates(), service)
+            candidates = self._candidates()
+            if not lost:
+                check_service(candidates, service)
+            ranked = gateways(candidates, service, self._planned_service())
             usable = [peer for peer in ranked if peer not in lost]
             if usable:
                 await self._race(usable)
-                ranked = gateways(self._candidates(), service)
+                ranked = gateways(self._candidates(), service, self._planned_service())
                 return next((peer for peer in ranked if peer in usable), usable[0])
             if lost:
                 raise RequestFailed(f"no gateway is left: {_reasons(lost)}")
@@ -291,6 +311,15 @@ class Session:
             for peer in random.sample(usable, min(RACERS, len(usable))):
                 nursery.start_soon(ask, peer)
 
+    def _planned_service(self) -> str | None:
+        """The service that the coordinator has a plan for, as far as this client has heard of it."""
+        leader = self._network.coordinator
+        payload = self._network.entries(PLAN).get(leader[0]) if leader is not None else None
+        if leader is not None and payload is not None and (leader, payload) != self._considered:
+            self._considered = leader, payload
+            self._view.consider_plan(*leader, payload)
+        return self._view.plan.service if self._view.plan is not None else None
+
     def _candidates(self) -> list[Candidate]:
         self._view.update(self._network.entries(ADVERT))
         return [
@@ -303,10 +332,10 @@ class Session:
             if member.state is MemberState.ALIVE and member.role is not Role.CLIENT
         ]
 
-    def _on_chunk(self, peer: PeerId, role: Role, chunk: AnswerUpdate) -> None:
-        inbox = self._inboxes.get(chunk.request)
+    def _on_update(self, peer: PeerId, role: Role, update: AnswerUpdate) -> None:
+        inbox = self._inboxes.get(update.request)
         if inbox is not None and inbox.gateway == peer:
-            inbox.send.send_nowait(chunk)
+            inbox.send.send_nowait(update)
 
     def _on_peer_lost(self, peer: PeerId) -> None:
         for inbox in self._inboxes.values():
@@ -314,12 +343,12 @@ class Session:
                 inbox.send.send_nowait(None)
 
 
-def _finished(chunk: AnswerUpdate, replay: Replay) -> Generation:
-    if chunk.finish == "error":
-        if chunk.error.startswith("deadline"):
-            raise DeadlineExceeded(chunk.error)
-        raise RequestFailed(chunk.error or "the network gave the request up without a reason")
-    return Generation(replay.text, tuple(replay.tokens), chunk.finish or "", chunk.figures)
+def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
+    if update.finish == "error":
+        if update.error.startswith("deadline"):
+            raise DeadlineExceeded(update.error)
+        raise RequestFailed(update.error or "the network gave the request up without a reason")
+    return Generation(replay.text, tuple(replay.tokens), update.finish or "", update.figures)
 
 
 def _nearness(candidate: Candidate) -> tuple[float, str]:

@@ -34,8 +34,7 @@ MODEL: Final = "llama2-70b"
 
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
-    """So many boxes, of which so many only read prompts (0: all do both), and requests per
-    second."""
+    """A cluster and its load; `prefill` of the boxes only prefill (0: all do both)."""
 
     boxes: int
     prefill: int
@@ -72,7 +71,7 @@ def measure(name: str, setup: BenchSetup) -> BenchRow:
     trace = draw(azure("conversation").lengths, rate=setup.rate, rng=np.random.default_rng(0), requests=setup.requests)
     model = model_shape(MODEL)
     service = Service(name=MODEL, model=model, workload=workload_of(trace), slo=Slo(ttft_s=2.0, tpot_s=0.15))
-    run = ServiceRun(service=service, plan=_plan(setup, model.layers), trace=trace)
+    run = ServiceRun(service=service, plan=plan_by_hand(setup, model.layers), trace=trace)
     begun = time.process_time()
     result = simulate(_cluster(setup.boxes), [run])
     cpu_s = time.process_time() - begun
@@ -102,9 +101,8 @@ def _cluster(boxes: int) -> Cluster:
     )
 
 
-def _plan(setup: BenchSetup, layers: int) -> Plan:
-    """Every prefill replica shares its requests out to the decode replicas next to it, as a linear
-    programme does."""
+def plan_by_hand(setup: BenchSetup, layers: int) -> Plan:
+    """Prefill replicas pair with the decode replicas next to them, as in an LP's solution."""
     phases = [Phase.MIXED if not setup.prefill else Phase.PREFILL] * (setup.prefill or setup.boxes)
     phases += [Phase.DECODE] * (setup.boxes - len(phases))
     replicas = tuple(

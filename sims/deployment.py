@@ -70,8 +70,7 @@ class Deployment:
         return found
 
     def check_links(self) -> None:
-        """Raise WorldError for a pair of replicas that the plan gives requests and no link
-        joins."""
+        """Raise WorldError for a pair with requests and without a link."""
         by_id = {replica.id: replica for replica in self.plan.replicas}
         for pair in self.plan.pairings:
             if pair.prefill != pair.decode and pair.weight > 0.0:

@@ -54,7 +54,7 @@ class SimGateway:
     ) -> None:
         self._deployments = deployments
         self._kv_transfers = kv_transfers
-        self._settings = RequestSettings(first_token_at_prefill=not settings.decode_writes_first)
+        self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
         self._on_load = on_load
         self._on_end = on_end
         self._transfer_log = transfer_log
@@ -92,8 +92,7 @@ class SimGateway:
                 kv_transfers.start_prefill_step(assignment.split.transfer, signal.tokens, signal.at, now)
 
     def complete_transfer(self, transfer: KVTransfer, now: float) -> None:
-        """The decode replica has all KV of a request: it decodes next, and the prefill replica
-        frees its blocks."""
+        """The KV has arrived: the request decodes, and the prefill replica frees blocks."""
         assignment = self._assigned.get(transfer.request)
         if assignment is None or assignment.split is None:
             return  # one side was lost during the last round trip

@@ -59,8 +59,7 @@ class KVTransfer:
 
 @final
 class KVTransfers:
-    """Starts and ends the flows of transfers. The caller advances the network, and calls `end_flow`
-    for each that ends."""
+    """The flows of all transfers. The caller advances the network and calls `end_flow`."""
 
     def __init__(self, network: FluidNetwork, *, layerwise: bool) -> None:
         self._network = network

@@ -124,6 +124,7 @@ class FluidNetwork:
     def wake_at(self) -> float:
         """When the next flow ends."""
         ends = self._ends
+        # A rate that changes leaves its old entry in the heap, which is dropped when it comes up.
         while ends and ends[0][0] != ends[0][2].ends_at:
             heappop(ends)
         return ends[0][0] if ends else inf
@@ -139,8 +140,7 @@ class FluidNetwork:
         return flow
 
     def lift_limit(self, flow: Flow, now: float, *, at_least: float = 0.0) -> None:
-        """From now on only its resources limit the flow; at least `at_least` bytes are still to be
-        sent."""
+        """Let only its resources limit the flow; at least `at_least` bytes are left."""
         self._settle(flow, now)
         more = min(resource.capacity for resource in flow.resources) - flow.max_rate
         was_crowded = any(resource.crowded for resource in flow.resources)
@@ -169,8 +169,7 @@ class FluidNetwork:
         return ended
 
     def check_integrity(self) -> None:
-        """No resource carries more than its capacity, and no flow could be faster. Raises
-        FluidError."""
+        """Raises FluidError if a resource is overloaded, or a flow slow for no reason."""
         resources = [*self._sending, *self._receiving, *self._links.values()]
         for resource in resources:
             total = sum(flow.rate for flow in resource.flows.values())
@@ -200,12 +199,14 @@ class FluidNetwork:
         for resource in flow.resources:
             resource.flows[flow.key] = flow
             resource.add_demand(flow.max_rate)
+        # Where nothing is crowded all flows run at their own limits, and no other flow's rate changes.
         if any(resource.crowded for resource in flow.resources):
             self._share_out(flow.resources, now)
         else:
             self._set_rate(flow, flow.max_rate, now)
 
     def _leave(self, flow: Flow, now: float) -> None:
+        # Only flows on resources that were crowded with this one can be faster without it.
         crowded = [resource for resource in flow.resources if resource.crowded]
         for resource in flow.resources:
             del resource.flows[flow.key]
@@ -231,6 +232,7 @@ class FluidNetwork:
             resource.spare, resource.unassigned = resource.capacity, len(resource.flows)
         for flow in flows:
             flow.fair_rate = None
+        # In order of what they could use: a flow that needs less than the least fair share takes just that.
         flows.sort(key=_by_max_rate)
         for flow in flows:
             while flow.fair_rate is None:
@@ -283,8 +285,7 @@ def _assign_rate(flow: Flow, rate: float) -> None:
 
 
 def _find_sharing(start: tuple[_Resource, ...]) -> tuple[list[Flow], list[_Resource]]:
-    """The flows through `start` and through crowded resources reachable from them; and those
-    resources."""
+    """Flows that share `start` or crowded resources with it, and those resources."""
     flows: dict[int, Flow] = {}
     crowded: list[_Resource] = []
     todo = list(start)

@@ -133,14 +133,12 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def points() -> tuple[Point, ...]:
-    """All measured steps; repeated runs count once, by their median, and the power-capped H100 is
-    left out."""
+    """All measured steps, repeated ones by their median, without the capped H100."""
     return (*_perf_points(frozenset(HARDWARE) - {CAPPED}), *_helix_points(), *_distserve_points())
 
 
 def capped_points() -> tuple[Point, ...]:
-    """Those of the power-capped H100, which were computed from the H100's and so count for
-    nothing."""
+    """Those of the power-capped H100, which were computed, not measured."""
     return tuple(
         point._replace(gpu=msgspec.structs.replace(point.gpu, tflops=point.gpu.tflops * CAPPED_COMPUTE))
         for point in _perf_points(frozenset({CAPPED}))

@@ -1,5 +1,4 @@
-"""What is simulated: services with their plans and requests, how engines and links work, and what
-happens meanwhile."""
+"""What goes into a simulation: services, plans, settings, and what happens meanwhile."""
 
 from __future__ import annotations
 
@@ -48,22 +47,25 @@ class ServiceRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSettings:
-    """How everything works that is no decision.
+    """How engines and links work, other than by decisions.
 
-    `engine`: the same for all, with the token budget that engines are started with: the plan may
-    give a replica less. None for the usual, with the budgets of the plan, or of `ReplicaModel`.
-    `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`:
-    TCP streams of a transfer; None for as many as the link needs. `decode_writes_first`: the first
-    token comes from the decode replica once the KV is there; else from the prefill replica, as in
-    the running network and the papers. `detect_s`: seconds until it is noticed that a box is gone.
-    `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
-    policies that draw lots.
+    - `engine`: the settings of all engines, in steps of at most its token budget; the plan may give
+      a replica less. None: vLLM's defaults, with the budgets of the plan or of `ReplicaModel`.
+    - `layerwise`: KV is sent while the prompt is computed, which hides most of the transfer; else
+      after the prefill.
+    - `streams`: TCP streams of a transfer, each of which carries one window per round trip; None:
+      as many as the link needs.
+    - `first_token_at_decode`: the decode replica generates the first token, once the KV is there;
+      else the prefill replica does, earlier, as on the network and in the papers.
+    - `detect_s`: seconds until the coordinator notices that a box is lost; requests stall as long.
+    - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
+      policies that draw lots.
     """
 
     engine: SimEngineSettings | None = None
     layerwise: bool = True
     streams: int | None = None
-    decode_writes_first: bool = False
+    first_token_at_decode: bool = False
     detect_s: float = 1.0
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     seed: int = 0
@@ -76,8 +78,7 @@ class SimSettings:
 
 
 class BoxLost(NamedTuple):
-    """At `at` seconds the box is gone, with all that its replicas held; requests are replayed
-    elsewhere."""
+    """At `at` seconds the box fails; its requests are replayed elsewhere."""
 
     at: float
     box: str
@@ -116,8 +117,7 @@ class Situation(NamedTuple):
 
 
 Replan = Callable[[Situation], Sequence[PlanChange]]
-"""Coordinator's code that answers a situation with plans, each from the moment that it would be
-ready."""
+"""Answers a situation with plans, each from the moment that it would be ready."""
 
 
 class ReplicaModel(NamedTuple):
@@ -131,7 +131,7 @@ class ReplicaModel(NamedTuple):
 
 def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> ReplicaModel:
     """By the GPU table and the links of the cluster; the token budget by the service's deadlines
-    where prompts are read beside decoding. Raises WorldError for a replica that the cluster cannot
+    where replicas prefill beside decoding. Raises WorldError for a replica that the cluster cannot
     hold."""
     numbers = [cluster.index(stage.peer) for stage in replica.stages]
     stages = []

@@ -72,15 +72,13 @@ class Recorded:
 
     @property
     def gap_cv(self) -> float:
-        """The coefficient of variation of the times between arrivals: 1 for Poisson, more for
-        bursts."""
+        """Coefficient of variation of the times between arrivals; 1 for Poisson."""
         gaps = np.diff(self.arrival_s)
         return float(gaps.std() / gaps.mean())
 
 
 def azure(name: str) -> Recorded:
-    """A trace that ships with the simulator, `coding` or `conversation`. Raises TraceError for
-    another name."""
+    """Azure's `coding` or `conversation` trace. Raises TraceError for another name."""
     if name not in AZURE:
         raise TraceError(f"workload {name!r} is none of {', '.join(AZURE)}")
     text = (files(__package__) / "data" / AZURE[name]).read_text(encoding="utf-8")
@@ -93,8 +91,7 @@ def azure(name: str) -> Recorded:
 
 
 def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | None = None) -> Trace:
-    """The trace itself, its time stretched so that the mean rate is `rate`; up to `seconds`, if
-    given."""
+    """The trace itself, stretched to the mean rate `rate`, up to `seconds`."""
     scale = 1.0 if rate is None else recorded.rate / _positive("rate", rate)
     arrival = recorded.arrival_s * scale
     if seconds is not None:
@@ -112,8 +109,7 @@ def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | No
 
 
 class _Gaps(NamedTuple):
-    """Times between arrivals: a gamma distribution, which is the exponential one where its CV is
-    1."""
+    """Times between arrivals: gamma-distributed; exponential where the CV is 1."""
 
     rate: float
     cv: float
@@ -260,8 +256,7 @@ def _number(at: str, row: Mapping[str, Any], field: str) -> float:
 
 
 def workload_of(trace: Trace, *, cv: float | None = None) -> Workload:
-    """What the planner needs to know of a trace: its lengths, mean rate, and burstiness (its own
-    unless given)."""
+    """What the planner needs of a trace: lengths, mean rate, burstiness (`cv`)."""
     gaps = np.diff(trace.arrival_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0
     if not mean > 0.0:

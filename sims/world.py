@@ -228,8 +228,7 @@ class _World:
             self.progress(self._ended, self._total, now)
 
     def _note_load(self, host: ReplicaHost) -> None:
-        """Tell the router of a new load, and schedule the engine anew if its next event has
-        moved."""
+        """Tell the router of a new load, and reschedule the engine if it wakes earlier."""
         self._deployments[host.service].note_load(host)
         wake_at = host.engine.wake_at
         if wake_at != host.alarm and wake_at != inf:
@@ -282,8 +281,7 @@ class _World:
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
 
     def _notice_loss(self, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
-        """The coordinator knows which boxes are missing: requests are replayed, and there may be
-        new plans."""
+        """The coordinator learns which boxes are missing: replay, and ask for plans."""
         for deployment in self._deployments:
             deployment.set_missing(missing & self._missing)
         for host in hosts:
@@ -291,8 +289,7 @@ class _World:
         self._ask_for_plans(now)
 
     def _join_box(self, box: str, now: float) -> None:
-        """A box joins; replicas whose boxes are all there now begin with empty engines and loaded
-        weights."""
+        """A box joins; replicas that are whole now begin with empty engines."""
         self._missing -= {box}
         for deployment in self._deployments:
             for name, host in list(deployment.hosts.items()):

@@ -33,8 +33,8 @@ PASSING = 0.9
 MODULES = [
     f"{folder}/{name}"
     for folder, names in {
-        "bootstrap/members": ("election", "gossip", "membership", "mesh"),
-        "bootstrap/trust": ("admission", "tokens"),
+        "bootstrap/members": ("election", "gossip", "membership", "mesh", "peering"),
+        "bootstrap/trust": ("admission", "targets", "tokens"),
         "coordinator": ("calibration", "demand", "network_plan", "pipelines", "router", "workload_profiler"),
         "coordinator/planning/lower": ("flow", "queueing"),
         "coordinator/planning/upper": ("moves",),

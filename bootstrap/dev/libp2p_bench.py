@@ -19,7 +19,7 @@ import trio
 
 from ..addresses import Address
 from ..streams.libp2p_host import Libp2pTransport
-from ..streams.transport import Connection
+from ..streams.transport import PeerConnection
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 
@@ -39,7 +39,7 @@ async def _receive(size: int) -> None:
     """Announce where we listen, count one connection's bytes, answer, and say what it cost."""
     done = trio.Event()
 
-    async def handle(connection: Connection) -> None:
+    async def handle(connection: PeerConnection) -> None:
         connection.admit()
         left, cpu = size, _cpu()
         while left > 0:
@@ -86,7 +86,7 @@ async def _send(size: int, address: Address, peer: PeerId) -> dict[str, float]:
     return found
 
 
-async def _nobody(connection: Connection) -> None:
+async def _nobody(connection: PeerConnection) -> None:
     await connection.aclose()
 
 

@@ -84,11 +84,14 @@ class Gossip:
 
     async def sync(self, session: PeerSession) -> None:
         """One exchange. A failure is the next round's business."""
+        # What is asked for is fixed here; by the time the answer comes more may be known. Merging is
+        # idempotent, so what arrives twice does no harm.
         now = trio.current_time()
         ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
         try:
             reply = _sync_replies.decode(await session.control.request(_SYNC.name, ask, self._settings.sync_s))
         except DECODE_ERRORS as error:
+            # Only blamed: the connection is sound, and the next round may bring sense.
             session.control.blame()
             _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
             return
@@ -129,7 +132,7 @@ class Gossip:
 
     async def _serve_sync(self, peer: PeerId, role: Role, ask: _Sync) -> _SyncReply:
         now = trio.current_time()
-        if role is not Role.CLIENT:
+        if role is not Role.CLIENT:  # a client may say who lives, and nobody would be the wiser
             self._membership.on_vouched(ask.vouchers, now)
             self._on_news(False)
         delta = self._membership.delta_for(ask.digest)

@@ -25,6 +25,7 @@ States of a member, by the silence since it was last heard, directly or through 
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from ..addresses import Address
@@ -77,6 +78,14 @@ class _Life:
     gone_since: float | None = None  # since when dead, left, or hearsay that nobody vouches for
 
 
+class _Outcome(Enum):
+    """What became of one entry."""
+
+    TAKEN = "taken"
+    FORGED = "forged"  # nobody honest sends it
+    IGNORED = "ignored"  # it cannot be checked yet, or there is no room
+
+
 def _trust_everybody(peer: str, record: MemberRecord) -> None:
     """The check of a membership that is used without a network key."""
 
@@ -109,7 +118,7 @@ class Membership:
         self._version = 0
         self._own = _Life(incarnation, {}, state=MemberState.ALIVE)
         self._lives: dict[str, _Life] = {self.peer_id: self._own}
-        self._buried: dict[str, tuple[int, float]] = {}  # origin -> (incarnation, until): not to be learned again
+        self._forgotten: dict[str, tuple[int, float]] = {}  # origin -> (incarnation, until): not to be learned again
         self._connected: dict[PeerId, _OpenStream] = {}
 
     # -- what this node says ------------------------------------------------------------------------------------------
@@ -160,10 +169,12 @@ class Membership:
             if not life.shared:
                 continue
             incarnation, versions = digest.get(origin, (0, {}))
+            # They hold a newer life of this origin: whatever is held here is out of date.
             if incarnation > life.incarnation:
                 continue
             known = versions if incarnation == life.incarnation else {}
             lacking += (entry for kind, entry in life.entries.items() if entry.version > known.get(kind, 0))
+        # What does not fit comes with the next digest, which will show that it is still lacking.
         chosen: list[Entry] = []
         size = 0
         for entry in sort_records_first(lacking):
@@ -179,6 +190,8 @@ class Membership:
         changed: list[Entry] = []
         forged = ignored = 0
         for entry in sort_records_first(entries):
+            # Signatures are checked last: they cost a hundred times what the rest does, and most of
+            # what gossip brings is known already.
             if from_origin is not None and entry.origin != from_origin:
                 forged += 1
             elif not self._is_news(entry):
@@ -188,22 +201,20 @@ class Membership:
             elif entry.origin == self.peer_id:
                 self._outlive(entry)
                 changed += self.own_entries()
-            elif self._is_buried(entry, now):
+            elif self._is_forgotten(entry, now):
                 ignored += 1
             else:
-                verdict = self._take(entry, now, private=from_origin is not None)
-                if verdict is None:
-                    ignored += 1
-                elif verdict:
+                outcome = self._take(entry, now, private=from_origin is not None)
+                if outcome is _Outcome.TAKEN:
                     changed.append(entry)
-                else:
-                    forged += 1
+                forged += outcome is _Outcome.FORGED
+                ignored += outcome is _Outcome.IGNORED
         return MergeResult(changed=tuple(changed), forged=forged, ignored=ignored)
 
     def admit(self, record_entry: Entry, now: float, *, private: bool) -> None:
-        """Take the member record of a peer that was judged and let in. Unlike hearsay it
+        """Take the member record of a peer that was checked and let in. Unlike hearsay it
         counts even when the peer was forgotten as dead."""
-        self._buried.pop(record_entry.origin, None)
+        self._forgotten.pop(record_entry.origin, None)
         self.merge((record_entry,), now, from_origin=PeerId(record_entry.origin) if private else None)
 
     def vouchers(self, now: float) -> dict[str, float]:
@@ -221,6 +232,7 @@ class Membership:
         for peer, age in vouchers.items():
             life = self._lives.get(peer)
             heard_at = now - age if age > 0.0 else now  # nan, too, must not get into the table
+            # What was heard before this node saw the connection break says nothing of now.
             if life is None or life is self._own or heard_at <= life.lost_at:
                 continue
             if life.heard_at is None or heard_at > life.heard_at:
@@ -270,13 +282,15 @@ class Membership:
                 life.gone_since = None
             elif life.gone_since is None:
                 life.gone_since = now
+            # A member that is connected is about to be heard again, or to be dropped.
             is_over = life.gone_since is not None and origin not in self._connected
             if is_over and now >= self._forget_at(life):
                 self._forget(origin, life, now)
                 forgotten.append(PeerId(origin))
                 changed = True
-        self._buried = {origin: grave for origin, grave in self._buried.items() if grave[1] > now}
-        # A link is judged by what came over it: others may vouch for a peer that we hear no more.
+        self._forgotten = {origin: last for origin, last in self._forgotten.items() if last[1] > now}
+        # A session lives by what comes over it alone: others may vouch for a peer that this node does
+        # not hear any more, and it is then alive, but this connection to it is not.
         dead = now - self._settings.dead_s
         drop = tuple(peer for peer, link in self._connected.items() if link.heard_at <= dead)
         ping = tuple(
@@ -300,7 +314,7 @@ class Membership:
     # -- what others may read -----------------------------------------------------------------------------------------
 
     def entries(self, kind: str) -> dict[PeerId, bytes]:
-        """What the living members say about ``kind``, our own word included."""
+        """What the living members say about ``kind``, those of this node included."""
         return {
             PeerId(origin): life.entries[kind].payload
             for origin, life in self._lives.items()
@@ -390,35 +404,38 @@ class Membership:
         newer = held is None or entry.version > held.version
         return entry.incarnation == life.incarnation and newer
 
-    def _is_buried(self, entry: Entry, now: float) -> bool:
-        grave = self._buried.get(entry.origin)
-        return grave is not None and entry.incarnation <= grave[0] and now < grave[1]
+    def _is_forgotten(self, entry: Entry, now: float) -> bool:
+        incarnation, until = self._forgotten.get(entry.origin, (0, now))
+        return entry.incarnation <= incarnation and now < until
 
-    def _take(self, entry: Entry, now: float, *, private: bool) -> bool | None:
-        """True: taken. False: a forgery. None: cannot be judged yet, or there is no room."""
+    def _take(self, entry: Entry, now: float, *, private: bool) -> _Outcome:
+        """File an entry that is new and carries its origin's signature, if it may be believed."""
         life = self._lives.get(entry.origin)
         new_life = life is None or entry.incarnation > life.incarnation
         if entry.kind != MEMBER_KIND:
             if life is None or new_life:
-                return None  # its member record has not come yet
-            if _is_client(life.record):  # by hearsay it may be an honest peer's, to whom the origin is another thing
-                return False if private else None
+                return _Outcome.IGNORED  # its member record has not come yet
+            if _is_client(life.record):
+                # From the client itself it is a lie. By hearsay it may be an honest peer's, to whom
+                # this origin was a box in an earlier life.
+                return _Outcome.FORGED if private else _Outcome.IGNORED
             if entry.kind not in life.entries and len(life.entries) >= MAX_KINDS:
-                return None
+                return _Outcome.IGNORED
             life.entries[entry.kind] = entry
-            return True
+            return _Outcome.TAKEN
         record = read_record(entry.payload)
         if record is None or private is not _is_client(record):
-            return False
+            return _Outcome.FORGED
         if life is not None and not new_life and _is_client(life.record) is not private:
-            return None  # one life is either a client or a box: what is told to nobody must not slip out as another
+            # One life is either a client or a box: what is told to nobody must not slip out as a box's.
+            return _Outcome.IGNORED
         try:
             self._check(entry.origin, record)
         except TokenError:
-            return False
+            return _Outcome.FORGED
         if life is None:
             if len(self._lives) >= MAX_ORIGINS:
-                return None
+                return _Outcome.IGNORED
             life = self._lives[entry.origin] = _Life(entry.incarnation, {}, shared=not private)
         elif new_life:
             life.incarnation, life.entries = entry.incarnation, {}
@@ -426,7 +443,7 @@ class Membership:
             life.heard_at, life.lost_at, life.gone_since = None, _NO_NEWS, None
         life.record = record
         life.entries[MEMBER_KIND] = entry
-        return True
+        return _Outcome.TAKEN
 
     def _outlive(self, ghost: Entry) -> None:
         """An older life of ours has a higher number (the clock went back): take a higher one
@@ -450,8 +467,8 @@ class Membership:
 
     def _forget(self, origin: str, life: _Life, now: float) -> None:
         del self._lives[origin]
-        if life.shared and len(self._buried) < MAX_ORIGINS:
-            self._buried[origin] = (life.incarnation, now + self._settings.forget_s)
+        if life.shared and len(self._forgotten) < MAX_ORIGINS:
+            self._forgotten[origin] = (life.incarnation, now + self._settings.forget_s)
 
 
 def _is_client(record: MemberRecord | None) -> bool:

@@ -21,7 +21,7 @@ from ..errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, Remot
 from ..members.entries import Entry
 from ..settings import NetworkSettings
 from ..trust.keys import PeerId
-from .transport import Connection
+from .transport import PeerConnection
 
 __all__ = ["PROTOCOL_VERSION", "ControlStatistics", "ControlStream", "Hello", "Rejected", "Welcome"]
 
@@ -80,7 +80,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     message: str
 
 
-class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
+class NoticeFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
     """For your information."""
 
     method: str
@@ -100,7 +100,7 @@ class ControlPong(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 Greeting = Hello | Welcome | Rejected
-Message = Request | Reply | Failure | Notice | ControlPing | ControlPong
+Message = Request | Reply | Failure | NoticeFrame | ControlPing | ControlPong
 
 _encoder = msgspec.msgpack.Encoder()
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
@@ -117,7 +117,7 @@ def encode_body(body: msgspec.Struct | None) -> bytes:
 
 def encode_notice(method: str, body: bytes) -> bytes:
     """A notice frame, to be sent to many peers."""
-    return _encoder.encode(Notice(method, msgspec.Raw(body)))
+    return _encoder.encode(NoticeFrame(method, msgspec.Raw(body)))
 
 
 def encode_greeting(greeting: Greeting) -> bytes:
@@ -166,7 +166,7 @@ class ControlStream:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: PeerConnection,
         *,
         serve: RequestHandler,
         notice: NoticeHandler,
@@ -209,6 +209,8 @@ class ControlStream:
 
     async def _read(self) -> None:
         async with trio.open_nursery() as nursery:
+            # Frames are handled in the order in which they came, one at a time. Only the body of a
+            # request's handler runs beside it: a slow handler must not keep pings from being heard.
             while self._lost is None and self._offences < self._settings.max_offences:
                 frame = await self.connection.receive()
                 self._received += 1
@@ -232,6 +234,8 @@ class ControlStream:
         self._next_id += 1
         number = self._next_id
         waiter = self._waiters[number] = _Waiter()
+        # The timeout covers sending, too: the queue to a peer that does not read may stay full. It is
+        # never the connection's timeout: the answer that comes too late finds no waiter, and is dropped.
         try:
             with trio.move_on_after(timeout):
                 await self.connection.send(_encoder.encode(Request(number, method, msgspec.Raw(body))))
@@ -263,6 +267,7 @@ class ControlStream:
         """Ask for a sign of life, which also measures the round trip."""
         self._next_id += 1
         now = trio.current_time()
+        # A peer that never answers would let this table grow for as long as it is connected.
         self._pings = {nonce: at for nonce, at in self._pings.items() if now - at < 30.0}
         if self.send_nowait(_encoder.encode(ControlPing(self._next_id))):
             self._pings[self._next_id] = now
@@ -305,6 +310,7 @@ class ControlStream:
         try:
             message = _messages.decode(frame)
         except DECODE_ERRORS as error:
+            # One bad frame may be a newer release's; what counts is whether it goes on.
             self._malformed += 1
             self._offences += 1
             _log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), self.peer, error)
@@ -318,7 +324,7 @@ class ControlStream:
             case Failure(id=number, code=code, message=text):
                 if (waiter := self._waiters.get(number)) is not None:
                     waiter.settle(RemoteError(code, text))
-            case Notice(method=method, body=body):
+            case NoticeFrame(method=method, body=body):
                 try:
                     self._notice(method, body)
                 except ProtocolError as error:
@@ -366,7 +372,7 @@ class ControlStream:
             self._sent += 1
         except PeerLost:
             _log.debug("%s was gone before it got the answer to %r", self.peer, request.method)
-        except ProtocolError as error:
+        except ProtocolError as error:  # its own answer exceeds a frame: whoever waits should hear why
             await self.connection.send(_encoder.encode(Failure(request.id, "too_large", str(error))))
 
     def _answer(self, message: Failure | ControlPong) -> None:
@@ -382,7 +388,7 @@ class ControlStream:
     def _lose(self, because: str) -> None:
         if self._lost is None:
             self._lost = because
-            for waiter in self._waiters.values():
+            for waiter in self._waiters.values():  # they would wait for their timeouts otherwise
                 waiter.settle(PeerLost(because))
 
 

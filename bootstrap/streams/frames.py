@@ -63,7 +63,7 @@ class FrameDecoder:
                 break
             frames.append(bytes(buffer[start + _LENGTH.size : end]))
             start = end
-        if start:
+        if start:  # once for all frames: deleting at the front moves what is behind
             del buffer[:start]
         return frames
 
@@ -141,6 +141,6 @@ class FrameQueue:
             self._notify()
 
     def _notify(self) -> None:
-        if self._changed.statistics().tasks_waiting:
+        if self._changed.statistics().tasks_waiting:  # an event costs more than the frame it announces
             self._changed.set()
             self._changed = trio.Event()

@@ -1,6 +1,6 @@
 """The transport over libp2p. Nothing else imports libp2p, and nothing here decides anything.
 
-One TCP port serves two kinds of guests. The first eight bytes, peeked at and never consumed, tell
+One TCP port serves two kinds of connections. The first eight bytes, peeked at and never consumed, tell
 them apart::
 
     accept -> peek -> "p2p....."    -> on_data_socket(sock, peeked)      bulk data, our own wire formats

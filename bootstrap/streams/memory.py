@@ -1,4 +1,5 @@
-"""The transport's in-memory twin: a whole network in one process, with bad weather on request.
+"""The transport's in-memory twin: a whole network in one process, with latency, loss and
+partitions on request.
 
 Time is trio's clock only, so under ``trio.testing.MockClock`` hours pass in an instant. A frame
 travels like a TCP segment: it may be late (latency, or a retransmission where ``loss`` strikes),
@@ -51,7 +52,7 @@ class MemoryNetwork:
         self._listeners: dict[Address, MemoryTransport] = {}
         self._connections: set[MemoryConnection] = set()
         self._next_port = 10_000
-        self._weather = trio.Event()
+        self._conditions_changed = trio.Event()
         self._dials = self._frames = self._bytes = 0
 
     def transport(self, identity: Identity, address: Address) -> "MemoryTransport":
@@ -72,17 +73,17 @@ class MemoryNetwork:
             for one in side
             for other in rest
         }
-        self._change_weather()
+        self._announce_conditions()
 
     def block(self, one: PeerId, other: PeerId) -> None:
         """Cut one link, both ways."""
         self._blocked.add(frozenset((one, other)))
-        self._change_weather()
+        self._announce_conditions()
 
     def heal(self) -> None:
         """Undo every partition; what waited is delivered now."""
         self._blocked.clear()
-        self._change_weather()
+        self._announce_conditions()
 
     def drop_connections(self, one: PeerId, other: PeerId) -> None:
         """Sever the open connections between two peers; both notice at once and may dial again."""
@@ -125,9 +126,9 @@ class MemoryNetwork:
             return latency * 2 + _RETRANSMIT_SECONDS
         return latency
 
-    async def wait_weather(self) -> None:
+    async def wait_conditions_changed(self) -> None:
         """Wait until somebody partitions or heals."""
-        await self._weather.wait()
+        await self._conditions_changed.wait()
 
     def count(self, frame: bytes) -> None:
         """Note one frame sent."""
@@ -158,7 +159,7 @@ class MemoryNetwork:
                 raise Unreachable(f"another peer answers at {address}: {listener.peer_id} instead of {peer_id}")
             near = MemoryConnection(self, dialler.peer_id, peer_id, address)
             far = MemoryConnection(self, peer_id, dialler.peer_id, dialler.announced)
-            near.admit()
+            near.admit()  # whoever dialled knows whom it asked for
             near.join(far)
             self._connections |= {near, far}
             dialler.adopt(near)
@@ -174,7 +175,7 @@ class MemoryNetwork:
         peer = expected or (listener.peer_id if listener is not None else dialler.peer_id)
         await trio.sleep(2 * self.travel_seconds(dialler.peer_id, peer))
         while self.is_blocked(dialler.peer_id, peer):
-            await self.wait_weather()
+            await self.wait_conditions_changed()
         listener = self._listeners.get(address)  # it may have come or gone meanwhile
         if listener is None:
             raise Unreachable(f"nobody listens at {address}; check that the node there is running")
@@ -188,9 +189,9 @@ class MemoryNetwork:
         """A connection is over."""
         self._connections.discard(connection)
 
-    def _change_weather(self) -> None:
-        self._weather.set()
-        self._weather = trio.Event()
+    def _announce_conditions(self) -> None:
+        self._conditions_changed.set()
+        self._conditions_changed = trio.Event()
 
 
 class MemoryConnection:
@@ -247,10 +248,10 @@ class MemoryConnection:
             if not self.inbox:
                 await self.changed.wait()
             elif self._network.is_blocked(self.owner, self.peer):
-                await self._wait_weather_or_change()
+                await self._wait_for_either()
             elif (wait := self.inbox[0][0] - trio.current_time()) > 0:
                 with trio.move_on_after(wait):
-                    await self._wait_weather_or_change()
+                    await self._wait_for_either()
             else:
                 frame = self.inbox.popleft()[1]
                 self._notify()
@@ -285,6 +286,7 @@ class MemoryConnection:
         if self._lost is not None:
             return
         arrival = trio.current_time() + self._network.travel_seconds(self.peer, self.owner)
+        # A stream keeps its order: what was sent later arrives no sooner, however lucky it was.
         if self.inbox:
             arrival = max(arrival, self.inbox[-1][0])
         self.inbox.append((arrival, frame))
@@ -299,7 +301,7 @@ class MemoryConnection:
         self.changed.set()
         self.changed = trio.Event()
 
-    async def _wait_weather_or_change(self) -> None:
+    async def _wait_for_either(self) -> None:
         async with trio.open_nursery() as nursery:
 
             async def first(wait: trio.Event) -> None:
@@ -307,7 +309,7 @@ class MemoryConnection:
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(first, self.changed)
-            await self._network.wait_weather()
+            await self._network.wait_conditions_changed()
             nursery.cancel_scope.cancel()
 
     def __repr__(self) -> str:

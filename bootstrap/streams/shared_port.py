@@ -1,4 +1,4 @@
-"""One TCP port for two kinds of guests, told apart by their first eight bytes.
+"""One TCP port for two kinds of connections, told apart by their first eight bytes.
 
 The bytes are peeked at and never consumed, so whoever gets the socket reads the stream from its
 beginning.

@@ -18,8 +18,8 @@ __all__ = [
     "CONTROL_PROTOCOL",
     "DATA_HEAD_BYTES",
     "DATA_PREFIX",
-    "Connection",
     "ConnectionHandler",
+    "PeerConnection",
     "Transport",
     "run_handler",
 ]
@@ -31,7 +31,7 @@ DATA_PREFIX: Final = b"p2p"  # how every bulk-data socket begins; what follows s
 DATA_HEAD_BYTES: Final = 8  # prefix, kind and version, such as b"p2pKV/2\n"
 
 
-class Connection(Protocol):
+class PeerConnection(Protocol):
     """THE control stream to one peer. The transport has proved that the peer holds the key of
     :attr:`peer`.
 
@@ -77,7 +77,7 @@ class Connection(Protocol):
         ...
 
 
-ConnectionHandler = Callable[[Connection], Awaitable[None]]
+ConnectionHandler = Callable[[PeerConnection], Awaitable[None]]
 
 
 class Transport(Protocol):
@@ -88,7 +88,7 @@ class Transport(Protocol):
         """Our own id, which the other side has proof of."""
         ...
 
-    async def dial(self, address: Address, peer_id: PeerId) -> Connection:
+    async def dial(self, address: Address, peer_id: PeerId) -> PeerConnection:
         """Connect to exactly this peer at this address.
 
         Gives up within :attr:`..settings.TransportSettings.dial_s`. Raises Unreachable when
@@ -118,7 +118,7 @@ class Transport(Protocol):
         ...
 
 
-async def run_handler(on_connection: ConnectionHandler, connection: Connection) -> None:
+async def run_handler(on_connection: ConnectionHandler, connection: PeerConnection) -> None:
     """Let a connection's handler run to its end. Its own failure is reported here and costs only
     this connection: whoever is at its other end must never be able to stop the others from being
     served."""

@@ -69,11 +69,12 @@ class Frames:
                 found.append(body)
                 self._body -= len(body)
                 at += len(body)
-            if len(buffer) - at < _HEADER.size:
+            if len(buffer) - at < _HEADER.size:  # the rest of this header comes with the next message
                 break
             self._on_header(*_HEADER.unpack_from(buffer, at))
             at += _HEADER.size
         self._rest = buffer[at:]
+        # Half a window at a time: an update for each message would double the number of messages.
         if self._granted < _WINDOW // 2 and self.stream:
             self.answers += self._grant(0)
         return b"".join(found)
@@ -253,7 +254,7 @@ class OneStream:
         """What the next message of the secure connection has for the stream."""
         try:
             data = self._frames.feed(await self.secured_conn.read())
-        except BaseException:
+        except BaseException:  # a read that was cut short may have taken half a message with it
             self._end()
             raise
         if self._frames.answers:

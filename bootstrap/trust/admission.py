@@ -1,4 +1,4 @@
-"""Who may be in the network, as a pure judgement of what a peer shows.
+"""Who may be in the network, decided from what a peer shows.
 
 The transport has proved the peer's id. The peer then shows its own signed member record, and in
 it a credential: a certificate of the network, bound to this very peer id. That is why any member

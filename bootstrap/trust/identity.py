@@ -10,7 +10,7 @@ __all__ = ["Identity", "NetworkKey", "PeerId", "verify"]
 
 
 class Identity:
-    """An Ed25519 identity. Two nodes must never share one: each would shout the other down."""
+    """An Ed25519 identity. Two nodes must never share one: each would overwrite what the other says."""
 
     __slots__ = ("_key", "_seed", "peer_id", "public_key")
 

@@ -122,6 +122,8 @@ def _read_seed(path: Path) -> bytes:
 
 
 def _write_seed(path: Path, seed: bytes) -> None:
+    # Written beside it and renamed: a power cut leaves the old file, the new one or none, never half
+    # a key, which would be a new identity without anybody having asked for one.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -105,6 +105,8 @@ class JoinToken:
         prefix, role_text, data = _split(text)
         if prefix != _PREFIX:
             raise _malformed("it does not start with p2p_")
+        # The role outside is for people, and for refusing a wrong kind of token early. What counts is
+        # the one inside, which is signed.
         try:
             raw = base64.b64decode(data + "=" * (-len(data) % 4), altchars=b"-_", validate=True)
             body = msgspec.msgpack.decode(raw[:-SIGNATURE_BYTES], type=_Body)
@@ -144,6 +146,7 @@ def issue_token(
         raise TokenError(f"a join token names at most {_MAX_BOOTSTRAPS} bootstraps, not {len(bootstraps)}; name fewer")
     for bootstrap in bootstraps:
         _check_bootstrap(bootstrap.host, bootstrap.port, bootstrap.peer_id or "")
+    # A secret for each token, not the network's: who holds one can join, and cannot issue others.
     secret = secrets.token_bytes(KEY_BYTES)
     certificate = msgspec.msgpack.encode(
         _Certificate(
@@ -178,6 +181,7 @@ def admit_credential(credential: Credential, peer_id: str, network: bytes, now: 
         raise _malformed("a part is missing or mistyped") from error
     _check_network(certificate.network, network)
     _check_signature(certificate, credential.certificate, credential.signature)
+    # The proof binds the certificate to one peer: a credential that was overheard fits nobody else.
     if not verify_raw(certificate.holder, _HOLDER_DOMAIN + peer_id.encode("utf-8"), credential.proof):
         raise TokenError("the credential is forged: it was made for another peer; join with a token of your own")
     if now is not None:

@@ -1,7 +1,6 @@
-"""Steps that decode and read prompts at once, and how many tokens of prompts one of them should
-read.
+"""Steps with decodes and prefill chunks at once, and how large the chunks should be.
 
-A pipeline of n stages works on n batches, and each of them may read a chunk of a prompt beside what
+A pipeline of n stages works on n batches, and each of them may compute a prefill chunk beside what
 it decodes. From one token of a request to its next is one round: once through all stages in company
 of the largest chunk, or all batches through the slowest stage, whichever takes longer. A batch that
 is slow holds up all behind it, so that one chunk costs as much of a round as one for every batch
@@ -25,21 +24,21 @@ reading the weights for every chunk takes most of the time, and 256 decoding req
 room for prompts."""
 
 DEADLINE_SHARE: Final = 0.7
-"""Of the deadline from token to token, what a round may take that reads all it can."""
+"""Of the deadline from token to token, what a round may take whose chunks are full."""
 
 COMPANY: Final = 4
 """Requests that decode in each batch, of TYPICAL_CONTEXT, when a budget is chosen."""
 
 
 class PrefillChunk(NamedTuple):
-    """Prompt tokens that one batch reads in a step, and their query-key pairs."""
+    """Prompt tokens that one batch computes in a step, and their query-key pairs."""
 
     tokens: int
     pairs: float
 
 
 def round_s(times: StepTimes, stages: int, chunks: Sequence[PrefillChunk], requests: int, context: float) -> float:
-    """Seconds of a round in which `requests` decode and as many batches as there are `chunks` read
+    """Seconds of a round in which `requests` decode and as many batches as there are `chunks` have
     one each.
 
     There are no more chunks than stages, and at least one.
@@ -53,7 +52,7 @@ def round_s(times: StepTimes, stages: int, chunks: Sequence[PrefillChunk], reque
 
 
 def equal_rounds_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int, context: float) -> list[float]:
-    """Of rounds in which 1, 2, ... and all `stages` batches read such a chunk each: see
+    """Of rounds in which 1, 2, ... and all `stages` batches have such a chunk each: see
     `round_s`."""
     longest = times.mixed_s(*chunk, requests, context)
     if stages == 1:
@@ -77,8 +76,8 @@ def _rest_s(times: StepTimes, stages: int, chunks: int, requests: int, context: 
 
 
 def choose_token_budget(times: StepTimes, stages: int, tpot_s: float) -> int:
-    """The largest of CHUNKS that keeps a round in time, in which every batch reads as much as it
-    may; the least of them where none does."""
+    """The largest of TOKEN_BUDGETS that keeps a round in time in which every batch is filled up
+    with prompt tokens; the least of them where none does."""
     requests = COMPANY * stages
     for tokens in TOKEN_BUDGETS:
         chunk = PrefillChunk(tokens - COMPANY, chunk_pairs(TYPICAL_CONTEXT, tokens - COMPANY))

@@ -27,7 +27,7 @@ from typing import final
 from ..errors import FiguresError
 from ..probing.figures import LinkFigures, bytes_per_s, rate_gbps
 
-__all__ = ["KVShape", "LayerwiseEstimator", "SendDecision", "SendMode"]
+__all__ = ["DecayedLine", "KVShape", "LayerwiseEstimator", "SendDecision", "SendMode"]
 
 
 class SendMode(StrEnum):
@@ -67,7 +67,7 @@ class SendDecision:
 
 
 @dataclass(slots=True)
-class _Line:
+class DecayedLine:
     """y = fixed + slope * x by least squares over samples whose weight halves every `half_life`
     samples."""
 
@@ -110,7 +110,7 @@ class LayerwiseEstimator:
             raise FiguresError(f"layerwise.half_life is {half_life}; it must be positive")
         self.shape = shape
         keep = 0.5 ** (1.0 / half_life)
-        self._prefill, self._frames, self._hold_ups = _Line(keep), _Line(keep), _Line(keep)
+        self._prefill, self._frames, self._hold_ups = DecayedLine(keep), DecayedLine(keep), DecayedLine(keep)
 
     def __repr__(self) -> str:
         if missing := self._missing():
@@ -165,20 +165,6 @@ class LayerwiseEstimator:
     def held_up_s(self, tokens: int, size: int) -> float:
         """How long the engine is held up in all by taking that prompt in groups of `size` layers."""
         return ceil(self.shape.layers / size) * self._hold_up(tokens, size)
-
-    def threshold(self, link: LinkFigures, streams: int, *, up_to: int = 1 << 20) -> int | None:
-        """The shortest prompt, in tokens, that is better sent layer by layer on this link; None up
-        to `up_to`."""
-        if self.decide(up_to, link, streams).mode is SendMode.SERIALISED:
-            return None
-        low, high = 0, up_to
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.decide(middle, link, streams).mode is SendMode.LAYERWISE:
-                high = middle
-            else:
-                low = middle
-        return high
 
     def _layerwise_s(self, tokens: int, rate: float, size: int) -> float:
         layers = self.shape.layers

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..box.hardware import Hardware
-    from ..box.shares import EngineSettings, Share
+    from ..box.shares import Share
     from ..models import ModelInfo, Report
     from ..replica.engine_link import ForkServerClient
     from ..requests.text import TextModel
+    from ..settings import BoxEngineSettings
     from .process import AgentSockets
     from .protocol import EngineConfig
 
@@ -81,6 +82,6 @@ class EngineBackend:
     environment: Mapping[str, str]
     preload: Callable[[], str]
     run: Callable[[EngineConfig, AgentSockets], int]
-    hardware: Callable[[Hardware, EngineSettings], Hardware]
-    inspect: Callable[[str, Hardware, EngineSettings], ServedModel]
+    hardware: Callable[[Hardware, BoxEngineSettings], Hardware]
+    inspect: Callable[[str, Hardware, BoxEngineSettings], ServedModel]
     self_test: Callable[[ForkServerClient], Awaitable[None]]

@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import final
+from typing import NamedTuple, final
 
 import trio
 
@@ -22,20 +22,14 @@ from ...bootstrap.methods import Messenger
 from ...kvtransport.errors import TransferError
 from ...kvtransport.link.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
 from ...kvtransport.link.relay import Relay
-from ...kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC, parse_hello
 from ...kvtransport.probing.figures import BoxFigures, bytes_per_s
-from ...kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, parse_link_hello
 from .. import messages
 from ..methods import RELAY_OPEN
-from ..replica.worker import Worker
-from .prober import Prober
+from ..settings import WAN, NodeTuning
 
 __all__ = ["DataPort", "RelayDesk"]
 
-HELLO_TIMEOUT_S = 5.0
 HELLO_POLL_S = 0.02
-MAX_PENDING_HELLOS = 256
-PERMIT_LIFE_S = 3600.0
 PERMIT_BYTES = 1 << 40
 UNBOUNDED_BYTES_S = 1e12
 _SECRET_BYTES = 32
@@ -45,23 +39,24 @@ _SECRET_BYTES = 32
 class RelayDesk:
     """Hands out permits for this node's relay, to members and for members only."""
 
-    def __init__(self, relay: Relay, box: BoxFigures, messenger: Messenger) -> None:
+    def __init__(
+        self,
+        relay: Relay,
+        box: BoxFigures,
+        *,
+        messenger: Messenger,
+        where: Callable[[PeerId], Address | None],
+        tuning: NodeTuning = WAN,
+    ) -> None:
         self._relay = relay
         self._box = box
-        self._addresses: dict[PeerId, Address] = {}
+        self._where = where
+        self._tuning = tuning
         messenger.handle(RELAY_OPEN, self.on_open)
-
-    def know(self, addresses: dict[PeerId, Address]) -> None:
-        """The other nodes, as membership has them now."""
-        self._addresses = addresses
-
-    def address_of(self, peer: PeerId) -> Address | None:
-        """Where a member can be dialled."""
-        return self._addresses.get(peer)
 
     async def on_open(self, peer: PeerId, role: Role, body: messages.RelayOpen) -> messages.RelayOpened:
         """A node wants its KV forwarded to `body.target`."""
-        target = self.address_of(PeerId(body.target))
+        target = self._where(PeerId(body.target))
         if target is None or not target.port:
             raise RemoteError("unknown-target", f"this node knows no member {body.target} that could be dialled")
         if self._box.relay_gbps == 0 or self._box.relay_budget_bytes == 0:
@@ -73,7 +68,7 @@ class RelayDesk:
             next_port=target.port,
             byte_budget=self._box.relay_budget_bytes or PERMIT_BYTES,
             bytes_per_s=bytes_per_s(self._box.relay_gbps) if self._box.relay_gbps else UNBOUNDED_BYTES_S,
-            expires_at=time.time() + PERMIT_LIFE_S,
+            expires_at=time.time() + self._tuning.permit_life_s,
         )
         try:
             self._relay.admit(permit)
@@ -82,25 +77,36 @@ class RelayDesk:
         return messages.RelayOpened(permit=permit)
 
 
+class _Door(NamedTuple):
+    hello_bytes: int
+    take: Callable[[bytes, socket.socket], bool]
+
+
 @final
 class DataPort:
-    """Sorts bulk connections. `accept` is called in the event loop and may neither block nor raise."""
+    """Sorts bulk connections by their first bytes.
 
-    def __init__(
-        self, nursery: trio.Nursery, *, relay: Relay, prober: Prober, worker: Callable[[], Worker | None]
-    ) -> None:
+    `accept` is called in the event loop and may neither block nor raise. What nobody has opened a door for is closed.
+    """
+
+    def __init__(self, nursery: trio.Nursery, relay: Relay, tuning: NodeTuning = WAN) -> None:
         self._nursery = nursery
         self._relay = relay
-        self._prober = prober
-        self._worker = worker
+        self._tuning = tuning
+        self._doors: dict[bytes, _Door] = {}
         self._pending = 0
 
     def __repr__(self) -> str:
         return f"<DataPort undecided={self._pending} {self._relay}>"
 
+    def open_door(self, magic: bytes, hello_bytes: int, take: Callable[[bytes, socket.socket], bool]) -> None:
+        """From now on `take(hello, connection)` gets connections that begin with this, and says whether it keeps them.
+        It raises TransferError for a hello that is none."""
+        self._doors[magic] = _Door(hello_bytes, take)
+
     def accept(self, connection: socket.socket, head: bytes) -> None:
         """A connection has arrived; `head` are its first eight bytes, peeked at. Its hello may take a while."""
-        if self._pending >= MAX_PENDING_HELLOS:
+        if self._pending >= self._tuning.max_pending_hellos:
             connection.close()
             return
         if head == RELAY_MAGIC:
@@ -110,31 +116,18 @@ class DataPort:
         self._nursery.start_soon(self._sort, connection, head)
 
     async def _sort(self, connection: socket.socket, head: bytes) -> None:
-        taken = False
+        is_taken = False
         try:
-            with trio.move_on_after(HELLO_TIMEOUT_S):
-                taken = await self._take(connection, head)
+            door = self._doors.get(head)
+            with trio.move_on_after(self._tuning.hello_s):
+                if door is not None:
+                    is_taken = door.take(await read_hello(connection, door.hello_bytes), connection)
         except (TransferError, OSError):
-            taken = False  # whoever it was did not speak the protocol; a real peer reports the failure
+            pass  # whoever it was did not speak the protocol; a real peer reports the failure
         finally:
             self._pending -= 1
-            if not taken:
+            if not is_taken:
                 connection.close()
-
-    async def _take(self, connection: socket.socket, head: bytes) -> bool:
-        """Whether somebody has taken the connection over."""
-        worker = self._worker()
-        if head == LINK_MAGIC and worker is not None:
-            hello = await read_hello(connection, LINK_HELLO_BYTES)
-            worker.attach(parse_link_hello(hello).link, hello, connection)
-            return True
-        if head == BURST_MAGIC:
-            burst = parse_hello(await read_hello(connection, BURST_HELLO_BYTES))
-            gate = self._prober.gate(burst)
-            if gate is not None:
-                gate.attach(connection, burst)
-                return True
-        return False
 
 
 async def read_hello(connection: socket.socket, size: int) -> bytes:

@@ -16,8 +16,6 @@ from ...bootstrap import PeerId
 from ...kvtransport.wire.tickets import LinkTicket, issue_link
 from ..engine.protocol import WorkerRank
 
-LEASE_S = 600.0  # connections of a link that carries nothing for so long are closed; the next transfer dials again
-
 
 class Ends(NamedTuple):
     """Between whom a link is: the node at the other end, and the workers that send and receive."""
@@ -34,8 +32,9 @@ Ask = Callable[[Ends], Awaitable[LinkTicket]]
 class IncomingLinks:
     """Links on which other nodes may push KV into this node's engine."""
 
-    def __init__(self, random: Callable[[int], bytes]) -> None:
+    def __init__(self, random: Callable[[int], bytes], lease_s: float) -> None:
         self._random = random
+        self._lease_s = lease_s
         self._tickets: dict[Ends, LinkTicket] = {}
         self._known: set[bytes] = set()
 
@@ -46,7 +45,7 @@ class IncomingLinks:
         """The link of this sender, made when it is first asked for."""
         ticket = self._tickets.get(ends)
         if ticket is None:
-            ticket = self._tickets[ends] = issue_link(LEASE_S, self._random)
+            ticket = self._tickets[ends] = issue_link(self._lease_s, self._random)
             self._known.add(ticket.link)
         return ticket
 

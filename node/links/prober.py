@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
@@ -14,18 +15,17 @@ from ...bootstrap import Address, NetworkError, PeerId, Role
 from ...bootstrap.methods import Messenger
 from ...kvtransport.errors import TicketError, TransferError
 from ...kvtransport.probing.burst import BurstGate, dial_burst, receive_burst, send_burst
-from ...kvtransport.probing.burst_ticket import BurstHello, BurstTicket, issue_burst
+from ...kvtransport.probing.burst_ticket import BurstTicket, issue_burst, parse_hello
 from ...kvtransport.probing.estimates import BurstSample
 from ...kvtransport.probing.probe import Activity, BurstRequest, PeerLink, ProbeScheduler, ProbeStatistics
 from .. import messages
 from ..methods import PROBE_OPEN
-from .kv_ways import KvWays
+from ..settings import WAN, NodeTuning
+from .link_knowledge import LinkKnowledge
 
 __all__ = ["Neighbour", "Prober"]
 
 STEP_S = 1.0  # members come and go, and round trips change, without waking anybody here
-ASK_TIMEOUT_S = 5.0
-DIAL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,23 @@ class Prober:
 
     def __init__(
         self,
-        ways: KvWays,
+        knowledge: LinkKnowledge,
         *,
         messenger: Messenger,
         neighbours: Callable[[], list[Neighbour]],
         activity: Callable[[], Activity],
         nursery: trio.Nursery,
         rng: random.Random,
+        tuning: NodeTuning = WAN,
     ) -> None:
-        self._ways = ways
+        self._knowledge = knowledge
         self._messenger = messenger
         self._neighbours = neighbours
         self._activity = activity
         self._nursery = nursery
         self._rng = rng
-        self._scheduler = ProbeScheduler(ways.own, ways.settings.site, rng, now=trio.current_time())
+        self._tuning = tuning
+        self._scheduler = ProbeScheduler(knowledge.own, knowledge.settings.site, rng, now=trio.current_time())
         self._gates: dict[bytes, BurstGate] = {}
         messenger.handle(PROBE_OPEN, self.on_open)
 
@@ -78,12 +80,12 @@ class Prober:
     async def on_open(self, peer: PeerId, role: Role, body: messages.ProbeOpen) -> messages.ProbeOpened:
         """A node wants to send a burst here."""
         now = trio.current_time()
-        price = self._ways.settings.box.down_usd_per_gb
+        price = self._knowledge.settings.box.down_usd_per_gb
         refusal = self._scheduler.on_asked(body.burst, peer, self._activity(), usd_per_gb=price, now=now)
         if refusal is not None:
             return messages.ProbeOpened(refused=refusal.reason.value, retry_s=refusal.retry_s)
         burst = body.burst
-        rtt = self._ways.estimator(peer).figures(now).rtt_s
+        rtt = self._knowledge.estimator(peer).figures(now).rtt_s
         ticket = issue_burst(
             streams=burst.streams,
             seconds=burst.seconds,
@@ -95,25 +97,30 @@ class Prober:
         self._nursery.start_soon(self._receive, peer, gate)
         return messages.ProbeOpened(ticket=ticket)
 
-    def gate(self, hello: BurstHello) -> BurstGate | None:
-        """The burst that an accepted connection belongs to."""
-        return self._gates.get(hello.burst)
+    def attach(self, hello: bytes, connection: socket.socket) -> bool:
+        """Take an accepted connection over, if it belongs to a burst that is expected. Raises TransferError."""
+        burst = parse_hello(hello)
+        gate = self._gates.get(burst.burst)
+        if gate is not None:
+            gate.attach(connection, burst)
+        return gate is not None
 
     def _step(self) -> None:
         now = trio.current_time()
         found = {neighbour.peer: neighbour for neighbour in self._neighbours()}
-        price = self._ways.settings.box.up_usd_per_gb
-        self._ways.fill_in(found)
+        price = self._knowledge.settings.box.up_usd_per_gb
+        self._knowledge.fill_in(found, now)
         links = [
-            PeerLink(peer, self._ways.site_of(peer), self._ways.estimator(peer).figures(now), price) for peer in found
+            PeerLink(peer, self._knowledge.site_of(peer), self._knowledge.estimator(peer).figures(now), price)
+            for peer in found
         ]
         self._scheduler.set_peers(links, now=now)
-        for peer in self._ways.take_measured():
+        for peer in self._knowledge.take_measured():
             self._scheduler.on_measured(peer, now=now)
         step = self._scheduler.step(self._activity(), now=now)
         for name in step.pings:
             rtt = found[PeerId(name)].rtt_s
-            self._ways.estimator(PeerId(name)).on_ping(rtt, now=now)
+            self._knowledge.estimator(PeerId(name)).on_ping(rtt, now=now)
             self._scheduler.on_ping(name, rtt is not None, now=now)
         if step.burst is not None:
             self._nursery.start_soon(self._send, found[PeerId(step.burst.peer)], step.burst)
@@ -121,30 +128,32 @@ class Prober:
     async def _send(self, target: Neighbour, burst: BurstRequest) -> None:
         try:
             opened = await self._messenger.request(
-                target.peer, PROBE_OPEN, messages.ProbeOpen(burst=burst), ASK_TIMEOUT_S
+                target.peer, PROBE_OPEN, messages.ProbeOpen(burst=burst), self._tuning.ask_s
             )
             if opened.ticket is None:
                 self._scheduler.on_refused(target.peer, opened.retry_s, now=trio.current_time())
                 return
-            _check(opened.ticket, burst)
+            _check_ticket(opened.ticket, burst)
             # A node that stops does not wait for bytes that nobody wants any more.
-            sample = await trio.to_thread.run_sync(_burst, opened.ticket, target.address, abandon_on_cancel=True)
+            sample = await trio.to_thread.run_sync(
+                _dial_and_send, opened.ticket, target.address, self._tuning.ask_s, abandon_on_cancel=True
+            )
         except NetworkError:
             self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=trio.current_time())
             return
         except TransferError:
             now = trio.current_time()
-            self._ways.estimator(target.peer).on_unreachable(now=now)
+            self._knowledge.estimator(target.peer).on_unreachable(now=now)
             self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=now)
             return
         now = trio.current_time()
-        self._ways.estimator(target.peer).on_burst(sample, now=now)
+        self._knowledge.estimator(target.peer).on_burst(sample, now=now)
         self._scheduler.on_burst_done(target.peer, sample.bytes, succeeded=True, now=now)
 
     async def _receive(self, peer: PeerId, gate: BurstGate) -> None:
         size = 0
         try:
-            size = (await trio.to_thread.run_sync(_count, gate, abandon_on_cancel=True)).bytes
+            size = (await trio.to_thread.run_sync(_receive_burst, gate, abandon_on_cancel=True)).bytes
         except TransferError:
             pass  # the sender has gone; it reports the failure to its own scheduler
         finally:
@@ -153,17 +162,17 @@ class Prober:
             self._scheduler.on_burst_done(peer, size, succeeded=size > 0, now=trio.current_time())
 
 
-def _check(ticket: BurstTicket, burst: BurstRequest) -> None:
+def _check_ticket(ticket: BurstTicket, burst: BurstRequest) -> None:
     """A burst is paid for by its sender too: it is never larger than what was asked for. Raises TicketError."""
     if ticket.max_bytes > burst.max_bytes or ticket.streams > burst.streams or ticket.seconds > burst.seconds:
         raise TicketError(f"asked for {burst}, and was given {ticket}")
 
 
-def _burst(ticket: BurstTicket, address: Address) -> BurstSample:
-    with dial_burst(ticket, address.host, address.port, DIAL_TIMEOUT_S) as ends:
+def _dial_and_send(ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
+    with dial_burst(ticket, address.host, address.port, dial_s) as ends:
         return send_burst(ends)
 
 
-def _count(gate: BurstGate) -> BurstSample:
+def _receive_burst(gate: BurstGate) -> BurstSample:
     with gate.wait(gate.ticket.lease_s) as ends:
         return receive_burst(ends)

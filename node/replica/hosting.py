@@ -12,16 +12,17 @@ from typing import final
 import trio
 
 from ...bootstrap import Address, PeerId
-from ...bootstrap.network import Network
+from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.hardware import Hardware
 from ..box.home import NodeError
-from ..box.shares import EngineSettings, Share, share_of
+from ..box.shares import Share, share_of
 from ..engine import protocol
 from ..engine.backend import ServedModel
-from ..links.kv_ways import KvWays
+from ..links.kv_outlets import KvOutlets
 from ..models import DownloadProgress, TerminalProgress
+from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
 from .place import Place, place_in
 from .stages import Stages, with_limits
@@ -29,7 +30,6 @@ from .supervisor import Supervisor
 from .worker import Worker
 
 __all__ = [
-    "EngineSettings",
     "Host",
     "Share",
     "describe_length",
@@ -39,28 +39,30 @@ __all__ = [
 ]
 
 
-def describe_length(served: ServedModel, knobs: EngineSettings) -> str | None:
+def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | None:
     """For people, where nobody has said how long requests may be, and the model's own length does not fit."""
     info, longest = served.model.info, served.share.limits.max_model_len
-    if longest is None or knobs.max_model_len is not None:
+    if longest is None or settings.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
 
 
-def engine_config(served: ServedModel, hardware: Hardware, knobs: EngineSettings, log: Path) -> protocol.EngineConfig:
+def engine_config(
+    served: ServedModel, hardware: Hardware, settings: BoxEngineSettings, log: Path
+) -> protocol.EngineConfig:
     """The settings of this box's engine processes, whatever part of the model they get."""
     model, share = served.model, served.share
     config = protocol.EngineConfig(
         model=str(model.folder),
-        dtype=knobs.dtype,
+        dtype=settings.dtype,
         # What fits is estimated here, and found out by the engine; what the owner wants fits or is refused.
-        shorten_to_fit=knobs.max_model_len is None
+        shorten_to_fit=settings.max_model_len is None
         and (bool(hardware.gpus) or share.layers < model.info.layers or share.limits.max_model_len is not None),
         kv_cache_mib=share.kv_cache_mib,
-        async_scheduling=knobs.async_scheduling,
-        threads=knobs.threads or max(1, hardware.cores - 1),
+        async_scheduling=settings.async_scheduling,
+        threads=settings.threads or max(1, hardware.cores - 1),
         log_file=str(log),
-        backend=knobs.backend,
+        backend=settings.backend,
         options=dict(served.options),
     )
     return with_limits(config, share.limits)
@@ -83,50 +85,47 @@ class Host:
         served: ServedModel,
         config: protocol.EngineConfig,
         *,
-        network: Network,
-        ways: KvWays,
+        network: Messenger,
+        outlets: KvOutlets,
         where: Callable[[PeerId], Address | None],
+        on_change: Callable[[messages.EngineAdvert], None],
+        settings: NodeSettings,
     ) -> None:
-        model = self._model = served.model
-        self._config = config
-        self._own = network.peer_id
+        self._model = served.model
         self.share = served.share
-        transfers = KvTransfers(model=model.info, ways=ways, messenger=network)
-        self.worker = Worker(service=model.info.service, transfers=transfers, messenger=network)
-        self._stages = Stages(
-            service=model.info.service,
-            messenger=network,
-            where=where,
-            random=secrets.token_bytes,
+        info, tuning = served.model.info, settings.tuning
+        transfers = KvTransfers(model=info, outlets=outlets, messenger=network, tuning=tuning)
+        self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning)
+        outlets.set_paths = self.worker.set_paths
+        stages = Stages(service=info.service, messenger=network, where=where, random=secrets.token_bytes, tuning=tuning)
+        self._own = network.peer_id
+        self._supervisor = Supervisor(
+            config,
+            worker=self.worker,
+            stages=stages,
+            fetch=self._fetch,
+            channel=settings.engine_channel,
+            on_change=on_change,
+            tuning=tuning,
         )
-        self._supervisor: Supervisor | None = None
 
-    async def run(self, log: Path, channel: int | None, on_change: Callable[[messages.EngineAdvert], None]) -> None:
+    async def run(self) -> None:
         """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start
         of a box that serves alone fails."""
-        supervisor = self._supervisor = Supervisor(
-            self._config,
-            worker=self.worker,
-            stages=self._stages,
-            fetch=self._fetch,
-            log=log,
-            channel=channel,
-            on_change=on_change,
-        )
         if self._serves_alone:
             layers = self._model.info.layers
             stage = Stage(peer=self._own, tp=self.share.tp, first_layer=0, last_layer=layers)
-            supervisor.assign(Place((stage,), 0))
+            self._supervisor.assign(Place((stage,), 0))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.worker.learner.run)
-            nursery.start_soon(supervisor.run)
+            nursery.start_soon(self._supervisor.run)
 
     def follow(self, plan: Plan | None) -> None:
         """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""
         ours = plan is not None and plan.service == self._model.info.service
         replica = plan.replica_of(self._own) if plan is not None and ours else None
         self.worker.limit_steps(step_limit(replica, self._own))
-        if self._supervisor is not None and not self._serves_alone:
+        if not self._serves_alone:
             self._supervisor.assign(place_in(plan, self._own, self._model.info.service))
 
     @property

@@ -21,19 +21,18 @@ from ...kvtransport.wire.tickets import TransferTicket, issue_transfer
 from .. import messages, methods
 from ..engine import protocol
 from ..links.kv_links import Ends, IncomingLinks
-from ..links.kv_ways import MAX_TRANSFER_S, KvWays
+from ..links.kv_outlets import KvOutlets
 from ..models import ModelInfo
+from ..settings import WAN, NodeTuning
 from .place import Place, PlaceError, check_sends, slices_between
 
-__all__ = ["Ended", "KvTransfers"]
-
-ASK_TIMEOUT_S = 8.0  # less than a gateway waits
+__all__ = ["KvTransfers", "TransferEnd"]
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TransferEnd:
     """A transfer has ended as a whole; `failed` says why when it was not delivered."""
 
     transfer: bytes
@@ -55,12 +54,14 @@ class _Sending:
 class KvTransfers:
     """One per node with an engine; asks and tells other boxes through `messenger`."""
 
-    def __init__(self, *, model: ModelInfo, ways: KvWays, messenger: Messenger) -> None:
+    def __init__(self, *, model: ModelInfo, outlets: KvOutlets, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
         self._model = model
-        self._ways = ways
+        self._outlets = outlets
+        self._own = messenger.peer_id
+        self._tuning = tuning
         self._messenger = messenger
         self.place: Place | None = None
-        self._incoming = IncomingLinks(secrets.token_bytes)
+        self._incoming = IncomingLinks(secrets.token_bytes, tuning.link_lease_s)
         self._sending: dict[bytes, _Sending] = {}
         messenger.handle(methods.LINK_OPEN, self.open_link)
         messenger.handle(methods.STAGE_INLETS, self.open_inlets)
@@ -72,19 +73,19 @@ class KvTransfers:
     def use(self, place: Place, dtype: str) -> None:
         """The engine of this box has this place, and keeps KV in that dtype."""
         self.place = place
-        self._ways.engine_ready(dtype)
+        self._outlets.use_dtype(dtype)
 
     def engine_lost(self) -> None:
         """Both ends of every link here are gone."""
         self.place = None
         self._incoming.forget_all()
         self._sending.clear()
-        self._ways.engine_lost()
+        self._outlets.forget_all()
 
     def peer_lost(self, peer: PeerId) -> list[bytes]:
         """A node is gone; returns the links that end with it."""
         self._sending = {transfer: one for transfer, one in self._sending.items() if one.head != peer}
-        return [ticket.link for ticket in (*self._incoming.forget_peer(peer), *self._ways.peer_lost(peer))]
+        return [ticket.link for ticket in (*self._incoming.forget_peer(peer), *self._outlets.forget_peer(peer))]
 
     def knows(self, link: bytes) -> bool:
         """Whether a connection that names this link is expected."""
@@ -109,7 +110,7 @@ class KvTransfers:
                 body.prefill, place.stages, layers=self._model.layers, kv_heads=self._model.kv_heads
             )
             wanted = issue_transfer(
-                bytes(16), body.codec, min(body.deadline_s / 2, MAX_TRANSFER_S), secrets.token_bytes
+                bytes(16), body.codec, min(body.deadline_s / 2, self._tuning.max_transfer_s), secrets.token_bytes
             )
         except (PlaceError, TicketError) as error:
             raise RemoteError("invalid", str(error)) from error
@@ -119,17 +120,17 @@ class KvTransfers:
             request = messages.StageInlets(
                 transfer=wanted.transfer, codec=wanted.codec, deadline_s=wanted.deadline_s, slices=theirs
             )
-            if peer == self._ways.own:
-                inlets = self._inlets(request)
+            if peer == self._own:
+                inlets = self._open_inlets(request)
             else:
-                opened = await self._messenger.request(peer, methods.STAGE_INLETS, request, ASK_TIMEOUT_S)
+                opened = await self._messenger.request(peer, methods.STAGE_INLETS, request, self._tuning.stage_ask_s)
                 inlets = opened.inlets
             answered = [(inlet.rank, inlet.slice, inlet.ticket.transfer) for inlet in inlets]
             if answered != [(rank_slice.target, rank_slice.slice, wanted.transfer) for rank_slice in theirs]:
                 raise RemoteError("invalid", f"{peer} has opened other inlets than it was asked for")
             found.update(zip(theirs, inlets, strict=True))
 
-        await _at_each(open_at, [(PeerId(rank_slice.target_peer), rank_slice) for rank_slice in slices])
+        await _ask_each_box(open_at, [(PeerId(rank_slice.target_peer), rank_slice) for rank_slice in slices])
         inlets = tuple(found[rank_slice] for rank_slice in slices)
         ticketed = tuple(
             messages.TicketedSlice(rank_slice=rank_slice, ticket=inlet.ticket)
@@ -151,10 +152,10 @@ class KvTransfers:
 
         async def open_at(peer: PeerId, theirs: tuple[messages.TicketedSlice, ...]) -> None:
             request = messages.StageOutlets(tokens=tokens, slices=theirs)
-            if peer == self._ways.own:
-                outlets = await self._outlets(request)
+            if peer == self._own:
+                outlets = await self._open_outlets(request)
             else:
-                opened = await self._messenger.request(peer, methods.STAGE_OUTLETS, request, ASK_TIMEOUT_S)
+                opened = await self._messenger.request(peer, methods.STAGE_OUTLETS, request, self._tuning.stage_ask_s)
                 outlets = opened.outlets
             answered = [(outlet.rank, outlet.slice, outlet.ticket) for outlet in outlets]
             if answered != [
@@ -163,9 +164,9 @@ class KvTransfers:
                 raise RemoteError("invalid", f"{peer} has opened other outlets than it was asked for")
             found.update(zip(theirs, outlets, strict=True))
 
-        await _at_each(open_at, [(PeerId(ticketed.rank_slice.source_peer), ticketed) for ticketed in slices])
+        await _ask_each_box(open_at, [(PeerId(ticketed.rank_slice.source_peer), ticketed) for ticketed in slices])
         if self.place == place:  # else the engine is gone meanwhile, and its requests with it
-            own = [ticketed for ticketed in slices if ticketed.rank_slice.source_peer == self._ways.own]
+            own = [ticketed for ticketed in slices if ticketed.rank_slice.source_peer == self._own]
             targets = {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in own}
             self._sending[slices[0].ticket.transfer] = _Sending(
                 targets, {ticketed.ticket.link for ticketed in slices}, None
@@ -178,7 +179,7 @@ class KvTransfers:
         for peer in self.place.others if self.place is not None else ():
             self._tell(peer, methods.STAGE_ABORT, messages.StageAbort(transfer=transfer, reason=reason))
 
-    def on_stage_transfer(self, peer: PeerId, body: messages.StageTransfer) -> Ended | None:
+    def on_stage_transfer(self, peer: PeerId, body: messages.StageTransfer) -> TransferEnd | None:
         """A stage of this replica says how its part ended; returns the end of the whole, when this is it."""
         sending = self._sending.get(body.transfer)
         if sending is None or self.place is None or peer not in self.place.others:
@@ -187,7 +188,7 @@ class KvTransfers:
 
     # ---- on any stage -----------------------------------------------------------------------------------------
 
-    def on_report(self, report: protocol.TransferReport) -> Ended | None:
+    def on_report(self, report: protocol.TransferReport) -> TransferEnd | None:
         """This box's engine says how a part ended; returns the end of the whole, when this is it."""
         sending = self._sending.get(report.transfer)
         target = sending.targets.get(report.link) if sending is not None else None
@@ -207,7 +208,7 @@ class KvTransfers:
                 mode=report.mode,
                 paths=report.paths,
                 resent_bytes=report.resent_bytes,
-                usd=self._ways.on_transfer(target, report),
+                usd=self._outlets.end_transfer(target, report),
             ),
         )
         if sending.head is not None:
@@ -216,7 +217,7 @@ class KvTransfers:
 
     def on_link_report(self, report: protocol.LinkReport) -> None:
         """What this box's engine sends gets on."""
-        self._ways.on_link_report(report)
+        self._outlets.on_link_report(report)
 
     async def open_link(self, peer: PeerId, role: Role, body: messages.LinkOpen) -> messages.LinkOpened:
         """The link over which a worker of this peer's engine may push KV into one of ours."""
@@ -232,7 +233,7 @@ class KvTransfers:
         """The head wants KV received here."""
         self._require_head(peer)
         self._require_own(rank_slice.target_peer for rank_slice in body.slices)
-        return messages.StageInletsOpened(inlets=self._inlets(body))
+        return messages.StageInletsOpened(inlets=self._open_inlets(body))
 
     async def open_outlets(self, peer: PeerId, role: Role, body: messages.StageOutlets) -> messages.StageOutletsOpened:
         """The head wants KV sent from here."""
@@ -243,7 +244,7 @@ class KvTransfers:
         except PlaceError as error:
             raise RemoteError("invalid", str(error)) from error
         try:
-            outlets = await self._outlets(body)
+            outlets = await self._open_outlets(body)
         except RemoteError:
             raise
         except (NetworkError, TransferError) as error:  # else the head would only hear that something failed here
@@ -260,7 +261,7 @@ class KvTransfers:
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
-    def _inlets(self, body: messages.StageInlets) -> tuple[protocol.Inlet, ...]:
+    def _open_inlets(self, body: messages.StageInlets) -> tuple[protocol.Inlet, ...]:
         """Our own ends, each on the link of its two workers."""
         inlets = []
         for rank_slice in body.slices:
@@ -269,10 +270,10 @@ class KvTransfers:
             inlets.append(protocol.Inlet(rank=rank_slice.target, slice=rank_slice.slice, ticket=ticket, link=link))
         return tuple(inlets)
 
-    async def _outlets(self, body: messages.StageOutlets) -> tuple[protocol.Outlet, ...]:
-        return tuple([await self._ways.outlet(ticketed, self._model.service, body.tokens) for ticketed in body.slices])
+    async def _open_outlets(self, body: messages.StageOutlets) -> tuple[protocol.Outlet, ...]:
+        return tuple([await self._outlets.open(ticketed, body.tokens) for ticketed in body.slices])
 
-    def _part_ended(self, sending: _Sending, body: messages.StageTransfer) -> Ended | None:
+    def _part_ended(self, sending: _Sending, body: messages.StageTransfer) -> TransferEnd | None:
         if body.link not in sending.pending:
             return None
         sending.pending.remove(body.link)
@@ -280,7 +281,7 @@ class KvTransfers:
         if sending.pending and not body.failed:
             return None
         self.forget(body.transfer)
-        return Ended(body.transfer, body.failed, _together(sending.figures)) if sending.head is None else None
+        return TransferEnd(body.transfer, body.failed, _sum_figures(sending.figures)) if sending.head is None else None
 
     def _place_here(self) -> Place:
         if self.place is None:
@@ -293,7 +294,7 @@ class KvTransfers:
         return self._place_here()
 
     def _require_own(self, peers: Iterable[str]) -> None:
-        other = next((peer for peer in peers if peer != self._ways.own), None)
+        other = next((peer for peer in peers if peer != self._own), None)
         if other is not None:
             raise RemoteError("invalid", f"that is for {other} to do, not for this node")
 
@@ -304,7 +305,7 @@ class KvTransfers:
             pass  # nobody is left there who would care
 
 
-async def _at_each(
+async def _ask_each_box(
     action: Callable[[PeerId, tuple[Item, ...]], Awaitable[None]], items: list[tuple[PeerId, Item]]
 ) -> None:
     """Do something once for each box with all that concerns it, at all boxes at the same time; raises the first of
@@ -330,7 +331,7 @@ async def _at_each(
         raise failures[0]
 
 
-def _together(figures: Sequence[messages.TransferFigures]) -> messages.TransferFigures:
+def _sum_figures(figures: Sequence[messages.TransferFigures]) -> messages.TransferFigures:
     """The figures of a transfer from those of its slices, which ran beside each other."""
     first = figures[0]
     if len(figures) == 1:

@@ -21,6 +21,7 @@ from ...kvtransport.wire.tickets import issue_link
 from .. import messages
 from ..engine.protocol import BatchLimits, EngineConfig, PipeEnd
 from ..methods import STAGE_LOADED, STAGE_OPEN
+from ..settings import WAN, NodeTuning
 from .engine_link import EngineStartError
 from .place import Place
 
@@ -28,8 +29,6 @@ __all__ = ["StageCall", "Stages", "limits_of", "with_limits", "with_stage"]
 
 _log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 120.0  # a stage's fork server may still be importing vLLM
-RETRY_S = 0.5
 LEASE_S = 86_400.0  # a pipe's connection is made once; its ticket is of no use afterwards
 NOT_YET = "not-yet"
 
@@ -73,11 +72,13 @@ class Stages:
         messenger: Messenger,
         where: Callable[[PeerId], Address | None],
         random: Callable[[int], bytes],
+        tuning: NodeTuning = WAN,
     ) -> None:
         self._service = service
         self._messenger = messenger
         self._where = where
         self._random = random
+        self._tuning = tuning
         self._expecting: Place | None = None
         self._call: StageCall | None = None  # nobody has begun to fulfil it
         self._called = trio.Event()
@@ -101,7 +102,7 @@ class Stages:
             )
             while (wait := await self._open(peer, stage, body)) is not None:
                 say(f"waits for stage {stage + 1}/{len(place.stages)}: {wait}")
-                await trio.sleep(RETRY_S)
+                await trio.sleep(self._tuning.stage_retry_s)
         return self._dialling(place, 0, tuple(ends[0]))
 
     def tell_loaded(self, place: Place) -> None:
@@ -115,7 +116,7 @@ class Stages:
     async def _open(self, peer: PeerId, stage: int, body: messages.StageOpen) -> str | None:
         """Ask once; returns why it is too early, or None when the process is there."""
         try:
-            await self._messenger.request(peer, STAGE_OPEN, body, OPEN_TIMEOUT_S)
+            await self._messenger.request(peer, STAGE_OPEN, body, self._tuning.stage_open_s)
         except RemoteError as error:
             if error.code == NOT_YET:
                 return error.message

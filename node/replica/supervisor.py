@@ -24,24 +24,15 @@ from ..engine import protocol
 from ..engine.backends import find_backend
 from ..messages import EngineAdvert
 from ..models import ModelError
+from ..settings import WAN, NodeTuning
 from .engine_link import EngineLink, EngineStartError, ForkServerClient
 from .fork_server import OpenForkServer, open_fork_server
 from .place import Place
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
 
-MAX_FAILURES = 5
-FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 30.0
-HEALTHY_AFTER_S = 300.0  # an engine that ran this long has earned a clean slate
-
 Fetch = Callable[[Place, Callable[[str], None]], Awaitable[Path]]
 """Makes sure that the weights of a place are on this box and returns their folder; tells how far it is."""
-
-
-def backoff_s(failures: int) -> float:
-    """Pause before the start that follows the n-th failure in a row."""
-    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** max(0, failures - 1))
 
 
 @final
@@ -55,18 +46,19 @@ class Supervisor:
         worker: Worker,
         stages: Stages,
         fetch: Fetch,
-        log: Path,
         channel: int | None,
         on_change: Callable[[EngineAdvert], None],
+        tuning: NodeTuning = WAN,
         open_server: OpenForkServer = open_fork_server,
     ) -> None:
         self._config = config
         self._worker = worker
         self._stages = stages
         self._fetch = fetch
-        self._log = log
+        self._log = Path(config.log_file) if config.log_file is not None else None
         self._channel = channel
         self._on_change = on_change
+        self._tuning = tuning
         self._open_server = open_server
         self._place: Place | None = None
         self._life = trio.CancelScope()  # of one engine process, from its preparation to its end
@@ -120,7 +112,7 @@ class Supervisor:
         place = self._place
         if place is None:
             self._report("waiting", "no plan gives this box layers yet")
-        if place is None or self._failures > MAX_FAILURES:
+        if place is None or self._failures > self._tuning.max_failures:
             await self._changed.wait()
             return
         with trio.CancelScope() as self._life:
@@ -188,17 +180,17 @@ class Supervisor:
         self._stages.tell_loaded(place)
         self._report("ready")
         how = await link.wait_gone()
-        if trio.current_time() - started > HEALTHY_AFTER_S:
+        if trio.current_time() - started > self._tuning.healthy_after_s:
             self._failures = 0
         return f"the engine process {how}"
 
     async def _pause(self, failure: str) -> None:
         self._failures, self._failure = self._failures + 1, failure
-        if self._failures > MAX_FAILURES:
+        if self._failures > self._tuning.max_failures:
             self._report("failed", f"gave up after {self._failures} failures, at last: {failure}; see {self._log}")
         else:
             self._report("restarting", failure)
-            await trio.sleep(backoff_s(self._failures))
+            await trio.sleep(self._tuning.backoff_s(self._failures))
 
     def _on_call(self) -> None:
         """The head wants a new process: what was started for an earlier call has lost its head."""

@@ -12,11 +12,13 @@ from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TransferError
 from ...kvtransport.link.dialling import DialPath
+from ...kvtransport.wire.channel import parse_link_hello
 from .. import messages, methods
 from ..engine import protocol
 from ..learning import Learner
+from ..settings import WAN, NodeTuning
 from .engine_link import EngineLink, EngineLost
-from .kv_transfers import Ended, KvTransfers
+from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 
 UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
@@ -38,7 +40,7 @@ class Worker:
     `transfers` agrees with other boxes how KV passes between the engines.
     """
 
-    def __init__(self, *, service: str, transfers: KvTransfers, messenger: Messenger) -> None:
+    def __init__(self, *, service: str, transfers: KvTransfers, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
         self._service = service
         self._hand_offs = transfers
         self._messenger = messenger
@@ -49,7 +51,7 @@ class Worker:
         self._accepting = True
         self._step_tokens = 0
         self.stats: protocol.EngineStats | None = None
-        self.learner = Learner()
+        self.learner = Learner(tuning.profile_interval_s)
         messenger.handle(methods.DECODE_OPEN, self.open_decode)
         messenger.handle(methods.PREFILL_OPEN, self.open_prefill)
         messenger.on_notice(methods.REQUEST_STOP, self.stop_request)
@@ -206,9 +208,10 @@ class Worker:
         """A stage of this replica says how its part of a transfer ended."""
         self._on_ended(self._hand_offs.on_stage_transfer(stage, body))
 
-    def attach(self, link: bytes, hello: bytes, connection: socket.socket) -> None:
-        """Hand an accepted connection of a KV link or a pipe to the engine, if it is one of ours; closes this process's
-        copy."""
+    def attach(self, hello: bytes, connection: socket.socket) -> bool:
+        """Give an accepted connection of a KV link or a pipe to the engine, if it is one of ours; closes this process's
+        copy. Raises TransferError for a hello that is none."""
+        link = parse_link_hello(hello).link
         with connection:
             expected = link in self._pipes or self._hand_offs.knows(link)
             if expected and self._engine is not None and self._engine.running:
@@ -216,6 +219,7 @@ class Worker:
                     self._engine.attach(hello, connection)
                 except EngineLost:
                     pass  # the sender sees its connection end and dials again
+        return True
 
     def on_engine_message(self, message: protocol.FromEngine) -> None:
         """Pass on what the engine says."""
@@ -277,7 +281,7 @@ class Worker:
             elif job.figures is not None:
                 self._end_prefill(request, "", job.figures)
 
-    def _on_ended(self, ended: Ended | None) -> None:
+    def _on_ended(self, ended: TransferEnd | None) -> None:
         if ended is None:
             return
         found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)

@@ -17,14 +17,14 @@ import trio
 from ...bootstrap import parse_address
 from ...coordinator import Phase
 from ...kvtransport.probing.figures import BoxFigures
-from ...node.agent import EngineSettings, NodeSettings, Started, leave_node, run_node
+from ...node.agent import BoxEngineSettings, NodeSettings, Started, leave_node, run_node
 from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
 from ...node.engine.gpucheck.run import run_check, write_report
 from ...node.engine.gpucheck.verdicts import table
 from ...node.engine.trials.selftest import check_installation, selftest_log
-from ...node.links.kv_ways import LinkSettings
 from ...node.replica.fork_server import open_fork_server
+from ...node.settings import BoxLinkSettings
 from ..errors import UsageError
 from .network import network_target
 
@@ -111,7 +111,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
         token=arguments.token if where is not None else None,
         model=arguments.model,
         codec=arguments.codec,
-        ways=LinkSettings(
+        links=BoxLinkSettings(
             site=arguments.site,
             box=BoxFigures(
                 up_gbps=arguments.up_gbps,
@@ -123,7 +123,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             usd_per_s=arguments.usd_per_s,
             max_usd_per_gb=arguments.max_usd_per_gb,
         ),
-        engine=EngineSettings(
+        engine=BoxEngineSettings(
             dtype=arguments.dtype,
             kv_cache_mib=arguments.kv_cache_mib,
             max_batched_tokens=arguments.max_batched_tokens,

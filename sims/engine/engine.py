@@ -59,8 +59,7 @@ class _PrefillStep(NamedTuple):
 
 @final
 class Engine:
-    """See the module. To be advanced at `wake_at`, which is infinite while there is nothing to
-    do."""
+    """See the module. To be advanced at `wake_at`; infinite: there is nothing to do."""
 
     def __init__(
         self,
@@ -217,8 +216,7 @@ class Engine:
             self._record(StepRecord(now, end, "prefill", tokens, 0, 1))
 
     def _prefill_beside_decode(self, signals: list[EngineSignal]) -> list[list[_PromptChunk]]:
-        """The prefill chunks of the next step, by batch in flight: each has a token budget of its
-        own."""
+        """Prefill chunks of the next step; each batch in flight has a budget of its own."""
         decoding = self._batch.size
         groups: list[list[_PromptChunk]] = []
         own = self._batch.blocks_for(1)  # the decoding sequences take theirs before anybody is admitted
@@ -234,8 +232,7 @@ class Engine:
     def _begin_run(
         self, now: float, groups: list[list[_PromptChunk]], signals: list[EngineSignal], most: float
     ) -> None:
-        """Begin one step that decodes and prefills, or up to `most` decode steps in which nothing
-        can change."""
+        """Begin a step that also prefills, or up to `most` decode steps without a change."""
         batch, requests = self._batch, self._batch.size
         line = self._lines.get(requests)
         if line is None:
@@ -282,8 +279,7 @@ class Engine:
         self._complete_prefill(chunks, now, signals)
 
     def _complete_prefill(self, chunks: list[_PromptChunk], now: float, signals: list[EngineSignal]) -> None:
-        """These chunks are computed; a whole prompt has its first token now, or its KV is
-        transferred."""
+        """Chunks are computed: whole prompts have their first token, or send their KV."""
         for sequence, start, tokens in chunks:
             self.counts.prompt_tokens += tokens
             if start + tokens < sequence.known:
@@ -306,8 +302,7 @@ class Engine:
                 signals.append(EngineSignal(SignalKind.DONE, sequence, now))
 
     def _set_wake_at(self, now: float) -> None:
-        """To when a step ends, or to when the first stage is free for a prompt that could be
-        begun."""
+        """When a step ends, or the first stage is free for a prompt that could begin."""
         at = self._run_end
         if self._in_pipeline:
             at = min(at, self._in_pipeline[0].end)
@@ -316,8 +311,7 @@ class Engine:
         self.wake_at = at
 
     def _wake_earlier(self, now: float) -> None:
-        """A sequence has arrived or blocks have become free: the next step may begin earlier than
-        planned."""
+        """A sequence has arrived or blocks are free: the next step may begin earlier."""
         if self._run_end != inf:
             if self._run_steps > 1 and not self._run_chunks:
                 self._shorten_run(now)
@@ -363,8 +357,7 @@ class Engine:
     # Admission and memory
 
     def _fill_step(self, budget: int, signals: list[EngineSignal]) -> list[_PromptChunk]:
-        """Prefill chunks for one step, up to `budget` tokens; admits from the queue in order while
-        it fits."""
+        """Prefill chunks of one step, up to `budget` tokens; admits in order what fits."""
         chunks: list[_PromptChunk] = []
         while budget > 0:
             if not self._to_prefill:
@@ -384,8 +377,7 @@ class Engine:
         return chunks
 
     def _admit(self) -> Sequence | None:
-        """Give blocks to the head of the queue and return it; None if the queue is empty or it does
-        not fit."""
+        """Admit the head of the queue and return it; None if there is none that fits."""
         if not self._queue:
             return None
         sequence = self._queue[0]
@@ -416,8 +408,7 @@ class Engine:
         return self._batch.size + len(self._to_decode) + self._prefilling < self.settings.max_sequences
 
     def _preempt_for_decode(self) -> bool:
-        """Preempt sequences until the others have blocks for one step. Returns whether any was
-        preempted."""
+        """Preempt until the rest have blocks for one step; returns whether any was."""
         batch, preempted = self._batch, False
         while batch.blocks_for(1) > self._free:
             sequence = batch.last_joined()
@@ -438,8 +429,7 @@ class Engine:
         return -(-tokens // self.settings.block_tokens)
 
     def _blocks_wanted(self, sequence: Sequence) -> int:
-        """Blocks it needs to be admitted. One that decodes as soon as its KV is here takes the next
-        token's then."""
+        """To be admitted; one that decodes at once takes the next token's block then."""
         pure = 0 < sequence.external >= sequence.known - 1
         return self._blocks_of(sequence.external if pure else sequence.known)
 

@@ -70,8 +70,7 @@ class DecodeBatch:
         return iter(self._members.values())
 
     def join(self, sequence: Sequence) -> None:
-        """Let it decode from the next step on. It must have the KV of all known tokens but the
-        last."""
+        """Let it decode from the next step on; only its last token may lack KV."""
         self.size += 1
         self.context += sequence.computed
         sequence.computed -= self.step
@@ -132,8 +131,7 @@ class DecodeBatch:
         return steps
 
     def advance(self, steps: int) -> list[Sequence]:
-        """Take `steps` steps; returns the sequences that have their last token, which leave the
-        batch."""
+        """Take `steps` steps; returns the sequences that end, which leave the batch."""
         self.step += steps
         self.context += steps * self.size
         ended: list[Sequence] = []

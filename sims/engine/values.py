@@ -63,8 +63,7 @@ class EngineSignal(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """`steps` iterations in a row of `kind` (prefill, decode, mixed), over so many prompt tokens
-    and decoding requests."""
+    """`steps` iterations in a row; `kind` is prefill, decode or mixed."""
 
     start_s: float
     end_s: float

@@ -104,8 +104,7 @@ def _rows(deployed: Deployed, rate: float, scope: Scope) -> list[AblationRow]:
 
 
 def _run(problem: Problem, plan: Plan, dispatch: str, scope: Scope) -> tuple[float, float, list[float]]:
-    """Mean end-to-end time, mean time that KV is waited for by those that wait, and attainment by
-    seed."""
+    """Mean end-to-end time, mean wait for KV of those that wait, attainment by seed."""
     found = [outcome(problem, plan, scope, seed, dispatch=dispatch) for seed in scope.seeds]
     slo = problem.services[0].slo
     e2e_s = float(np.mean([np.nanmean(one.outcomes.e2e_s) for one in found]))

@@ -1,5 +1,4 @@
-"""Against HexGen-like, DistServe-like and vLLM-like serving for the same money: figures 7, 8 and
-9."""
+"""HexGen-like, DistServe-like and vLLM-like serving for the same money: figures 7, 8, 9."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ class OverRow(ResultRow, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SystemContest:
-    """All systems on one workload under one column; `curves`: attainment by scale of all deadlines
-    at SHOWN."""
+    """All systems on one workload and column; `curves`: attainment by deadline scale."""
 
     case: PlannedCase
     rows: list[SystemRow]

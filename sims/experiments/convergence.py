@@ -24,8 +24,7 @@ NEAR: Final = 0.01
 
 
 class ConvergenceRow(ResultRow, frozen=True):
-    """One search: CPU seconds until its best objective was within 1 % of the one at the end, and in
-    all."""
+    """One search: CPU seconds until it was within 1 % of its best, and in all."""
 
     gpus: int
     steps: int

@@ -44,8 +44,7 @@ _PAPER: Final[dict[str, tuple[tuple[Phase, dict[str, int]], ...]]] = {
 
 
 class DeploymentRow(ResultRow, frozen=True):
-    """One plan; rates are requests per second with 90 % in time, expected by the planner and
-    simulated."""
+    """One plan; rates are requests/s with 90 % in time, expected and simulated."""
 
     column: str
     workload: str
@@ -60,8 +59,7 @@ class DeploymentRow(ResultRow, frozen=True):
 
 
 def papers_solution(cluster: Cluster, workload: str) -> Solution:
-    """The groups and phases of appendix F; which of two equal boxes it is, the paper leaves
-    open."""
+    """Groups and phases of appendix F, which does not say which of two equal boxes."""
     return tuple(sorted(group(cluster, phase, gpus) for phase, gpus in _PAPER[workload]))
 
 

@@ -36,8 +36,7 @@ class HeadlineRow(ResultRow, frozen=True):
 
 
 def headline(folder: Path) -> Page:
-    """The page, from the rows of the others. Raises OSError where one of them has not been
-    written."""
+    """The page, from the rows of the others. Raises OSError where one is missing."""
     return Page(
         name="headline",
         title="The evaluation of ThunderServe, again",

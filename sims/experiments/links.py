@@ -37,8 +37,7 @@ SHORT: Final = 16
 """Tokens of output where the KV's part of a request is looked at, as in the paper's figure 1."""
 BURST: Final = 300
 ENDLESS: Final = 1000.0
-"""Requests per second, which are more than anything here can serve: the plan with the most
-throughput is wanted."""
+"""Requests per second, more than anything here serves: for the most throughput."""
 BITS: Final = {"4 bit": 4.5, "16 bit": 16.0}
 
 
@@ -82,8 +81,7 @@ REMARKS: Final = """\
 
 
 class LinkRow(ResultRow, frozen=True):
-    """One deployment: a request that is alone (ms), and the tokens per second, in and out, when
-    they never end."""
+    """One deployment: a lone request (ms), and tokens per second of an endless burst."""
 
     column: str
     link_gbps: int
@@ -205,8 +203,7 @@ def _problem(cluster: Cluster, kv_bits: float) -> Problem:
 
 
 def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[float, float, float]:
-    """Milliseconds of prefill, KV transfer and decode of a lone request: the mean over the plan's
-    pairs."""
+    """Prefill, KV transfer and decode of a lone request, in ms: the mean over pairs."""
     total = np.zeros(3)
     for pair in plan.pairings:
         only = msgspec.structs.replace(plan, pairings=(msgspec.structs.replace(pair, weight=1.0),))

@@ -1,5 +1,4 @@
-"""What an experiment leaves behind: a page of tables and remarks for people, its rows for programs,
-and pictures."""
+"""A page of results: tables and remarks for people, rows for programs, and pictures."""
 
 from __future__ import annotations
 
@@ -21,14 +20,12 @@ RowT = TypeVar("RowT", bound="ResultRow")
 
 
 class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the rows of all tables. A field's name is its heading, with blanks for
-    underscores."""
+    """A table's row. A field's name is its heading, with blanks for underscores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one type under a title, with a line that says what to look at. Lists in rows are for
-    programs only."""
+    """Rows of one type, and a line about them. Lists in rows are for programs only."""
 
     title: str
     rows: Sequence[ResultRow]
@@ -58,8 +55,7 @@ class Curves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """`assumes`: lengths, arrivals, GPU columns and links that went in; `remarks`: what agrees,
-    what does not, why."""
+    """`assumes`: what went in; `remarks`: what agrees with the paper, what does not, why."""
 
     name: str
     title: str
@@ -86,8 +82,7 @@ class Page:
 
 
 def write_page(page: Page, folder: Path) -> None:
-    """`<name>.md`, `<name>.json` and the pictures. Raises OSError, or ImportError where matplotlib
-    is missing."""
+    """`<name>.md`, `<name>.json`, pictures. Raises OSError, ImportError (matplotlib)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{page.name}.md").write_text(page.markdown(), encoding="utf-8")
     encoded = msgspec.json.format(msgspec.json.encode(page.records()), indent=1)
@@ -97,8 +92,7 @@ def write_page(page: Page, folder: Path) -> None:
 
 
 def read_rows(folder: Path, name: str, title: str, kind: type[RowT]) -> list[RowT]:
-    """A table of a page that has been written. Raises OSError where it has not been, or ValueError
-    for another form."""
+    """A table of a written page. Raises OSError, or ValueError for another form."""
     records = msgspec.json.decode((folder / f"{name}.json").read_bytes())
     return msgspec.convert(records["tables"][title], list[kind])  # type: ignore[valid-type]
 

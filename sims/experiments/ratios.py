@@ -19,8 +19,7 @@ __all__ = ["RatioRow", "ratio_rows", "ratios"]
 TITLE: Final = "Figures 6 and 14"
 REPLICAS: Final = 8
 SCALES: Final = {Specs.TABLE1: 20.0, Specs.MEASURED: 10.0}
-"""Deadlines, times a lone request on an A100. At Table 1's 27.8 TFLOPS an A5000 misses 10 with
-every long prompt."""
+"""Multiples of a lone request on an A100; by Table 1 an A5000 misses 10 often."""
 PLANNED_RATE: Final = 4.0
 PAPER: Final = {"coding": "5:3", "conversation": "3:5"}
 
@@ -118,8 +117,7 @@ def _attainments(deployed: Deployed, rate: float, scope: Scope) -> list[float]:
 
 
 def _solution(problem: Problem, prefill: int) -> Solution:
-    """Pairs of GPUs, box by box; the phases alternate as far as they can, so that every box has
-    both."""
+    """Pairs of GPUs, box by box; phases alternate, so that every box has both."""
     boxes = [box.id for box in problem.cluster.boxes for _ in range(box.gpus // 2)]
     order = [*boxes[0::2], *boxes[1::2]]
     return tuple(

@@ -50,8 +50,7 @@ PAPER: Final = {
 
 
 class RescheduleRow(ResultRow, frozen=True):
-    """What serves after the loss. `attainment` at the same rate for all, mean over seeds
-    (least-most)."""
+    """What serves after the loss; `attainment` at one rate, mean (least-most)."""
 
     column: str
     workload: str
@@ -107,8 +106,7 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
 
 
 def _without(plan: Plan) -> Plan:
-    """The plan as it goes on by itself: what is left of it, the requests in the same proportions as
-    before."""
+    """What is left of the plan, with the requests in the same proportions."""
     replicas = tuple(replica for replica in plan.replicas if LOST not in replica.peers)
     ids = {replica.id for replica in replicas}
     pairs = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= ids]

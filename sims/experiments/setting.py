@@ -1,5 +1,4 @@
-"""What all experiments share: the paper's clusters and workloads as problems, plans for them, and
-simulated runs."""
+"""The paper's clusters and workloads as problems, plans for them, simulated runs."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ class PlannedCase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deployed:
-    """Replicas that stay, with their shares of the requests made anew for each rate, as the
-    coordinator would."""
+    """Replicas that stay the same, with new shares of the requests for each rate."""
 
     problem: Problem
     solution: Solution
@@ -233,8 +231,7 @@ def highest_rate(
 
 
 def shapes(plan: Plan, cluster: Cluster) -> dict[Phase, str]:
-    """The replicas of each phase as the paper writes them: GPUs, (TP, PP), how many of that
-    kind."""
+    """Replicas by phase as the paper has them: GPUs, (TP, PP), how many."""
     gpu_of = {box.id: box.gpu.name.removeprefix("RTX-").partition("-")[0] for box in cluster.boxes}
     found: dict[Phase, Counter[str]] = {phase: Counter() for phase in Phase}
     for replica in plan.replicas:

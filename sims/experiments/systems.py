@@ -23,8 +23,7 @@ WHOLE: Final = "HexGen-like, 2048"
 SYSTEMS: Final = ("ours", "HexGen-like", WHOLE, "DistServe-like", "vLLM-like")
 WIDTHS: Final = (1, 2, 4, 8)
 TRIALS: Final = 1000
-"""Plans and dispatchers are chosen with requests of seeds that are higher by so much than those
-that are reported."""
+"""Added to the seeds of reported runs, for those that plans are chosen with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,14 +63,12 @@ def chosen(case: PlannedCase, scope: Scope) -> Deployed:
 
 @cache
 def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: SimEngineSettings | None = None) -> float:
-    """The highest rate in trials: the mean of as many as are reported, because one alone cannot
-    tell a few percent."""
+    """The highest rate in trials: a mean, since one cannot tell a few percent."""
     return fmean(highest_rate(deployed, scope, TRIALS + seed, dispatch, engine) for seed in scope.seeds)
 
 
 def best_dispatch(deployed: Deployed, scope: Scope, engine: SimEngineSettings | None = None) -> str:
-    """Whichever carries more in trials; the router by queues, which is the network's, where both
-    carry as much."""
+    """The policy that carries more in trials; the network's where both do as much."""
     return max((PLAN, SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
 
 
@@ -80,8 +77,7 @@ def _system(name: str, deployed: Deployed, scope: Scope, engine: SimEngineSettin
 
 
 def _split(problem: Problem) -> Iterator[Solution]:
-    """So many equal prefill replicas beside so many equal decode replicas, on all GPUs of the
-    box."""
+    """Equal prefill replicas beside equal decode replicas, on all GPUs of the box."""
     (box,) = problem.cluster.boxes
     for prefill_gpus, prefill_width, decode_width in product(range(1, box.gpus), WIDTHS, WIDTHS):
         decode_gpus = box.gpus - prefill_gpus

@@ -71,8 +71,7 @@ class PlanShares(_LoadBlind):
         self._sent = {pair: 0 for pair in plan.pairings if pair.weight > 0.0}
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
-        """See `RoutingPolicy`; where no pair of the plan is left, the first replica of each
-        side."""
+        """See `RoutingPolicy`; without a pair, the first replica of each side."""
         prefill, decode = self._candidates(request.excluded)
         pairs = [pair for pair in self._sent if pair.prefill in prefill and pair.decode in decode]
         if not pairs:

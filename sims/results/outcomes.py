@@ -46,8 +46,7 @@ class StepLog(NamedTuple):
 
 
 class TransferRecord(NamedTuple):
-    """KV of one request (row of its trace) between two replicas (numbers), from its first byte
-    until it had landed."""
+    """One request's KV transfer: its row, replicas (numbers), first and last moment."""
 
     row: int
     source: int
@@ -89,10 +88,9 @@ class ServiceLog:
 class ServiceOutcome:
     """What became of a service's requests, row by row.
 
-    `kv_s`: seconds from the end of reading the prompt until its KV had landed (the visible part of
-    the transfer). `prefill`, `decode`: numbers of the replicas that read the prompt and wrote the
-    last token; -1 for none. `replays`: how often a lost box made it start again. `refused`:
-    requests longer than their replica's KV memory.
+    `kv_s`: seconds from the end of the prefill to that of the KV transfer (its visible part).
+    `prefill`, `decode`: numbers of the replicas of the last attempt; -1 for none. `replays`: how
+    often a lost box made it start again. `refused`: requests longer than their replica's KV memory.
     """
 
     service: Service
@@ -119,8 +117,7 @@ class ReplicaOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimResult:
-    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if
-    they were kept."""
+    """`sent_bytes` by (from, to), indices of `boxes`; `steps`, `transfers` if recorded."""
 
     services: tuple[ServiceOutcome, ...]
     replicas: tuple[ReplicaOutcome, ...]
@@ -175,8 +172,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]:
-    """Which requests met all deadlines, each `scale` times as long. One that never ended met
-    none."""
+    """Which requests met all deadlines, each `scale` times as long."""
     return (
         (outcomes.ttft_s <= slo.ttft_s * scale)
         & (outcomes.tpot_s <= slo.tpot_s * scale)

@@ -1,5 +1,4 @@
-"""Pictures of results: how many requests meet deadlines of any length, and what went on over
-time."""
+"""Pictures of results: attainment over deadlines of any length, and timelines."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def plot_attainment(curves: Mapping[str, ServiceOutcome], path: Path) -> None:
 
 
 def plot_timeline(curves: Mapping[str, ServiceOutcome], path: Path) -> None:
-    """A PNG with arrivals and completions, requests in the system, and TTFT over time. Raises
-    ReportError."""
+    """A PNG of throughput, requests in the system and TTFT. Raises ReportError."""
     figure, axes = _figure(3)
     for name, outcome in curves.items():
         line = Timeline(outcome.outcomes)

@@ -44,8 +44,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A result in figures; `kv_gb` and `traffic_usd` are of all KV that was sent from box to
-    box."""
+    """A result in figures; `kv_gb` and `traffic_usd` count KV between boxes."""
 
     services: tuple[Summary, ...]
     replicas: tuple[ReplicaRow, ...]
@@ -148,8 +147,7 @@ def _seconds(value: float) -> str:
 
 
 def request_columns(outcome: ServiceOutcome, result: SimResult) -> Mapping[str, Column]:
-    """A column for each field, in order of arrival: seconds from arrival, tokens, replicas; NaN or
-    "" for nothing."""
+    """Columns in order of arrival: seconds, tokens, replicas; NaN or "" for none."""
     outcomes, trace = outcome.outcomes, outcome.outcomes.trace
     names = [replica.id for replica in result.replicas]
     return {

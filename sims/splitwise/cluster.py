@@ -55,8 +55,7 @@ class SplitwiseCluster:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether all that can still happen is waiting for memory, so that none will ever be
-        released."""
+        """Whether everything waits for memory, so that none will ever be released."""
         return self.retrying == len(self._queue)
 
     def place(self, request: int, now: float) -> list[Scheduled]:
@@ -80,8 +79,7 @@ class SplitwiseCluster:
         return due
 
     def prompt_done(self, request: int, prefill: int, now: float) -> list[Scheduled]:
-        """The first token is there; the KV cache goes where the others are made, if that is
-        elsewhere."""
+        """The first token is there; the KV cache moves if the rest is made elsewhere."""
         self.first_token[request] = now
         self.boxes[prefill].prompt_tokens -= self.prompt[request]
         decode = self.decodes_on[request]

@@ -157,8 +157,7 @@ class Machine:
         self._kv_used -= kv_tokens
 
     def arrive(self, task: MachineTask, now: float, *, follows: bool = False) -> float | None:
-        """A task comes in; returns when the run ends, if that is new. `follows`: a decode right
-        behind its prefill."""
+        """Take a task; returns the run's end if it is new. `follows`: behind its prefill."""
         if follows:
             self._followers[task.request] = task
         else:
@@ -285,8 +284,7 @@ class Machine:
                 break
 
     def _select_others(self, selection: _Selection) -> None:
-        """What has not been looked at yet: decodes that came from elsewhere or follow a prefill
-        that is done."""
+        """Select decodes that came from elsewhere or follow a prefill that is done."""
         for task in self._fronts:
             if task in selection.joining:
                 continue

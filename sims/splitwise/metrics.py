@@ -29,8 +29,7 @@ SLO: Mapping[str, tuple[float, float, float]] = {
 
 
 def summary(outcomes: Outcomes) -> dict[str, float]:
-    """`rps`, `out_tok_s` (1/s, from the first arrival to the last token) and `ttft_p50` ...
-    `e2e_p99` (s)."""
+    """`rps`, `out_tok_s` (1/s), and `ttft_p50` ... `e2e_p99` (s)."""
     done = outcomes.completed
     arrival, output = outcomes.trace.arrival_s[done], outcomes.trace.output[done]
     makespan_s = float(np.max(arrival + outcomes.e2e_s[done]) - np.min(arrival))

@@ -59,8 +59,7 @@ class ReferenceRun:
 
     @property
     def name(self) -> str:
-        """Like `conv 130 HH`, or `conv 130 HH 15,25` where the numbers of machines are not the
-        paper's."""
+        """Like `conv 130 HH`, or `conv 130 HH 15,25` for other numbers of machines."""
         machines = "" if self.machines is None else f" {self.machines[0]},{self.machines[1]}"
         return f"{self.workload} {self.rate} {self.setup}{machines}"
 

@@ -42,8 +42,7 @@ PoolName = Literal["prompt", "decode", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUse:
-    """What one machine did: its share of the time that it ran anything, and how many requests it
-    decoded meanwhile."""
+    """One machine: the share of time it was busy, and requests decoded meanwhile."""
 
     gpu: str
     pool: PoolName
@@ -53,8 +52,7 @@ class MachineUse:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SplitwiseResult:
-    """Outcomes of the trace's requests, the `events` that happened until `sim_end_s`, and the use
-    of each machine."""
+    """Outcomes by request, the number of events, the end, and the use of each machine."""
 
     outcomes: Outcomes
     events: int
@@ -114,8 +112,7 @@ def run_setup(
 
 
 def write_requests_csv(outcomes: Outcomes, path: Path) -> None:
-    """Write `id,arrival,ttft,e2e,prompt,output` (seconds, tokens) of each request that was
-    completed."""
+    """Write `id,arrival,ttft,e2e,prompt,output` of each completed request."""
     trace = outcomes.trace
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write("id,arrival,ttft,e2e,prompt,output\n")

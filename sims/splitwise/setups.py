@@ -19,8 +19,7 @@ WORKLOADS = ("conv", "code")
 
 
 class SetupError(ValueError):
-    """A setup, model, workload or number of machines that cannot be; one line that says what
-    can."""
+    """A setup, model, workload or number of machines that cannot be; one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,7 @@ def azure_trace(workload: str, rate: float, *, seconds: float = 120.0, seed: int
 
 
 def draw_trace(lengths: Sequence[tuple[int, int]], *, source: str, rate: float, seconds: float, seed: int) -> Trace:
-    """Poisson arrivals at `rate` requests/s for `seconds`; `source` says in reports where the
-    lengths are from."""
+    """Poisson arrivals at `rate`/s for `seconds`; `source` is for reports."""
     random = Random(seed)
     arrivals, prompts, outputs = [], [], []
     now = 0.0

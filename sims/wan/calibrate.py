@@ -30,8 +30,7 @@ PINGS = 30
 
 
 class CalibrationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure: what it should be, what it was, and whether it lies within `tolerance`
-    (relative)."""
+    """One figure: expected, measured, and whether it is within `tolerance`."""
 
     what: str
     unit: str
@@ -46,8 +45,7 @@ class CalibrationRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """All rows, the kind of emulation, what it cannot show, and how late it was at worst in any of
-    them."""
+    """All rows, what this emulation cannot show, and how late it was at worst."""
 
     kind: str
     cannot_show: tuple[str, ...]

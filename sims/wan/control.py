@@ -81,8 +81,7 @@ class WanStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmulatorReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The network is up, or why not. `error` names what is missing; `unavailable`: it lies with the
-    machine."""
+    """The network is up, or `error`; `unavailable`: because of this machine."""
 
     addresses: dict[str, str] = {}
     namespaces: dict[str, str] = {}
@@ -100,8 +99,7 @@ class EmulatorReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emulator(Protocol):
-    """What carries the packets: `strays` so far, and a local port that leads from one box to
-    another's."""
+    """What carries packets: `strays` so far, and local ports that lead to boxes."""
 
     kind: str
     strays: int
@@ -110,8 +108,7 @@ class Emulator(Protocol):
 
 
 class Commands:
-    """The emulator's side of the control pipe: bytes of commands in, bytes of replies out, outages
-    at their time."""
+    """The emulator's end of the control pipe: commands in, replies out, outages timed."""
 
     def __init__(self, switch: Switch[Any], emulator: Emulator, clock: Callable[[], float]) -> None:
         self._switch = switch
@@ -125,8 +122,7 @@ class Commands:
             heappush(self._outages, (self._start + outage.start_s, number, command))
 
     def feed(self, data: bytes) -> bytes:
-        """Carry out the commands in `data`, which may end in the middle of one; returns the
-        replies."""
+        """Carry out the commands in `data`, maybe cut in the middle; returns the replies."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return b"".join(msgspec.json.encode(self._answer(line)) + b"\n" for line in lines)
 

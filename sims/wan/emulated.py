@@ -141,26 +141,22 @@ class EmulatedWan:
         return self._ready.addresses[box]
 
     def route(self, a: str, b: str, port: int) -> tuple[str, int]:
-        """The host and port that a process in `a` dials to reach `port` of `b`; the same as there
-        for `tun`."""
+        """The address that a process in `a` dials to reach `port` of `b`."""
         return self.address(b), self._ask(RouteCommand(a, b, port)).port
 
     def command(self, box: str, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` in `box`, for callers that start processes
-        themselves."""
+        """The command line that runs `argv` in `box`."""
         self.address(box)
         return namespaces.command(self._ready.namespaces[box], argv) if self.kind == "tun" else list(argv)
 
     def popen(self, box: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process in `box`; `options` are `subprocess.Popen`'s. It is killed when the
-        network goes."""
+        """`subprocess.Popen` in `box`; the process is killed when the network goes."""
         child: subprocess.Popen[Any] = subprocess.Popen(self.command(box, argv), **options)
         self._children.append(child)
         return child
 
     def set_pair(self, a: str, b: str, *, both: bool = True, **changes: float | None) -> None:
-        """Change fields of the `Pair` between two boxes, both directions or only `a` to `b`, from
-        now on."""
+        """Change the pair's fields from now on, in both directions or from `a` to `b`."""
         self._ask(SetPair(a, b, changes, both))
 
     def set_box(self, box: str, **changes: float) -> None:
@@ -168,8 +164,7 @@ class EmulatedWan:
         self._ask(SetBox(box, dict(changes)))
 
     def outage(self, a: str, b: str, seconds: float) -> None:
-        """Let nothing pass between two boxes for a time from now; 0 ends an outage. Returns at
-        once."""
+        """Let nothing pass between two boxes from now on; 0 ends an outage."""
         self._ask(StartOutage(a, b, seconds))
 
     def statistics(self) -> WanStatistics:

@@ -1,5 +1,4 @@
-"""Measuring an emulated network from outside: start plain programs in two boxes and read what they
-report."""
+"""Measure an emulated network from outside, with plain programs in two boxes."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _ports = itertools.count(20_001)
 
 
 def bulk(wan: EmulatedWan, a: str, b: str, *, streams: int, seconds: float) -> float:
-    """Gb/s of payload that `streams` plain TCP connections carry from `a` to `b`, once they have
-    found their rate."""
+    """Gb/s of payload over `streams` plain TCP connections, in their steady state."""
     figures = _pair(wan, a, b, ("receive", str(streams), str(seconds)), ("send", str(streams), str(seconds + 60)))
     return float(figures["gbps"])
 
@@ -36,8 +34,7 @@ def loss(wan: EmulatedWan, a: str, b: str, *, count: int) -> float:
 
 
 def _pair(wan: EmulatedWan, a: str, b: str, listen: tuple[str, ...], dial: tuple[str, ...]) -> dict[str, Any]:
-    """Run a listening role in `b` and a dialling one in `a`, until the measuring one of them has
-    reported."""
+    """Listen in `b` and dial from `a`, until the measuring one has reported."""
     port = next(_ports)
     listener = _start(wan, b, listen[0], wan.address(b), port, listen[1:])
     dialler = None

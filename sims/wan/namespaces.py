@@ -50,8 +50,7 @@ SYSCTLS = {
 
 
 def unavailable() -> str | None:
-    """Why this user on this machine cannot have namespaces with TUN devices; None if it works, as
-    just tried."""
+    """Why there can be no namespaces with TUN devices here; None if there can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -71,8 +70,7 @@ def unavailable() -> str | None:
 
 
 def running() -> dict[str, tuple[int, str]]:
-    """Namespaces of emulated networks, left ones too: name -> the process that made it, and the
-    box."""
+    """Namespaces of all emulated networks: name -> process that made it, and box."""
     pattern = re.compile(rf"({PREFIX}-(\d+)-(.+))")
     folder = Path("/run/netns")
     names = [pattern.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
@@ -80,8 +78,7 @@ def running() -> dict[str, tuple[int, str]]:
 
 
 def sweep(*, of: int | None = None) -> list[str]:
-    """Remove the namespaces that processes which no longer run have left, or those of process
-    `of`."""
+    """Remove the namespaces of processes that are gone, or of process `of`."""
     removed = []
     for name, (pid, _) in running().items():
         if pid == of or (of is None and not Path(f"/proc/{pid}").exists()):
@@ -91,8 +88,7 @@ def sweep(*, of: int | None = None) -> list[str]:
 
 
 class Namespaces:
-    """The boxes of a scenario: a context manager; `devices`: box -> file descriptor of its
-    packets."""
+    """A scenario's boxes, as a context manager; `devices`: box -> its TUN descriptor."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -192,6 +188,5 @@ def _ip(*arguments: str) -> str:
 
 
 def command(namespace: str, argv: Sequence[str]) -> list[str]:
-    """The command line that runs `argv` in a namespace; the process is `argv`'s own, not a parent
-    of it."""
+    """The command line that runs `argv` in a namespace, without a parent process."""
     return ["ip", "netns", "exec", namespace, *argv]

@@ -79,8 +79,7 @@ class ProxyEmulator:
         self.strays = 0
 
     def route(self, a: str, b: str, port: int) -> int:
-        """The loopback port that leads from box `a` to `port` of box `b`. Raises
-        `ScenarioError`."""
+        """The port here that leads from `a` to `port` of `b`. Raises `ScenarioError`."""
         self._switch.waiting(a, b)  # refuses names that are no boxes
         if not 0 < port < 65_536:
             raise ScenarioError(f"port: {port} is none: 1 to 65535")

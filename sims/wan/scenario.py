@@ -89,8 +89,7 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class LinkClass(msgspec.Struct, frozen=True, kw_only=True):
-    """A typical link, from the table: `rtt_ms`, Gb/s of one stream and of many, and where that is
-    from."""
+    """A typical link: `rtt_ms`, Gb/s of one and of many streams, and the source."""
 
     name: str
     rtt_ms: float
@@ -160,8 +159,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def queue_bytes(gbps: float, rtt_ms: float) -> float:
-        """How much may wait at a cap: `max(gbps x max(rtt, 20 ms), 128 KiB)`; more is dropped at
-        the tail."""
+        """Bytes that may wait at a cap: `max(gbps x max(rtt, 20 ms), 128 KiB)`."""
         return max(gbps * 1e9 / 8 * max(rtt_ms / 1e3, MIN_QUEUE_S), MIN_QUEUE_BYTES)
 
     @classmethod
@@ -258,8 +256,7 @@ def changed(value: Value, changes: Mapping[str, float | None]) -> Value:
 
 
 def link_classes() -> dict[str, LinkClass]:
-    """The `class:*` rows of the table of links, by name; a row between two classes is
-    `one:other`."""
+    """The table's `class:*` rows by name; one between two classes is `one:other`."""
     with LINKS.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["a"].startswith(CLASS)]
     found = {}

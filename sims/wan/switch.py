@@ -105,8 +105,7 @@ class _Access(Generic[Packet]):
 
 
 class Line(Generic[Packet]):
-    """One direction of a pair: outage, loss, its own cap, delay. Packets leave in the order they
-    came."""
+    """One direction of a pair: outage, loss, cap, delay. Packets stay in order."""
 
     __slots__ = (
         *("bytes", "dead", "dead_until", "delivered", "dropped", "exit", "fifo", "key", "last", "lossless", "lost"),
@@ -316,8 +315,7 @@ class Switch(Generic[Packet]):
         self._set_meters()
 
     def outage(self, a: str, b: str, seconds: float, now: float) -> None:
-        """Nothing that enters between `a` and `b`, in either direction, passes for `seconds`; what
-        is under way arrives."""
+        """Drop what enters between `a` and `b`, in both directions, for `seconds`."""
         if not 0 <= seconds <= 1e9:
             raise ScenarioError(f"seconds: an outage of {seconds!r} s: 0 to 1e9 s, 0 ends one")
         for line in (self._line(a, b), self._line(b, a)):

@@ -65,8 +65,7 @@ def _count(sock: socket.socket, counts: list[int], index: int) -> None:
 
 
 def send(host: str, port: int, streams: int, seconds: float) -> None:
-    """Send as much as goes on `streams` connections until the receiver has gone, or for
-    `seconds`."""
+    """Send all that `streams` connections take, for `seconds` or until they close."""
     socks = [_connect(host, port) for _ in range(streams)]
     for sock in socks:
         threading.Thread(target=_fill, args=(sock,), daemon=True).start()

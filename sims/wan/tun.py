@@ -57,8 +57,7 @@ class TunEmulator:
         return port
 
     def _aggregate(self) -> None:
-        """Segments may travel together, which saves most of the work, except where single packets
-        can be lost."""
+        """Forward segments together, unless single packets can be lost: it saves work."""
         together = not self._switch.lossy
         if together is not self._together:
             self._together = together

@@ -22,14 +22,14 @@ from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.coordinator import Phase
 from p2pserve.node import messages, methods
-from p2pserve.node.agent import EngineSettings, NodeSettings, Started, run_node
+from p2pserve.node.agent import BoxEngineSettings, NodeSettings, Started, run_node
 from p2pserve.node.replica.fork_server import fork_server_command
 
 from .node.engine.figures import ATTEMPTS
 
 LOOPBACK = Address("127.0.0.1", 0)
 CHANNELS = 128  # one for each node that any test starts
-KNOBS = EngineSettings(kv_cache_mib=64, threads=1)
+KNOBS = BoxEngineSettings(kv_cache_mib=64, threads=1)
 PATIENCE_S = 120.0  # for what takes seconds, unless the machine is very busy
 
 

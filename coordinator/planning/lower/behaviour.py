@@ -1,22 +1,22 @@
-"""What a replica does on its own, at every load: how busy it is, how fast it reads and writes.
+"""What a replica does on its own, at every load: how busy it is, how fast it prefills and decodes.
 
 Assumptions, so that a simulation can be held against them:
 
 - The number of requests that decode together is the one at which as many end as come (Little): b =
   rate * mean output * time between tokens, which depends on b.
-- A mixed replica reads prompts in chunks beside what it decodes, of a size that the deadline from
-  token to token allows (`costs/rounds.py`). A round that reads takes longer than one that does not,
-  in a pipeline nearly as much for one chunk as for one in every batch. Prompts that come during a
-  round are read together in the next. An output of few tokens sees either rounds that read or
-  others; a long one sees the average.
-- A replica that only reads computes short prompts together when many wait, and one after the other
-  when few do. Long ones are read in chunks, which follow each other through the stages of a
-  pipeline. It never waits for memory: what it keeps until it has been sent is taken to fit, since
-  links are planned to keep up.
-- Memory for a prompt is taken when its reading begins, here or on another replica, which is as fast
+- A mixed replica prefills prompts in chunks beside what it decodes, of a size that the deadline
+  from token to token allows (`costs/rounds.py`). A round with a prefill chunk takes longer than one
+  without, in a pipeline nearly as much for one chunk as for one in every batch. Prompts that come
+  during a round are prefilled together in the next. An output of few tokens sees either rounds with
+  chunks or others; a long one sees the average.
+- A prefill replica computes short prompts together when many wait, and one after the other when few
+  do. Long ones are cut in chunks, which follow each other through the stages of a pipeline. It
+  never waits for memory: what it keeps until it has been sent is taken to fit, since links are
+  planned to keep up.
+- Memory for a prompt is taken when its prefill begins, here or on another replica, which is as fast
   as this one. Memory for the output is taken as it grows; where there is none left, the latest
-  request is read again later. When memory is full all the time, the share of requests that meet
-  this is the share of memory that grew.
+  request is prefilled again later. When memory is full all the time, the share of requests that
+  meet this is the share of memory that grew.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOADS: Final[Array] = np.array([0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0
 """The utilisations that a replica's behaviour is tabulated at."""
 
 MAX_CHUNK_TOKENS: Final = TOKEN_BUDGETS[0]
-"""Prompt tokens that a step computes at most where nothing is decoded: longer prompts are read in
+"""Prompt tokens that a step computes at most where nothing is decoded: longer prompts are cut in
 chunks, short ones together."""
 
 MAX_BATCH: Final = 256
@@ -56,13 +56,13 @@ class Behaviour:
     """One replica on its own, at every load.
 
     `prefill_rate` and `decode_rate`: the rates (requests/s) that would fill it if it did nothing
-    else, infinite for what it does not do. `mixed_rate`: that of requests which it reads and writes
-    itself; they take less than their halves would, since weights are read once for a chunk and what
-    is decoded beside it. The load at X prompts of others, Y outputs of others and Z own requests
-    per second is X / read + Y / write + Z / both. `prefill_s`, `prefill_sd_s`: reading a prompt of
-    each class; `prefill_rounds`: the rounds that takes on a mixed replica. `prefill_cv2`: squared
-    coefficient of variation of the times to read. `table`: the columns of `LoadRow` at each of
-    LOADS.
+    else, infinite for what it does not do. `mixed_rate`: that of requests that it prefills and
+    decodes itself; they take less than their halves would, since weights are read once for a chunk
+    and what is decoded beside it. The load at X prompts of others, Y outputs of others and Z own
+    requests per second is X / prefill_rate + Y / decode_rate + Z / mixed_rate. `prefill_s`,
+    `prefill_sd_s`: prefill of a prompt of each class; `prefill_rounds`: the rounds that takes on a
+    mixed replica. `prefill_cv2`: squared coefficient of variation of prefill times. `table`: the
+    columns of `LoadRow` at each of LOADS.
     """
 
     prefill_rate: float
@@ -91,8 +91,8 @@ class Behaviour:
         return self.decode_rate < inf
 
     def batch_at(self, load: float) -> float:
-        """Requests in progress: those that decode, or of a replica that only reads, the one being
-        read."""
+        """Requests in progress: those that decode, or of a prefill replica, the one being
+        prefilled."""
         column = "batch" if self.does_decode else "rho"
         return float(np.interp(load, LOADS, self.table[:, LoadRow._fields.index(column)]))
 
@@ -105,13 +105,13 @@ class Behaviour:
 class LoadRow(NamedTuple):
     """What a replica does at one load, as columns of `Behaviour.table`.
 
-    Of reading: `rho`, the chance that a prompt finds others; `occupied_s`, a prompt's share of the
+    Of prefill: `rho`, the chance that a prompt finds others; `occupied_s`, a prompt's share of the
     time at best; `step_s`, the decode step that each chunk travels with; `join_s`, until a prompt
-    that has come is taken up. Of writing: `tpot_s`, from token to token on average; `batch`,
+    that has come is taken up. Of decode: `tpot_s`, from token to token on average; `batch`,
     requests that decode; of its variance, `batch_var` with their number and `context_var` with
-    their contexts. Rounds that read take `stall_s` longer than others: they are `stalled_share` of
-    all rounds, and come in runs of about `run_rounds` rounds; `prefilling` is the share of the time
-    they take.
+    their contexts. Rounds with a prefill chunk take `stall_s` longer than others: they are
+    `stalled_share` of all rounds, and come in runs of about `run_rounds` rounds; `prefilling` is
+    the share of the time they take.
     """
 
     rho: Array
@@ -130,7 +130,7 @@ class LoadRow(NamedTuple):
 
 class _Steps(NamedTuple):
     """Decode steps at some batch sizes, the first of them 0 (an idle replica). `again_s`: what a
-    request costs on average for being read again."""
+    request costs on average for being prefilled again."""
 
     batch: Array
     step_s: Array
@@ -162,10 +162,10 @@ def model_replica(
 
 
 def _largest_batch(times: StepTimes, classes: Classes, kv_tokens: int) -> int:
-    """Requests that may decode together beside those that are being read."""
+    """Requests that may decode together beside those that are being prefilled."""
     read_s = times.prefill_s(round(classes.mean_prompt), classes.mean_pairs)
     most = kv_tokens / classes.held
-    for _ in range(2):  # fewer requests take shorter steps, so that more are being read meanwhile: it settles at once
+    for _ in range(2):  # fewer requests take shorter steps: two rounds settle it
         batch = int(min(MAX_BATCH, max(1.0, most)))
         life_s = classes.mean_output * times.decode_line(batch).step_s(batch * classes.held)
         most = kv_tokens / (classes.held + classes.mean_prompt * read_s / life_s)
@@ -173,7 +173,7 @@ def _largest_batch(times: StepTimes, classes: Classes, kv_tokens: int) -> int:
 
 
 class _PromptTimes(NamedTuple):
-    """Reading a prompt of each class: until its first token, and until the next may start."""
+    """Prefill of a prompt of each class: until its first token, and until the next may start."""
 
     latency_s: Array
     latency_sd_s: Array
@@ -207,7 +207,7 @@ def _time_prompts(times: StepTimes, classes: Classes) -> _PromptTimes:
 
 
 def _prefill_behaviour(times: StepTimes, classes: Classes, prompts: _PromptTimes) -> Behaviour:
-    """A replica that only reads. Short prompts are read together when many wait."""
+    """A prefill replica. Short prompts are computed together when many wait."""
     together = max(1.0, MAX_CHUNK_TOKENS / classes.mean_prompt)
     batch_s = times.prefill_interval_s(round(together * classes.mean_prompt), together * classes.mean_pairs)
     mean = prompts.mean_s(classes)
@@ -244,9 +244,9 @@ def _decode_steps(times: StepTimes, classes: Classes, most: int, peaked: float) 
 
 
 class _ChunkedPrefill(NamedTuple):
-    """Reading beside decoding. `tokens` of prompts in a round, up to all that fit, make it
-    `added_s` longer; prompts of each class that are read alone take `rounds`, and add `alone_s` in
-    all. With nothing to decode, a prompt occupies the replica for `occupied_s` on average."""
+    """Prefill beside decode. `tokens` of prompts in a round, up to all that fit, make it `added_s`
+    longer; prompts of each class that are prefilled alone take `rounds`, and add `alone_s` in all.
+    With nothing to decode, a prompt occupies the replica for `occupied_s` on average."""
 
     tokens: Array
     added_s: Array
@@ -283,15 +283,15 @@ def _model_chunked_prefill(
 
 
 def _attention_share(times: StepTimes, classes: Classes) -> float:
-    """Of the time that reading an average prompt takes."""
+    """Of the time of an average prefill."""
     prompt = max(1, round(classes.mean_prompt))
     whole = times.prefill_interval_s(prompt, classes.mean_pairs)
     return 1.0 - times.prefill_interval_s(prompt, 0.0) / whole if whole > 0.0 else 0.0
 
 
 class _Rounds(NamedTuple):
-    """At each batch: prompts that end per second, tokens read in a round that reads, and what that
-    adds to it."""
+    """At each batch: prompts that end per second, prompt tokens in a round that has any, and what
+    that adds to it."""
 
     rate: Array
     tokens: Array
@@ -301,7 +301,7 @@ class _Rounds(NamedTuple):
 def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None) -> _Rounds:
     """At b requests in flight, a request takes 1/b of `output` steps, but no fewer than its prompt
     takes rounds; the rest of the time goes into what prompts add. Prompts that come during a round
-    are read together in the next."""
+    are prefilled together in the next."""
     batch, step = steps.batch, steps.step_s
     share = classes.mean_output / np.maximum(batch, 1.0)
     if chunked is None:
@@ -324,7 +324,7 @@ def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | No
 
 
 def _decode_behaviour(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None, peaked: float) -> Behaviour:
-    """A replica that writes, and reads if there is something `chunked`."""
+    """A decode replica, or with `chunked` prefill a mixed one."""
     rounds = _model_rounds(steps, classes, chunked)
     full = int(np.argmax(rounds.rate))
     steps = _Steps(*(column[: full + 1] for column in steps))
@@ -363,7 +363,7 @@ def _decode_behaviour(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill 
 def _add_prefill_columns(
     row: LoadRow, steps: _Steps, rounds: _Rounds, classes: Classes, chunked: _ChunkedPrefill
 ) -> LoadRow:
-    """The same with the columns of a replica that reads as well."""
+    """The same with the columns of a mixed replica."""
     step, slow = steps.step_s, steps.step_s + rounds.added_s
     prefill_rate = rounds.rate * classes.mean_prompt / rounds.tokens  # rounds that do, per second
     prefilling = np.minimum(1.0, prefill_rate * slow)

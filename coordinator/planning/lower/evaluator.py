@@ -129,7 +129,8 @@ class LowerLevel:
         return self._scores[solution]
 
     def upper_bound(self, solution: Solution) -> float:
-        """By islands, which have their links for themselves, and traffic for nothing."""
+        """Upper bound of the objective per connected component, ignoring link capacity inside it
+        and what traffic costs."""
         total = -self.problem.price_weight * self._boxes_usd(solution)
         replicas = [self._replicas_of(solution, number) for number in range(len(self._shares))]
         phase_counts = [count_phases(replica.group.phase for replica in those) for those in replicas]
@@ -197,7 +198,7 @@ class LowerLevel:
         return [replica for replica in replicas if replica is not None]
 
     def _component_values(self, components: Sequence[Component], service: int, counts: PhaseCounts) -> Array:
-        """[island, level, part] of one service."""
+        """[component, total price, prefill share] of one service."""
         replicas = [
             (place, replica)
             for place, component in enumerate(components)

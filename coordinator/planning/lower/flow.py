@@ -1,21 +1,22 @@
-"""Which replicas read the prompts, and which of them hand over to which: the orchestration of
-ThunderServe section 3.3.
+"""How requests are shared among pairs of replicas: the orchestration of ThunderServe section 3.3.
 
-The paper's linear programme over X and Y has no capacities, so its optimum is to send everything to
-the best pair. Here Z_ij = X_i Y_ij in requests per second, and what a replica does to its requests
-depends on its load: each has a convex curve of requests lost (late) per second over its load, in
-straight pieces. The programme is
+The paper's linear programme over X (the share of requests that each replica prefills) and Y (where
+those are decoded) has no capacities, so its optimum sends everything over the best pair. Here
+Z_ij = X_i Y_ij is a rate in requests per second, and what a replica does to its requests depends on
+its load: it loses (is late with) a convex, piecewise linear number of requests per second.
 
     maximise    sum_ij worth_ij Z_ij - sum_g lost_g(load_g)
-    subject to  load_g = sum_j Z_gj / read_g + sum_i Z_ig / write_g <= 1,    sum_ij Z_ij <= rate,
+    subject to  load_g = sum_j Z_gj / prefill_rate_g + sum_i Z_ig / decode_rate_g <= 1,
+                sum_ij Z_ij <= rate,
                 and on every link, and in and out of every box, no more Gb/s of KV than there are.
 
-`worth` is 1 less what the pair itself loses to KV on its way. Since loads are part of the
-programme, it is solved once and nothing oscillates. `solve_greedy` is the fast path: it sends
-requests where one more is worth the most, until that changes. It is exact where replicas are the
-limit, and takes no way back where links are. `solve_exact` is exact (HiGHS). `solve_quick` is exact
-and quick where there are few pairs, and what a search judges by: where links are short, what
-`solve_greedy` misses of a solution hides which of two is better.
+`worth` is 1 less what the pair itself loses to KV transfers. Loads are part of the programme, so it
+is solved once, without iterating between loads and shares.
+
+Three solvers: `solve_greedy` gives requests to the pair where one more is worth the most, until
+that changes; it is exact where replicas are the limit, and never takes a decision back where links
+are. `solve_exact` is exact (HiGHS). `solve_quick` is exact and fast for few pairs, and is what a
+search goes by: where links are short, the error of the greedy one hides which of two is better.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class FlowProblem:
     """Replicas, by index; pairs of them that may serve requests together, and `rate` requests per
     second to serve.
 
-    `prefill_rate`, `decode_rate` and `mixed_rate`: as in `behaviour.Behaviour`. A pair reads on
-    `prefill[k]`, writes on `decode[k]` (the same for a replica that keeps its requests), is worth
+    `prefill_rate`, `decode_rate` and `mixed_rate`: as in `behaviour.Behaviour`. A pair prefills on
+    `prefill[k]`, decodes on `decode[k]` (the same for a replica that keeps its requests), is worth
     `worth[k]` per request and sends `link_demands[k]`. Without `mixed_rate`, a request that is kept
     takes as much as its halves would.
     """
@@ -129,7 +130,8 @@ class FlowProblem:
     mixed_rate: Array | None = None
 
     def pair_loads(self) -> tuple[Array, Array]:
-        """By pair: the load that one request per second puts on its reader, and on its writer."""
+        """By pair: the load that one request per second puts on its prefill and its decode
+        replica."""
         prefilling, decoding = 1.0 / self.prefill_rate[self.prefill], 1.0 / self.decode_rate[self.decode]
         if self.mixed_rate is not None:
             kept, half = self.prefill == self.decode, 0.5 / self.mixed_rate[self.prefill]
@@ -276,7 +278,7 @@ class _GreedyFlow:
         )
 
     def _needs_of(self, pair: int) -> list[tuple[_Limit, float]]:
-        """What a request of this pair sends over which roads."""
+        """What a request of this pair sends over which links."""
         if pair not in self._needs:
             gigabits: dict[_Limit, float] = {}
             for demand in self._network.link_demands[pair]:
@@ -353,7 +355,7 @@ def _simplex(network: FlowProblem) -> Array:
 
 
 def _binding_limits(network: FlowProblem) -> dict[_Limit, list[tuple[int, float]]]:
-    """The pairs and their Gb per request on every way that may run out, which no link is that can
+    """The pairs and their Gb per request on every limit that may bind, which no link is that can
     take all that one of its boxes sends or takes in."""
     capacities, found = network.capacities, dict[_Limit, list[tuple[int, float]]]()
     between, out, into = capacities.between.tolist(), capacities.out.tolist(), capacities.into.tolist()
@@ -400,7 +402,7 @@ def solve_exact(network: FlowProblem) -> RequestFlow:
 
 
 def _limit_rows(network: FlowProblem, columns: int) -> tuple[coo_array, Array]:
-    """Rows: all requests; then every road that some pair takes, out of and into its boxes
+    """Rows: all requests; then every link that some pair takes, out of and into its boxes
     included."""
     rows: dict[_Limit, int] = {}
     bounds: list[float] = []

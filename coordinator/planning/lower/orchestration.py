@@ -179,7 +179,8 @@ def _busiest_link(pairs: ReplicaPairs, active: Index, busy: Array) -> Array:
 def _activation_gbps(
     replicas: Sequence[ConfiguredReplica], pairs: ReplicaPairs, flow: RequestFlow, service: Service
 ) -> Array:
-    """Gb/s [from, to] of activations in pipelines across boxes: of all tokens read and written."""
+    """Gb/s [from, to] of activations in pipelines across boxes: of all tokens prefilled and
+    decoded."""
     used_gbps = np.zeros_like(flow.used_gbps)
     spanning = [index for index, replica in enumerate(replicas) if len(replica.group.slices) > 1]
     if not spanning:
@@ -200,12 +201,12 @@ def carried_rate(
     """The highest rate, in requests per second, that keeps every replica at a load that it is in
     time with: `usable_load`.
 
-    With `network`, every replica that has to hand over is held to the links of its pairs; without,
+    With `network`, every replica that transfers KV is held to the links of its pairs; without,
     to none. What several replicas' links have in common is not looked at: `flow.solve_exact` does.
     """
     limits = _link_limited_rates(replicas, network)
     prefilling = decoding = 0.0
-    mixed_rate: list[Array] = []
+    mixed: list[Array] = []
     for replica, load, limit in zip(replicas, usable_load, limits.tolist(), strict=True):
         behaves = replica.behaviour
         if replica.group.phase is Phase.PREFILL:
@@ -213,13 +214,13 @@ def carried_rate(
         elif replica.group.phase is Phase.DECODE:
             decoding += min(load * behaves.decode_rate, limit)
         elif load:
-            mixed_rate.append(load * np.array([behaves.prefill_rate, behaves.decode_rate, behaves.mixed_rate]))
+            mixed.append(load * np.array([behaves.prefill_rate, behaves.decode_rate, behaves.mixed_rate]))
     if not (prefilling or decoding):
-        return float(sum(rates[2] for rates in mixed_rate))
+        return float(sum(rates[2] for rates in mixed))
     # mixed replicas help the side that is behind, those first that lose least of their own; the rest keep their own
     side, behind = (0, decoding - prefilling) if prefilling < decoding else (1, prefilling - decoding)
     own = 0.0
-    for rates in sorted(mixed_rate, key=lambda rates: rates[2] / rates[side]):
+    for rates in sorted(mixed, key=lambda rates: rates[2] / rates[side]):
         part = min(1.0, behind / rates[side])
         behind -= part * rates[side]
         own += (1.0 - part) * rates[2]

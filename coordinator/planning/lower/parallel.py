@@ -64,8 +64,8 @@ of one width."""
 
 CLOSE_TO_BOUND: Final = 0.75
 RIVAL_SHARE: Final = 0.9
-"""Where the shape that promises most carries in time so much of what it promises, only those that
-promise so much of that as well are looked at: waiting costs all shapes about as much."""
+"""Where the shape with the highest upper bound carries so much of it in time, only shapes whose
+bound is so much of that as well are looked at: waiting costs all shapes about as much."""
 
 EQUAL_WITHIN: Final = 0.02
 """Configurations whose rates are within this share of each other count as equal."""
@@ -215,7 +215,7 @@ class ParallelOptions:
         most = enough = 0.0
         for upper_bound, timed in promising:
             if upper_bound < max(most * (1.0 - EQUAL_WITHIN), enough):
-                break  # nothing carries more than its first look promises
+                break  # the bound is without waiting: nothing carries more
             configuration = _configuration(timed, phase, self._demand)
             if configuration.behaviour.rate < most * (1.0 - EQUAL_WITHIN):
                 continue
@@ -319,8 +319,8 @@ def _hop(parts: GroupHardware, source: int, target: int) -> Hop:
 
 
 def _hop_costs(parts: GroupHardware, phase: Phase, needs: ServiceNeeds) -> Array:
-    """Seconds from box to box: of a prompt where prompts are read, of a batch's tokens where only
-    tokens are made."""
+    """Seconds from box to box: of a prompt where prompts are prefilled, of a batch's tokens where
+    only tokens are made."""
     tokens = MAX_BATCH / 8 if phase is Phase.DECODE else needs.classes.mean_prompt
     gigabits = tokens * needs.model.activation_bytes_per_token * 8e-9
     size = len(parts.parts)

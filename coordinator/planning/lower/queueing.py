@@ -1,4 +1,4 @@
-"""How requests fare on replicas under a steady load: waiting, reading, writing, and the share that
+"""How requests fare on replicas under a steady load: waiting, prefill, decode, and the share that
 is in time.
 
 Assumptions, so that a simulation can be held against them:
@@ -10,7 +10,7 @@ Assumptions, so that a simulation can be held against them:
   arrivals the mean is that of Pollaczek and Khinchine.
 - The number of requests that decode together varies as a Poisson number does, divided by the
   replicas that share it; what contexts they have is not shared out evenly. A request sees the
-  average over its life, so that long ones see little of either. Rounds that read beside decoding
+  average over its life, so that long ones see little of either. Rounds with prefill chunks
   come in runs: an output begins among them or not, and the shorter it is, the more of it stays
   there.
 - A replica whose memory is full lets requests wait until others end.
@@ -116,7 +116,7 @@ class TransferTimes(NamedTuple):
 
 
 class DecodeTimes(NamedTuple):
-    """Outputs at some loads. Those that begin in company of prompts that are read, `stalled_share`
+    """Outputs at some loads. Those that begin among prefill chunks, `stalled_share`
     of all, take on average `slow_s` from token to token, others `fast_s`, both with a deviation of
     `sd_s` (by row and class). `tpot_s`: the mean of all. `admit_s`: mean wait for room in the
     batch."""
@@ -227,7 +227,7 @@ class RequestTimes:
     """When requests have what, by row and class. `admit_s`: a wait for room in the batch. `sending`
     comes before the first token, which a decode replica writes in `step_s` where it does (`early`);
     or else after it, and so does the wait. But even then later prompts have to wait as long, when
-    those that nobody takes fill the memory of the reader.
+    those that nobody takes fill the memory of the prefill replica.
     """
 
     classes: Classes
@@ -300,7 +300,7 @@ class RequestTimes:
 
 
 class OtherPhase(NamedTuple):
-    """What the phase takes that a replica does not do itself: by class to read, and from token to
+    """What the phase takes that a replica does not do itself: prefill by class, and from token to
     token."""
 
     service_s: Array | float = 0.0

@@ -1,8 +1,8 @@
-"""Pairs of replicas that may serve requests together, and how the KV gets from one to the other.
+"""Pairs of a prefill and a decode replica, and the links that KV takes between them.
 
-A box of the reader sends to each box of the writer the layers that both hold, all of them at the
-same time, on a direct link each. So a transfer takes as long as the slowest of these; links inside
-a box have no limit in common.
+Each box of the prefill replica sends each box of the decode replica the layers that both hold, all
+of them at the same time, over a direct link each. A transfer takes as long as the slowest of these.
+Links inside a box have no common limit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ClusterLinks:
         return tuple(tuple(Hop(self._rtt_s[a][b], self._gbps[a][b]) for b in boxes) for a in boxes)
 
     def busy(self, used: Array) -> Array:
-        """[from, to]: the share of the time that a transfer finds its way taken, when `used` Gb/s
+        """[from, to]: the share of the time that a link is busy, when `used` Gb/s
         flow."""
         if not used.any():
             return used
@@ -103,9 +103,9 @@ def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: fl
     if len(kept) == len(prefills) == len(decodes) or not prefills or not decodes:
         return own
     alpha, gigabit_s = _slowest_links([holders[i].spans for i in prefills], [holders[i].spans for i in decodes], links)
-    reads_only = np.array([holders[i].phase is Phase.PREFILL for i in prefills])
-    writes_only = np.array([holders[i].phase is Phase.DECODE for i in decodes])
-    rows, columns = np.nonzero((reads_only[:, None] | writes_only[None, :]) & np.isfinite(gigabit_s))
+    is_prefill = np.array([holders[i].phase is Phase.PREFILL for i in prefills])
+    is_decode = np.array([holders[i].phase is Phase.DECODE for i in decodes])
+    rows, columns = np.nonzero((is_prefill[:, None] | is_decode[None, :]) & np.isfinite(gigabit_s))
     prefill, decode = np.array(prefills)[rows], np.array(decodes)[columns]
     link_demands = [
         _link_demands(holders[i].spans, holders[j].spans, gigabits)
@@ -119,8 +119,8 @@ def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: fl
 
 
 def _slowest_links(prefills: Sequence[Spans], decodes: Sequence[Spans], links: ClusterLinks) -> tuple[Array, Array]:
-    """[reader, writer]: the slowest pair of boxes that share layers, in latency, and in time per Gb
-    of a request."""
+    """[prefill, decode]: the slowest pair of boxes that share layers, in latency, and in time per
+    Gb of a request."""
     box_r, first_r, last_r, start_r = _flatten_spans(prefills)
     box_w, first_w, last_w, start_w = _flatten_spans(decodes)
     shared = np.minimum(last_r[:, None], last_w) - np.maximum(first_r[:, None], first_w)

@@ -1,16 +1,18 @@
-"""About the most that replicas can do together.
+"""Upper bounds of what a solution can serve, by Lagrangian duality.
 
-A price for reading a request and a price for writing it, that together are worth no more than a
-request in time, bound what any plan can do: every replica earns the most that it can at these
-prices, less what it loses by its load, and of the requests that are asked for each is worth what
-the prices leave of it (Lagrange's dual of the programme in `flow`).
+The programme of `flow` couples replicas by one condition: every request that is prefilled is also
+decoded. Give that condition a price: a request in time is worth `total price`, of which a share
+goes to whoever prefills it and the rest to whoever decodes it. At any such prices every replica can
+be looked at alone: it takes the load at which its income less its losses is largest. The sum over
+replicas, and what the requests that are asked for are worth beyond the price, is an upper bound
+(weak duality). The least bound over a grid of prices is the one that is used.
 
-Replicas that share boxes are an island: what one reads for another needs no link. What an island
-reads and does not write leaves over its links, and what it writes and does not read comes over
-them. So it earns no more than its replicas would at prices of its own, and what the difference in
-price is worth over all that the links let through (the dual again, with a toll). The least over
-some prices of its own is a vector over the common ones; islands add up, and the least of the sum is
-near the most that they can do.
+Links are bounded the same way. Replicas that share boxes are a *component*: KV between them takes
+no link. A component that prefills more than it decodes sends the difference over its links, and one
+that decodes more receives it. It may have a price share of its own; then the difference to the
+common one, its `link_price`, has to be paid for all that its links can carry. The least over its
+own shares bounds the component. Bounds of components add up, so a bound of a solution is the sum of
+vectors that are kept, one entry for each price.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ __all__ = ["PREFILL_SHARES", "TOTAL_PRICES", "bound_components", "bound_served_r
 Array = NDArray[np.float64]
 
 TOTAL_PRICES: Final = np.array([1.0, 0.98, 0.95, 0.9, 0.8, 0.65, 0.4])
-"""What reading and writing a request may be worth together."""
+"""Prices of a request: what its prefill and its decode are worth together."""
 
 PREFILL_SHARES: Final = np.linspace(0.0, 1.0, 17)
-"""The part of that which is for reading."""
+"""The share of the price that is for prefill."""
 
 _PREFILL_PRICE: Final = np.outer(TOTAL_PRICES, PREFILL_SHARES)
 _DECODE_PRICE: Final = np.outer(TOTAL_PRICES, 1.0 - PREFILL_SHARES)
@@ -39,8 +41,8 @@ _REQUEST_PRICE: Final = _PREFILL_PRICE + _DECODE_PRICE
 
 
 def replica_values(behaves: Behaviour, phase: Phase, lost: Array) -> Array:
-    """[level, part] requests per second that a replica is worth at the load which suits it best;
-    `lost` [load] to waiting."""
+    """[total price, prefill share]: requests per second that a replica is worth at the load that
+    suits it best. `lost` [load]: requests per second that are late there."""
     if phase is Phase.PREFILL:
         rates = _PREFILL_PRICE * behaves.prefill_rate
     elif phase is Phase.DECODE:
@@ -54,11 +56,13 @@ def replica_values(behaves: Behaviour, phase: Phase, lost: Array) -> Array:
 
 
 def bound_components(values: Array, out: Array, into: Array) -> Array:
-    """[island, level, part] requests per second: `values` by an island's replicas at prices of its
-    own, with links that let the KV of so many requests per second `out` and `into` it [island]."""
+    """[component, total price, prefill share]: upper bounds of components, in requests per second.
+
+    `values`: the sum over a component's replicas at each price. `out`, `into` [component]: requests
+    per second whose KV its links can carry away, and in."""
     bounds = values.copy()
     for own, part in enumerate(PREFILL_SHARES):
-        # what is read here and written elsewhere is worth less here than there by the toll, or the other way round
+        # KV that leaves is worth less here than elsewhere by the link price, or the other way round
         link_price = (
             np.maximum(PREFILL_SHARES - part, 0.0) * out[:, None]
             + np.maximum(part - PREFILL_SHARES, 0.0) * into[:, None]
@@ -68,6 +72,6 @@ def bound_components(values: Array, out: Array, into: Array) -> Array:
 
 
 def bound_served_rate(together: Array, rate: float, worth: float) -> float:
-    """Requests in time, of `rate` a second, by what all islands have `bound_components`; one may be
-    `worth` so much."""
+    """Upper bound of the requests in time, of `rate` per second. `together`: the sum of all
+    components' bounds. `worth`: the most that one request can be worth."""
     return float((rate * np.maximum(worth - _REQUEST_PRICE, 0.0) + together).min())

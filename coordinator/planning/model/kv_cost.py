@@ -1,4 +1,4 @@
-"""How long the KV cache of a prompt is on its way from the replica that read it to the one that
+"""How long the KV cache of a prompt is on its way from the prefill replica to the one that
 goes on with it.
 
 The model is alpha-beta: half a round trip until the first byte is there, then the bytes at the rate

@@ -22,7 +22,7 @@ class Classes:
     the class, and the class's share of all requests.
 
     `held` is the context that a decoding request has on average, `held_var` its variance: long
-    outputs are met more often. `life` is how many tokens a request that is met has still to write,
+    outputs are met more often. `life` is how many tokens a request that is met has still to come,
     on average.
     """
 
@@ -45,7 +45,7 @@ class Classes:
 
     @property
     def pairs(self) -> Array:
-        """Query-key pairs of reading a prompt, by class."""
+        """Query-key pairs of a prefill, by class."""
         return self.prompt * (self.prompt + 1) / 2 + self.prompt_sd**2 / 2
 
 
@@ -53,7 +53,7 @@ PROMPTS: Final = 6
 """Classes by prompt, of equally many requests each."""
 
 OUTPUTS: Final = (0.25, 0.5, 0.75, 0.9, 0.97)
-"""Where the requests of a prompt's class are cut by output. A tenth of them may write most of the
+"""Where the requests of a prompt's class are cut by output. A tenth of them may have most of the
 tokens, and whether those end in time decides about the last percents."""
 
 

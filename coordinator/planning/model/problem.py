@@ -57,8 +57,8 @@ Solution = tuple[Group, ...]
 """Sorted groups that use no GPU twice; GPUs in no group stay idle."""
 
 Component = tuple[Group, ...]
-"""Sorted groups of boxes that have none but these: what they hand over to each other takes no link
-to other boxes."""
+"""Sorted groups that share boxes with each other and with no other group: KV between them takes no
+link to other boxes."""
 
 PhaseCounts = tuple[int, int]
 """How many replicas share a service's prompts, and its outputs."""
@@ -168,17 +168,17 @@ class Evaluator(Protocol):
         ...
 
     def max_rates(self, group: Group, replicas: int) -> tuple[float, float]:
-        """Requests per second that a group reads and writes in time when it does nothing else, as
-        one of `replicas` alike; 0 for what its phase leaves out, and (0, 0) where it does not hold
-        the model."""
+        """Requests per second that a group prefills and decodes in time when it does nothing else,
+        as one of `replicas` alike; 0 for what its phase leaves out, and (0, 0) where it does not
+        hold the model."""
         ...
 
     def component_values(
         self, components: Sequence[Component], phase_counts: Sequence[PhaseCounts]
     ) -> NDArray[np.float64]:
-        """What each of these can make at some prices of reading and writing requests
-        (`upper_bound`), in requests per second [island, service, level, part]; `phase_counts`
-        [service]."""
+        """Upper bounds of components at a grid of prices of prefill and decode (`upper_bound`), in
+        requests per second [component, service, total price, prefill share]. `phase_counts`: how
+        many replicas share each service's prompts and outputs."""
         ...
 
     def for_subproblem(self, problem: Problem) -> Evaluator:

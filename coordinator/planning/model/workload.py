@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def mean_pairs(self) -> float:
-        """Query-key pairs of reading a prompt."""
+        """Query-key pairs of a prefill."""
         prompts = self.prompts.astype(np.float64)
         return float((prompts * (prompts + 1) / 2).mean())
 
@@ -94,7 +94,7 @@ class Service:
 
     `kv_bits` per element on the wire, all overhead included (kv4: 4.5, raw: 16).
     `decode_writes_first`: the first token comes from the decode replica once the KV is there; else
-    from the prefill replica, and what the KV takes on its way counts between the first token and
+    from the prefill replica, and what the KV transfer takes counts between the first token and
     the second.
     """
 

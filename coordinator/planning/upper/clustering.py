@@ -63,8 +63,8 @@ def deal_evenly(gpus: int, unit: int, share: int) -> list[int]:
     """`gpus` dealt out into as many near-equal parts as have `share` at least, in multiples of
     `unit`."""
     parts = max(1, gpus // share)
-    size, is_exhausted = divmod(gpus // unit, parts)
-    return [(size + (part < is_exhausted)) * unit for part in range(parts)]
+    size, left_over = divmod(gpus // unit, parts)
+    return [(size + (part < left_over)) * unit for part in range(parts)]
 
 
 def colocated_starts(space: SearchSpace, parts: Sequence[GpuSet]) -> Iterator[Solution]:

@@ -171,12 +171,12 @@ def _deal(space: SearchSpace, boxes: Sequence[int], parts: int) -> list[list[Sli
     turn = 0
     for box in boxes:
         unit = space.gpu_units[box]
-        size, is_exhausted = divmod(space.boxes[box].gpus // unit, parts)
+        size, left_over = divmod(space.boxes[box].gpus // unit, parts)
         for part in range(parts):
-            count = size + ((part - turn) % parts < is_exhausted)
+            count = size + ((part - turn) % parts < left_over)
             if count:
                 dealt[part].append(Slice(box, count * unit))
-        turn += is_exhausted
+        turn += left_over
     return dealt
 
 

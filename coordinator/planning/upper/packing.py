@@ -1,14 +1,16 @@
-"""How to cut every box, or two boxes together, into replicas, and in which phases: for a whole
-cluster, where a search starts, or for some of its boxes beside what the others do.
+"""How to cut every box, or two boxes together, into replicas, and in which phases.
 
-Each way to cut is a column: an island, which earns so many requests at prices of reading and
-writing them (`upper_bound`). Columns add up, and the least of the sum over the prices is about what
-they can do together. So to choose among all cuts of a box, or of two boxes, is one minimum over an
-array; the best choice for one after the other, until none is better, takes a millisecond.
+For a whole cluster, where a search starts, or for some of its boxes beside what the others do. This
+is no part of ThunderServe, whose search moves GPUs from group to group.
 
-It knows of links only what they let in and out of an island that has them for itself, and not who
-is at their other end. So it is asked many times, each time with earnings that are off by chance and
-at another level of prices, and the search goes on from the solutions with the real objective.
+Each cut is a *column*: a connected component with a value in requests per second at each of a grid
+of prices (`lower/upper_bound`). Values of columns add up, and the least of the sum over the prices
+bounds what they do together. So the best cut of a box, or of two boxes, beside all others is one
+minimum over an array; going through boxes until no cut improves takes a millisecond.
+
+A column knows how much KV its links can carry in and out when it has them for itself, not who is at
+their other ends. So the packing is asked many times, each time with noise on the values and at
+another total price, and the search goes on from its solutions with the real objective.
 """
 
 from __future__ import annotations
@@ -152,8 +154,8 @@ class Packing:
     def _choose(
         self, rng: np.random.Generator, options: Options, level: int, noise: Array | None, others: Array | None = None
     ) -> list[Group]:
-        """The groups of the best columns found for these boxes, beside what `others` earn [service,
-        level, part]."""
+        """The groups of the best columns found for these boxes, beside the values of `others`
+        [service, level, part]."""
         worth = self._worth[level] if noise is None else self._worth[level] * np.append(noise, 1.0)[:, None, None]
         beside = np.zeros(worth.shape[1:]) if others is None else others[:, level]
         taken = _Choice(worth, self._cost, self._asked, options, beside, 1.0 - float(TOTAL_PRICES[level])).climb(rng)

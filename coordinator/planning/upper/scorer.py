@@ -37,10 +37,10 @@ def mean_boxes_per_replica(solution: Solution) -> float:
 class Scorer:
     """Scores solutions; equal up to an exchange of boxes that are alike, they are scored once.
 
-    A step is one evaluation that the memory did not have, or one promise, which takes about as long
-    where groups are new. Where they are not (`same_groups`), a promise is cheap and counts for
-    nothing. The search goes on until `limit` steps are done or `spent()` says that time is up; at
-    least one solution is always scored.
+    A step is one evaluation that the memory did not have, or one upper bound, which takes about as
+    long where groups are new. Where they are not (`same_groups`), an upper bound is cheap and
+    counts for nothing. The search goes on until `limit` steps are done or `spent()` says that time
+    is up; at least one solution is always scored.
     """
 
     def __init__(
@@ -101,8 +101,9 @@ class Scorer:
         return self._upper_bounds[key]
 
     def find_best_above(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
-        """The best of these that is above `floor`, most promising first: what promises less is not
-        scored. None where there is no such, or the budget ends before the first."""
+        """The best of these whose objective is above `floor`, with that objective. Those with the
+        highest upper bound are scored first; bounds below the best found are not scored at all.
+        None where none is above, or the budget ends before the first."""
         upper_bounds = [(self.upper_bound(one), one) for one in solutions if not self.is_exhausted()]
         found: tuple[float, Solution] | None = None
         for upper_bound, solution in sorted(upper_bounds, key=lambda item: -item[0]):

@@ -9,8 +9,8 @@ __all__ = ["SearchSettings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """The knobs of `search`. A step is one evaluation or one upper bound; CPU time grows with steps.
-    Defaults are what eight to forty seeds of the bench were best with (docs/planner.md).
+    """The knobs of `search`. A step is one evaluation or one upper bound; CPU time grows with
+    steps. Defaults are what eight to forty seeds of the bench were best with (docs/planner.md).
 
     How long, and in which parts:
 
@@ -34,7 +34,8 @@ class SearchSettings:
     - `recut_share`: of the neighbours, those made by cutting boxes anew by their columns.
     - `tabu_moves`: so many of the last moves may not be undone.
     - `fruitless_draws`: draws without anything new until a round ends; `stale_steps`: steps that
-      lead nowhere until it ends; `barren_rounds`: rounds that see nothing new until the search ends.
+      lead nowhere until it ends; `barren_rounds`: rounds that see nothing new until the search
+      ends.
     - `warm`, `cold`: by about how much of the objective a step may be worse at the beginning of a
       round and at its end. Hotter rounds leave local optima sooner, and good solutions too.
     - `round_steps`: steps of a round at least, where there are so many.

@@ -9,8 +9,8 @@ from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
-    from ...box.shares import EngineSettings
     from ...replica.engine_link import ForkServerClient
+    from ...settings import BoxEngineSettings
     from ..process import AgentSockets
     from ..protocol import EngineConfig
 
@@ -29,13 +29,13 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     return run_emulated_engine(config, sockets)
 
 
-def _hardware(box: Hardware, knobs: EngineSettings) -> Hardware:
+def _hardware(box: Hardware, knobs: BoxEngineSettings) -> Hardware:
     from .model import emulated_hardware, parse_cards
 
     return emulated_hardware(parse_cards(knobs.emulate or "", knobs.emulate_specs), box)
 
 
-def _inspect(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
+def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
     from .model import inspect_model
 
     return inspect_model(name, hardware, knobs)

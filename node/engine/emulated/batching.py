@@ -156,8 +156,7 @@ class Batcher:
         self._waiting.append(sequence)
 
     def remove(self, request: str) -> None:
-        """Forget a request in any state, also one that is not known. KV that is being sent
-        stays."""
+        """Forget a request in any state, or one that is not known; KV that is sent stays."""
         held = [*self._running, *self._awaiting_kv.values(), *self._waiting]
         found = next((each for each in held if each.request == request), None)
         if found is None:
@@ -214,8 +213,7 @@ class Batcher:
         return Batch(tuple(scheduled), admitted, tuple(preempted))
 
     def complete(self, batch: Batch) -> list[BatchedRequest]:
-        """The step has been computed; returns the requests that have generated a token. Those that
-        are done are removed."""
+        """The step is computed: returns who has generated a token; who is done is removed."""
         generated = []
         for entry in batch.scheduled:
             sequence = entry.sequence
@@ -230,8 +228,7 @@ class Batcher:
         return generated
 
     def check_integrity(self) -> None:
-        """Every block is free or held once, and every request has blocks for its KV. Raises
-        AssertionError."""
+        """Raises AssertionError where blocks are lost, held twice or too few for a KV."""
         held = [*self._running, *self._awaiting_kv.values(), *self._waiting, *self._sending]
         if self._free + sum(sequence.blocks for sequence in held) != self.blocks:
             raise AssertionError(f"{self!r}, and {sum(sequence.blocks for sequence in held)} are held")
@@ -271,8 +268,7 @@ class Batcher:
         )
 
     def _reclaim_from_waiting(self, sequence: BatchedRequest) -> BatchedRequest | None:
-        """Take the blocks of the last other waiting request that has any; returns it, or None if
-        none has."""
+        """Take the blocks of the last other waiting request with any; None if none has."""
         holder = next((each for each in reversed(self._waiting) if each.blocks and each is not sequence), None)
         if holder is not None:
             self._release(holder)
@@ -280,8 +276,7 @@ class Batcher:
         return holder
 
     def _preempt(self) -> BatchedRequest:
-        """Take the blocks of the youngest running request, which is then computed again from its
-        start."""
+        """Take the blocks of the youngest running request; it is computed again."""
         youngest = self._running.pop()
         self._release(youngest)
         youngest.computed = 0
@@ -289,8 +284,7 @@ class Batcher:
         return youngest
 
     def _reserve(self, sequence: BatchedRequest, positions: int) -> bool:
-        """Take blocks up to so many tokens for it; False, and nothing changed, when too few are
-        free."""
+        """Take blocks for so many tokens of it; False if too few are free."""
         more = self._blocks(positions) - sequence.blocks
         if more > self._free:
             return False

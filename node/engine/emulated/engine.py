@@ -78,8 +78,7 @@ class ExpectedKv(Protocol):
         ...
 
     def progress(self) -> tuple[float, int]:
-        """The fraction of all bytes that is here, and how many tokens are complete in all layers
-        and heads."""
+        """The fraction of all bytes that is here, and how many tokens are complete."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -385,8 +384,7 @@ class EmulatedEngine:
                 return
 
     def _drop(self, request: str, reason: str) -> None:
-        """Forget a request, and end what is under way for it; the KV of a whole prompt may still be
-        sent."""
+        """Forget a request and its transfers; the KV of a whole prompt may still be sent."""
         live = self._requests.pop(request, None)
         if live is None:
             return
@@ -417,8 +415,7 @@ class EmulatedEngine:
 
 
 def model_capacity(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
-    """Tokens of KV that the GPUs hold beside the model, and their step times. Raises
-    EmulationError."""
+    """Tokens of KV that fit beside the model, and step times. Raises EmulationError."""
     model, gpu = emulation.model, emulation.gpu
     stage = StageHardware(gpu=gpu, tp=tp, layers=model.layers, link_gbps=emulation.gpu_link_gbps)
     try:

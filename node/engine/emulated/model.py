@@ -20,9 +20,10 @@ from ....coordinator.planning.model.cluster_file import card_link_gbps
 from ...box.fitting import can_share, default_tp, requests_at_once, step_tokens_on
 from ...box.hardware import Gpu, Hardware
 from ...box.home import NodeError
-from ...box.shares import EngineSettings, Share, choose_limits
+from ...box.shares import Share, choose_limits
 from ...models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_json
 from ...requests.text import TextModel
+from ...settings import BoxEngineSettings
 from ..backend import ServedModel
 from ..protocol import Emulation
 from .engine import EmulationError, model_capacity
@@ -103,7 +104,7 @@ def emulated_model(name: str, cards: Cards) -> EmulatedModel:
     return EmulatedModel(_info(shape, service, longest), tokenizer, emulation)
 
 
-def inspect_model(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
+def inspect_model(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
     """Find the model and see that the modelled cards hold all of it. Raises ModelError, NodeError or GpuError."""
     model = emulated_model(name, parse_cards(knobs.emulate or "", knobs.emulate_specs))
     tp = _choose_tp(hardware, knobs.tp, model.info)

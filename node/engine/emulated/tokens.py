@@ -29,5 +29,5 @@ class EmulatedAnswer:
         return token
 
     def go_on_from(self, token: int) -> None:
-        """Another engine has written this one."""
+        """Another engine has generated this one."""
         self._hash.update(array("q", (token,)).tobytes())

@@ -83,8 +83,7 @@ class Countdown:
 
 @final
 class EmulatedSend:
-    """Sends a prompt's KV to one worker of another engine. Exactly one report is made, whatever
-    happens."""
+    """Sends a prompt's KV to one worker of another engine; always ends with one report."""
 
     def __init__(
         self, outlet: Outlet, link: SendLink, shape: tuple[int, int], report: Callable[[TransferReport], None]
@@ -229,8 +228,7 @@ class PromptArrival:
     def __init__(
         self, inlets: Sequence[tuple[Inlet, ReceiveLink]], tokens: int, limit_bytes: int, on_end: Callable[[], None]
     ) -> None:
-        """Expect the first `tokens` positions. Raises TransferError when one of the links is
-        over."""
+        """Expect the first `tokens` tokens. Raises TransferError when a link has ended."""
         self.transfer = inlets[0][0].ticket.transfer
         self.deadline = time.monotonic() + min(inlet.ticket.deadline_s for inlet, _ in inlets)
         self._tokens = tokens
@@ -261,8 +259,7 @@ class PromptArrival:
             end.grant(window)
 
     def progress(self) -> tuple[float, int]:
-        """The fraction of all bytes that is here, and how many tokens are complete in all layers
-        and heads."""
+        """The fraction of all bytes that is here, and how many tokens are complete."""
         with self._lock:
             fractions = [assembly.fraction for _, _, assembly in self._ends]
             return sum(fractions) / len(fractions), min(assembly.complete_tokens() for _, _, assembly in self._ends)
@@ -336,16 +333,14 @@ class EmulatedTransfers:
         return f"<EmulatedTransfers sending={len(self._senders)} receiving={len(self._arrivals)} {self.endpoint}>"
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """Hand over an accepted socket whose hello has been read; it may come before its link is
-        known here."""
+        """Take an accepted socket whose hello has been read, maybe before its link is known."""
         try:
             self.endpoint.attach(parse_link_hello(hello), connection)
         except KVProtocolError:
             connection.close()
 
     def obey(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
-        """Do what the agent wants of a link or a transfer; one that is not known here is
-        ignored."""
+        """Do what the agent wants of a link or a transfer, if it is known here."""
         match order:
             case SetLinkPaths(link=link, paths=paths):
                 known = self.endpoint.link(link)
@@ -384,8 +379,7 @@ class EmulatedTransfers:
             sender.send_span(span)
 
     def withdraw(self, transfer: bytes) -> None:
-        """What has been computed of this prompt and not read is not there any more. It will be
-        computed again."""
+        """The prompt has been preempted: what has not been sent is computed again."""
         for sender in self.senders_of(transfer):
             sender.withdraw()
 

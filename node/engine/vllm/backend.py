@@ -9,8 +9,8 @@ from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
-    from ...box.shares import EngineSettings
     from ...replica.engine_link import ForkServerClient
+    from ...settings import BoxEngineSettings
     from ..process import AgentSockets
     from ..protocol import EngineConfig
 
@@ -29,7 +29,7 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     return run_engine(config, sockets)
 
 
-def _inspect(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
+def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
     from ...box.shares import share_of
     from ...box.start_checks import require_engine, require_shared_memory
     from ...models import open_model

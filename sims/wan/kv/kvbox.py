@@ -125,8 +125,7 @@ class KVBox:
         return self._numbers[start : start + FRAME_BYTES]
 
     def _sum(self, frame: int) -> int:
-        """The checksum of a frame as it must arrive; of few kinds of frames, so that each is added
-        up once."""
+        """The checksum of a frame; there are few kinds, so each is computed once."""
         start = frame * STEP % FRAME_BYTES
         if start not in self._sums:
             self._sums[start] = zlib.crc32(self._payload(frame))

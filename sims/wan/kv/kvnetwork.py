@@ -63,8 +63,7 @@ GUESS: Final = prior(50.0, 0.4, 1.0, reason="guess")
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What became of the transfers of one link: each one's state, in the order they were
-    started."""
+    """The state of each transfer of one link, in the order they were started."""
 
     transfers: tuple[TransferState, ...]
 
@@ -135,8 +134,7 @@ class KVNetwork:
         self._programs.clear()
 
     def ask(self, box: str, order: Order) -> OrderReply:
-        """Have a box's program carry out an order. Raises `WanError` with its reason if it could
-        not."""
+        """Have a box's program carry out an order. Raises `WanError` if it does not."""
         with self._locks[box]:
             stdin = self._programs[box].stdin
             assert stdin is not None
@@ -158,8 +156,7 @@ class KVNetwork:
     # ---- measuring ------------------------------------------------------------------------------------------
 
     def measure(self, a: str, b: str) -> LinkFigures:
-        """Ping the link from `a` to `b` and send a burst over it; returns what is now believed of
-        it."""
+        """Ping the link from `a` to `b`, send a burst over it, and return its figures."""
         estimator = self._estimators.setdefault((a, b), LinkEstimator(GUESS))
         host, port = self.wan.route(a, b, self._ports[b])
         for rtt_s in self.ask(a, PingOrder(host, port, PINGS)).rtt_s:
@@ -176,8 +173,7 @@ class KVNetwork:
         return estimator.figures(time.monotonic())
 
     def known(self) -> NetworkView:
-        """What is known now: figures of all measured links, and each box's caps as its owner states
-        them."""
+        """Figures of all measured links, and the caps that each box's owner states."""
         now = time.monotonic()
         boxes = {
             name: BoxFigures(
@@ -228,8 +224,7 @@ class KVNetwork:
 
 
 class BulkTransfers:
-    """A link from one box to another with its connections up, and the transfers on it. A context
-    manager."""
+    """A connected link from one box to another, and its transfers; a context manager."""
 
     def __init__(self, network: KVNetwork, source: str, target: str, ticket: LinkTicket) -> None:
         self._network = network

@@ -1,5 +1,4 @@
-"""What the owner of an emulated network tells the KV program in each box, and what that answers:
-JSON lines."""
+"""Orders to the KV program in each box, and its answers: JSON lines."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """Receive these transfers on a link that was opened to listen, check what comes and acknowledge
-    it."""
+    """Receive, check and acknowledge these transfers on a link that listens."""
 
     link: bytes
     transfers: list[Bulk]
@@ -93,8 +91,7 @@ class ExpectBurst(msgspec.Struct, frozen=True, tag="expect_burst"):
 
 
 class SendBurst(msgspec.Struct, frozen=True, tag="send_burst"):
-    """Send a burst to another box's data port; answered when it is over, with what the receiver
-    counted."""
+    """Send a burst to a box's data port; answered with what the receiver counted."""
 
     ticket: BurstTicket
     host: str

@@ -105,8 +105,7 @@ def _move(network: KVNetwork, paths: Sequence[KVPath], frames: int, *, warm: boo
 
 
 def many_streams(network: KVNetwork) -> PathCase:
-    """(a) n streams against one over the same long link, both warm: a link keeps its
-    connections."""
+    """(a) n streams against one over the same long link, both warm."""
     frames = 100
     choice = _choose(network, frames, frozenset())
     one = _move(network, [KVPath(SOURCE, TARGET, None, 1, 0.0)], frames, warm=True)

@@ -19,9 +19,10 @@ from p2pserve.kvtransport.probing import probe
 from p2pserve.kvtransport.probing.estimates import LinkEstimator
 from p2pserve.kvtransport.probing.figures import LinkFigures, Source
 from p2pserve.kvtransport.probing.probe import ProbeSettings
+from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.node import messages
 from p2pserve.node.bundled.evaluate import held_out_sources
-from p2pserve.node.links.kv_ways import KvWays
+from p2pserve.node.links.link_knowledge import LinkKnowledge
 from p2pserve.node.links.prober import Prober
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.replica.worker import Worker
@@ -315,26 +316,26 @@ def test_links_stay_warm_and_what_they_carry_is_told(
     accepted: Counter[bytes] = Counter()
     attach = Worker.attach
 
-    def count(self: Worker, link: bytes, hello: bytes, connection: Any) -> None:
-        accepted[link] += 1
-        attach(self, link, hello, connection)
+    def count(self: Worker, hello: bytes, connection: Any) -> bool:
+        accepted[parse_link_hello(hello).link] += 1
+        return attach(self, hello, connection)
 
     monkeypatch.setattr(Worker, "attach", count)
     hasty = partial(ProbeSettings, ping_every_s=0.5, retry_s=1.0, burst_bytes=16_000_000)
     monkeypatch.setattr(probe, "ProbeSettings", hasty)
     idle = trio.Event()  # a burst may teach a node to use more streams: not between the requests
-    run, measure = Prober.run, KvWays._measure
+    run, learn = Prober.run, LinkEstimator.on_transfer
 
-    def measure_when_idle(self: KvWays, *seen: Any) -> None:
+    def learn_when_idle(self: LinkEstimator, sample: Any, *, now: float) -> None:
         if idle.is_set():  # so may what a transfer shows, on a busy machine
-            measure(self, *seen)
+            learn(self, sample, now=now)
 
     async def run_when_idle(self: Prober) -> None:
         await idle.wait()
         await run(self)
 
     monkeypatch.setattr(Prober, "run", run_when_idle)
-    monkeypatch.setattr(KvWays, "_measure", measure_when_idle)
+    monkeypatch.setattr(LinkEstimator, "on_transfer", learn_when_idle)
     text = TextModel(random_model)
     asked = [prompt for skip in range(ATTEMPTS) for prompt in prompts(text, (250, 300, 350), skip=skip)]
     told: list[list[int]] = []
@@ -394,19 +395,19 @@ def test_kv_takes_the_way_through_a_node_without_a_model_where_that_is_faster(
     fast = LinkFigures(rtt_s=0.001, one_stream_gbps=2.0, capacity_gbps=2.0)
     relays: list[PeerId] = []
     taught: set[str] = set()
-    learn = KvWays.learn
+    learn = LinkKnowledge.learn
 
-    def learn_this(self: KvWays, tables: dict[PeerId, messages.LinkTable], lives: dict[PeerId, int]) -> None:
-        known = {relay: messages.LinkTable(links=dict.fromkeys(lives, fast)) for relay in relays}
-        learn(self, {**tables, **known}, lives)
-        self._estimators = {peer: LinkEstimator(fast if peer in relays else slow) for peer in lives}
-        if relays and len(lives) == 2:
+    def learn_this(self: LinkKnowledge, tables: dict[PeerId, messages.LinkTable], members: dict[PeerId, Any]) -> None:
+        known = {relay: messages.LinkTable(links=dict.fromkeys(members, fast)) for relay in relays}
+        learn(self, {**tables, **known}, members)
+        self._estimators = {peer: LinkEstimator(fast if peer in relays else slow) for peer in members}
+        if relays and len(members) == 2:
             taught.add(self.own)
 
     async def measure_nothing(self: Prober) -> None:
         await trio.sleep_forever()
 
-    monkeypatch.setattr(KvWays, "learn", learn_this)
+    monkeypatch.setattr(LinkKnowledge, "learn", learn_this)
     monkeypatch.setattr(Prober, "run", measure_nothing)
     text = TextModel(random_model)
     asked = [prompt for skip in range(ATTEMPTS) for prompt in prompts(text, (200, 400), skip=skip)]

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -16,15 +16,19 @@ from p2pserve.kvtransport.errors import TicketError
 from p2pserve.kvtransport.link.permits import RELAY_MAGIC, Permit
 from p2pserve.kvtransport.link.relay import Relay
 from p2pserve.kvtransport.probing.burst import BurstGate
-from p2pserve.kvtransport.probing.burst_ticket import BURST_MAGIC, BurstHello, issue_burst, pack_hello
+from p2pserve.kvtransport.probing.burst_ticket import (
+    BURST_HELLO_BYTES,
+    BURST_MAGIC,
+    issue_burst,
+    pack_hello,
+    parse_hello,
+)
 from p2pserve.kvtransport.probing.figures import BoxFigures
-from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello
+from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
 from p2pserve.kvtransport.wire.channel import LinkRole as LinkRole
 from p2pserve.node import messages
-from p2pserve.node.links import data_port
-from p2pserve.node.links.data_port import MAX_PENDING_HELLOS, DataPort, RelayDesk
-from p2pserve.node.links.prober import Prober
-from p2pserve.node.replica.worker import Worker
+from p2pserve.node.links.data_port import DataPort, RelayDesk
+from p2pserve.node.settings import WAN, NodeTuning
 from p2pserve.node.testing import MemoryExchange
 
 pytestmark = pytest.mark.beside
@@ -33,10 +37,7 @@ LINK_HELLO = LinkHello(b"l" * 16, b"n" * 16, LinkRole.SENDER).pack()
 BURST = issue_burst(streams=2, seconds=1.0, max_bytes=1000, rtt_s=0.01, random=random.Random(1).randbytes)
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is hung up on because this machine was busy with something else."""
-    monkeypatch.setattr(data_port, "HELLO_TIMEOUT_S", 60.0)
+PATIENT = replace(WAN, hello_s=60.0)  # nobody is hung up on because this machine was busy with something else
 
 
 @dataclass
@@ -47,15 +48,21 @@ class Takers:
     attached: list[tuple[bytes, bytes, socket.socket]] = field(default_factory=list)
     gates: dict[bytes, BurstGate] = field(default_factory=dict)
     hosts_engine: bool = True
+    tuning: NodeTuning = PATIENT
 
     def attach_relay(self, connection: socket.socket) -> None:
         self.relayed.append(connection)
 
-    def gate(self, hello: BurstHello) -> BurstGate | None:
-        return self.gates.get(hello.burst)
+    def attach_burst(self, hello: bytes, connection: socket.socket) -> bool:
+        burst = parse_hello(hello)
+        gate = self.gates.get(burst.burst)
+        if gate is not None:
+            gate.attach(connection, burst)
+        return gate is not None
 
-    def attach(self, link: bytes, hello: bytes, connection: socket.socket) -> None:
-        self.attached.append((link, hello, connection))
+    def attach(self, hello: bytes, connection: socket.socket) -> bool:
+        self.attached.append((parse_link_hello(hello).link, hello, connection))
+        return True
 
 
 class ScriptedRelay:
@@ -66,12 +73,11 @@ class ScriptedRelay:
 @asynccontextmanager
 async def open_port(takers: Takers) -> AsyncIterator[DataPort]:
     async with trio.open_nursery() as nursery:
-        yield DataPort(
-            nursery,
-            relay=cast(Relay, ScriptedRelay(takers)),
-            prober=cast(Prober, takers),
-            worker=lambda: cast(Worker, takers) if takers.hosts_engine else None,
-        )
+        port = DataPort(nursery, cast(Relay, ScriptedRelay(takers)), takers.tuning)
+        port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, takers.attach_burst)
+        if takers.hosts_engine:
+            port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, takers.attach)
+        yield port
         nursery.cancel_scope.cancel()
 
 
@@ -207,26 +213,24 @@ def test_a_hello_that_ends_too_early_is_hung_up_on(said: bytes) -> None:
     play(scenario)
 
 
-def test_a_stranger_that_says_nothing_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_port, "HELLO_TIMEOUT_S", 0.05)
-
+def test_a_stranger_that_says_nothing_more_is_not_waited_for() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
         for said in (LINK_MAGIC, LINK_HELLO[:-1]):
             await hung_up(come(port, said)[1])
         assert takers.attached == []
 
-    play(scenario)
+    play(scenario, Takers(tuning=replace(WAN, hello_s=0.05)))
 
 
 def test_too_many_that_are_undecided_are_turned_away() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
-        fars = [come(port, LINK_MAGIC)[1] for _ in range(MAX_PENDING_HELLOS)]
-        assert f"undecided={MAX_PENDING_HELLOS}" in repr(port)
+        fars = [come(port, LINK_MAGIC)[1] for _ in range(WAN.max_pending_hellos)]
+        assert f"undecided={WAN.max_pending_hellos}" in repr(port)
         near, far = come(port, LINK_HELLO)
         assert near.fileno() == -1
         await hung_up(far)
         fars.pop().close()
-        await until(lambda: f"undecided={MAX_PENDING_HELLOS - 1}" in repr(port))
+        await until(lambda: f"undecided={WAN.max_pending_hellos - 1}" in repr(port))
         _, far = come(port, LINK_HELLO)
         await until(lambda: takers.attached)
         for each in (far, *fars):
@@ -248,6 +252,7 @@ def test_a_node_without_an_engine_takes_no_links() -> None:
 # ---- the relay's desk ---------------------------------------------------------------------------------------
 
 PEER, TARGET, STRANGER = PeerId("asker"), PeerId("target"), PeerId("stranger")
+MEMBERS = {TARGET: Address("192.0.2.5", 7005), PeerId("nowhere"): Address("192.0.2.6", 0)}
 
 
 class Admitted:
@@ -265,9 +270,8 @@ class Admitted:
 
 def desk_of(**box: Any) -> tuple[RelayDesk, Admitted]:
     relay = Admitted()
-    desk = RelayDesk(cast(Relay, relay), BoxFigures(**box), MemoryExchange().join(PeerId("relay")))
-    desk.know({TARGET: Address("192.0.2.5", 7005), PeerId("nowhere"): Address("192.0.2.6", 0)})
-    return desk, relay
+    messenger = MemoryExchange().join(PeerId("relay"))
+    return RelayDesk(cast(Relay, relay), BoxFigures(**box), messenger=messenger, where=MEMBERS.get), relay
 
 
 def ask(desk: RelayDesk, target: str) -> Permit:
@@ -320,10 +324,7 @@ def test_a_relay_that_is_full_says_so() -> None:
         ask(desk, TARGET)
     assert caught.value.code == "busy"
     relay.full = False
-    desk.know({})
-    assert desk.address_of(TARGET) is None
-    with pytest.raises(RemoteError):
-        ask(desk, TARGET)
+    assert ask(desk, TARGET) in relay.permits
 
 
 def test_hello_sizes_are_those_that_the_engine_reads() -> None:

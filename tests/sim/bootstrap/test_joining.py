@@ -118,6 +118,7 @@ def test_when_nobody_is_left_the_error_names_whom_it_asked() -> None:
             assert text.startswith("none of 2 bootstraps can be reached, nor any of 1 members known from before: ")
             assert "192.0.2.1:4001" in text
             assert "192.0.2.1:4002" in text
+            assert text.endswith("any other member lets in, too: --bootstrap TOKEN,HOST:PORT")
             assert "\n" not in text
 
     simulate(main)
@@ -154,6 +155,15 @@ def test_its_own_address_is_no_way_in() -> None:
         async with world() as w:
             with pytest.raises(Unreachable, match="this node itself"):
                 await w.start(5, ask=(place(5),))
+
+    simulate(main)
+
+
+def test_a_token_that_names_only_the_node_itself_starts_no_network_of_its_own() -> None:
+    async def main() -> None:
+        async with world() as w:
+            with pytest.raises(TokenError, match=r"names only this node itself .*; delete identity\.key"):
+                await w.start(5, ask=(place(5, named=True),))
 
     simulate(main)
 

@@ -20,7 +20,7 @@ from p2pserve.bootstrap import (
 )
 from p2pserve.bootstrap.members.entries import MEMBER_KIND, MemberRecord, sign_entry
 from p2pserve.bootstrap.streams.control import Hello, Rejected, decode_greeting, encode_greeting
-from p2pserve.bootstrap.streams.transport import Connection
+from p2pserve.bootstrap.streams.transport import PeerConnection
 
 from .worlds import KEY, PEOPLE, World, elapse, simulate, world
 
@@ -54,7 +54,7 @@ async def knock(w: World, identity: Identity, hello: bytes) -> str:
     """Greet the bootstrap by hand; returns the reason of its refusal."""
     transport = w.air.transport(identity, Address("192.0.2.9", 0))
 
-    async def nobody(connection: Connection) -> None:
+    async def nobody(connection: PeerConnection) -> None:
         await connection.aclose()
 
     await w.nursery.start(transport.serve, nobody)

@@ -152,11 +152,12 @@ class World:
         )
         adverts: list[messages.EngineAdvert] = []
         runs = Supervisor(
-            protocol.EngineConfig(model="/elsewhere", max_requests=64 + len(self.boxes)),  # each box by its own lights
+            protocol.EngineConfig(
+                model="/elsewhere", log_file=own, max_requests=64 + len(self.boxes)
+            ),  # each box by its own lights
             worker=cast(Worker, self._worker(own)),
             stages=found,
             fetch=fetch,
-            log=Path(own),
             channel=None,
             on_change=adverts.append,
             open_server=self.fork_server,

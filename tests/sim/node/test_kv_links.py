@@ -9,8 +9,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from p2pserve.bootstrap import NetworkError, PeerId, RequestTimeout
 from p2pserve.kvtransport.wire.tickets import LinkTicket, issue_link
 from p2pserve.node.engine.protocol import WorkerRank
-from p2pserve.node.links.kv_links import LEASE_S, Ends, IncomingLinks, OutgoingLinks
+from p2pserve.node.links.kv_links import Ends, IncomingLinks, OutgoingLinks
 
+LEASE_S = 600.0
 P, Q = (Ends(PeerId(peer), WorkerRank(), WorkerRank()) for peer in "pq")
 P1 = P._replace(source=WorkerRank(stage=1))
 
@@ -22,7 +23,7 @@ async def elapse(seconds: float) -> None:
 
 
 def test_each_two_workers_have_one_link() -> None:
-    links = IncomingLinks(random.Random(1).randbytes)
+    links = IncomingLinks(random.Random(1).randbytes, LEASE_S)
     ticket = links.of(P)
     assert links.of(P) is ticket
     assert ticket.lease_s == LEASE_S
@@ -35,7 +36,7 @@ def test_each_two_workers_have_one_link() -> None:
 
 
 def test_a_sender_that_is_gone_leaves_no_link_behind() -> None:
-    links = IncomingLinks(random.Random(1).randbytes)
+    links = IncomingLinks(random.Random(1).randbytes, LEASE_S)
     ticket, second, other = links.of(P), links.of(P1), links.of(Q)
     assert links.forget_peer(P.peer) == [ticket, second]
     assert links.forget_peer(P.peer) == []

@@ -21,7 +21,7 @@ from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.links.kv_links import Ends, OutgoingLinks
-from p2pserve.node.links.kv_ways import KvWays
+from p2pserve.node.links.kv_outlets import KvOutlets
 from p2pserve.node.methods import LINK_OPEN
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.engine_link import EngineLink
@@ -72,8 +72,8 @@ class ScriptedEngine:
         return asked
 
 
-class ScriptedWays:
-    """In place of `KvWays`: asks for links for real, dials nobody."""
+class ScriptedOutlets:
+    """In place of `KvOutlets`: asks for links for real, dials nobody."""
 
     def __init__(self, messenger: Messenger) -> None:
         self.own = messenger.peer_id
@@ -84,7 +84,7 @@ class ScriptedWays:
         body = messages.LinkOpen(service=SERVICE, source=ends.source, target=ends.target)
         return (await self._messenger.request(ends.peer, LINK_OPEN, body, 5)).link
 
-    async def outlet(self, part: messages.TicketedSlice, service: str, tokens: int) -> protocol.Outlet:
+    async def open(self, part: messages.TicketedSlice, tokens: int) -> protocol.Outlet:
         piece = part.rank_slice
         link = await self._links.to(Ends(PeerId(piece.target_peer), piece.source, piece.target), 1)
         paths = (DialPath(f"{piece.target_peer}.example", 1),)
@@ -92,16 +92,16 @@ class ScriptedWays:
             rank=piece.source, slice=piece.slice, ticket=part.ticket, link=link, paths=paths, gbps=1.0, rtt_s=0.1
         )
 
-    def engine_ready(self, dtype: str) -> None:
+    def use_dtype(self, dtype: str) -> None:
         pass
 
-    def engine_lost(self) -> None:
+    def forget_all(self) -> None:
         self._links.forget_all()
 
-    def peer_lost(self, peer: PeerId) -> list[LinkTicket]:
+    def forget_peer(self, peer: PeerId) -> list[LinkTicket]:
         return self._links.forget_peer(peer)
 
-    def on_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float:
+    def end_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float:
         return 0.5
 
 
@@ -129,8 +129,8 @@ class World:
 
     def _add(self, own: PeerId, place: Place) -> None:
         messenger = self.exchange.join(own)
-        ways = cast(KvWays, ScriptedWays(messenger))
-        transfers = KvTransfers(model=MODEL, ways=ways, messenger=messenger)
+        outlets = cast(KvOutlets, ScriptedOutlets(messenger))
+        transfers = KvTransfers(model=MODEL, outlets=outlets, messenger=messenger)
         box = Box(transfers, Worker(service=SERVICE, transfers=transfers, messenger=messenger))
         box.worker.use(cast(EngineLink, box.engine), place)
         self.boxes[own] = box

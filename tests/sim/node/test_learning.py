@@ -6,7 +6,8 @@ from trio.testing import MockClock
 
 from p2pserve.coordinator import StepSample
 from p2pserve.node.engine.protocol import Iterations
-from p2pserve.node.learning import INTERVAL_S, Learner
+from p2pserve.node.learning import Learner
+from p2pserve.node.settings import WAN
 
 
 def iterations(*samples: StepSample) -> Iterations:
@@ -40,11 +41,11 @@ async def learn(learner: Learner, seconds: float) -> None:
 def test_steps_become_a_profile(autojump_clock: MockClock) -> None:
     async def main() -> None:
         learner = Learner()
-        await learn(learner, 1.5 * INTERVAL_S)
+        await learn(learner, 1.5 * WAN.profile_interval_s)
         before = learner.profile
         assert before is None, "nothing has been seen yet"
         learner.add(iterations(*decode_steps()))
-        await learn(learner, 1.5 * INTERVAL_S)
+        await learn(learner, 1.5 * WAN.profile_interval_s)
         learned = learner.profile
         assert learned is not None
         assert learned.prefill is None
@@ -52,7 +53,7 @@ def test_steps_become_a_profile(autojump_clock: MockClock) -> None:
         cost = learned.decode.cost
         assert cost.seconds(4, 100) == pytest.approx(0.014, rel=0.02)
         learner.forget()
-        await learn(learner, 1.5 * INTERVAL_S)
+        await learn(learner, 1.5 * WAN.profile_interval_s)
         forgotten = learner.profile
         assert forgotten is None, "that engine is gone"
 

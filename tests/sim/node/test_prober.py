@@ -4,6 +4,7 @@ schedule is the real one; the sockets of a burst are not.
 
 import itertools
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,22 +17,23 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, NetworkError, PeerId, RequestTimeout, Role
 from p2pserve.kvtransport.errors import ConnectionClosed, TransferTimeout
-from p2pserve.kvtransport.probing.burst import BurstGate
-from p2pserve.kvtransport.probing.burst_ticket import BurstHello, BurstTicket, issue_burst
+from p2pserve.kvtransport.probing.burst_ticket import BurstTicket, issue_burst, pack_hello
 from p2pserve.kvtransport.probing.estimates import BurstSample
 from p2pserve.kvtransport.probing.figures import BoxFigures, Source
 from p2pserve.kvtransport.probing.probe import Activity, BurstRequest, ProbeSettings
 from p2pserve.node import messages
 from p2pserve.node.links import prober
-from p2pserve.node.links.kv_ways import KvWays, LinkSettings
+from p2pserve.node.links.link_knowledge import LinkKnowledge
 from p2pserve.node.links.prober import Neighbour, Prober
 from p2pserve.node.methods import PROBE_OPEN
+from p2pserve.node.settings import BoxLinkSettings
 from p2pserve.node.testing import MemoryExchange
 
 ME, A, B = PeerId("me"), PeerId("a"), PeerId("b")
 CROWD = tuple(PeerId(f"n{i}") for i in range(6))
 SETTINGS = ProbeSettings()
 BURST_S = 0.5
+BOUNDS: dict[str, Any] = {"streams": 4, "seconds": 1.0, "max_bytes": 1000}
 MB = 1_000_000
 ADDRESS = Address("192.0.2.1", 7000)
 ASKED = BurstRequest(peer=ME, streams=4, seconds=1.0, max_bytes=100 * MB, overdue=False)
@@ -60,7 +62,7 @@ class World:
     """A prober among neighbours: how they answer, and how bursts go."""
 
     nursery: trio.Nursery
-    settings: LinkSettings = field(default_factory=LinkSettings)
+    settings: BoxLinkSettings = field(default_factory=BoxLinkSettings)
     neighbours: list[Neighbour] = field(default_factory=lambda: [Neighbour(A, ADDRESS, 0.02)])
     answers: list[messages.ProbeOpened | NetworkError] = field(default_factory=list)
     outcomes: list[BurstSample | Exception] = field(default_factory=list)
@@ -74,15 +76,9 @@ class World:
         messenger = self.exchange.join(ME)
         for peer in (A, B, *CROWD):
             self.exchange.join(peer).handle(PROBE_OPEN, partial(self._answer, peer))
-        self.ways = KvWays(
-            messenger=messenger,
-            settings=self.settings,
-            where=lambda peer: ADDRESS,
-            set_paths=lambda link, paths: None,
-            nursery=self.nursery,
-        )
+        self.knowledge = LinkKnowledge(ME, self.settings)
         self.prober = Prober(
-            self.ways,
+            self.knowledge,
             messenger=messenger,
             neighbours=lambda: self.neighbours,
             activity=lambda: self.activity,
@@ -108,6 +104,9 @@ class World:
             raise found
         return found
 
+    def table(self) -> messages.LinkTable:
+        return self.knowledge.table(None, trio.current_time())
+
     @property
     def reserved(self) -> str | None:
         return self.prober.statistics().reserved_with
@@ -123,7 +122,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run a scenario; what would be done in threads takes `BURST_S` of virtual time."""
     worlds: list[World] = []
 
-    def burst(ticket: BurstTicket, address: Address) -> BurstSample:
+    def burst(ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
         worlds[0].bursts.append((trio.current_time(), ticket, address))
         return worlds[0].outcome()
 
@@ -132,20 +131,20 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         await elapse(BURST_S)
         return function(*args)
 
-    monkeypatch.setattr(prober, "_burst", burst)
-    monkeypatch.setattr(prober, "_count", lambda gate: worlds[0].outcome())
+    monkeypatch.setattr(prober, "_dial_and_send", burst)
+    monkeypatch.setattr(prober, "_receive_burst", lambda gate: worlds[0].outcome())
     monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
 
     @asynccontextmanager
-    async def opened(settings: LinkSettings) -> AsyncIterator[World]:
+    async def opened(settings: BoxLinkSettings) -> AsyncIterator[World]:
         async with trio.open_nursery() as nursery:
             worlds.append(World(nursery, settings))
             yield worlds[0]
             nursery.cancel_scope.cancel()
 
-    def run(scenario: Callable[[World], Coroutine[Any, Any, None]], settings: LinkSettings | None = None) -> None:
+    def run(scenario: Callable[[World], Coroutine[Any, Any, None]], settings: BoxLinkSettings | None = None) -> None:
         async def main() -> None:
-            async with opened(settings or LinkSettings()) as world:
+            async with opened(settings or BoxLinkSettings()) as world:
                 await scenario(world)
 
         trio.run(main, clock=MockClock(autojump_threshold=0))
@@ -163,7 +162,7 @@ def test_a_burst_measures_the_link_and_is_not_repeated_soon(play: Callable[..., 
         assert (peer, request.peer) == (A, A)
         ((_, ticket, address),) = world.bursts
         assert (ticket.streams, ticket.max_bytes, address) == (request.streams, request.max_bytes, ADDRESS)
-        found = world.ways.table(None).links[A]
+        found = world.table().links[A]
         assert found.source is Source.MEASURED
         assert found.capacity_gbps == pytest.approx(0.8, rel=0.05)
         assert found.rtt_s == pytest.approx(0.02)
@@ -182,7 +181,7 @@ def test_bursts_do_not_meet_each_other(play: Callable[..., None]) -> None:
         times = sorted(at for at, _, _ in world.bursts)
         assert len(times) == 6
         assert all(b - a >= BURST_S for a, b in itertools.pairwise(times))
-        assert set(world.ways.table(None).links) == {neighbour.peer for neighbour in world.neighbours}
+        assert set(world.table().links) == {neighbour.peer for neighbour in world.neighbours}
 
     play(scenario)
 
@@ -213,9 +212,9 @@ def test_a_burst_that_fails_frees_the_box_and_is_tried_again(play: Callable[...,
             world.outcomes = [failure]
         await world.until(lambda: world.prober.statistics().bursts == 1)
         assert world.reserved is None
-        assert world.ways.table(None).links.get(A) is None or world.ways.table(None).links[A].rate_confidence < 0.5
+        assert world.table().links.get(A) is None or world.table().links[A].rate_confidence < 0.5
         await world.until(lambda: len(world.asked) == 2, 2 * SETTINGS.retry_s + 5)
-        await world.until(lambda: A in world.ways.table(None).links)
+        await world.until(lambda: A in world.table().links)
 
     play(scenario)
 
@@ -252,7 +251,7 @@ def test_a_link_that_a_real_transfer_has_measured_needs_no_burst(play: Callable[
     async def scenario(world: World) -> None:
         world.activity = Activity(transfers=1)
         await elapse(60)
-        world.ways._measured.add(A)
+        world.knowledge._measured.add(A)
         await elapse(2)
         world.activity = Activity()
         await elapse(SETTINGS.burst_every_s * 0.8)
@@ -272,12 +271,19 @@ def test_neighbours_come_and_go_and_one_that_is_silent_is_not_probed(play: Calla
         await elapse(5)
         assert world.prober.statistics().peers == 0
         world.neighbours = [Neighbour(A, ADDRESS, 0.01)]
-        await world.until(lambda: world.prober.statistics().bursts >= 1 and A in world.ways.table(None).links)
+        await world.until(lambda: world.prober.statistics().bursts >= 1 and A in world.table().links)
 
     play(scenario)
 
 
 # ---- receiving ----------------------------------------------------------------------------------------------
+
+
+def attaches(world: World, ticket: BurstTicket) -> bool:
+    """Whether a connection of this burst is taken over."""
+    near, far = socket.socketpair()
+    with near, far:
+        return world.prober.attach(pack_hello(ticket, 0), near)
 
 
 def test_a_burst_that_is_agreed_to_has_a_gate_until_it_is_over(play: Callable[..., None]) -> None:
@@ -288,18 +294,15 @@ def test_a_burst_that_is_agreed_to_has_a_gate_until_it_is_over(play: Callable[..
         ticket = opened.ticket
         assert ticket is not None
         assert (ticket.streams, ticket.seconds, ticket.max_bytes) == (4, 1.0, 100 * MB)
-        hello = BurstHello(ticket.burst, 0, b"m" * 32)
-        gate = world.prober.gate(hello)
-        assert isinstance(gate, BurstGate)
-        assert gate.ticket == ticket
-        assert world.prober.gate(BurstHello(b"?" * 16, 0, b"m" * 32)) is None
+        assert attaches(world, ticket)
+        assert not attaches(world, issue_burst(**BOUNDS, rtt_s=0.0, random=world.rng.randbytes))
         assert world.reserved == A
         refused = await world.prober.on_open(B, Role.WORKER, messages.ProbeOpen(burst=ASKED))
         assert refused.ticket is None
         assert "another burst" in refused.refused
         assert 0 < refused.retry_s <= SETTINGS.retry_s * 1.1
         await world.until(lambda: world.reserved is None, 5)
-        assert world.prober.gate(hello) is None
+        assert not attaches(world, ticket)
         assert world.prober.statistics().burst_bytes == 50 * MB
         assert (await world.prober.on_open(B, Role.WORKER, messages.ProbeOpen(burst=ASKED))).ticket is not None
 
@@ -313,7 +316,7 @@ def test_a_sender_that_never_comes_frees_box_and_gate(play: Callable[..., None])
         opened = await world.prober.on_open(A, Role.WORKER, messages.ProbeOpen(burst=ASKED))
         assert opened.ticket is not None
         await world.until(lambda: world.reserved is None, 5)
-        assert world.prober.gate(BurstHello(opened.ticket.burst, 0, b"m" * 32)) is None
+        assert not attaches(world, opened.ticket)
         assert world.prober.statistics().burst_bytes == 0
 
     play(scenario)
@@ -338,5 +341,5 @@ def test_what_is_refused_is_said_with_its_reason(play: Callable[..., None], case
         assert (found.ticket is None) == bool(said)
         assert world.reserved == (None if said else A)
 
-    price = LinkSettings(box=BoxFigures(down_usd_per_gb=500.0)) if case == "no money" else None
+    price = BoxLinkSettings(box=BoxFigures(down_usd_per_gb=500.0)) if case == "no money" else None
     play(scenario, price)

@@ -13,7 +13,7 @@ from p2pserve.node.models import ModelError
 from p2pserve.node.replica.engine_link import EngineStartError
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import limits_of
-from p2pserve.node.replica.supervisor import MAX_FAILURES, backoff_s
+from p2pserve.node.settings import WAN
 
 from .supervised import FORK_S, LOAD_S, World, elapse, opening, play, stages
 
@@ -102,7 +102,7 @@ def test_a_head_gives_up_on_a_replica_that_never_lives_with_the_reason() -> None
         world.start_faults[PeerId("b")] = ["no memory"] * 100
         world.assign("a", "b")
         await world.until("failed", "a", within_s=600.0)
-        assert world.box("a").adverts[-1].detail.startswith(f"gave up after {MAX_FAILURES + 1} failures")
+        assert world.box("a").adverts[-1].detail.startswith(f"gave up after {WAN.max_failures + 1} failures")
         assert "stage 2 on b: no memory" in world.box("a").adverts[-1].detail
         opened = len(world.opened)
         await elapse(1000.0)
@@ -228,7 +228,7 @@ def test_an_engine_that_is_killed_twice_comes_back_twice_and_says_so() -> None:
             assert world.box("a").adverts[-1].pid == 0
             begun = trio.current_time()
             await world.until("ready", "a")
-            assert trio.current_time() - begun == pytest.approx(backoff_s(kills) + FORK_S + LOAD_S, abs=0.05)
+            assert trio.current_time() - begun == pytest.approx(WAN.backoff_s(kills) + FORK_S + LOAD_S, abs=0.05)
             assert world.box("a").adverts[-1].starts == kills + 1
         assert world.servers == 1  # vLLM is not imported again
 
@@ -243,10 +243,10 @@ def test_an_engine_that_dies_again_and_again_is_given_up_with_a_reason() -> None
         world.box("a").running[0].end("was killed by SIGKILL")
         await world.until("failed", "a", within_s=300.0)
         assert world.box("a").adverts[-1].detail == (
-            f"gave up after {MAX_FAILURES + 1} failures, at last: the GPU has fallen off the bus; see a"
+            f"gave up after {WAN.max_failures + 1} failures, at last: the GPU has fallen off the bus; see a"
         )
         await elapse(1000.0)
-        assert len(world.box("a").processes) == 1 + MAX_FAILURES
+        assert len(world.box("a").processes) == 1 + WAN.max_failures
 
     play("a")(story)
 
@@ -254,7 +254,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up_with_a_reason() -> None
 def test_an_engine_that_ran_for_long_has_a_clean_slate() -> None:
     async def story(world: World) -> None:
         world.assign("a")
-        for _ in range(3 * MAX_FAILURES):
+        for _ in range(3 * WAN.max_failures):
             await world.until("ready", "a")
             await elapse(400.0)
             world.box("a").running[0].end("was killed by SIGKILL")

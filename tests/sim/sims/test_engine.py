@@ -51,7 +51,7 @@ def test_one_request_alone() -> None:
     assert engine.free_tokens == 4000
 
 
-def test_a_long_prompt_is_read_in_chunks_and_a_short_one_rides_along() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_and_a_short_one_rides_along() -> None:
     steps: list[StepRecord] = []
     times = LinearTimes(step=1.0, token=0.01, pair=0.001)
     engine = Engine(times, SMALL, kv_tokens=4000, record=steps.append)
@@ -63,7 +63,7 @@ def test_a_long_prompt_is_read_in_chunks_and_a_short_one_rides_along() -> None:
     assert moments(news, SignalKind.DONE) == {1: pytest.approx(second), 2: pytest.approx(second)}
 
 
-def test_who_arrives_joins_at_the_next_step_and_reads_beside_the_decoding() -> None:
+def test_who_arrives_joins_at_the_next_step_and_is_prefilled_beside_the_decoding() -> None:
     steps: list[StepRecord] = []
     engine = Engine(TIMES, SMALL, kv_tokens=4000, record=steps.append)
     news = run(engine, [(0.0, Sequence(1, 10, 20)), (2.5, Sequence(2, 20, 1))])
@@ -178,8 +178,9 @@ def test_kv_from_elsewhere_is_decoded_from_the_step_after_it_came() -> None:
 
 def test_the_first_token_of_kv_from_elsewhere_is_told_when_its_step_begins() -> None:
     engine = engine_of(LinearTimes(step=1.0))
-    engine.submit(Sequence(1, 31, 5, external=30), 0.0)
-    engine.receive_kv(next(iter(engine._awaiting_kv.values())), 2.0)
+    sequence = Sequence(1, 31, 5, external=30)
+    engine.submit(sequence, 0.0)
+    engine.receive_kv(sequence, 2.0)
     news = run(engine, [])
     assert moments(news, SignalKind.FIRST_TOKEN) == {1: 3.0}
     assert moments(news, SignalKind.DONE) == {1: 7.0}
@@ -216,7 +217,14 @@ def test_in_a_pipeline_prompts_follow_each_other() -> None:
     assert engine.counts.prefill_s == 3.0  # of the first stage
 
 
-def test_in_a_pipeline_each_batch_reads_within_its_own_budget() -> None:
+def test_in_a_pipeline_a_prompt_enters_as_soon_as_the_first_stage_is_free() -> None:
+    times = LinearTimes(step=4.0, interval_share=0.25)
+    engine = engine_of(times, SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4), stages=4)
+    news = run(engine, [(0.0, Sequence(0, 10, 1)), (0.5, Sequence(1, 10, 1)), (2.5, Sequence(2, 10, 1))])
+    assert moments(news, SignalKind.DONE) == {0: 4.0, 1: 5.0, 2: 6.5}
+
+
+def test_in_a_pipeline_each_batch_prefills_within_its_own_budget() -> None:
     times = LinearTimes(token=0.4, request=1.0, interval_share=0.25)
     steps: list[StepRecord] = []
     settings = SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4)
@@ -278,7 +286,7 @@ def run_fast(engine: Engine, arrivals: list[tuple[float, Sequence]]) -> list[Eng
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_skipping_ahead_changes_nothing(seed: int) -> None:
+def test_skipping_ahead_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same engine that takes every decode step by itself, under little and plenty of memory."""
     rng = random.Random(seed)
     kv_tokens = rng.choice((160, 400, 4000))
@@ -287,17 +295,17 @@ def test_skipping_ahead_changes_nothing(seed: int) -> None:
         prompt = rng.randint(1, 90)
         arrivals.append((rng.uniform(0, 120), key, prompt, rng.randint(1, min(60, 150 - prompt))))
 
-    def outcome(skip: bool) -> tuple[dict[int, float], dict[int, float], tuple[int, ...]]:
+    def outcome() -> tuple[dict[int, float], dict[int, float], tuple[int, ...]]:
         engine = engine_of(kv_tokens=kv_tokens)
-        if not skip:
-            engine._batch.steps_to_ending = lambda: 1  # type: ignore[method-assign]
         news = run(engine, [(at, Sequence(key, prompt, output)) for at, key, prompt, output in arrivals])
         totals = engine.counts
         counts = (totals.steps, totals.prompt_tokens, totals.output_tokens, totals.preemptions)
         assert engine.free_tokens == kv_tokens
         return moments(news, SignalKind.FIRST_TOKEN), moments(news, SignalKind.DONE), counts
 
-    fast, plain = outcome(skip=True), outcome(skip=False)
+    fast = outcome()
+    monkeypatch.setattr(DecodeBatch, "steps_to_ending", lambda batch: 1)
+    plain = outcome()
     assert len(fast[1]) == 60
     assert fast[0] == pytest.approx(plain[0])
     assert fast[1] == pytest.approx(plain[1])

@@ -56,6 +56,18 @@ def a_page(**changes: object) -> Page:
     return Page(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def test_text_of_a_page_is_at_most_100_columns_wide() -> None:
+    long = " ".join(["word"] * 60)
+    page = a_page(assumes=long, remarks=f"- {long}\n  {long}\n- short\n").markdown()
+    assert max(map(len, page.splitlines())) <= 100
+    assert f"\n\n{long[:99]}\n" in page
+    lines = page.splitlines()
+    first = lines.index(next(line for line in lines if line.startswith("- word")))
+    assert lines[first + 1].startswith("  word")
+    assert lines[-1] == "- short"
+    assert page.count("word") == 180
+
+
 def test_a_page_has_the_table_the_remarks_and_the_command(tmp_path: Path) -> None:
     write_page(a_page(), tmp_path)
     text = (tmp_path / "x.md").read_text()

@@ -40,7 +40,7 @@ def test_two_equal_transfers_take_twice_as_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ways", "rates"),
+    ("pairs", "rates"),
     [
         ([(0, 1), (2, 3)], [10.0, 10.0]),  # nothing in common
         ([(0, 1), (0, 2)], [5.0, 5.0]),  # the sender
@@ -49,9 +49,9 @@ def test_two_equal_transfers_take_twice_as_long() -> None:
         ([(0, 1), (0, 2), (3, 2), (3, 2)], [20 / 3, 10 / 3, 10 / 3, 10 / 3]),  # who is held back leaves it to others
     ],
 )
-def test_shares_are_fair(ways: list[tuple[int, int]], rates: list[float]) -> None:
+def test_shares_are_fair(pairs: list[tuple[int, int]], rates: list[float]) -> None:
     net = network(FOUR)
-    flows = [net.start(a, b, 1000.0, 0.0) for a, b in ways]
+    flows = [net.start(a, b, 1000.0, 0.0) for a, b in pairs]
     net.check_integrity()
     assert [flow.rate for flow in flows] == [pytest.approx(rate) for rate in rates]
 
@@ -109,11 +109,14 @@ def test_capacities_of_a_cluster_with_many_streams_and_with_few() -> None:
 
 
 def test_what_cannot_be_sent() -> None:
-    net = network([[1.0, 0.0], [5.0, 1.0]])
+    net = network([[1.0, 0.0], [0.5, 1.0]])
     with pytest.raises(FluidError, match="no link from box 0 to box 1"):
         net.start(0, 1, 10.0, 0.0)
     with pytest.raises(FluidError, match="a flow of 0"):
         net.start(1, 0, 0.0, 0.0)
+    with pytest.raises(FluidError, match="at no more than 0"):
+        net.start(1, 0, 1.0, 0.0, limit=0.0)
+    assert net.start(1, 0, 1.0, 0.0).rate == 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -148,6 +151,74 @@ def test_any_traffic_is_fair_and_arrives(seed: int) -> None:
     assert drain(net).keys() == live.keys()
     assert len(net) == 0
     assert sent > 60
+
+
+def naive_rates(capacities: list[list[float]], flows: list[tuple[int, int, float]]) -> list[float]:
+    """Max-min fair rates, by raising all of them together until each meets a limit of its own or a full resource."""
+    boxes = range(len(capacities))
+    resources: dict[tuple[str, int, int], float] = {}
+    for a in boxes:
+        resources["out", a, a] = max(capacities[a][b] for b in boxes if b != a)
+        resources["in", a, a] = max(capacities[b][a] for b in boxes if b != a)
+        resources |= {("link", a, b): capacities[a][b] for b in boxes}
+
+    def used(flow: tuple[int, int, float]) -> list[tuple[str, int, int]]:
+        a, b, _ = flow
+        return [("link", a, b)] if a == b else [("out", a, a), ("link", a, b), ("in", b, b)]
+
+    rates = [0.0] * len(flows)
+    growing = set(range(len(flows)))
+    while growing:
+        spare = {
+            name: (capacity - sum(rates[n] for n, flow in enumerate(flows) if name in used(flow)))
+            / max(1, sum(name in used(flows[n]) for n in growing))
+            for name, capacity in resources.items()
+        }
+        step = min(min(flows[n][2] - rates[n], *(spare[name] for name in used(flows[n]))) for n in growing)
+        for n in growing:
+            rates[n] += step
+        growing -= {
+            n
+            for n in growing
+            if flows[n][2] - rates[n] < 1e-9 or any(spare[name] - step < 1e-9 for name in used(flows[n]))
+        }
+    return rates
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rates_are_those_of_a_naive_algorithm(seed: int) -> None:
+    rng = random.Random(seed)
+    boxes = rng.randint(2, 5)
+    capacities = [[rng.choice((2.0, 5.0, 9.0)) for _ in range(boxes)] for _ in range(boxes)]
+    net = network(capacities)
+    flows, wanted = list[Flow](), list[tuple[int, int, float]]()
+    for _ in range(rng.randint(1, 12)):
+        wanted.append((rng.randrange(boxes), rng.randrange(boxes), rng.choice((inf, inf, 0.7, 3.0))))
+        source, target, limit = wanted[-1]
+        flows.append(net.start(source, target, 1e6, 0.0, limit=limit))
+        assert [flow.rate for flow in flows] == pytest.approx(naive_rates(capacities, wanted), rel=1e-6)
+    for moment in range(1, 1 + rng.randint(1, len(flows))):
+        number = rng.randrange(len(flows))
+        if rng.random() < 0.5:
+            net.stop(flows.pop(number), float(moment))
+            del wanted[number]
+        else:
+            net.lift_limit(flows[number], float(moment))
+            wanted[number] = (*wanted[number][:2], inf)
+        assert [flow.rate for flow in flows] == pytest.approx(naive_rates(capacities, wanted), rel=1e-6)
+    assert len(net) == len(flows)
+
+
+def test_a_broken_network_is_noticed() -> None:
+    """What `check_integrity` is for: a resource that carries too much, and a flow that could be faster."""
+    net = network(FOUR)
+    flow = net.start(0, 1, 100.0, 0.0)
+    flow.rate = 11.0
+    with pytest.raises(FluidError, match=r"11\.0 bytes per second where 10\.0 fit"):
+        net.check_integrity()
+    flow.rate = 9.0
+    with pytest.raises(FluidError, match=r"flow 0 runs at 9\.0 of 10\.0 for no reason"):
+        net.check_integrity()
 
 
 def test_kv_whose_next_chunk_is_put_off_arrives_all_the_same() -> None:

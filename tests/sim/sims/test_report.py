@@ -92,7 +92,7 @@ def test_the_figures_of_a_service() -> None:
     assert summary.output_tokens_s == pytest.approx(23 / 9.5)
     assert summary.offered_s == 1.0
     assert summary.tpot_s.mean == pytest.approx(0.4)  # of two
-    assert summary.kv_visible_s.mean == pytest.approx(0.2)  # of those that were handed over
+    assert summary.kv_visible_s.mean == pytest.approx(0.2)  # of those that were transferred
     assert (summary.lengths, summary.arrivals, summary.times) == ("made up", "one a second", ("by hand",))
 
 

@@ -1,4 +1,4 @@
-"""Whole simulations: hand-over added up by hand, losses, joins, plans that change, and that nothing gets lost."""
+"""Whole simulations: KV transfer added up by hand, losses, joins, plans that change, and that nothing gets lost."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -133,14 +133,14 @@ def test_layer_by_layer_only_what_is_left_when_the_prompt_is_read_takes_time(bit
 
 
 def test_the_decode_side_writes_the_first_token_when_the_kv_is_there() -> None:
-    settings = SimSettings(layerwise=False, decode_writes_first=True)
+    settings = SimSettings(layerwise=False, first_token_at_decode=True)
     result = go(SPLIT, trace_of((0.0, 20, 4)), settings=settings)
     outcomes = result.services[0].outcomes
     assert outcomes.ttft_s.tolist() == [pytest.approx(1.0 + 20.0 + 1.0)]
     assert outcomes.e2e_s.tolist() == [pytest.approx(1.0 + 20.0 + 4.0)]
 
 
-def test_an_answer_of_one_token_needs_no_hand_over() -> None:
+def test_an_answer_of_one_token_needs_no_kv_transfer() -> None:
     result = go(SPLIT, trace_of((0.0, 20, 1)))
     assert result.services[0].outcomes.e2e_s.tolist() == [1.0]
     assert result.sent_bytes == {}
@@ -252,13 +252,13 @@ def test_a_lost_box_costs_the_tokens_nothing() -> None:
 
 @pytest.mark.parametrize("box", ["p", "d"])
 @pytest.mark.parametrize("at", [0.5, 5.0, 20.9, 22.5])
-@pytest.mark.parametrize("decode_writes_first", [True, False])
-def test_a_loss_at_any_moment_of_a_hand_over_is_made_good(box: str, at: float, decode_writes_first: bool) -> None:
+@pytest.mark.parametrize("first_token_at_decode", [True, False])
+def test_a_loss_at_any_moment_of_a_hand_over_is_made_good(box: str, at: float, first_token_at_decode: bool) -> None:
     plan = plan_of(
         {"p": P, "d": D, "q": P, "e": D},
         {("p", "d"): 0.4, ("p", "e"): 0.2, ("q", "d"): 0.2, ("q", "e"): 0.2},
     )
-    settings = SimSettings(decode_writes_first=decode_writes_first)
+    settings = SimSettings(first_token_at_decode=first_token_at_decode)
     trace = trace_of(*((0.1 * row, 20, 6) for row in range(6)))
     result = go(plan, trace, changes=[BoxLost(at, box)], settings=settings)
     outcome = result.services[0]
@@ -424,7 +424,7 @@ def test_everything_ends_once_and_everything_is_given_back(kv_tokens: int, layer
     assert (outcome.outcomes.ttft_s > 0.0).all()
     assert (outcome.outcomes.ttft_s <= outcome.outcomes.e2e_s).all()
     written = sum(replica.counts.output_tokens for replica in result.replicas)
-    assert written <= trace.output.sum()  # those of hand-overs are written by no engine's decode
+    assert written <= trace.output.sum()  # those of KV transfers are written by no engine's decode
     if kv_tokens == 800:
         assert sum(replica.counts.preemptions for replica in result.replicas) > 0
 

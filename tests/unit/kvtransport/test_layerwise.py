@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.probing.figures import LinkFigures, bytes_per_s
-from p2pserve.kvtransport.routing.layerwise import KVShape, LayerwiseEstimator, SendDecision, SendMode
+from p2pserve.kvtransport.routing.layerwise import DecayedLine, KVShape, LayerwiseEstimator, SendDecision, SendMode
 
 SHAPE = KVShape(layers=28, bytes_per_token_layer=1126.0)  # Qwen3-0.6B in kv4
 LAN = LinkFigures(rtt_s=0.0005, one_stream_gbps=10.0, capacity_gbps=10.0)
@@ -79,6 +79,18 @@ def test_the_formula_follows_a_pipeline_played_through(
     assert mode.visible_layerwise_s >= min(encode, send)
 
 
+def shortest(estimator: LayerwiseEstimator, link: LinkFigures, streams: int) -> int:
+    """The shortest prompt that is better sent layer by layer, by halving."""
+    low, high = 0, 1 << 20
+    while high - low > 1:
+        middle = (low + high) // 2
+        if estimator.decide(middle, link, streams).mode is SendMode.LAYERWISE:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
 class TestDecisions:
     def test_long_prompts_on_slow_links_go_layer_by_layer(self) -> None:
         mode = measured().decide(2048, WAN, 5)
@@ -102,22 +114,14 @@ class TestDecisions:
         assert mode.visible_layerwise_s <= 0.1 * mode.visible_serialised_s
         assert mode.visible_serialised_s == pytest.approx(prefill, rel=0.05)
 
-    def test_the_threshold_comes_from_what_was_measured(self) -> None:
+    def test_where_layer_by_layer_begins_to_pay_comes_from_what_was_measured(self) -> None:
         cheap, dear = measured(hold_up_s=50e-6), measured(hold_up_s=5e-3)
-        low, high = cheap.threshold(LAN, 1), dear.threshold(LAN, 1)
-        assert low is not None
-        assert high is not None
+        low, high, slow = shortest(cheap, LAN, 1), shortest(dear, LAN, 1), shortest(dear, WAN, 5)
         assert low < high / 4
-        for estimator, border in ((cheap, low), (dear, high)):
-            assert estimator.decide(border, LAN, 1).mode is SendMode.LAYERWISE
-            assert border == 1 or estimator.decide(border - 1, LAN, 1).mode is SendMode.SERIALISED
-        # A slower link has more to hide.
-        slow = dear.threshold(WAN, 5)
-        assert slow is not None
-        assert slow < high
+        assert slow < high, "a slower link has more to hide"
 
-    def test_no_threshold_where_handing_over_never_pays(self) -> None:
-        assert measured(hold_up_s=1.0).threshold(LAN, 1, up_to=4096) is None
+    def test_where_a_hold_up_costs_a_second_it_never_pays(self) -> None:
+        assert measured(hold_up_s=1.0).decide(4096, LAN, 1).mode is SendMode.SERIALISED
 
     def test_dear_hold_ups_are_spread_over_more_layers(self) -> None:
         few = measured(hold_up_s=5e-6).decide(2048, LAN, 1)
@@ -167,22 +171,45 @@ class TestMeasurement:
             estimator.on_prefill(tokens, (0.005 + 50e-6 * tokens) * rng.uniform(0.95, 1.05))
             layers = rng.choice((1, 4, SHAPE.layers))
             estimator.on_hold_up(tokens, layers, (100e-6 + 20e-9 * tokens * layers) * rng.uniform(0.9, 1.1))
-        shown = repr(estimator)
-        prefill, frame, hold_up = estimator._prefill.fit(), estimator._frames.fit(), estimator._hold_ups.fit()
-        assert prefill[0] == pytest.approx(0.005, rel=0.5)
-        assert prefill[1] == pytest.approx(50e-6, rel=0.05)
-        assert frame[0] == pytest.approx(100e-6, rel=0.5)
-        assert frame[1] == pytest.approx(0.5e-9, rel=0.05)
-        assert hold_up[0] == pytest.approx(100e-6, rel=0.5)
-        assert hold_up[1] == pytest.approx(20e-9, rel=0.05)
-        assert "us/token" in shown
+        assert estimator.prefill_s(2000) == pytest.approx(0.005 + 0.1, rel=0.05)
+        assert estimator.held_up_s(1000, SHAPE.layers) == pytest.approx(100e-6 + 20e-6 * SHAPE.layers, rel=0.05)
+        assert "us/token" in repr(estimator)
+
+    def test_a_line_through_exact_points(self) -> None:
+        line = DecayedLine(0.9)
+        for x in (1.0, 2.0, 5.0):
+            line.add(x, 3.0 + 0.5 * x)
+        assert line.fit() == pytest.approx((3.0, 0.5))
+
+    def test_while_one_size_has_been_seen_all_of_it_grows(self) -> None:
+        line = DecayedLine(1.0)
+        assert line.fit() == (0.0, 0.0)
+        line.add(4.0, 2.0)
+        line.add(4.0, 4.0)
+        assert line.fit() == pytest.approx((0.0, 0.75))
+
+    def test_what_shrinks_with_size_is_fixed_and_what_begins_below_nothing_grows(self) -> None:
+        falling, steep = DecayedLine(1.0), DecayedLine(1.0)
+        for x, y in ((1.0, 4.0), (3.0, 2.0)):
+            falling.add(x, y)
+        assert falling.fit() == (3.0, 0.0)
+        for x, y in ((1.0, 0.0), (2.0, 2.0)):
+            steep.add(x, y)
+        assert steep.fit() == pytest.approx((0.0, 4.0 / 5.0))
+
+    def test_old_samples_fade(self) -> None:
+        line = DecayedLine(0.5)
+        line.add(1.0, 100.0)
+        for _ in range(20):
+            line.add(1.0, 1.0)
+        assert line.fit()[1] == pytest.approx(1.0, rel=1e-3)
 
     @given(st.lists(st.tuples(st.integers(1, 10**7), st.floats(0, 10)), min_size=1, max_size=30))
     def test_costs_are_never_negative(self, samples: list[tuple[int, float]]) -> None:
-        estimator = LayerwiseEstimator(SHAPE)
+        line = DecayedLine(0.99)
         for size, seconds in samples:
-            estimator.on_frame(size, seconds)
-        fixed, byte = estimator._frames.fit()
+            line.add(size, seconds)
+        fixed, byte = line.fit()
         assert fixed >= 0.0
         assert byte >= 0.0
 

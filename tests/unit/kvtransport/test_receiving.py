@@ -308,7 +308,7 @@ class TestLimits:
         receiver = Receiver()
         receiver.expect()
         receiver.machine.place_chunk(receiver.numbers[0], chunk(0), 0.0)
-        self.refused(receiver, chunk(0)._replace(**changed), "described twice")  # type: ignore[arg-type]
+        self.refused(receiver, Chunk(**{**chunk(0)._asdict(), **changed}), "described twice")
 
     def test_nothing_comes_after_the_last_frame(self) -> None:
         receiver = Receiver()

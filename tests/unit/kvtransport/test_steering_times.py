@@ -114,6 +114,19 @@ class TestStalls:
         assert drive.move(1.0, 0.0) is None, "there is something to send only since the first of these reports"
         assert drive.move(TICK, 0.0) is not None
 
+    def test_one_pause_in_what_there_is_to_send_starts_the_clock_anew(self) -> None:
+        drive = Drive(STALLS_ALONE)
+        assert drive.move(2.0, 0.0) is None
+        drive.report(None, backlog=0)
+        assert drive.move(1.0, 0.0) is None
+        assert drive.move(TICK, 0.0) is not None
+
+    def test_a_new_path_has_nothing_to_send_until_it_is_told(self) -> None:
+        drive = Drive(STALLS_ALONE)
+        assert drive.move(3.0, 0.0) is not None
+        assert drive.controller.choice.vias == {"r"}
+        assert drive.controller.wake_at() == 1e6 * 2 + drive.now
+
     def test_a_stall_goes_before_a_slow_path(self) -> None:
         """Both of two paths are in trouble: the one that moves nothing is told."""
         links = {("a", "b"): link(0.125, 1.0), ("a", "r"): link(0.0625, 1.0), ("r", "b"): link(0.0625, 1.0)}

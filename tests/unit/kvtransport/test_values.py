@@ -154,13 +154,6 @@ class TestAssembly:
         with pytest.raises(ValueError, match="nothing to assemble"):
             Assembly(*arguments)
 
-    def test_integrity_check_sees_damage(self) -> None:
-        assembly = Assembly(range(1), 1, 10)
-        assembly.add(frame(tokens=(0, 5)))
-        assembly._missing = 3  # damage done on purpose
-        with pytest.raises(AssertionError, match="5 present"):
-            assembly.check_integrity()
-
 
 class TestTransferTimes:
     @pytest.mark.parametrize(

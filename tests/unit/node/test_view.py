@@ -11,10 +11,11 @@ from p2pserve.coordinator.capacity import SLOWEST_GBPS
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.coordination import QUIET_S, Coordinator
+from p2pserve.node.coordination import Coordinator
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView, Queue, decode_adverts, decode_plan
 
 A, B, C = PeerId("peer-a"), PeerId("peer-b"), PeerId("peer-c")
@@ -384,11 +385,11 @@ def test_figures_that_move_are_planned_with_now_and_then_and_a_box_that_comes_at
     coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert())
     assert publish(view, coordinator, 1) is not None
     view.adverts[B] = advert(tflops=2.0)
-    assert coordinator.next(view, (A, 1), QUIET_S - 0.1) is None
-    assert coordinator.next(view, (A, 1), QUIET_S) is not None
-    assert coordinator.next(view, (A, 1), 3 * QUIET_S) is None  # nothing new since
+    assert coordinator.next(view, (A, 1), WAN.quiet_s - 0.1) is None
+    assert coordinator.next(view, (A, 1), WAN.quiet_s) is not None
+    assert coordinator.next(view, (A, 1), 3 * WAN.quiet_s) is None  # nothing new since
     view.adverts[C] = advert()
-    assert coordinator.next(view, (A, 1), QUIET_S) is not None
+    assert coordinator.next(view, (A, 1), WAN.quiet_s) is not None
 
 
 def test_a_plan_is_kept_while_nobody_asks_for_anything_but_boxes_that_come_are_planned_with() -> None:
@@ -401,13 +402,13 @@ def test_a_plan_is_kept_while_nobody_asks_for_anything_but_boxes_that_come_are_p
     coordinator, view = Coordinator(A, "raw"), view_of(a=told(asked), b=advert())
     assert publish(view, coordinator, 1) is not None
     view.adverts[A] = told(quiet)
-    assert coordinator.next(view, (A, 1), QUIET_S) is None
+    assert coordinator.next(view, (A, 1), WAN.quiet_s) is None
     view.adverts[A] = told(msgspec.structs.replace(asked, requests_s=5.0))
-    assert coordinator.next(view, (A, 1), QUIET_S) is not None
+    assert coordinator.next(view, (A, 1), WAN.quiet_s) is not None
     view.adverts[A] = told(quiet)
-    assert coordinator.next(view, (A, 1), 2 * QUIET_S) is None
+    assert coordinator.next(view, (A, 1), 2 * WAN.quiet_s) is None
     view.adverts[C] = advert()
-    assert coordinator.next(view, (A, 1), 2 * QUIET_S) is not None
+    assert coordinator.next(view, (A, 1), 2 * WAN.quiet_s) is not None
 
 
 def test_a_task_that_was_overtaken_while_it_was_planned_is_planned_again() -> None:

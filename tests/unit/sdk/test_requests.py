@@ -10,7 +10,7 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import InvalidRequest
-from p2pserve.sdk.requests import Candidate, Diverged, Piece, Replay, build_request, gateways
+from p2pserve.sdk.requests import Candidate, Diverged, Piece, Replay, build_request, check_service, gateways
 
 
 @pytest.mark.parametrize(
@@ -59,25 +59,25 @@ def test_a_request_has_the_parameters_and_an_id_of_its_own() -> None:
     assert one.request != other.request
 
 
-def chunk(text: str, *tokens: int) -> AnswerUpdate:
+def update(text: str, *tokens: int) -> AnswerUpdate:
     return AnswerUpdate(request="r", text=text, tokens=tokens)
 
 
 def test_a_replay_hands_on_only_what_is_new() -> None:
     replay = Replay()
-    assert replay.take(chunk("ab", 1, 2)) == Piece("ab", (1, 2))
-    assert replay.take(chunk("", 3)) == Piece("", (3,))  # a token that completes no character yet
+    assert replay.take(update("ab", 1, 2)) == Piece("ab", (1, 2))
+    assert replay.take(update("", 3)) == Piece("", (3,))  # a token that completes no character yet
     replay.restart()
-    assert replay.take(chunk("a", 1)) is None
-    assert replay.take(chunk("bcd", 2, 3, 4)) == Piece("cd", (4,))
-    assert replay.take(chunk("e", 5)) == Piece("e", (5,))
+    assert replay.take(update("a", 1)) is None
+    assert replay.take(update("bcd", 2, 3, 4)) == Piece("cd", (4,))
+    assert replay.take(update("e", 5)) == Piece("e", (5,))
     assert (replay.text, replay.tokens) == ("abcde", [1, 2, 3, 4, 5])
 
 
-@pytest.mark.parametrize("again", [chunk("ab", 1, 9), chunk("ax", 1, 2)])
+@pytest.mark.parametrize("again", [update("ab", 1, 9), update("ax", 1, 2)])
 def test_a_replay_that_differs_is_refused(again: AnswerUpdate) -> None:
     replay = Replay()
-    replay.take(chunk("ab", 1, 2))
+    replay.take(update("ab", 1, 2))
     replay.restart()
     with pytest.raises(Diverged):
         replay.take(again)
@@ -117,3 +117,49 @@ def test_the_nearest_node_with_a_running_engine_is_the_gateway() -> None:
     assert gateways(candidates, "n-1") == ["other model"]
     assert gateways(candidates, "nobody's") == []
     assert gateways(candidates, None)[0] == "other model"
+
+
+def test_without_a_service_a_request_goes_to_the_one_that_has_a_plan() -> None:
+    candidates = [
+        candidate("other", "ready", 0.0, service="n-1"),
+        candidate("planned", "ready", 0.2),
+        candidate("planned too", "starting", 0.1),
+    ]
+    assert gateways(candidates, None, "m-1") == ["planned", "planned too"]
+    assert gateways(candidates, "n-1", "m-1") == ["other"]
+    assert gateways(candidates, None, "gone") == gateways(candidates, None) == ["other", "planned", "planned too"]
+
+
+def test_a_service_is_refused_only_where_all_nodes_have_told_what_they_offer() -> None:
+    none = candidate("no model", None, 0.0)
+    known = [candidate("one", "ready", 0.0), candidate("two", "ready", 0.0, service="n-1"), none]
+    with pytest.raises(InvalidRequest, match=r"^service: nobody serves x-1; this network serves m-1, n-1$"):
+        check_service(known, "x-1")
+    silent = Candidate(peer=PeerId("silent"), advert=None, rtt_s=0.0)
+    check_service([*known, silent], "x-1")
+    check_service(known[2:], "x-1")  # nothing is served yet
+    check_service([], "x-1")
+    for service in ("m-1", "n-1", "m", None):
+        check_service(known, service)
+
+
+def test_an_answer_that_goes_on_elsewhere_repeats_its_text_and_not_its_tokens() -> None:
+    replay = Replay()
+    replay.take(update("ab", 1, 2))
+    replay.resume()
+    assert replay.take(update("abc", 3)) == Piece("c", (3,))
+    replay.resume()
+    assert replay.take(update("ab")) is None
+    assert replay.take(update("cd", 4)) == Piece("d", (4,))
+    assert (replay.text, replay.tokens) == ("abcd", [1, 2, 3, 4])
+    replay.resume()
+    with pytest.raises(Diverged):
+        replay.take(update("ax"))
+
+
+def test_a_seed_is_drawn_for_what_is_sampled() -> None:
+    drawn = [build_request("a", None, {"temperature": 0.5}).seed for _ in range(2)]
+    assert None not in drawn
+    assert drawn[0] != drawn[1]
+    assert build_request("a", None, {"temperature": 0.5, "seed": 3}).seed == 3
+    assert build_request("a", None, {}).seed is None

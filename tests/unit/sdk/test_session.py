@@ -22,6 +22,7 @@ from p2pserve.node.messages import (
     ADVERT,
     Advert,
     AnswerUpdate,
+    ContinueGenerate,
     EngineAdvert,
     Generate,
     Generating,
@@ -29,7 +30,7 @@ from p2pserve.node.messages import (
     StatusQuery,
     StopRequest,
 )
-from p2pserve.node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
+from p2pserve.node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, STATUS
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk import AsyncClient, Client
 from p2pserve.sdk.errors import ClientClosed, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
@@ -62,6 +63,7 @@ class Gateway:
     script: Script
     nursery: trio.Nursery
     asked: list[Generate] = field(default_factory=list)
+    continued: list[ContinueGenerate] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     was_stopped: trio.Event = field(default_factory=trio.Event)
     stop_seen: threading.Event = field(default_factory=threading.Event)  # the same for another thread
@@ -69,6 +71,16 @@ class Gateway:
     async def generate(self, client: PeerId, role: Role, body: Generate) -> Generating:
         self.asked.append(body)
         return await self.script(self, client, body)
+
+    async def continue_answer(self, client: PeerId, role: Role, body: ContinueGenerate) -> Generating:
+        """Go on with the words after those that the client has; the text is said from its start."""
+        self.continued.append(body)
+        had = len(body.tokens)
+        for number, word in list(enumerate(WORDS, start=1))[had:]:
+            text = "".join(WORDS[: had + 1]) if number == had + 1 else word
+            self.say(client, body.generate, text, number)
+        self.say(client, body.generate, "", finish="length")
+        return Generating(service="m-1", prompt_tokens=3)
 
     def on_stop(self, client: PeerId, role: Role, body: StopRequest) -> None:
         self.stopped.append(body.request)
@@ -85,7 +97,8 @@ class Gateway:
 class World:
     """A network with a bootstrap and gateways, nearest first; the client is built by `client_network`."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    def __init__(self, nursery: trio.Nursery, *, is_old: bool = False) -> None:
+        self.is_old = is_old  # its gateways cannot continue an answer that another one began
         self.memory = MemoryNetwork()
         self.gateways: list[Gateway] = []
         self._nursery = nursery
@@ -118,12 +131,14 @@ class World:
             self.gateways.append(gateway)
             self.memory.set_latency(identity.peer_id, self._client.peer_id, 0.001 * len(self.gateways))
             network.handle(GENERATE, gateway.generate)
+            if not self.is_old:
+                network.handle(GENERATE_CONTINUE, gateway.continue_answer)
             network.on_notice(GENERATE_STOP, gateway.on_stop)
 
         async def live(task_status: trio.TaskStatus[None]) -> None:
             async with network:
-                if script is not None:
-                    network.publish(ADVERT, msgspec.msgpack.encode(ADVERTISED))
+                advert = ADVERTISED if script is not None else msgspec.structs.replace(ADVERTISED, model=None)
+                network.publish(ADVERT, msgspec.msgpack.encode(advert))
                 task_status.started()
                 await trio.sleep_forever()
 
@@ -151,12 +166,12 @@ class World:
 
 
 @asynccontextmanager
-async def world(*scripts: Script) -> AsyncIterator[tuple[World, Session]]:
+async def world(*scripts: Script, is_old: bool = False) -> AsyncIterator[tuple[World, Session]]:
     async with trio.open_nursery() as nursery:
-        made = World(nursery)
+        made = World(nursery, is_old=is_old)
         await made.start(*scripts)
         async with enter(made.client_network(), 3.0) as session:
-            await settle(session, len(scripts))
+            await settle(session, len(scripts) + 1)
             yield made, session
         nursery.cancel_scope.cancel()
 
@@ -268,31 +283,50 @@ def test_a_gateway_that_dies_before_the_first_token_is_replaced_for_any_request(
     in_virtual_time(main)
 
 
-def test_a_greedy_answer_goes_on_after_a_death_with_nothing_lost_or_repeated() -> None:
+def test_an_answer_goes_on_after_a_death_with_nothing_lost_repeated_or_changed() -> None:
+    """Although the second gateway would begin with other words: it is told those that the client has."""
+
     async def main() -> None:
         death = Death(2)
-        async with world(death.script, whole) as (made, session):
+        async with world(death.script, other_words) as (made, session):
             death.world = made
             assert await session.generate(request(), death.deliver) == COMPLETE
             pieces = death.pieces
             assert "".join(piece.text for piece in pieces) == "".join(WORDS)
             assert [token for piece in pieces for token in piece.tokens] == [1, 2, 3, 4]
-            first, second = (gateway.asked[0] for gateway in made.gateways)
+            (first,), (continued,) = made.gateways[0].asked, made.gateways[1].continued
+            assert continued.tokens == (1, 2)
+            second = continued.generate
             assert first.request != second.request
             assert second.deadline_s <= first.deadline_s
+            assert (second.prompt, second.service) == (first.prompt, "m-1")  # of whoever began
+            assert made.gateways[1].asked == []
 
     in_virtual_time(main)
 
 
-def test_a_sampled_answer_that_has_begun_fails_and_names_the_gateway() -> None:
+def test_a_sampled_answer_goes_on_by_the_seed_that_its_client_has_drawn() -> None:
     async def main() -> None:
         death = Death(2)
-        async with world(death.script, whole) as (made, session):
+        async with world(death.script, other_words) as (made, session):
             death.world = made
-            with pytest.raises(RequestFailed, match="was lost after 2 tokens") as caught:
-                await session.generate(request(temperature=0.7), death.deliver)
-            assert made.gateways[0].network.peer_id[-6:] in str(caught.value)
-            assert made.gateways[1].asked == []
+            assert await session.generate(request(temperature=0.7), death.deliver) == COMPLETE
+            (first,), (continued,) = made.gateways[0].asked, made.gateways[1].continued
+            assert first.seed is not None
+            assert continued.generate.seed == first.seed
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_gateway_of_an_earlier_release_begins_anew_and_what_it_repeats_is_left_out(temperature: float) -> None:
+    async def main() -> None:
+        death = Death(2)
+        async with world(death.script, whole, is_old=True) as (made, session):
+            death.world = made
+            assert await session.generate(request(temperature=temperature), death.deliver) == COMPLETE
+            assert [token for piece in death.pieces for token in piece.tokens] == [1, 2, 3, 4]
+            assert [len(gateway.asked) for gateway in made.gateways] == [1, 1]
 
     in_virtual_time(main)
 
@@ -300,7 +334,7 @@ def test_a_sampled_answer_that_has_begun_fails_and_names_the_gateway() -> None:
 def test_a_second_answer_that_differs_is_not_sewn_to_the_first() -> None:
     async def main() -> None:
         death = Death(2)
-        async with world(death.script, other_words) as (made, session):
+        async with world(death.script, other_words, is_old=True) as (made, session):
             death.world = made
             with pytest.raises(RequestFailed, match="answers otherwise"):
                 await session.generate(request(), death.deliver)
@@ -369,11 +403,13 @@ def test_a_network_without_a_model_says_what_is_missing() -> None:
     in_virtual_time(main)
 
 
-def test_a_service_nobody_has_is_named() -> None:
+def test_a_service_that_nobody_has_is_refused_at_once_with_what_is_served() -> None:
     async def main() -> None:
         async with world(whole) as (_, session):
-            with pytest.raises(RequestFailed, match="serves the model gpt"):
+            began = trio.current_time()
+            with pytest.raises(InvalidRequest, match=r"^service: nobody serves gpt; this network serves m-1$"):
                 await session.generate(request(service="gpt"), lambda piece: None)
+            assert trio.current_time() == began
 
     in_virtual_time(main)
 

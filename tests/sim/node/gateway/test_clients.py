@@ -3,12 +3,14 @@
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
 from p2pserve.bootstrap import PeerId, RemoteError, Role
 from p2pserve.coordinator.requests import RequestSettings
 from p2pserve.node import messages
+from p2pserve.sdk.requests import Replay
 
 from .world import (
     ANSWER,
@@ -18,6 +20,7 @@ from .world import (
     MODEL,
     P2,
     PROMPT,
+    PROMPT_TOKENS,
     SERVICE,
     SOURCE,
     STEP_S,
@@ -94,6 +97,59 @@ def test_a_stop_string_is_found_over_two_engines() -> None:
                 assert last.finish == "stop"
                 assert world.text() == SOURCE[: SOURCE.index(stop)]
                 assert world.tokens() == ANSWER[: len(world.tokens())]
+
+    virtually(main)
+
+
+# ---- a gateway is lost ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("had", [1, 2, 5, 11, 12])
+@pytest.mark.parametrize("stop", [(), ("each in",)])
+def test_another_gateway_goes_on_where_its_engine_would_have_begun_otherwise(had: int, stop: tuple[str, ...]) -> None:
+    """The client sees no token lost, repeated or changed, however the other route rounds."""
+
+    async def main() -> None:
+        replay = Replay()
+        async with open_world(P, D) as lost:
+            name = await lost.ask(stop=stop)
+            while len(lost.tokens(name)) < min(had, 12) and name not in lost.ended:
+                await elapse(STEP_S / 2)
+            for update in lost.chunks[name]:
+                replay.take(msgspec.structs.replace(update, finish=None))  # its end is not heard
+            lost.gateway.peer_lost(CLIENT)
+        async with open_world(D2) as world:
+            world.otherwise[D2] = tuple(token ^ 1 for token in ANSWER)
+            assert world.otherwise[D2][: len(replay.tokens)] != tuple(replay.tokens)
+            body = messages.Generate(request="r", prompt=PROMPT, max_tokens=12, stop=stop)
+            continued = messages.ContinueGenerate(generate=body, tokens=tuple(replay.tokens))
+            replay.resume()
+            await world.gateway.continue_answer(CLIENT, Role.CLIENT, continued)
+            await world.settle()
+            for update in world.chunks["r"]:
+                replay.take(update)
+            assert tuple(replay.tokens) == ANSWER[: len(replay.tokens)]
+            assert replay.text == (text_of(12) if not stop else SOURCE[: SOURCE.index("each in")])
+            assert world.chunks["r"][-1].finish == ("length" if not stop else "stop")
+            asked = [body.prompt for _, _, body in world.opened if isinstance(body, messages.DecodeOpen)]
+            complete = len(continued.tokens) == 12 or ("each in" in text_of(len(continued.tokens)) and bool(stop))
+            assert asked == ([] if complete else [PROMPT_TOKENS + continued.tokens])
+
+    virtually(main)
+
+
+def test_what_cannot_be_continued() -> None:
+    async def main() -> None:
+        async with open_world(D) as world:
+            for tokens, complaint in (
+                ((MODEL.shape.vocabulary,), "tokens: 4096 is no token of this model, which has 4096"),
+                (ANSWER[:4], "tokens: 4 of the answer are there already; max_tokens is 3"),
+            ):
+                body = messages.Generate(request="r", prompt=PROMPT, max_tokens=3)
+                continued = messages.ContinueGenerate(generate=body, tokens=tokens)
+                with pytest.raises(RemoteError) as caught:
+                    await world.gateway.continue_answer(CLIENT, Role.CLIENT, continued)
+                assert (caught.value.code, caught.value.message) == ("invalid", complaint)
 
     virtually(main)
 

@@ -112,6 +112,7 @@ class World:
     notices: list[tuple[PeerId, str, messages.Message]] = field(default_factory=list)
     dead: set[PeerId] = field(default_factory=set)
     burst: Callable[[], int] = lambda: 1
+    otherwise: dict[PeerId, tuple[int, ...]] = field(default_factory=dict)  # what an engine writes that begins anew
     requests: int = 0
 
     def __post_init__(self) -> None:
@@ -265,6 +266,7 @@ class World:
         assert body.prompt[: len(PROMPT_TOKENS)] == PROMPT_TOKENS
         done = len(body.prompt) - len(PROMPT_TOKENS)
         assert body.prompt[len(PROMPT_TOKENS) :] == ANSWER[:done], "an engine was given other tokens than were made"
+        answer = ANSWER if done else self.otherwise.get(job.peer, ANSWER)
         what, _, count = fault.partition(":")
         good = int(count or 0) if what in ("fail", "gone", "hang", "silent") else math.inf
         wanted = body.sampling.max_tokens
@@ -286,7 +288,7 @@ class World:
                 await elapse(STEP_S)
                 size = min(max(self.burst(), 1 if what != "wide" else total), total - made)
                 size = int(min(size + len(job.told if not made else ()), good - made, total - made))
-                piece = ANSWER[done + made : done + made + size]
+                piece = answer[done + made : done + made + size]
                 assert made or piece[: len(job.told)] == job.told[:size]
                 if what == "other" and job.told and not made:
                     piece = (piece[0] ^ 1, *piece[1:])

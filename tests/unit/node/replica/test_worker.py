@@ -15,16 +15,17 @@ from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.link.dialling import DialPath
-from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES
+from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LinkHello, LinkRole
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.links.kv_ways import MAX_TRANSFER_S, KvWays
+from p2pserve.node.links.kv_outlets import KvOutlets
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.engine_link import EngineLink, EngineLost
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
+from p2pserve.node.settings import WAN
 from p2pserve.node.testing import MemoryExchange
 
 A, B = PeerId("gateway-a"), PeerId("gateway-b")
@@ -94,23 +95,23 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("the handler waited")
 
 
-class ScriptedWays:
-    """In place of `KvWays`: the outlet that is set, and what it has been told."""
+class ScriptedOutlets:
+    """In place of `KvOutlets`: the outlet that is set, and what it has been told."""
 
     own = OWN
 
     def __init__(self) -> None:
         self.faults: list[BaseException] = []
         self.during: Callable[[], None] = lambda: None
-        self.asked: list[tuple[messages.TicketedSlice, str, int]] = []
+        self.asked: list[tuple[messages.TicketedSlice, int]] = []
         self.lost: list[PeerId] = []
         self.links: dict[PeerId, LinkTicket] = {}
         self.link_reports: list[protocol.LinkReport] = []
         self.transfers: list[tuple[PeerId, protocol.TransferReport]] = []
         self.engines: list[str] = []
 
-    async def outlet(self, part: messages.TicketedSlice, service: str, tokens: int) -> protocol.Outlet:
-        self.asked.append((part, service, tokens))
+    async def open(self, part: messages.TicketedSlice, tokens: int) -> protocol.Outlet:
+        self.asked.append((part, tokens))
         self.during()
         if self.faults:
             raise self.faults.pop(0)
@@ -118,20 +119,20 @@ class ScriptedWays:
             slice=part.rank_slice.slice, ticket=part.ticket, link=LINK, paths=PATHS, gbps=1.0, rtt_s=0.01
         )
 
-    def engine_ready(self, dtype: str) -> None:
+    def use_dtype(self, dtype: str) -> None:
         self.engines.append(dtype)
 
-    def engine_lost(self) -> None:
+    def forget_all(self) -> None:
         self.engines.append("lost")
 
-    def peer_lost(self, peer: PeerId) -> list[LinkTicket]:
+    def forget_peer(self, peer: PeerId) -> list[LinkTicket]:
         self.lost.append(peer)
         return [self.links.pop(peer)] if peer in self.links else []
 
     def on_link_report(self, report: protocol.LinkReport) -> None:
         self.link_reports.append(report)
 
-    def on_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float:
+    def end_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float:
         self.transfers.append((peer, report))
         return 0.25
 
@@ -147,8 +148,8 @@ class World:
         messenger = self.exchange.join(OWN)
         for peer in (A, B):
             self.exchange.join(peer)
-        self.ways = ScriptedWays()
-        self.transfers = KvTransfers(model=MODEL, ways=cast(KvWays, self.ways), messenger=messenger)
+        self.outlets = ScriptedOutlets()
+        self.transfers = KvTransfers(model=MODEL, outlets=cast(KvOutlets, self.outlets), messenger=messenger)
         self.worker = Worker(service=SERVICE, transfers=self.transfers, messenger=messenger)
         self.engine = EngineLink(trio.socket.from_stdlib_socket(ours), self.sockets, self.worker.on_engine_message)
         self.engine.ready = READY
@@ -322,7 +323,7 @@ def test_links_are_opened_for_the_service_that_is_served_here(world: World) -> N
 
 
 def test_kv_is_not_awaited_for_hours(world: World) -> None:
-    assert ticket(world.decode(deadline_s=86400.0)).deadline_s == MAX_TRANSFER_S
+    assert ticket(world.decode(deadline_s=86400.0)).deadline_s == WAN.max_transfer_s
 
 
 @pytest.mark.parametrize("changes", [{"receive_tokens": 0}, {"prefill": ()}, {"receive_tokens": 0, "prefill": ()}])
@@ -366,7 +367,7 @@ def test_a_prefill_request_takes_its_ticket_along(world: World) -> None:
     assert isinstance(submit, protocol.Submit)
     assert (submit.request, submit.send, submit.sampling.max_tokens) == ("prefill:r", (outlet_of(),), 1)
     assert submit.receive == ()
-    assert world.ways.asked == [(part_of(), SERVICE, 3)]
+    assert world.outlets.asked == [(part_of(), 3)]
 
 
 @pytest.mark.parametrize(
@@ -381,7 +382,7 @@ def test_a_prefill_request_takes_its_ticket_along(world: World) -> None:
 def test_a_prefill_without_a_way_to_its_decode_node_is_refused(
     world: World, error: Exception, code: str, said: str
 ) -> None:
-    world.ways.faults = [error]
+    world.outlets.faults = [error]
     with pytest.raises(RemoteError) as caught:
         world.prefill()
     assert caught.value.code == code
@@ -392,7 +393,7 @@ def test_a_prefill_without_a_way_to_its_decode_node_is_refused(
 
 
 def test_a_bug_on_the_way_to_an_outlet_leaves_nothing_behind(world: World) -> None:
-    world.ways.faults = [ZeroDivisionError("a bug")]
+    world.outlets.faults = [ZeroDivisionError("a bug")]
     with pytest.raises(ZeroDivisionError):
         world.prefill()
     assert world.worker.idle
@@ -400,7 +401,7 @@ def test_a_bug_on_the_way_to_an_outlet_leaves_nothing_behind(world: World) -> No
 
 def test_kv_for_this_very_node_is_the_askers_fault(world: World) -> None:
     assert refusal(world, "prefill", slices=(part_of(target=OWN),)) == "invalid"
-    assert world.ways.asked == []
+    assert world.outlets.asked == []
     assert world.worker.idle
 
 
@@ -414,7 +415,7 @@ def test_a_prefill_that_is_stopped_while_its_link_is_agreed_on_never_starts(worl
         else:
             world.worker.engine_lost("ended")
 
-    world.ways.during = end
+    world.outlets.during = end
     with pytest.raises(RemoteError) as caught:
         world.prefill()
     assert caught.value.code == "stopped"
@@ -426,11 +427,11 @@ def test_an_id_that_another_has_taken_meanwhile_stays_anothers(world: World) -> 
     """Stopped and opened again while the first one's link was being agreed on."""
 
     def again() -> None:
-        world.ways.during = lambda: None
+        world.outlets.during = lambda: None
         world.worker.stop_request(A, Role.WORKER, messages.StopRequest(request="r"))
         world.prefill("r", B, seed=1)
 
-    world.ways.during = again
+    world.outlets.during = again
     with pytest.raises(RemoteError):
         world.prefill("r", A)
     (submit,) = [message for message in world.asked() if isinstance(message, protocol.Submit)]
@@ -473,9 +474,9 @@ def test_an_engine_that_has_just_died_gets_nothing(world: World, kind: str) -> N
 
 
 def test_a_node_whose_engine_never_started_refuses() -> None:
-    ways = cast(KvWays, ScriptedWays())
+    outlets = cast(KvOutlets, ScriptedOutlets())
     messenger = MemoryExchange().join(OWN)
-    transfers = KvTransfers(model=MODEL, ways=ways, messenger=messenger)
+    transfers = KvTransfers(model=MODEL, outlets=outlets, messenger=messenger)
     worker = Worker(service=SERVICE, transfers=transfers, messenger=messenger)
     body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, slices=(part_of(),))
     with pytest.raises(RemoteError) as caught:
@@ -570,7 +571,7 @@ def test_the_transfers_report_ends_the_prefill_and_its_sampled_token_does_not(wo
         resent_bytes=5,
         usd=0.25,
     )
-    assert [peer for peer, _ in world.ways.transfers] == [D]
+    assert [peer for peer, _ in world.outlets.transfers] == [D]
     assert world.news() == [(A, "prefill.ended", messages.PrefillEnded(request="r", figures=figures))]
     world.asked()
     world.report(ticket_of(2).transfer, "cut")
@@ -693,11 +694,15 @@ def test_no_more_kv_is_passed_on_by_its_gateway_only(world: World) -> None:
     assert world.asked() == []
 
 
+def hello_of(link: bytes) -> bytes:
+    return LinkHello(link, b"n" * 16, LinkRole.SENDER).pack()
+
+
 def test_an_accepted_socket_goes_to_the_engine_with_its_hello(world: World) -> None:
     found = ticket(world.decode())
-    hello = bytes(range(LINK_HELLO_BYTES))
+    hello = hello_of(found.link)
     near, far = socket.socketpair()
-    world.worker.attach(found.link, hello, near)
+    assert world.worker.attach(hello, near)
     assert near.fileno() == -1  # this process's copy is closed
     told, descriptors, _, _ = socket.recv_fds(world.engine_sockets, 64, 1)
     with far, socket.socket(fileno=descriptors[0]) as handed:
@@ -713,7 +718,7 @@ def test_the_connections_of_a_link_outlive_its_requests(world: World) -> None:
     world.step(protocol.NewTokens("decode:r", (1,), "length"))
     near, far = socket.socketpair()
     with far:
-        world.worker.attach(world.link(P).link, b"h" * LINK_HELLO_BYTES, near)
+        world.worker.attach(hello_of(world.link(P).link), near)
         _, descriptors, _, _ = socket.recv_fds(world.engine_sockets, 64, 1)
         socket.socket(fileno=descriptors[0]).close()
 
@@ -743,7 +748,7 @@ def test_a_socket_that_nobody_waits_for_is_closed(world: World, case: str) -> No
         fill(world.engine)
     near, far = socket.socketpair()
     with far:
-        world.worker.attach(link, b"h" * LINK_HELLO_BYTES, near)
+        assert world.worker.attach(hello_of(link), near)
         assert near.fileno() == -1
         far.settimeout(1)
         assert far.recv(1) == b""
@@ -793,7 +798,7 @@ def test_a_lost_node_takes_its_links_along(world: World) -> None:
     inlet = world.link(P)
     world.decode("r", A)
     outgoing = issue_link(600.0, random.Random(5).randbytes)
-    world.ways.links = {P: outgoing}
+    world.outlets.links = {P: outgoing}
     world.asked()
     world.worker.peer_lost(P)
     gone = "the node at the other end is gone"
@@ -801,7 +806,7 @@ def test_a_lost_node_takes_its_links_along(world: World) -> None:
         protocol.CloseLink(link=inlet.link, reason=gone),
         protocol.CloseLink(link=outgoing.link, reason=gone),
     ]
-    assert world.ways.lost == [P]
+    assert world.outlets.lost == [P]
     assert world.link(P) != inlet
     world.worker.peer_lost(PeerId("stranger"))
     assert world.asked() == []
@@ -814,10 +819,10 @@ def test_other_paths_and_what_links_do_pass_between_engine_and_ways(world: World
     assert world.asked() == [protocol.SetLinkPaths(link=LINK.link, paths=PATHS)]
     report = protocol.LinkReport(link=LINK.link, paths=(), transfers=1, waiting_bytes=5, blocked=False)
     world.worker.on_engine_message(report)
-    assert world.ways.link_reports == [report]
-    assert world.ways.engines == ["float32"]
+    assert world.outlets.link_reports == [report]
+    assert world.outlets.engines == ["float32"]
     world.worker.engine_lost("ended")
-    assert world.ways.engines == ["float32", "lost"]
+    assert world.outlets.engines == ["float32", "lost"]
     world.worker.set_paths(LINK.link, PATHS)
     assert world.asked() == []
 

@@ -28,7 +28,7 @@ def run(engine: Batcher) -> tuple[dict[str, tuple[int, int]], list[str]]:
     return shown(batch), generated
 
 
-def test_a_long_prompt_is_read_in_chunks_beside_a_decode() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_beside_a_decode() -> None:
     engine = batcher(max_tokens=10)
     engine.add(BatchedRequest("a", prompt=3, max_tokens=9))
     assert run(engine) == ({"a": (0, 3)}, ["a"])

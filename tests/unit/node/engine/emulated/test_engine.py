@@ -56,13 +56,13 @@ class FakeArrivals:
 
 
 @dataclass
-class FakeWays:
+class FakeTransfers:
     """Notes what the engine wants of its transfers."""
 
     refuse: bool = False
     sends: dict[bytes, Callable[[], None]] = field(default_factory=dict)
     withdrawn: list[bytes] = field(default_factory=list)
-    chunks: list[ComputedSpan] = field(default_factory=list)
+    spans: list[ComputedSpan] = field(default_factory=list)
     arrivals: list[FakeArrivals] = field(default_factory=list)
     forgotten: list[bytes] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class FakeWays:
 
     def send_span(self, transfer: bytes, span: ComputedSpan) -> None:
         assert transfer in self.sends
-        self.chunks.append(span)
+        self.spans.append(span)
 
     def withdraw(self, transfer: bytes) -> None:
         self.withdrawn.append(transfer)
@@ -99,11 +99,11 @@ class Bench:
 
     def __init__(self, **settings: object) -> None:
         self.now = 100.0
-        self.ways = FakeWays()
+        self.transfers = FakeTransfers()
         self.said: list[protocol.EngineMessage] = []
         self.woken: list[KvEnded | KvSent] = []
         config = msgspec.structs.replace(protocol.EngineConfig(model="small", backend="emulated"), **settings)
-        self.engine = EmulatedEngine(config, EMULATION, self.ways, tell=self.said.append, wake=self.woken.append)
+        self.engine = EmulatedEngine(config, EMULATION, self.transfers, tell=self.said.append, wake=self.woken.append)
 
     def submit(self, request: str, length: int, count: int, **settings: object) -> tuple[int, ...]:
         """Take in a request; returns its prompt."""
@@ -182,13 +182,13 @@ def test_a_prompt_for_another_engine_is_told_of_chunk_by_chunk() -> None:
     first, second = bench.step(), bench.step()
     assert first is not None
     assert second is not None
-    chunks = bench.ways.chunks
-    assert [(span.first, span.last, span.final) for span in chunks] == [(0, 512, False), (512, 600, True)]
-    assert chunks[0].began == began
-    assert chunks[0].ends == chunks[1].began == pytest.approx(began + first)
-    assert chunks[1].ends == pytest.approx(bench.now)
+    spans = bench.transfers.spans
+    assert [(span.first, span.last, span.final) for span in spans] == [(0, 512, False), (512, 600, True)]
+    assert spans[0].began == began
+    assert spans[0].ends == spans[1].began == pytest.approx(began + first)
+    assert spans[1].ends == pytest.approx(bench.now)
     assert bench.outputs()[-1].finish == "length"
-    assert bench.ways.aborted == []
+    assert bench.transfers.aborted == []
 
 
 def test_a_cancelled_prompt_ends_its_transfer() -> None:
@@ -196,7 +196,7 @@ def test_a_cancelled_prompt_ends_its_transfer() -> None:
     bench.submit("r", 600, 1, send=(OUTLET,))
     bench.step()
     bench.engine.handle(protocol.Cancel(request="r"), bench.now)
-    assert bench.ways.aborted == ["the request was cancelled"]
+    assert bench.transfers.aborted == ["the request was cancelled"]
     assert bench.engine.idle
 
 
@@ -229,11 +229,11 @@ def test_kv_stays_until_its_transfer_has_ended_and_later_prompts_wait_for_the_ro
     assert told.kv_usage == pytest.approx(400 / 768)
     for number in range(4):
         assert bench.step() is None
-        bench.ways.sends[bytes([1 + number]) * 16]()  # delivered, or not
+        bench.transfers.sends[bytes([1 + number]) * 16]()  # delivered, or not
         assert (bench.step() is None) is (number == 3)
     assert [output.finish for output in bench.outputs()] == ["length"] * 4
     assert bench.engine.idle
-    assert bench.ways.aborted == []
+    assert bench.transfers.aborted == []
 
 
 def test_the_agent_hears_that_room_is_free_although_nothing_is_computed() -> None:
@@ -242,7 +242,7 @@ def test_the_agent_hears_that_room_is_free_although_nothing_is_computed() -> Non
     bench.step()
     assert bench.engine.idle
     assert (stats(bench).running, stats(bench).kv_free_tokens) == (0, 368)
-    bench.ways.sends[TICKET.transfer]()
+    bench.transfers.sends[TICKET.transfer]()
     bench.step()
     assert (stats(bench).kv_usage, stats(bench).kv_free_tokens) == (0.0, 768)
 
@@ -257,10 +257,10 @@ def test_a_prompt_that_is_given_up_keeps_its_room_until_its_transfer_has_ended(h
         bench.engine.handle(protocol.Cancel(request="r"), bench.now)
     bench.step()
     bench.step()
-    assert len(bench.ways.aborted) == 1
+    assert len(bench.transfers.aborted) == 1
     assert bench.engine.idle
     assert stats(bench).kv_free_tokens == 768 - 512
-    bench.ways.sends[TICKET.transfer]()
+    bench.transfers.sends[TICKET.transfer]()
     bench.step()
     assert stats(bench).kv_free_tokens == 768
 
@@ -271,7 +271,7 @@ def test_a_prompt_that_has_been_read_is_sent_although_its_request_is_cancelled()
     bench.step()
     bench.engine.handle(protocol.Cancel(request="r"), bench.now)
     bench.step()
-    assert bench.ways.aborted == []
+    assert bench.transfers.aborted == []
     assert stats(bench).kv_free_tokens == 368
 
 
@@ -279,14 +279,14 @@ def test_what_is_preempted_is_not_sent_before_it_is_computed_again() -> None:
     bench = small_room()
     bench.submit("old", 380, 20)
     bench.submit("young", 384, 9, send=(OUTLET,))
-    while not bench.ways.withdrawn:
+    while not bench.transfers.withdrawn:
         assert bench.step() is not None
-    assert bench.ways.withdrawn == [TICKET.transfer]
-    read = list(bench.ways.chunks)
+    assert bench.transfers.withdrawn == [TICKET.transfer]
+    read = list(bench.transfers.spans)
     assert read[-1].final
     while not bench.engine.idle:
         assert bench.step() is not None
-    again = bench.ways.chunks[len(read) :]
+    again = bench.transfers.spans[len(read) :]
     assert [(span.first, span.last, span.final) for span in again] == [(0, 384, True)]
     assert [output.finish for output in bench.outputs() if output.finish] == ["length"] * 2
 
@@ -295,21 +295,21 @@ def test_kv_from_elsewhere_leaves_one_position_to_compute() -> None:
     bench = Bench()
     prompt = bench.submit("r", 600, 2, receive=(INLET,), receive_tokens=600)
     assert bench.step() is None
-    (arrivals,) = bench.ways.arrivals
+    (arrivals,) = bench.transfers.arrivals
     assert arrivals.started
     arrivals.part, arrivals.tokens = 1.0, 600
     arrivals.on_end()
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
     (told,) = bench.outputs()
     assert (told.tokens, told.cached_tokens) == ((EmulatedAnswer(prompt, 900).next(),), 600)
-    assert bench.ways.forgotten == [TICKET.transfer]
+    assert bench.transfers.forgotten == [TICKET.transfer]
 
 
 def told_first(bench: Bench) -> tuple[tuple[int, ...], FakeArrivals]:
     """A request that waits for KV of all of its prompt, and for its first token."""
     prompt = bench.submit("r", 600, 3, receive=(INLET,), receive_tokens=600, told_first=True)
     assert bench.step() is None
-    (arrivals,) = bench.ways.arrivals
+    (arrivals,) = bench.transfers.arrivals
     return prompt, arrivals
 
 
@@ -349,7 +349,7 @@ def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
     assert bench.step() is None
     if word == "abort":
         bench.engine.handle(protocol.AbortTransfer(transfer=TICKET.transfer, reason="it was lost"), bench.now)
-        assert bench.ways.orders
+        assert bench.transfers.orders
     else:
         bench.engine.handle(protocol.SetFirstToken(request="r", token=900), bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
@@ -372,7 +372,7 @@ def test_what_is_missing_is_computed(received: int, kept: int) -> None:
     bench = Bench(max_batched_tokens=1000)
     bench.submit("r", 600, 2, receive=(INLET,), receive_tokens=600)
     bench.step()
-    (arrivals,) = bench.ways.arrivals
+    (arrivals,) = bench.transfers.arrivals
     arrivals.part, arrivals.tokens = received / 600, received
     arrivals.abort("the sender is gone")
     left = 600 - kept
@@ -385,13 +385,13 @@ def test_kv_that_does_not_come_is_given_up() -> None:
     bench.step()
     bench.now += 29.0  # longer than computing it could ever take
     bench.step()
-    assert bench.ways.arrivals[0].aborted.startswith("no KV came")
+    assert bench.transfers.arrivals[0].aborted.startswith("no KV came")
     assert bench.step() is not None
 
 
 def test_a_link_that_is_over_is_as_good_as_none() -> None:
     bench = Bench()
-    bench.ways.refuse = True
+    bench.transfers.refuse = True
     bench.submit("r", 5, 1, receive=(INLET,), receive_tokens=5)
     assert bench.step() is not None
     assert bench.outputs()[-1].finish == "length"
@@ -416,7 +416,7 @@ def test_deadlines_refusals_and_orders() -> None:
     assert [told.finish for told in bench.outputs() if told.finish] == ["deadline"]
     order = protocol.CloseLink(link=LINK.link, reason="gone")
     bench.engine.handle(order, bench.now)
-    assert bench.ways.orders == [order]
+    assert bench.transfers.orders == [order]
     bench.submit("fits", 98, 50)
     while bench.step() is not None:
         pass

@@ -7,9 +7,9 @@ import pytest
 from p2pserve.coordinator.costs.gpus import GpuError
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import NodeError
-from p2pserve.node.box.shares import EngineSettings
 from p2pserve.node.engine.emulated.model import emulated_hardware, emulated_model, inspect_model, parse_cards
 from p2pserve.node.models import BUNDLED, ModelError
+from p2pserve.node.settings import BoxEngineSettings
 
 HARDWARE = Hardware(cores=2, memory_gib=8.0, processor="x")
 
@@ -53,7 +53,7 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
 
 
 def test_a_box_offers_what_its_cards_hold() -> None:
-    knobs = EngineSettings(backend="emulated", emulate="4xA40")
+    knobs = BoxEngineSettings(backend="emulated", emulate="4xA40")
     box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
     assert inspect_model("llama-30b", box, knobs).share.tp == 4
     for changes, words in (

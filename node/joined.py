@@ -1,0 +1,162 @@
+"""What every member of a network does, with an engine or without: follows what others tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import msgspec
+import trio
+
+from ..bootstrap import Address, PeerId, Role
+from ..bootstrap.members.states import Member, MemberState
+from ..bootstrap.network import Network
+from . import messages, methods
+from .links.link_knowledge import LinkKnowledge
+from .links.prober import Neighbour
+from .settings import NodeSettings
+from .view import NetworkView
+
+__all__ = ["Joined", "Leader", "Say"]
+
+Say = Callable[[str], None]
+Leader = tuple[PeerId, int]
+
+
+@final
+class Joined:
+    """A node that has been admitted. `say` tells its owner."""
+
+    def __init__(self, network: Network, settings: NodeSettings, say: Say) -> None:
+        self.network = network
+        self.own = network.peer_id
+        self.settings = settings
+        self.say = say
+        self.view = NetworkView()
+        self.knowledge = LinkKnowledge(self.own, settings.links, settings.tuning)
+        self.leader: Leader | None = None
+        self._addresses: dict[PeerId, Address] = {}
+        self._present: set[PeerId] = set()
+        self._considered: tuple[Leader, bytes] | None = None  # the last plan looked at
+        self._foreign: tuple[str, ...] = ()
+        network.handle(methods.STATUS, self._on_status)
+
+    def __repr__(self) -> str:
+        return f"<Joined {self.own} leader={self.leader} {self.knowledge}>"
+
+    def address_of(self, peer: PeerId) -> Address | None:
+        """Where a member can be dialled."""
+        return self._addresses.get(peer)
+
+    def neighbours(self) -> list[Neighbour]:
+        """The other nodes that are alive."""
+        members = self._others(self.network.members(), MemberState.ALIVE)
+        return [Neighbour(member.peer_id, member.address, member.rtt_s) for member in members if member.address.port]
+
+    def rtts(self, before: dict[str, float]) -> dict[str, float]:
+        """Round trips to the other nodes; one that has hardly moved stays as it was told `before`."""
+        found: dict[str, float] = {}
+        for member in self.network.members():
+            rtt, old = member.rtt_s, before.get(member.peer_id)
+            if member.role is not Role.CLIENT and rtt is not None:
+                is_news = old is None or abs(rtt - old) > self.settings.tuning.rtt_news * old
+                found[member.peer_id] = rtt if old is None or is_news else old
+        return found
+
+    def publish(self, kind: str, message: msgspec.Struct) -> bytes:
+        """Tell all members; returns what they read."""
+        payload = msgspec.msgpack.encode(message)
+        try:
+            self.network.publish(kind, payload)
+        except ValueError as error:  # too large to be gossiped: worth a line, not a node
+            self.say(f"the {kind} was not published: {error}")
+        return payload
+
+    def follow(self) -> None:
+        """Take in members, links, the coordinator and its plan as of now. Adverts have been taken in before."""
+        self.view.update_links(self.network.entries(messages.LINKS))
+        # One that is merely suspected still takes KV: the plan says who is used, and a transfer shows whether it works.
+        members = self.network.members()
+        present = self._others(members, MemberState.ALIVE, MemberState.SUSPECT)
+        self._addresses = {member.peer_id: member.address for member in present if member.address.port}
+        self.knowledge.learn(self.view.links_told, self._addresses)
+        self._say_members({member.peer_id for member in self._others(members, MemberState.ALIVE)})
+        leader = self.network.coordinator
+        if leader != self.leader:
+            self.leader = leader
+            if leader is not None:
+                who = "this node" if leader[0] == self.own else leader[0]
+                self.say(f"coordinator: {who} (epoch {leader[1]})")
+        if leader is not None:
+            self._consider_plan(leader)
+
+    def warn_of_other_services(self, own: str) -> None:
+        """Say what else this network serves, once for each change."""
+        foreign = tuple(service for service in self.view.services() if service != own)
+        if foreign and foreign != self._foreign:
+            served = ", ".join(foreign)
+            self.say(
+                f"warning: this network serves {served}, and this node brings {own}, which is another model: one of "
+                "them has a plan at a time, and requests that name none go to that one"
+            )
+        self._foreign = foreign
+
+    def say_plan(self) -> None:
+        """Tell the owner what the plan means for this node."""
+        plan = self.view.plan
+        if plan is not None:
+            phase = plan.phase_of(self.own)
+            role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
+            self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {len(plan.replicas)} replicas; {role}")
+
+    async def tell_links(self) -> None:
+        """Publish what this node knows of its links, when it has changed and not often: it is for choosing paths."""
+        published: messages.LinkTable | None = None
+        while True:
+            await trio.sleep(self.settings.tuning.links_interval_s)
+            table = self.knowledge.table(published, trio.current_time())
+            if table != published:
+                published = table
+                self.publish(messages.LINKS, table)
+
+    def _consider_plan(self, leader: Leader) -> None:
+        payload = self.network.entries(messages.PLAN).get(leader[0])
+        if payload is not None and (leader, payload) != self._considered:
+            self._considered = leader, payload
+            if self.view.consider_plan(leader[0], leader[1], payload):
+                self.say_plan()
+
+    def _say_members(self, alive: set[PeerId]) -> None:
+        for peer in sorted(alive - self._present):
+            self.say(f"joined: {peer}")
+        for peer in sorted(self._present - alive):
+            self.say(f"gone: {peer}")
+        self._present = alive
+
+    def _others(self, members: tuple[Member, ...], *states: MemberState) -> list[Member]:
+        return [
+            member
+            for member in members
+            if member.peer_id != self.own and member.role is not Role.CLIENT and member.state in states
+        ]
+
+    async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
+        leader = self.network.coordinator
+        return messages.Status(
+            answered_by=self.own,
+            coordinator=leader[0] if leader else None,
+            epoch=leader[1] if leader else 0,
+            nodes=tuple(
+                messages.NodeStatus(
+                    peer=member.peer_id,
+                    role=member.role.value,
+                    state=member.state.value,
+                    address=str(member.address),
+                    rtt_s=member.rtt_s,
+                    advert=self.view.adverts.get(member.peer_id),
+                    links=self.view.links_told.get(member.peer_id),
+                )
+                for member in self.network.members()
+            ),
+            plan=self.view.plan,
+        )

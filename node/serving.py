@@ -1,0 +1,130 @@
+"""What a node with a model adds to a network: an engine that works for others, and a gateway for clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import msgspec
+import trio
+
+from ..bootstrap import PeerId
+from ..kvtransport.probing.probe import Activity
+from . import messages, methods
+from .box.hardware import Hardware
+from .engine.backend import ServedModel
+from .joined import Joined
+from .links.kv_outlets import KvOutlets
+from .links.path_selection import PathSelector
+from .replica.hosting import Host, describe_length, engine_config
+from .requests.gateway import Gateway
+
+__all__ = ["Serving"]
+
+
+@final
+class Serving:
+    """Constructed once the node has joined; starts its tasks in `nursery`. `on_news`: the advert must not wait."""
+
+    def __init__(
+        self,
+        joined: Joined,
+        served: ServedModel,
+        hardware: Hardware,
+        *,
+        nursery: trio.Nursery,
+        on_news: Callable[[], None],
+    ) -> None:
+        settings, network = joined.settings, joined.network
+        self.served = served
+        self.engine: messages.EngineAdvert | None = None  # nothing to tell before its first state
+        self._say = joined.say
+        self._on_news = on_news
+        self._selector = PathSelector(
+            joined.knowledge, lambda peer: joined.address_of(peer) is not None, settings.tuning
+        )
+        outlets = KvOutlets(
+            served.model.info,
+            self._selector,
+            messenger=network,
+            where=joined.address_of,
+            starts=joined.view.starts,
+            nursery=nursery,
+            tuning=settings.tuning,
+        )
+        if (shortened := describe_length(served, settings.engine)) is not None:
+            joined.say(shortened)
+        self.host = Host(
+            served,
+            engine_config(served, hardware, settings.engine, settings.home / "engine.log"),
+            network=network,
+            outlets=outlets,
+            where=joined.address_of,
+            on_change=self._on_engine,
+            settings=settings,
+        )
+        self.gateway = Gateway(
+            view=joined.view,
+            messenger=network,
+            model=served.model.info,
+            text=served.text,
+            nursery=nursery,
+            routing=settings.routing,
+        )
+        network.handle(methods.GENERATE, self.gateway.generate)
+        network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
+        network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
+        network.on_notice(methods.TOKENS, self.gateway.on_tokens)
+        network.on_notice(methods.PREFILL_ENDED, self.gateway.on_prefill_ended)
+        nursery.start_soon(self.host.run)
+
+    def __repr__(self) -> str:
+        return f"<Serving {self.host.worker} {self.gateway}>"
+
+    @property
+    def activity(self) -> Activity:
+        """What a burst to measure a link would disturb."""
+        return Activity(transfers=self._selector.moving(trio.current_time()), engine_busy=not self.host.worker.idle)
+
+    @property
+    def service(self) -> str:
+        """What it serves."""
+        return self.served.model.info.service
+
+    def add_to(self, advert: messages.Advert) -> messages.Advert:
+        """A node's advert, with its engine and what clients ask of it."""
+        return msgspec.structs.replace(
+            advert,
+            model=self.served.model.info,
+            engine=self.engine,
+            stats=self.host.worker.stats,
+            fits=self.host.share.layers,
+            tp=self.host.share.tp,
+            profile=self.host.worker.learner.profile,
+            demand=self.gateway.demand,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way here."""
+        return self.host.worker.idle and self.gateway.idle
+
+    def drain(self) -> None:
+        """Finish what is running, refuse what is new."""
+        self.host.worker.drain()
+        self.gateway.drain()
+
+    def peer_lost(self, peer: PeerId) -> None:
+        """The connection to a node or a client has ended."""
+        self.host.worker.peer_lost(peer)
+        self.gateway.peer_lost(peer)
+
+    def _on_engine(self, engine: messages.EngineAdvert) -> None:
+        before, self.engine = self.engine, engine
+        self._on_news()
+        if engine.state == "ready" and not engine.kv_tokens:  # a stage: its head has the scheduler
+            self._say("stage ready: the head of its replica serves requests")
+        elif engine.state == "ready":
+            self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache")
+        elif engine.detail and (engine.state != "loading" or before is None or before.state != "loading"):
+            self._say(f"engine {engine.state}: {engine.detail}")

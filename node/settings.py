@@ -1,0 +1,125 @@
+"""How a node is run: what its owner says of the box, and what may be tuned, in frozen values.
+
+    NodeSettings(home=Path("~/.p2pserve/node"), listen=Address("0.0.0.0", 4001), model="bundled", tuning=LAN)
+
+`WAN` is for boxes in different places; `LAN` for boxes side by side. Tests pass their own with `dataclasses.replace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ..bootstrap import Address
+from ..coordinator import Phase, RoutingSettings
+from ..coordinator.costs.gpus import Specs
+from ..kvtransport.probing.figures import BoxFigures
+
+__all__ = ["LAN", "WAN", "BoxEngineSettings", "BoxLinkSettings", "NodeSettings", "NodeTuning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxLinkSettings:
+    """What the box's owner says of its links: its site, its caps and prices, and what a path may cost."""
+
+    site: str = ""
+    box: BoxFigures = field(default_factory=BoxFigures)
+    usd_per_s: float | None = None  # what a second saved is worth; None: paths are chosen by time alone
+    max_usd_per_gb: float | None = None  # dearer paths are not taken; None: any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxEngineSettings:
+    """What the box's owner says of its engine; see `engine.protocol.EngineConfig` for what it costs."""
+
+    backend: str = "vllm"  # the engine: a name of `engine.backends`
+    dtype: str = "auto"
+    kv_cache_mib: int | None = None  # None: 256 on a CPU, what is free on a GPU
+    max_batched_tokens: int | None = None  # None: by the device
+    max_requests: int | None = None  # None: by the device and its room for KV
+    max_model_len: int | None = None  # tokens of prompt and answer; None: what fits, at most the model's
+    async_scheduling: bool | None = None  # None: by the device
+    threads: int | None = None  # of a CPU engine; None: all cores but one
+    tp: int | None = None  # GPUs that share each layer; None: all that can
+    memory_gib: float | None = None  # for weights and KV; None: what the box has
+    emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
+    emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTuning:
+    """Seconds, unless a name says otherwise. Each says which way it pulls."""
+
+    # What is told to all members, and how often. More often: others act on fresher figures, and gossip grows with it.
+    advert_interval_s: float = 1.0  # between adverts without news; news goes out at once
+    links_interval_s: float = 2.0  # between tables of links
+    watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
+    rtt_news: float = 0.25  # a round trip is told again when it has moved by this fraction
+    link_news: float = 0.2  # the same for the figures of a link
+
+    # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
+    planning_s: float = 5.0  # what is best by then is the plan
+    quiet_s: float = 15.0
+    """Figures of boxes and links move all the time: they are planned with so often. Boxes that come, go or change what
+    they can do are planned with at once."""
+
+    # Questions to other nodes. Longer: a slow peer is waited for; shorter: a request finds another route sooner.
+    ask_s: float = 5.0  # for a link, a permit or a burst; also for dialling a burst
+    stage_ask_s: float = 8.0  # a head its stages for their ends of a transfer; less than a gateway waits
+    stage_open_s: float = 120.0  # a stage for its process: its fork server may still be importing vLLM
+    stage_retry_s: float = 0.5  # before a stage that was not ready is asked again
+    hello_s: float = 5.0  # for the first bytes of a connection
+    max_pending_hellos: int = 256  # connections whose first bytes are waited for; more: strangers may hold more sockets
+
+    # KV transfers.
+    max_transfer_s: float = 120.0
+    """For so long KV is waited for, and a prompt's blocks are held for it; then the prompt is computed where it goes.
+    Longer: slow links may finish; shorter: a lost transfer blocks less of the cache."""
+    link_lease_s: float = 600.0  # connections that carry nothing for so long are closed; the next transfer dials again
+    warm_s: float = 60.0  # after its last transfer a path counts as warm: no dialling, a window that is open
+    fresh_s: float = 2.0  # an engine reports several times a second while something moves; older reports say nothing
+    limited_bytes: int = 2 << 20  # with so much waiting at both ends of an interval, the link set the pace
+
+    # Paths. What a link is taken for before anything is known of it: higher figures try it more readily.
+    unmeasured_rtt_s: float = 0.05
+    unmeasured_gbps: float = 1.0
+    permit_life_s: float = 3600.0  # for which this node lets others use it as a relay
+    permit_margin_s: float = 30.0  # before its end a relay's permit is asked for anew
+    relay_refused_s: float = 60.0  # a relay that has refused is not asked again for so long
+
+    # The engine process.
+    max_failures: int = 5  # in a row, before it is given up
+    first_backoff_s: float = 1.0  # after the first failure; doubles with each
+    max_backoff_s: float = 30.0
+    healthy_after_s: float = 300.0  # an engine that ran this long starts from no failures
+    profile_interval_s: float = 5.0  # between two fits of its steps; one takes some ten milliseconds, on a thread
+
+    def backoff_s(self, failures: int) -> float:
+        """Pause before the start that follows the n-th failure in a row."""
+        return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** max(0, failures - 1))
+
+
+WAN: Final = NodeTuning()
+LAN: Final = NodeTuning(ask_s=2.0, hello_s=2.0, unmeasured_rtt_s=0.0005, unmeasured_gbps=10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """How to run a node. `bootstrap` None makes a new network; `model` None hosts no engine."""
+
+    home: Path
+    listen: Address
+    announce: str | None = None
+    bootstrap: str | None = None
+    token: str | None = None
+    model: str | None = None
+    codec: str = "kv4"
+    links: BoxLinkSettings = field(default_factory=BoxLinkSettings)
+    engine: BoxEngineSettings = field(default_factory=BoxEngineSettings)
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    tuning: NodeTuning = WAN
+    drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner
+    phase: Phase | None = None  # what the box is to do, whatever would be best
+    usd_per_hour: float = 0.0
+    engine_channel: int | None = None  # of a fork server that several nodes of one machine share

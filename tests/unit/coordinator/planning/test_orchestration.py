@@ -1,0 +1,157 @@
+"""What replicas carry together, by hand for rates that are given, and how the highest rate is found."""
+
+from collections.abc import Sequence
+from math import inf
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+
+from p2pserve.coordinator.costs.gpus import Specs, gpu_table
+from p2pserve.coordinator.costs.model_shape import model_shape
+from p2pserve.coordinator.costs.replica import StageHardware, replica_times
+from p2pserve.coordinator.plan import Phase
+from p2pserve.coordinator.planning.lower.behaviour import LOADS, Behaviour, LoadRow
+from p2pserve.coordinator.planning.lower.evaluator import LowerLevel
+from p2pserve.coordinator.planning.lower.flow import FlowProblem, LinkCapacities, LinkDemand, LossCurve, solve_quick
+from p2pserve.coordinator.planning.lower.orchestration import carried_rate
+from p2pserve.coordinator.planning.lower.parallel import Configuration
+from p2pserve.coordinator.planning.lower.replica_pairs import KVHolder
+from p2pserve.coordinator.planning.lower.replicas import ConfiguredReplica, count_phases
+from p2pserve.coordinator.planning.model.cluster import Box, Cluster
+from p2pserve.coordinator.planning.model.problem import Group, Problem, Slice, Solution
+from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
+
+P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
+CARD = gpu_table().find("A40-48GB", Specs.DENSE)
+MODEL = model_shape("llama-7b")
+TIMES = replica_times(MODEL, [StageHardware(CARD, 1, MODEL.layers, 100.0)])
+
+
+def replica(phase: Phase, prefill: float = inf, decode: float = inf, mixed: float = inf) -> ConfiguredReplica:
+    one = np.ones(1)
+    behaves = Behaviour(
+        prefill_rate=prefill, decode_rate=decode, mixed_rate=mixed, prefill_s=one, prefill_sd_s=one,
+        prefill_rounds=one, prefill_cv2=0.0, max_batch=8.0, table=np.zeros((len(LOADS), len(LoadRow._fields))),
+    )  # fmt: skip
+    made = Configuration(((0, 1, MODEL.layers),), TIMES, 1000, behaves)
+    return ConfiguredReplica(Group((Slice(0, 1),), phase), 0, made, KVHolder(phase, ((0, 0.0, 1.0),)))
+
+
+def carried(replicas: Sequence[ConfiguredReplica], loads: Sequence[float] | None = None) -> float:
+    return carried_rate(replicas, loads or [1.0] * len(replicas))
+
+
+def test_the_slower_side_limits_what_is_carried() -> None:
+    assert carried([replica(P, prefill=5.0), replica(D, decode=3.0)]) == 3.0
+    assert carried([replica(P, prefill=5.0), replica(P, prefill=1.0), replica(D, decode=9.0)]) == 6.0
+    assert carried([replica(P, prefill=5.0)]) == 0.0
+
+
+def test_each_replica_counts_up_to_its_usable_load() -> None:
+    assert carried([replica(P, prefill=5.0), replica(D, decode=9.0)], [0.5, 1.0]) == 2.5
+    assert carried([replica(P, prefill=5.0), replica(D, decode=9.0)], [1.0, 0.25]) == 2.25
+
+
+def test_mixed_replicas_alone_carry_their_own_requests() -> None:
+    assert carried([replica(M, 9.0, 9.0, 4.0), replica(M, 9.0, 9.0, 2.0)], [1.0, 0.5]) == 5.0
+    assert carried([]) == 0.0
+
+
+def test_mixed_replicas_help_the_side_that_is_behind_and_keep_the_rest() -> None:
+    """A third of its time makes up for the two requests that prefill is behind; two thirds are for its own."""
+    helper = replica(M, prefill=6.0, decode=6.0, mixed=3.0)
+    assert carried([replica(P, prefill=3.0), replica(D, decode=5.0), helper]) == pytest.approx(5.0 + 2.0)
+    assert carried([replica(P, prefill=5.0), replica(D, decode=3.0), helper]) == pytest.approx(5.0 + 2.0)
+
+
+def test_who_loses_least_helps_first() -> None:
+    cheap, dear = replica(M, 4.0, 4.0, 1.0), replica(M, 4.0, 4.0, 3.0)
+    assert carried([replica(P, prefill=1.0), replica(D, decode=5.0), cheap, dear]) == pytest.approx(5.0 + 3.0)
+    assert carried([replica(P, prefill=1.0), replica(D, decode=5.0), dear, cheap]) == pytest.approx(5.0 + 3.0)
+
+
+def test_help_that_is_not_enough_leaves_the_other_side_waiting() -> None:
+    assert carried([replica(P, prefill=1.0), replica(D, decode=9.0), replica(M, 4.0, 4.0, 3.0)]) == pytest.approx(5.0)
+
+
+def test_a_mixed_replica_that_is_never_in_time_helps_nobody() -> None:
+    found = carried([replica(P, prefill=1.0), replica(D, decode=9.0), replica(M, 4.0, 4.0, 3.0)], [1.0, 1.0, 0.0])
+    assert found == pytest.approx(1.0)
+
+
+def test_a_replica_carries_no_more_than_its_links() -> None:
+    replicas = [replica(P, prefill=5.0), replica(D, decode=5.0)]
+    between = np.array([[0.0, 4.0], [4.0, 0.0]])
+    problem = FlowProblem(
+        9.0, np.array([5.0, inf]), np.array([inf, 5.0]), [LossCurve((1.0,), (0.0,))] * 2, np.array([0]), np.array([1]),
+        np.ones(1), [(LinkDemand(0, 1, 2.0),)], LinkCapacities(between, np.full(2, 9.0), np.full(2, 9.0)),
+    )  # fmt: skip
+    assert carried_rate(replicas, [1.0, 1.0], problem) == 2.0
+    assert carried_rate(replicas, [1.0, 1.0]) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("phases", "counts"),
+    [([], (1, 1)), ([P], (1, 1)), ([P, P, D], (2, 1)), ([M, M], (2, 2)), ([M, P, D, D], (2, 3))],
+)
+def test_phases_are_counted_by_side_and_no_side_is_empty(phases: list[Phase], counts: tuple[int, int]) -> None:
+    assert count_phases(phases) == counts
+
+
+def lower_level(rate: float, gbps: float = 10.0) -> LowerLevel:
+    cluster = Cluster(
+        boxes=(Box(id="a", gpu=CARD, gpus=2), Box(id="b", gpu=CARD, gpus=2)), gbps=np.full((2, 2), gbps),
+        rtt_s=np.full((2, 2), 1e-3), usd_per_gb=np.zeros((2, 2)),
+    )  # fmt: skip
+    workload = Workload(name="even", prompts=np.full(32, 800), outputs=np.full(32, 60), rate=rate)
+    service = Service(name="s", model=MODEL, workload=workload, slo=Slo(ttft_s=2.0, tpot_s=0.1, e2e_s=10.0))
+    return LowerLevel(Problem(cluster=cluster, services=(service,), pinned={}), MappingProxyType({}))
+
+
+SPLIT: Solution = (Group((Slice(0, 2),), P), Group((Slice(1, 2),), D))
+
+
+def test_the_highest_rate_keeps_the_target_and_a_higher_one_does_not() -> None:
+    most = lower_level(1.0).propose(SPLIT, epoch=0, version=0)[0].max_rate
+    assert most > 0.0
+
+    def attainment(rate: float) -> float:
+        return lower_level(rate).orchestrate(SPLIT, solver=solve_quick)[0].attainment
+
+    assert attainment(0.99 * most) >= 0.9
+    assert attainment(1.15 * most) < 0.9
+
+
+def test_attainment_falls_with_the_rate_and_rises_with_the_links() -> None:
+    shares = [lower_level(rate).score(SPLIT).attainment for rate in (1.0, 4.0, 16.0, 64.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.95 > shares[-1]
+    assert lower_level(4.0, gbps=0.5).score(SPLIT).attainment <= lower_level(4.0, gbps=40.0).score(SPLIT).attainment
+
+
+def test_capacity_is_over_the_rate_that_is_asked_for() -> None:
+    one, two = (lower_level(rate).score(SPLIT).capacity for rate in (1.0, 2.0))
+    assert one == pytest.approx(2.0 * two, rel=0.05)
+
+
+def test_an_upper_bound_is_no_less_than_the_objective() -> None:
+    solutions: list[Solution] = [
+        SPLIT, (Group((Slice(0, 2),), M), Group((Slice(1, 2),), M)), (Group((Slice(0, 1), Slice(1, 1)), M),),
+        (Group((Slice(0, 1),), P), Group((Slice(0, 1),), D), Group((Slice(1, 2),), M)),
+    ]  # fmt: skip
+    for rate in (1.0, 8.0, 40.0):
+        level = lower_level(rate)
+        for solution in solutions:
+            assert level.upper_bound(solution) >= level.score(solution).objective - 0.01
+
+
+def test_what_a_group_can_do_goes_by_its_phase() -> None:
+    level = lower_level(1.0)
+    prefill, decode, mixed = (level.max_rates(Group((Slice(0, 2),), phase), 1) for phase in (P, D, M))
+    assert prefill[0] > 0.0 == prefill[1]
+    assert decode[1] > 0.0 == decode[0]
+    assert mixed[0] > 0.0
+    assert mixed[1] > 0.0
+    assert level.can_hold((Slice(0, 2),), 0)
+    assert level.stages_of(SPLIT).keys() == {(Slice(0, 2),), (Slice(1, 2),)}
