@@ -1,7 +1,7 @@
 """How fast one py-libp2p stream (Noise, yamux) moves bytes between two processes on loopback, for
 comparison.
 
-    python -m p2pserve.bootstrap.dev.libp2p_bench --bytes 134217728 [--format json]
+    python -m p2pserve.bootstrap.libp2p_bench --bytes 134217728 [--format json]
 
 It is the control stream of `libp2p_host`, with frames of 256 KiB: what bulk data would have if it
 went there.
@@ -97,7 +97,7 @@ def _say(answer: dict[str, object]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m p2pserve.bootstrap.dev.libp2p_bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m p2pserve.bootstrap.libp2p_bench", description=__doc__)
     parser.add_argument("--bytes", type=int, default=128 << 20)
     parser.add_argument("--receive", action="store_true", help="be the other process")
     parser.add_argument("--format", choices=("table", "json"), default="table")

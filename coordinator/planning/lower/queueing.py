@@ -36,11 +36,11 @@ from .behaviour import LOADS, Behaviour, LoadRow
 
 __all__ = [
     "DecodeTimes",
+    "KVDelays",
     "OtherPhase",
     "PrefillTimes",
     "ReplicaTables",
     "RequestTimes",
-    "TransferTimes",
     "chance_in_time",
     "in_time_by_load",
     "waiting_times",
@@ -94,7 +94,7 @@ class PrefillTimes(NamedTuple):
         return PrefillTimes(*(column[rows] for column in self))
 
 
-class TransferTimes(NamedTuple):
+class KVDelays(NamedTuple):
     """KV on its way: rows are pairs. `least_s`, by class: what of it is waited for where nobody
     else sends. `busy`: the chance that others do. `shared_s`, by class: how much longer it then
     takes on average, and how much that varies."""
@@ -233,7 +233,7 @@ class RequestTimes:
     classes: Classes
     prefilling: PrefillTimes
     decoding: DecodeTimes
-    sending: TransferTimes
+    sending: KVDelays
     admit_s: Array
     early: Array
     step_s: Array
@@ -322,7 +322,7 @@ def in_time_by_load(
     none, nones = np.zeros(len(load)), np.zeros((len(load), len(classes.share)))
     admit, sending = (
         nones if decode_rate is None else nones + decode_rate.admit_s[:, None],
-        TransferTimes(nones, none, nones),
+        KVDelays(nones, none, nones),
     )
     early = none if admitted_later else none + 1.0
 

@@ -324,3 +324,62 @@ def test_a_large_delta_comes_in_parts_that_make_progress() -> None:
         assert rounds < 10
         assert other.merge(delta, 0.0).changed
     assert other.digest()[ANN.peer_id] == one.digest()[ANN.peer_id]
+
+
+def test_a_forgotten_member_is_learned_again_by_its_next_life_or_after_as_long_again() -> None:
+    for entry, now, is_learned in (
+        (said(ANN, MEMBER_KIND, 1, record()), 1207.9, False),
+        (said(ANN, MEMBER_KIND, 1, record()), 1208.0, True),
+        (said(ANN, MEMBER_KIND, 1, record(), life=2), 609.0, True),
+    ):
+        membership = met()
+        membership.tick(8.0)
+        assert membership.tick(608.0).forgotten == (ANN.peer_id,)
+        assert bool(membership.merge([entry], now).changed) is is_learned
+
+
+@pytest.mark.parametrize("incarnation", [0, -1, 2**53 + 1])
+def test_a_life_has_a_number_that_others_take(incarnation: int) -> None:
+    with pytest.raises(ValueError, match=f"incarnation {incarnation} is not between"):
+        table(incarnation=incarnation)
+    assert table(incarnation=1).incarnation == 1
+    assert table(incarnation=2**53).incarnation == 2**53
+
+
+def test_an_older_moment_does_not_make_a_member_older() -> None:
+    membership = met(now=5.0)
+    membership.on_heard(ANN.peer_id, 2.0)
+    membership.on_vouched({ANN.peer_id: 3.5}, 5.5)
+    membership.tick(7.9)
+    assert state(membership) is MemberState.ALIVE
+    membership.tick(8.0)
+    assert state(membership) is MemberState.SUSPECT
+
+
+def test_nobody_can_make_this_node_dead_or_hear_itself() -> None:
+    membership = table()
+    for act in (membership.on_lost, membership.on_heard):
+        act(ME.peer_id, 1.0)
+    membership.on_vouched({ME.peer_id: 0.0, BOB.peer_id: 0.0}, 1.0)
+    membership.on_heard(BOB.peer_id, 1.0)
+    membership.on_lost(BOB.peer_id, 1.0)
+    membership.tick(100.0)
+    assert [(each.peer_id, each.state) for each in membership.members()] == [(ME.peer_id, MemberState.ALIVE)]
+    membership.check_integrity()
+
+
+def test_addresses_are_told_last_heard_first_and_without_those_who_cannot_be_dialled() -> None:
+    membership = met(now=1.0)
+    membership.merge((said(BOB, MEMBER_KIND, 1, record()),), 2.0)
+    assert [each.peer_id for each in membership.addresses()] == [ANN.peer_id], "of Bob there is only hearsay"
+    membership.on_vouched({BOB.peer_id: 0.0}, 2.0)
+    assert [each.peer_id for each in membership.addresses()] == [BOB.peer_id, ANN.peer_id]
+    membership.merge((said(BOB, MEMBER_KIND, 2, record(left=True)),), 3.0)
+    assert [each.peer_id for each in membership.addresses()] == [ANN.peer_id]
+    portless = msgspec.msgpack.encode(MemberRecord(Role.WORKER, "192.0.2.1", 0, None))
+    membership.merge((said(ANN, MEMBER_KIND, 2, portless),), 3.0)
+    assert membership.addresses() == ()
+
+
+def test_a_table_shows_how_many_are_in_which_state() -> None:
+    assert repr(met()).endswith("alive=2)")

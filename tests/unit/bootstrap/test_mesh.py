@@ -89,3 +89,50 @@ def test_both_ends_keep_the_same_connection(
         crossing_s=5.0,
     )
     assert at_low == at_high == expected
+
+
+def test_a_success_ends_the_backoff() -> None:
+    book = DialBook(ME, random.Random(0), SETTINGS)
+    now = 0.0
+    for succeeded in (False, False, False, True):
+        wake = book.wake_at(())
+        now = wake if wake is not None else now
+        assert book.take_due({HIGH: AT}, (), now)
+        book.on_result(HIGH, succeeded, now)
+    assert book.take_due({HIGH: AT}, (), now), "it was lost again at once"
+    book.on_result(HIGH, False, now)
+    wake = book.wake_at(())
+    assert wake is not None
+    assert wake - now <= 1.25 * SETTINGS.first_backoff_s
+
+
+def test_who_is_wanted_no_more_is_forgotten_unless_it_is_being_dialled() -> None:
+    book = DialBook(ME, random.Random(0), SETTINGS)
+    assert book.take_due({HIGH: AT}, (), 0.0)
+    assert book.take_due({}, (), 0.1) == ()
+    assert book.take_due({HIGH: AT}, (), 0.2) == (), "one dial at a time, whatever was wanted meanwhile"
+    book.on_result(HIGH, False, 0.3)
+    assert book.take_due({}, (), 0.4) == ()
+    assert book.wake_at(()) is None
+    assert book.take_due({HIGH: AT}, (), 0.5), "its back-off was forgotten with it"
+
+
+def test_named_members_are_not_waited_for_and_their_backoff_stays_short() -> None:
+    book, now = DialBook(ME, random.Random(0), SETTINGS, {LOW}), 0.0
+    for _ in range(8):
+        assert book.take_due({LOW: AT}, (), now) == (Dial(LOW, AT),)
+        book.on_result(LOW, False, now)
+        wake = book.wake_at(())
+        assert wake is not None
+        assert wake - now <= 1.25 * SETTINGS.named_backoff_s
+        now = wake
+    later = DialBook(ME, random.Random(0), SETTINGS)
+    later.add_named(LOW)
+    assert later.take_due({LOW: AT}, (), 0.0) == (Dial(LOW, AT),)
+
+
+def test_the_result_of_a_dial_that_nobody_asked_for_changes_nothing() -> None:
+    book = DialBook(ME, random.Random(0), SETTINGS)
+    book.on_result(HIGH, False, 0.0)
+    assert book.wake_at(()) is None
+    assert repr(book) == "DialBook(targets=0, in_flight=0)"
