@@ -128,21 +128,13 @@ class _Bench:
         return tuple(self._rng.randrange(self._vocabulary) for _ in range(tokens))
 
     async def prefill_s(self, tokens: int) -> float:
-<<<<<<< HEAD
-        """Seconds for a prompt alone, without any KV transfer."""
-=======
         """Seconds for a prompt alone, without any transfer."""
->>>>>>> main
         request = secrets.token_hex(4)
         begun = time.monotonic()
         self._prefill.send(_submit(request, self.prompt(tokens)))
         return await self._prefill.until_finished(request) - begun
 
-<<<<<<< HEAD
-    async def transfer_prompt(self, tokens: int, mode: Mode, bytes_s: int) -> protocol.TransferReport:
-=======
     async def transfer(self, tokens: int, mode: Mode, bytes_s: int) -> protocol.TransferReport:
->>>>>>> main
         """One prompt's KV from the first engine to the second, at most `bytes_s` (0: unthrottled)."""
         prompt = self.prompt(tokens)
         ticket = issue_transfer(self._link.link, self._codec, DEADLINE_S, secrets.token_bytes)
@@ -164,43 +156,25 @@ class _Bench:
         return report
 
 
-<<<<<<< HEAD
-def _submit(request: str, prompt: tuple[int, ...], **transfer_prompt: object) -> protocol.Submit:
-    sampling = protocol.Sampling(max_tokens=1, ignore_eos=True)
-    values = {"request": request, "prompt": prompt, "sampling": sampling, "deadline_s": DEADLINE_S, **transfer_prompt}
-=======
 def _submit(request: str, prompt: tuple[int, ...], **transfer: object) -> protocol.Submit:
     sampling = protocol.Sampling(max_tokens=1, ignore_eos=True)
     values = {"request": request, "prompt": prompt, "sampling": sampling, "deadline_s": DEADLINE_S, **transfer}
->>>>>>> main
     return protocol.Submit(**values)  # type: ignore[arg-type]
 
 
 async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     await bench.prefill_s(tokens)  # both engines warm, the link dialled
-<<<<<<< HEAD
-    whole = await bench.transfer_prompt(tokens, "layerwise", 0)
-=======
     whole = await bench.transfer(tokens, "layerwise", 0)
->>>>>>> main
     prefill_s = statistics.median([await bench.prefill_s(tokens) for _ in range(repeats)])
     bytes_s = max(1, round(whole.wire_bytes / prefill_s))
     found: dict[Mode, list[protocol.TransferReport]] = {"layerwise": [], "serialised": []}
     for _ in range(repeats):
         for mode, reports in found.items():
-<<<<<<< HEAD
-            reports.append(await bench.transfer_prompt(tokens, mode, bytes_s))
-    auto = {}
-    for length in AUTO_TOKENS:
-        if length <= tokens:
-            auto[length] = (await bench.transfer_prompt(length, "auto", 0)).mode
-=======
             reports.append(await bench.transfer(tokens, mode, bytes_s))
     auto = {}
     for length in AUTO_TOKENS:
         if length <= tokens:
             auto[length] = (await bench.transfer(length, "auto", 0)).mode
->>>>>>> main
     return OverlapReport(
         model=model,
         codec=codec,
