@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from .errors import PayloadError, TensorError
@@ -31,6 +32,7 @@ __all__ = [
     "dtype_from_wire",
     "equal_groups",
     "layout_of",
+    "lazy_module",
     "payload_bytes",
 ]
 
@@ -97,8 +99,7 @@ class BlockLayout:
 
     @cached_property
     def quantised(self) -> slice:
-        """The tokens that are quantised. The others travel in 16 bit behind the header: K, then V.
-        """
+        """The tokens that are quantised. The others travel in 16 bit behind the header: K, then V."""
         return slice(0, self.tokens)
 
     @cached_property
@@ -120,12 +121,10 @@ class CodecPath(Protocol):
     takes the quantised tokens `[tokens, heads, head_dim]` in 16 bit and a whole payload."""
 
     def quantise(self, k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Any) -> bool | None:
-        """Fill the codec's sections. False: a value is not finite or too large, and they are void.
-        """
+        """Fill the codec's sections. False: a value is not finite or too large, and they are void."""
 
     def dequantise(self, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any) -> bool | None:
-        """Fill `k` and `v`, contiguous. False: no encoder writes such parameters; values are void.
-        """
+        """Fill `k` and `v`, contiguous. False: no encoder writes such parameters; values are void."""
 
 
 class ReferencePath(CodecPath, Protocol):
@@ -179,6 +178,11 @@ class Codec:
 
     def __str__(self) -> str:
         return self.name
+
+
+def lazy_module(package: str, name: str) -> Callable[[], Any]:
+    """The path in a codec's own folder, for `Codec`: imported at the first call, with its torch."""
+    return partial(import_module, f".{name}", package)
 
 
 @lru_cache(maxsize=256)

@@ -54,8 +54,7 @@ class Library:
         return f"<Library {self._source.name} {'loaded' if self._loaded else 'not loaded'}>"
 
     def get(self) -> ctypes.CDLL | None:
-        """The library. None while it is being built, in mode `eager`, or where it cannot be built.
-        """
+        """The library. None while it is being built, in mode `eager`, or where it cannot be built."""
         chosen = mode()
         if chosen is KernelMode.EAGER:
             return None

@@ -39,8 +39,7 @@ class ClientJob(Generic[S, T]):
         self.mailbox.close()
 
     async def run(self, session: S) -> None:
-        """In the network's thread: do the work. An error that is no ClientError ends that thread.
-        """
+        """In the network's thread: do the work. An error that is no ClientError ends that thread."""
         try:
             with self._scope:
                 await self._work(session, self.mailbox)

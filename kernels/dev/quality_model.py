@@ -71,8 +71,7 @@ class BundledModel:
     """The model that ships in `node/bundled`, with a codec between its prefill and its attention."""
 
     def __init__(self, source: Callable[[str], str] = module_source) -> None:
-        """Load the model; `source` gives a module's text. ModuleNotFoundError without transformers.
-        """
+        """Load the model; `source` gives a module's text. ModuleNotFoundError without transformers."""
         from tokenizers import Tokenizer
         from transformers import AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -112,8 +111,7 @@ class BundledModel:
         return {codec: TokenScores(torch.cat(losses[codec]), torch.cat(divergences[codec])) for codec in codecs}
 
     def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
-        """`count` greedy tokens after each of `[prompts, tokens]`, from a cache coded and decoded.
-        """
+        """`count` greedy tokens after each of `[prompts, tokens]`, from a cache coded and decoded."""
         self._codec = "raw"
         found = []
         with torch.inference_mode():

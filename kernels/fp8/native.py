@@ -34,8 +34,7 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> bool | None:
-    """Write the `[tokens, heads, head_dim]` values of a payload. False: no encoder writes it; void.
-    """
+    """Write the `[tokens, heads, head_dim]` values of a payload. False: no encoder writes it; void."""
     library = _LIBRARY.get()
     if library is None:
         return None

@@ -98,8 +98,7 @@ class Kv4Layout(BlockLayout):
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Header, exempt K and V, K bases, units, zeros, steps and codes, V units, grids and codes.
-        """
+        """Header, exempt K and V, K bases, units, zeros, steps and codes, V units, grids and codes."""
         row = self.heads * self.head_dim
         plain = 2 * self.exempt * row
         spans = self.spans * row

@@ -69,8 +69,7 @@ class Kv4Sections(NamedTuple):
 
     @classmethod
     def of(cls, data: torch.Tensor, layout: Kv4Layout, sixteen: torch.dtype) -> Kv4Sections:
-        """Exempt `[e, heads, head_dim]`, K `[rows, heads * head_dim]`, V `[rows, coded * heads]`.
-        """
+        """Exempt `[e, heads, head_dim]`, K `[rows, heads * head_dim]`, V `[rows, coded * heads]`."""
         parts = torch.split_with_sizes(data, layout.section_bytes)
         exempt = (layout.exempt, layout.heads, layout.head_dim)
         row, vectors = layout.heads * layout.head_dim, max(1, layout.coded * layout.heads)

@@ -108,8 +108,7 @@ class DemoBox:
         return await self.join(number, token, options)
 
     async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
-        """Start a node with an engine and these `p2pserve join` options; wait until it has joined.
-        """
+        """Start a node with an engine and these `p2pserve join` options; wait until it has joined."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
@@ -257,8 +256,7 @@ class DemoBox:
 
 @asynccontextmanager
 async def open_box(*, watch_memory: bool = True) -> AsyncIterator[DemoBox]:
-    """A folder and the processes started in it, for the body. Watching memory costs ~10 ms per s.
-    """
+    """A folder and the processes started in it, for the body. Watching memory costs ~10 ms per s."""
     home = Path(tempfile.mkdtemp(prefix="p2pserve-demo-"))
     try:
         async with trio.open_nursery() as nursery:
