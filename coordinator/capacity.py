@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import isfinite
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import msgspec
 
@@ -13,7 +13,7 @@ from .costs.model_shape import ModelShape
 from .plan import Phase
 from .profile import LatencyProfile
 
-__all__ = ["UNKNOWN_GBPS", "UNKNOWN_RTT_S", "BoxView", "CapacityError", "LinkView", "Links"]
+__all__ = ["UNKNOWN_GBPS", "UNKNOWN_RTT_S", "BoxView", "CapacityError", "KvCodec", "LinkView", "Links"]
 
 UNKNOWN_RTT_S: Final = 0.2
 """What a link counts for until it is measured: like one between continents."""
@@ -168,3 +168,11 @@ def _check_card(peer: str, card: str, specs: Specs) -> None:
 def _require(holds: bool, text: str) -> None:
     if not holds:
         raise CapacityError(text)
+
+
+class KvCodec(NamedTuple):
+    """How KV travels, as far as plans count with it."""
+
+    name: str
+    bits: float
+    """Per element on the wire, all overhead included, as measured at heads of 128."""

@@ -19,7 +19,7 @@ from typing import Final, TypedDict, Unpack
 import msgspec
 import numpy as np
 
-from .capacity import BoxView, LinkView
+from .capacity import BoxView, KvCodec, LinkView
 from .demand import Demand
 from .network_problem import NetworkProblem, build_network_problem
 from .plan import Pairing, Phase, Plan, PlanError, Replica
@@ -50,7 +50,7 @@ class PlanIdentity(TypedDict):
     epoch: int
     version: int
     previous: Plan | None
-    codec: str
+    codec: KvCodec
 
 
 def plan_network(
@@ -86,13 +86,14 @@ def plan_network(
         replicas = _keep_step_budgets(replicas, previous, network.settings.budget_factor)
         if replicas == previous.replicas and _may_keep_shares(network, solution, previous.pairings, pairings):
             pairings = previous.pairings
-            if (named["epoch"], codec) == (previous.epoch, previous.codec):
+            if (named["epoch"], codec.name) == (previous.epoch, previous.codec):
                 return previous
-        if codec != previous.codec:
-            why.append(f"KV travels as {codec}, before as {previous.codec}")
+        if codec.name != previous.codec:
+            why.append(f"KV travels as {codec.name}, before as {previous.codec}")
     plan = Plan(
         epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
-        codec=codec, why=_limit_reasons([*why, *_explain_idle(replicas, pairings), _explain_load(network), *expected]),
+        codec=codec.name,
+        why=_limit_reasons([*why, *_explain_idle(replicas, pairings), _explain_load(network), *expected]),
     )  # fmt: skip
     if not plan.newer_than(previous):
         raise PlanError(f"the new plan {plan.number} would not be newer than {previous and previous.number}")

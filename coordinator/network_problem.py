@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .calibration import calibrate_boxes
-from .capacity import BoxView, Links, LinkView
+from .capacity import BoxView, KvCodec, Links, LinkView
 from .costs.gpus import GpuSpec, Specs, gpu_table
 from .costs.model_shape import ModelShape
 from .costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
@@ -33,7 +33,7 @@ from .planning.lower.replicas import ConfigurationCache
 from .planning.model.cluster import Box, Cluster
 from .planning.model.problem import Group, Problem, Slice, Solution
 from .planning.model.slo import SloScale, slo_by
-from .planning.model.workload import KV_BITS, Service, Slo
+from .planning.model.workload import Service, Slo
 from .planning.upper.search_space import make_solution
 from .settings import NetworkPlanSettings
 
@@ -120,7 +120,7 @@ def build_network_problem(
     demands: Iterable[Demand],
     *,
     service: str,
-    codec: str,
+    codec: KvCodec,
     previous: Plan | None,
     slo: Slo | SloScale = SLO_SCALE,
     rate: float | None = None,
@@ -130,10 +130,7 @@ def build_network_problem(
 
     `previous`: the running plan, whose pipelines go on. `slo`: deadlines, or multiples of what the
     mean request takes alone on the fastest replica here. `rate`: requests per second to plan for,
-    whatever `demands` and READY say. Raises PlanError for a box that is there twice, or a codec
-    that is not known."""
-    if codec not in KV_BITS:
-        raise PlanError(f"codec {codec!r} is none of {', '.join(KV_BITS)}")
+    whatever `demands` and READY say. Raises PlanError for a box that is there twice."""
     why: list[str] = []
     offered = sorted((box for box in boxes if box.service == service and box.usable), key=lambda box: box.peer)
     between = Links(links)
@@ -159,7 +156,7 @@ def build_network_problem(
         alone = [slo_by(_step_times(model, group, cluster), workload, slo) for group in groups]
         slo = min(alone, key=lambda deadlines: deadlines.e2e_s)
     ours = Service(
-        name=service, model=model, workload=workload, slo=slo, codec=codec, kv_bits=KV_BITS[codec]
+        name=service, model=model, workload=workload, slo=slo, codec=codec.name, kv_bits=codec.bits
     )  # fmt: skip
     problem = Problem(cluster=cluster, services=(ours,), pinned=_choose_pins(groups, usable, why))
     places = {box.id: number for number, box in enumerate(cluster.boxes)}

@@ -1,4 +1,5 @@
-"""When the codecs' C++ (`native`) is built and used on a CPU, and the thread that builds it beside the plain code.
+"""When the codecs' C++ (`native`) is built and used on a CPU, and the thread that builds it beside
+the plain code.
 
 Three modes, from the environment variable P2PSERVE_KERNELS or `set_mode`:
 
@@ -48,7 +49,8 @@ class _Process:
         self._worker: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> threading.Event:
-        """Do `job` after those before it; the event says when. A process may end without waiting for that."""
+        """Do `job` after those before it; the event says when. A process may end without waiting
+        for that."""
         done = threading.Event()
         with self.lock:
             self._jobs.put((job, done))
@@ -85,7 +87,8 @@ def set_mode(wanted: KernelMode | str) -> None:
 
 
 def restart() -> None:
-    """Forget the mode and what has been coded, as in a process that begins; what is being built goes on."""
+    """Forget the mode and what has been coded, as in a process that begins; what is being built
+    goes on."""
     with _PROCESS.lock:
         _PROCESS.mode, _PROCESS.coded_bytes = None, 0
 
@@ -101,7 +104,8 @@ def ready(nbytes: int) -> bool:
 
 
 def submit(job: Callable[[], None]) -> threading.Event:
-    """Do `job` in the thread that builds, after what is waiting there; the event says when it is done."""
+    """Do `job` in the thread that builds, after what is waiting there; the event says when it is
+    done."""
     return _PROCESS.submit(job)
 
 

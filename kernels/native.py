@@ -1,8 +1,9 @@
-"""C++ kernels, built where they run for the processor that runs them, and loaded with `ctypes`, which frees the GIL.
+"""C++ kernels, built where they run for the processor that runs them, and loaded with `ctypes`,
+which frees the GIL.
 
-The bytes are those of the plain reference, so when and whether this works changes nothing but speed. Building takes
-some seconds and happens once per machine: the library is kept under the hash of its sources, its compiler and the
-processor's features.
+The bytes are those of the plain reference, so when and whether this works changes nothing but
+speed. Building takes some seconds and happens once per machine: the library is kept under the hash
+of its sources, its compiler and the processor's features.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Library:
         return f"<Library {self._source.name} {'loaded' if self._loaded else 'not loaded'}>"
 
     def get(self) -> ctypes.CDLL | None:
-        """The library. None while it is being built (in mode `auto`), in mode `eager`, or where it cannot be built."""
+        """The library. None while it is being built (in mode `auto`), in mode `eager`, or where it
+        cannot be built."""
         chosen = mode()
         if chosen is KernelMode.EAGER:
             return None
@@ -83,7 +85,8 @@ def address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def section_addresses(payload: torch.Tensor, layout: BlockLayout) -> list[ctypes.c_void_p]:
-    """Where each section of a payload begins. Cheap: views of the sections would take a tenth of a kernel's time."""
+    """Where each section of a payload begins. Cheap: views of the sections would take a tenth of a
+    kernel's time."""
     *starts, _ = accumulate(layout.section_bytes, initial=payload.data_ptr())
     return [ctypes.c_void_p(start) for start in starts]
 
@@ -94,7 +97,8 @@ def is_fp16(x: torch.Tensor) -> int:
 
 
 def threads(elements: int) -> int:
-    """How many threads a kernel may use for so much: as many as torch's own operations, if it is worth starting them.
+    """How many threads a kernel may use for so much: as many as torch's own operations, if it is
+    worth starting them.
 
     For less it is not: torch's idle threads spin for a while on the cores that new ones would need.
     """

@@ -1,7 +1,7 @@
 """Device functions that the Triton kernels share: roundings spelled in bits.
 
-What hardware offers for these differs between GPUs and compilers (flushing, approximate division, fused
-multiply-add, conversions that older chips lack); integer operations do not.
+What hardware offers for these differs between GPUs and compilers (flushing, approximate division,
+fused multiply-add, conversions that older chips lack); integer operations do not.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def clamped(x: tl.tensor, sixteen: tl.constexpr) -> tl.tensor:
 def nearby(x: tl.tensor) -> tl.tensor:
     """The whole number nearest to |x| < 2**22, ties to even, as fp32.
 
-    Where `x` is a product that is not exact, launch with `enable_fp_fusion=False`: fused, it would be rounded once.
-    """
+    Where `x` is a product that is not exact, launch with `enable_fp_fusion=False`: fused, it would
+    be rounded once."""
     return (x + 12582912.0) - 12582912.0
 
 

@@ -8,7 +8,9 @@ from typing import Any, final
 
 from ..bootstrap import PeerId
 from ..coordinator import BoxView, Demand, LinkView, Plan
+from ..coordinator.capacity import KvCodec
 from ..coordinator.demand import is_idle
+from ..kernels.codecs import codec_named
 from .settings import WAN
 from .view import NetworkView
 
@@ -43,7 +45,7 @@ class Task:
             epoch=self.epoch,
             version=self.version,
             previous=self.previous,
-            codec=self.codec,
+            codec=KvCodec(self.codec, codec_named(self.codec).bits),
             spent=spent,
         )
 

@@ -11,7 +11,7 @@ any other `probe.open` before it sends a burst to measure the link.
 
 The head of a replica that spans boxes speaks for all its stages. It has each of them start its engine process with
 `stage.open`, and says `stage.loaded` when the model is ready; for each request it asks them with `stage.inlets` and
-`stage.outlets` for their ends of the KV hand-off, is told by `stage.transfer` how their part of it ended, and calls it
+`stage.outlets` for their ends of the KV transfer, is told by `stage.transfer` how their part of it ended, and calls it
 off with `stage.abort`.
 """
 
@@ -266,7 +266,7 @@ class ProbeOpened(Message, frozen=True, kw_only=True):
 
 
 class TransferFigures(Message, frozen=True, kw_only=True):
-    """How a prefill's hand-off went, as its sender saw it.
+    """How a prefill's KV transfer went, as its sender saw it.
 
     `paths` has the KV bytes that went each way, `mode` says whether layers left one by one, `usd` is what the boxes
     on the way are billed for it by their advertised prices.
@@ -387,7 +387,7 @@ class RequestFigures(Message, frozen=True, kw_only=True):
 
 
 class AnswerUpdate(Message, frozen=True, kw_only=True):
-    """A piece of an answer. `finish` ends it: stop, length or error, `error` then says what happened."""
+    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened."""
 
     request: RequestId
     text: str = ""

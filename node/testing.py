@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 import msgspec
 import trio
 
-from ..bootstrap import PeerId, PeerLost, RequestTimeout, Role
+from ..bootstrap import DECODE_ERRORS, PeerId, PeerLost, ProtocolError, RequestTimeout, Role
 from ..bootstrap.handlers import Handlers
 from ..bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from ..bootstrap.streams.control import encode_body
@@ -86,7 +86,10 @@ class MemoryMessenger:
             await trio.sleep(self._exchange.latency_s)
             handlers = self._exchange.handlers_of(sent)
             answer = await handlers.serve(self.peer_id, self._role, method.name, encode_body(body))
-            return msgspec.msgpack.decode(answer, type=method.answer)
+            try:
+                return msgspec.msgpack.decode(answer, type=method.answer)
+            except DECODE_ERRORS as error:
+                raise ProtocolError(f"the answer of {peer} to {method.name!r} is malformed: {error}") from error
         raise RequestTimeout(f"{peer} did not answer {method.name!r} within {timeout:g} s")
 
     def notify(self, peer: PeerId, notice: Notice[Body], body: Body) -> None:

@@ -1,7 +1,8 @@
 """p2pserve: a peer-to-peer network that serves large language models from rented GPU boxes.
 
-The public names are those of `p2pserve.sdk`: two clients, what they return and what they raise. They are loaded
-when first used, so that `import p2pserve` costs nothing in processes that need only one room.
+The public names are those of `p2pserve.sdk`: two clients, what they return and what they raise.
+They are loaded when first used, so that `import p2pserve` costs nothing in processes that need
+only one room.
 """
 
 from importlib import import_module
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
         GenerationStream,
         InvalidAddress,
         InvalidRequest,
-        Piece,
         RequestFailed,
+        TextDelta,
     )
 
 __all__ = [
@@ -36,8 +37,8 @@ __all__ = [
     "GenerationStream",
     "InvalidAddress",
     "InvalidRequest",
-    "Piece",
     "RequestFailed",
+    "TextDelta",
     "__version__",
 ]
 

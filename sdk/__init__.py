@@ -1,7 +1,8 @@
 """What people use: the client SDK, the command line and its demo.
 
-`Client` blocks and may be shared between threads; `AsyncClient` runs under trio and under asyncio. Names are
-loaded when first used, so that the command line can print its help without loading the network.
+`Client` blocks and may be shared between threads; `AsyncClient` runs under trio and under asyncio.
+Names are loaded when first used, so that the command line can print its help without loading the
+network.
 """
 
 from importlib import import_module
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         RequestFailed,
     )
-    from .requests import Generation, Piece
+    from .requests import Generation, TextDelta
 
 __all__ = [
     "AsyncClient",
@@ -32,12 +33,12 @@ __all__ = [
     "GenerationStream",
     "InvalidAddress",
     "InvalidRequest",
-    "Piece",
     "RequestFailed",
+    "TextDelta",
 ]
 
 _CLIENT = ("AsyncClient", "AsyncGenerationStream", "Client", "GenerationStream")
-_REQUESTS = ("Generation", "Piece")
+_REQUESTS = ("Generation", "TextDelta")
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """The one thread of a client that talks to the network. It runs trio, whatever the consumer runs.
 
-A *job* is a coroutine in that thread which answers through a mailbox. Jobs may be submitted before the network
-has been reached; they start once it has, or end with the reason why it has not.
+A *job* is a coroutine in that thread which answers through a mailbox. Jobs may be submitted before
+the network has been reached; they start once it has, or end with the reason why it has not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import trio
 from .errors import ClientClosed, ClientError, first_of
 from .mailbox import EndOfMail, Mailbox
 
-__all__ = ["Background", "Job"]
+__all__ = ["Background", "ClientJob"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -25,7 +25,7 @@ JOIN_S = 5.0  # leaving the network takes about a second; a thread that hangs mu
 
 
 @final
-class Job(Generic[S, T]):
+class ClientJob(Generic[S, T]):
     """Work in the network's thread, seen by its consumer."""
 
     def __init__(self, background: Background[S], work: Callable[[S, Mailbox[T]], Awaitable[None]]) -> None:
@@ -40,7 +40,8 @@ class Job(Generic[S, T]):
         self.mailbox.close()
 
     async def run(self, session: S) -> None:
-        """In the network's thread: do the work. An error that is no ClientError ends that thread too."""
+        """In the network's thread: do the work. An error that is no ClientError ends that thread
+        too."""
         try:
             with self._scope:
                 await self._work(session, self.mailbox)
@@ -62,7 +63,7 @@ class Background(Generic[S]):
         self._connect = connect
         self._closed: Mailbox[None] = Mailbox()
         self._started = threading.Event()
-        self._waiting: list[Job[S, Any]] = []
+        self._waiting: list[ClientJob[S, Any]] = []
         self._session: S | None = None
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
@@ -82,9 +83,9 @@ class Background(Generic[S]):
         """Whether the session has ended, or could not be made."""
         return self._over is not None
 
-    def submit(self, work: Callable[[S, Mailbox[T]], Awaitable[None]]) -> Job[S, T]:
+    def submit(self, work: Callable[[S, Mailbox[T]], Awaitable[None]]) -> ClientJob[S, T]:
         """Start a job."""
-        job = Job(self, work)
+        job = ClientJob(self, work)
         if not self.call_soon(lambda: self._start(job)):
             job.mailbox.close(self._over or ClientClosed("the client is closed"))
         return job
@@ -146,7 +147,7 @@ class Background(Generic[S]):
             for job in self._waiting:
                 job.mailbox.close(over)
 
-    def _start(self, job: Job[S, Any]) -> None:
+    def _start(self, job: ClientJob[S, Any]) -> None:
         if self._over is not None or self._stopping:
             job.mailbox.close(self._over or ClientClosed("the client is closed"))
         elif self._nursery is None or self._session is None:

@@ -1,4 +1,6 @@
-"""The command line. Only the parser lives here, so that `--help` is instant; commands are loaded when one runs."""
+"""The command line. Only the parser lives here, so that `--help` is instant; commands are loaded
+when one runs.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def _explain(error: BaseException) -> int | None:
 
 
 def _discard_output() -> None:
-    """Let what is still to be written go nowhere: the interpreter would complain again when it flushes at exit."""
+    """Let what is still to be written go nowhere: the interpreter would complain again when it
+    flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -264,7 +267,7 @@ def _add_path(commands: Commands[_Parser]) -> None:
     parser = _command(
         commands,
         "path",
-        "explain which way KV would take from one node to another, and why",
+        "explain by which path KV would go from one node to another, and why",
         "p2pserve path ..x7Gk2P ..9fQm1A --megabytes 80",
         ("table", "json"),
     )

@@ -3,11 +3,11 @@
     with Client("p2p_client_...") as client:
         print(client.generate("def fibonacci(n):", max_tokens=40).text)
         with client.generate("import ", stream=True) as stream:
-            for piece in stream:
-                print(piece.text, end="", flush=True)
+            for delta in stream:
+                print(delta.text, end="", flush=True)
 
-Both clients keep one background thread that talks to the network, and differ only in how a consumer waits for
-it. The connection is made when it is first needed, or by entering the client.
+Both clients keep one background thread that talks to the network, and differ only in how a
+consumer waits for it. The connection is made when it is first needed, or by entering the client.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final, overload
@@ -23,19 +24,20 @@ from typing import Any, Literal, Self, TypeVar, Unpack, final, overload
 import trio
 
 from ..node.messages import Generate, Status
-from .background import Background, Job
+from .background import Background, ClientJob
 from .environment import network_address
 from .errors import ClientClosed, InvalidRequest, RequestFailed
 from .mailbox import EndOfMail, Mailbox
-from .requests import GenerateOptions, Generation, Piece, build_request
+from .requests import GenerateOptions, Generation, TextDelta, build_request
 from .session import Session, check_target, open_session
 
-__all__ = ["AsyncClient", "AsyncGenerationStream", "Client", "Generation", "GenerationStream", "Piece"]
+__all__ = ["AsyncClient", "AsyncGenerationStream", "Client", "Generation", "GenerationStream", "TextDelta"]
 
 Messages = list[dict[str, str]]
-Letter = Piece | Generation
+Letter = TextDelta | Generation
 T = TypeVar("T")
 Work = Callable[[Session, Mailbox[T]], Awaitable[None]]
+Connect = Callable[[], AbstractAsyncContextManager[Session]]
 
 
 async def _serve_generate(body: Generate, session: Session, mailbox: Mailbox[Letter]) -> None:
@@ -52,15 +54,18 @@ async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
 
 @final
 class _Connection:
-    """The network thread of a client: started when first needed, and again after an attempt that failed."""
+    """The network thread of a client: started when first needed, and again after an attempt that
+    failed."""
 
-    def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float) -> None:
-        where, secret = network_address(bootstrap, token)
-        check_target(where, secret)
+    def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float, connect: Connect | None) -> None:
         given: object = timeout_s  # whatever an untyped program passes
         if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
             raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a number of seconds above 0")
-        self.connect = partial(open_session, where, secret, timeout_s)
+        if connect is None:
+            where, secret = network_address(bootstrap, token)
+            check_target(where, secret)
+            connect = partial(open_session, where, secret, timeout_s)
+        self._connect = connect
         self._lock = threading.Lock()
         self._background: Background[Session] | None = None
         self._closed = False
@@ -74,7 +79,7 @@ class _Connection:
                 self._background.close()  # its thread is about to end
                 self._background = None
             if self._background is None:
-                self._background = Background(self.connect)
+                self._background = Background(self._connect)
             return self._background
 
     def end(self) -> Background[Session] | None:
@@ -94,22 +99,37 @@ class _Connection:
         return "closed" if self._closed else repr(self._background or "not connected")
 
 
-@final
-class GenerationStream:
-    """An answer as it is written: iterate over its pieces, then read `result`.
+class _Answering:
+    """An answer on its way: the job that brings it, and the whole of it once it has come."""
 
-    Closing it, also by leaving a `with` block, cancels the request on the network unless it has ended.
-    """
-
-    def __init__(self, job: Job[Session, Letter]) -> None:
+    def __init__(self, job: ClientJob[Session, Letter]) -> None:
         self._job = job
         self._result: Generation | None = None
+        # A stream that nobody holds any more cancels its request as if it had been closed.
         self._abandon = weakref.finalize(self, job.cancel)
 
     @property
     def result(self) -> Generation:
         """The complete answer. Raises RequestFailed while there is none."""
-        return _result(self._result)
+        if self._result is None:
+            raise RequestFailed("result: the answer is not complete; iterate over the stream to its end first")
+        return self._result
+
+    def _new_text(self, letter: Letter) -> TextDelta | None:
+        """What a letter adds to the text; None for the last one, which is the result."""
+        if isinstance(letter, TextDelta):
+            return letter
+        self._result = letter
+        self._abandon()
+        return None
+
+
+@final
+class GenerationStream(_Answering):
+    """An answer as it is decoded: iterate over its `TextDelta`s, then read `result`.
+
+    Closing it, also by leaving a `with` block, cancels the request on the network unless it has
+    ended."""
 
     def close(self) -> None:
         """Stop here."""
@@ -118,21 +138,19 @@ class GenerationStream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> TextDelta:
         if self._result is not None:
             raise StopIteration
         try:
-            letter = self._job.mailbox.take()
+            new = self._new_text(self._job.mailbox.take())
         except EndOfMail:
             raise StopIteration from None
         except BaseException:  # also KeyboardInterrupt: nobody will read on
             self.close()
             raise
-        if isinstance(letter, Piece):
-            return letter
-        self._result = letter
-        self.close()
-        raise StopIteration
+        if new is None:
+            raise StopIteration
+        return new
 
     def __enter__(self) -> Self:
         return self
@@ -144,18 +162,8 @@ class GenerationStream:
 
 
 @final
-class AsyncGenerationStream:
-    """An answer as it is written, for `async for`; see `GenerationStream`. Under asyncio and under trio."""
-
-    def __init__(self, job: Job[Session, Letter]) -> None:
-        self._job = job
-        self._result: Generation | None = None
-        self._abandon = weakref.finalize(self, job.cancel)
-
-    @property
-    def result(self) -> Generation:
-        """The complete answer. Raises RequestFailed while there is none."""
-        return _result(self._result)
+class AsyncGenerationStream(_Answering):
+    """An answer as it is decoded, for `async for`; see `GenerationStream`. For asyncio and trio."""
 
     async def aclose(self) -> None:
         """Stop here."""
@@ -164,21 +172,19 @@ class AsyncGenerationStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TextDelta:
         if self._result is not None:
             raise StopAsyncIteration
         try:
-            letter = await self._job.mailbox.take_async()
+            new = self._new_text(await self._job.mailbox.take_async())
         except EndOfMail:
             raise StopAsyncIteration from None
         except BaseException:  # also a cancellation: nobody will read on
             self._abandon()
             raise
-        if isinstance(letter, Piece):
-            return letter
-        self._result = letter
-        self._abandon()
-        raise StopAsyncIteration
+        if new is None:
+            raise StopAsyncIteration
+        return new
 
     async def __aenter__(self) -> Self:
         return self
@@ -198,13 +204,21 @@ class Client:
             left out, what P2PSERVE_BOOTSTRAP says.
         token: the join token when `bootstrap` is an address; left out, what P2PSERVE_TOKEN says.
         timeout_s: how long to try to reach the network, and to look for a node that serves.
+        connect: makes the session instead of joining at an address, for tests of what uses a client.
 
     Raises:
         InvalidAddress: the address or the token is malformed.
     """
 
-    def __init__(self, bootstrap: str | None = None, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        self._connection = _Connection(bootstrap, token, timeout_s)
+    def __init__(
+        self,
+        bootstrap: str | None = None,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        connect: Connect | None = None,
+    ) -> None:
+        self._connection = _Connection(bootstrap, token, timeout_s, connect)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __repr__(self) -> str:
@@ -240,9 +254,9 @@ class Client:
     ) -> Generation | GenerationStream:
         """Continue a `prompt`, or answer `messages` (`{"role": ..., "content": ...}`).
 
-        See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent, ConnectionFailed,
-        RequestFailed or DeadlineExceeded; with `stream=True` the stream raises the latter three.
-        """
+        See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent,
+        ConnectionFailed, RequestFailed or DeadlineExceeded; with `stream=True` the stream raises
+        the latter three."""
         body = build_request(prompt, messages, options)
         answer = GenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
         if stream:
@@ -257,7 +271,8 @@ class Client:
         return self._call(_serve_status)
 
     def connect(self) -> None:
-        """Reach the network now instead of with the first request. Raises ConnectionFailed, InvalidAddress."""
+        """Reach the network now instead of with the first request. Raises ConnectionFailed,
+        InvalidAddress."""
         self._call(_serve_ready)
 
     def close(self) -> None:
@@ -289,8 +304,15 @@ class Client:
 class AsyncClient:
     """A client for trio and asyncio. See `Client` for the arguments."""
 
-    def __init__(self, bootstrap: str | None = None, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        self._connection = _Connection(bootstrap, token, timeout_s)
+    def __init__(
+        self,
+        bootstrap: str | None = None,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        connect: Connect | None = None,
+    ) -> None:
+        self._connection = _Connection(bootstrap, token, timeout_s, connect)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __repr__(self) -> str:
@@ -324,7 +346,8 @@ class AsyncClient:
         stream: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Coroutine[Any, Any, Generation] | AsyncGenerationStream:
-        """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with `async for`."""
+        """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with
+        `async for`."""
         body = build_request(prompt, messages, options)
         if not stream:
             return self._generate(body)
@@ -342,7 +365,8 @@ class AsyncClient:
         return await self._call(_serve_status)
 
     async def connect(self) -> None:
-        """Reach the network now instead of with the first request. Raises ConnectionFailed, InvalidAddress."""
+        """Reach the network now instead of with the first request. Raises ConnectionFailed,
+        InvalidAddress."""
         await self._call(_serve_ready)
 
     async def aclose(self) -> None:
@@ -376,9 +400,3 @@ class AsyncClient:
             return await job.mailbox.take_async()
         finally:
             job.cancel()
-
-
-def _result(result: Generation | None) -> Generation:
-    if result is None:
-        raise RequestFailed("result: the answer is not complete; iterate over the stream to its end first")
-    return result

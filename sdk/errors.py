@@ -51,8 +51,8 @@ class ClientClosed(ClientError):
 def first_of(error: BaseException, kinds: tuple[type[E], ...]) -> E | None:
     """The first error of these kinds in `error`, which may be an exception group of any depth.
 
-    Tasks that run side by side report their errors in groups; a person wants the one line that explains them.
-    """
+    Tasks that run side by side report their errors in groups; a person wants the one line that
+    explains them."""
     if isinstance(error, kinds):
         return error
     if isinstance(error, BaseExceptionGroup):

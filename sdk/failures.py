@@ -9,10 +9,11 @@ from ..coordinator.costs.model_shape import ModelShapeError
 from ..coordinator.planning.model.cluster import ClusterError
 from ..coordinator.planning.model.errors import NoPlan, UnservedError
 from ..coordinator.planning.model.workload import WorkloadError
+from ..kernels.errors import CodecError
 from ..kvtransport.errors import FiguresError
-from ..node.box.home import NodeError
+from ..node.box.home import NodeError, NodeUsageError
 from ..node.models import ModelError
-from ..node.replica.engine_link import EngineError
+from ..node.replica.engine_link import EngineError, EngineRefused
 from ..node.requests.text import PromptError
 from ..sims.records import TraceError
 from ..sims.results.report import ReportError
@@ -35,15 +36,18 @@ _USAGE = (
     InvalidRequest,
     UsageError,
     ClusterError,
+    EngineRefused,
     GpuError,
     ModelShapeError,
     NoPlan,
+    NodeUsageError,
     SetupError,
     TraceError,
     WorkloadError,
     WorldError,
 )
 _FAILED = (
+    CodecError,
     CapacityError,
     PlanError,
     ReportError,
@@ -57,7 +61,8 @@ _FAILED = (
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and one line for an error that users are meant to see, at any depth; None for a bug of ours."""
+    """Exit code and one line for an error that users are meant to see, at any depth; None for a
+    bug of ours."""
     found: BaseException | None = first_of(error, (*_USAGE, *_FAILED))
     if found is None:
         return None

@@ -16,12 +16,12 @@ from ..node.requests.text import PromptError
 from .errors import InvalidRequest
 
 __all__ = [
-    "Candidate",
     "Diverged",
+    "GatewayCandidate",
     "GenerateOptions",
     "Generation",
-    "Piece",
     "Replay",
+    "TextDelta",
     "build_request",
     "check_service",
     "gateways",
@@ -51,7 +51,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """New text of an answer, and the tokens that arrived with it (a token need not complete a character)."""
 
     text: str
@@ -108,7 +108,7 @@ class Diverged(Exception):
 
 @final
 class Replay:
-    """An answer over several gateways: each piece is handed on once, whatever is sent again.
+    """An answer over several gateways: each delta is handed on once, whatever is sent again.
 
     `service` is the one that the first gateway gave; the others have to be of the same.
     """
@@ -128,7 +128,7 @@ class Replay:
         """The next gateway goes on after the tokens, and says the text from the start."""
         self._at_token, self._at_text = len(self.tokens), 0
 
-    def take(self, chunk: AnswerUpdate) -> Piece | None:
+    def take(self, chunk: AnswerUpdate) -> TextDelta | None:
         """What is new in an update of the current gateway. Raises Diverged."""
         again = min(len(chunk.tokens), len(self.tokens) - self._at_token)
         if list(chunk.tokens[:again]) != self.tokens[self._at_token : self._at_token + again]:
@@ -136,16 +136,16 @@ class Replay:
         said = min(len(chunk.text), len(self.text) - self._at_text)
         if chunk.text[:said] != self.text[self._at_text : self._at_text + said]:
             raise Diverged
-        piece = Piece(chunk.text[said:], chunk.tokens[again:])
+        delta = TextDelta(chunk.text[said:], chunk.tokens[again:])
         self._at_token += len(chunk.tokens)
         self._at_text += len(chunk.text)
-        self.tokens += piece.tokens
-        self.text += piece.text
-        return piece if piece.text or piece.tokens else None
+        self.tokens += delta.tokens
+        self.text += delta.text
+        return delta if delta.text or delta.tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class GatewayCandidate:
     """A living node as a client sees it."""
 
     peer: PeerId
@@ -158,7 +158,7 @@ class Candidate:
         return self.advert.model.service if self.advert is not None and self.advert.model is not None else None
 
 
-def check_service(candidates: Sequence[Candidate], service: str | None) -> None:
+def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -> None:
     """Raise InvalidRequest where all nodes have told what they offer, and none of it is `service`."""
     models = [each.advert.model for each in candidates if each.advert is not None and each.advert.model is not None]
     if service is None or not models or any(candidate.advert is None for candidate in candidates):
@@ -168,7 +168,7 @@ def check_service(candidates: Sequence[Candidate], service: str | None) -> None:
         raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
 
 
-def gateways(candidates: Iterable[Candidate], service: str | None, planned: str | None = None) -> list[PeerId]:
+def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None = None) -> list[PeerId]:
     """Who may take a request, best first: engine ready before any other with a model, then the nearest.
 
     One that names no `service` goes to the `planned` one, which has a plan, where any node offers that.

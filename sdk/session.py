@@ -53,7 +53,7 @@ from .errors import (
     RequestFailed,
     first_of,
 )
-from .requests import Candidate, Diverged, Generation, Piece, Replay, check_service, gateways, new_request_id
+from .requests import Diverged, GatewayCandidate, Generation, Replay, TextDelta, check_service, gateways, new_request_id
 
 __all__ = ["Session", "check_target", "open_session"]
 
@@ -190,7 +190,7 @@ class Session:
                 await self._network.wait_changed(revision)
         raise ConnectionFailed(reason)
 
-    async def generate(self, body: Generate, deliver: Callable[[Piece], None]) -> Generation:
+    async def generate(self, body: Generate, deliver: Callable[[TextDelta], None]) -> Generation:
         """Run a request to its end. Raises InvalidRequest, RequestFailed or DeadlineExceeded.
 
         A gateway that is lost is replaced by another one, which goes on from the tokens that are there:
@@ -217,7 +217,7 @@ class Session:
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
 
     async def _attempt(
-        self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[Piece], None]
+        self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[TextDelta], None]
     ) -> Generation:
         send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
         self._inboxes[body.request] = _Inbox(gateway, send)
@@ -228,9 +228,9 @@ class Session:
                 if update is None:
                     running = False
                     raise _GatewayLost("the connection to it broke")
-                piece = replay.take(update)
-                if piece is not None:
-                    deliver(piece)
+                delta = replay.take(update)
+                if delta is not None:
+                    deliver(delta)
                 if update.finish is not None:
                     running = False
                     return _finished(update, replay)
@@ -321,10 +321,10 @@ class Session:
             self._view.consider_plan(*leader, payload)
         return self._view.plan.service if self._view.plan is not None else None
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[GatewayCandidate]:
         self._view.update(self._network.entries(ADVERT))
         return [
-            Candidate(
+            GatewayCandidate(
                 peer=member.peer_id,
                 advert=self._view.adverts.get(member.peer_id),
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
@@ -352,7 +352,7 @@ def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
     return Generation(replay.text, tuple(replay.tokens), update.finish or "", update.figures)
 
 
-def _nearness(candidate: Candidate) -> tuple[float, str]:
+def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:
     return (candidate.rtt_s if candidate.rtt_s is not None else float("inf"), candidate.peer)
 
 

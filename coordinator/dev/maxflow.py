@@ -23,7 +23,7 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
-__all__ = ["LayerRange", "NoPlacement", "NodeKind", "compute_bound", "least_layer", "max_flow", "one_pipeline", "place"]
+__all__ = ["NoPlacement", "NodeKind", "NodeLayers", "compute_bound", "least_layer", "max_flow", "one_pipeline", "place"]
 
 WIDEST: Final = 8
 """Layers of the longest segment."""
@@ -51,7 +51,7 @@ class NodeKind:
     tokens_s: tuple[float, ...]
 
 
-class LayerRange(NamedTuple):
+class NodeLayers(NamedTuple):
     """A node of a kind (its index) holds layers [first, last)."""
 
     kind: int
@@ -60,7 +60,7 @@ class LayerRange(NamedTuple):
 
 
 Counts = tuple[int, ...]  # nodes of each kind
-Covers = dict[Counts, tuple[LayerRange, ...]]  # how so many nodes cover a segment that begins at 0
+Covers = dict[Counts, tuple[NodeLayers, ...]]  # how so many nodes cover a segment that begins at 0
 
 
 def compute_bound(kinds: Sequence[NodeKind], layers: int) -> float:
@@ -83,7 +83,7 @@ def one_pipeline(kinds: Sequence[NodeKind], layers: int) -> float:
     return max((rate for kind in kinds for rate in kind.tokens_s if held(rate) >= layers), default=0.0)
 
 
-def least_layer(kinds: Sequence[NodeKind], placements: Sequence[LayerRange], layers: int) -> float:
+def least_layer(kinds: Sequence[NodeKind], placements: Sequence[NodeLayers], layers: int) -> float:
     """Tokens per second through the layer that passes the fewest, which is the max flow where links
     do not bind."""
     passed = np.zeros(layers)
@@ -93,7 +93,7 @@ def least_layer(kinds: Sequence[NodeKind], placements: Sequence[LayerRange], lay
 
 
 def max_flow(
-    kinds: Sequence[NodeKind], placements: Sequence[LayerRange], layers: int, *, link_tokens_s: float = inf
+    kinds: Sequence[NodeKind], placements: Sequence[NodeLayers], layers: int, *, link_tokens_s: float = inf
 ) -> float:
     """Tokens per second from the first layer to the last over the whole graph: from node i to node
     j there is a link, of `link_tokens_s`, where j holds the layer behind the last of i."""
@@ -113,7 +113,7 @@ def max_flow(
     return float(maximum_flow(graph, source, sink).flow_value / _SCALE)
 
 
-def place(kinds: Sequence[NodeKind], layers: int) -> tuple[LayerRange, ...]:
+def place(kinds: Sequence[NodeKind], layers: int) -> tuple[NodeLayers, ...]:
     """Layer ranges with the highest flow found. Raises NoPlacement where the nodes do not hold all
     layers."""
     low, high = 0.0, compute_bound(kinds, layers)
@@ -130,7 +130,7 @@ def place(kinds: Sequence[NodeKind], layers: int) -> tuple[LayerRange, ...]:
     return found
 
 
-def _placed(kinds: Sequence[NodeKind], layers: int, flow: float) -> tuple[LayerRange, ...] | None:
+def _placed(kinds: Sequence[NodeKind], layers: int, flow: float) -> tuple[NodeLayers, ...] | None:
     """Segments next to each other, each passing `flow`, with as little capacity as possible; None
     where the nodes do not suffice."""
     covers = _Segments(kinds).covers
@@ -153,11 +153,11 @@ def _placed(kinds: Sequence[NodeKind], layers: int, flow: float) -> tuple[LayerR
     )
     if chosen.x is None:
         return None
-    placements: list[LayerRange] = []
+    placements: list[NodeLayers] = []
     first = 0
     for (width, _, pieces), times in zip(columns, np.rint(chosen.x).astype(int), strict=True):
         for _ in range(times):
-            placements.extend(LayerRange(kind, first + start, first + end) for kind, start, end in pieces)
+            placements.extend(NodeLayers(kind, first + start, first + end) for kind, start, end in pieces)
             first += width
     return tuple(placements)
 
@@ -189,7 +189,7 @@ class _Segments:
             if width <= len(rates):
                 for counts, pieces in self.covers(width, flow - rates[width - 1], number, depth - 1).items():
                     more = tuple(count + (place == number) for place, count in enumerate(counts))
-                    found[more] = (LayerRange(number, 0, width), *pieces)
+                    found[more] = (NodeLayers(number, 0, width), *pieces)
         return found
 
     def _halved(self, width: int, flow: float, depth: int) -> Covers:
@@ -200,7 +200,7 @@ class _Segments:
             )
             for (some, low), (others, high) in pairs:
                 counts = tuple(one + two for one, two in zip(some, others, strict=True))
-                found[counts] = (*low, *(LayerRange(kind, left + start, left + end) for kind, start, end in high))
+                found[counts] = (*low, *(NodeLayers(kind, left + start, left + end) for kind, start, end in high))
         return found
 
 

@@ -1,7 +1,9 @@
-"""What the codecs cost in quality, in one table: `python -m p2pserve.kernels.quality [--format json] [--quick]`.
+"""What the codecs cost in quality, in one table:
+`python -m p2pserve.kernels.quality [--format json] [--quick]`.
 
-`--quick` measures the same on a small sample, in a minute or two, to see that nothing is broken: its
-figures are not those of the docs. Exits with 1 where a figure is beyond its bound (`broken_bounds`).
+`--quick` measures the same on a small sample, in a minute or two, to see that nothing is broken:
+its figures are not those of the docs. Exits with 1 where a figure is beyond its bound
+(`broken_bounds`).
 
 Three parts, each labelled in the output with what it was measured on:
 
@@ -45,9 +47,8 @@ __all__ = [
 
 BATCH = 10  # continuations at once
 KV4_BITS, KV4_PERPLEXITY, FP8_PERPLEXITY = 4.5, 3.0, 1.0
-"""Most bits per element, and by how many percent the perplexity may be worse than `raw`'s: far above what is measured,
-far below what a broken codec does.
-"""
+"""Most bits per element, and by how many percent the perplexity may be worse than `raw`'s: far
+above what is measured, far below what a broken codec does."""
 ROUGES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rouge_l": "ROUGE-L"}
 
 
@@ -102,7 +103,8 @@ QUICK = Sample(
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What the model says: codec -> value; of `kv4` minus `kivi4`, figure -> mean and standard error."""
+    """What the model says: codec -> value; of `kv4` minus `kivi4`, figure -> mean and standard
+    error."""
 
     perplexity: dict[str, float]
     divergence: dict[str, float]

@@ -1,7 +1,9 @@
-"""The bundled model with its KV cache sent through a codec: losses, divergences and greedy continuations.
+"""The bundled model with its KV cache sent through a codec: losses, divergences and greedy
+continuations.
 
-Weights and arithmetic are fp32, so that the only rounding is the cache's own. Keys (after RoPE) and values are
-rounded to bf16 for every codec, `raw` included, then encoded and decoded as a prompt of that length would be.
+Weights and arithmetic are fp32, so that the only rounding is the cache's own. Keys (after RoPE)
+and values are rounded to bf16 for every codec, `raw` included, then encoded and decoded as a
+prompt of that length would be.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ _ATTENTION = "p2pserve_codec"
 class TokenScores:
     """What a codec does to the prediction of each scored token, in nats, fp64 `[tokens]`.
 
-    `loss`: of the token that came. `divergence`: KL(prediction after `raw` || prediction after the codec), which
-    looks at all tokens that might have come and so tells codecs apart that the loss does not.
-    """
+    `loss`: of the token that came. `divergence`: KL(prediction after `raw` || prediction after the
+    codec), which looks at all tokens that might have come and so tells codecs apart that the loss
+    does not."""
 
     loss: torch.Tensor
     divergence: torch.Tensor
@@ -57,7 +59,8 @@ class TokenScores:
 
 
 class Window(NamedTuple):
-    """A run of a text: where it starts, the first token to score in it, and its ids with the one after it."""
+    """A run of a text: where it starts, the first token to score in it, and its ids with the one
+    after it."""
 
     start: int
     first_scored: int
@@ -73,7 +76,8 @@ class BundledModel:
     """The model that ships in `node/bundled`, with a codec between its prefill and its attention."""
 
     def __init__(self, source: Callable[[str], str] = module_source) -> None:
-        """Load the model; `source` gives a module's text. Raises ModuleNotFoundError without transformers."""
+        """Load the model; `source` gives a module's text. Raises ModuleNotFoundError without
+        transformers."""
         from tokenizers import Tokenizer
         from transformers import AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -101,8 +105,7 @@ class BundledModel:
         """The scored tokens of the windows after every codec; `advance` after every window of each.
 
         All codecs go through a window before the next one comes, so that one window's predictions
-        after `raw` are all that is kept of them.
-        """
+        after `raw` are all that is kept of them."""
         losses: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         divergences: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         for window in windows:
@@ -116,7 +119,8 @@ class BundledModel:
         return {codec: TokenScores(torch.cat(losses[codec]), torch.cat(divergences[codec])) for codec in codecs}
 
     def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
-        """`count` greedy tokens after each of `[prompts, tokens]`, from a cache that came through the codec."""
+        """`count` greedy tokens after each of `[prompts, tokens]`, from a cache that came through
+        the codec."""
         self._codec = "raw"
         found = []
         with torch.inference_mode():
@@ -147,7 +151,8 @@ class BundledModel:
         return [window for ids in texts for window in islice(cut_windows(ids), most)]
 
     def _predictions(self, codec: str, window: torch.Tensor, scored: int) -> torch.Tensor:
-        """Log-probabilities `[tokens, vocabulary]` of what follows each token of the window from `scored` on."""
+        """Log-probabilities `[tokens, vocabulary]` of what follows each token of the window from
+        `scored` on."""
         self._codec = codec
         with torch.inference_mode():
             logits: torch.Tensor = self._model(input_ids=window[None, :-1], use_cache=False).logits[0, scored:]
@@ -170,8 +175,7 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 def cut_windows(ids: torch.Tensor) -> Iterator[Window]:
     """Windows of 2048 tokens that overlap by half, as in the model's own evaluation.
 
-    So a token past the first window is predicted from at least 1024 tokens before it.
-    """
+    So a token past the first window is predicted from at least 1024 tokens before it."""
     scored, start = 1, 0  # the first token is given
     while scored < len(ids):
         window = ids[start : start + WINDOW_TOKENS + 1]

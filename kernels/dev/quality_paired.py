@@ -1,6 +1,8 @@
-"""Two codecs judged on the same items: their mean difference, and how far chance alone would move it.
+"""Two codecs judged on the same items: their mean difference, and how far chance alone would move
+it.
 
-Most of what makes a token hard or a continuation tip over is common to both codecs and falls out of the difference.
+Most of what makes a token hard or a continuation tip over is common to both codecs and falls out
+of the difference.
 """
 
 from __future__ import annotations

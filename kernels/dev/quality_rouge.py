@@ -1,6 +1,7 @@
 """ROUGE-1, ROUGE-2 and ROUGE-L between two texts (Lin 2004), as F1 over words.
 
-Words are what Google's `rouge_score` takes for words without stemming: runs of letters and digits, lower case.
+Words are what Google's `rouge_score` takes for words without stemming: runs of letters and digits,
+lower case.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Rouge:
 
 
 def rouge(reference: str, text: str) -> Rouge:
-    """How much of `reference` is in `text` and the reverse; 1 for the same words, even for none or only one."""
+    """How much of `reference` is in `text` and the reverse; 1 for the same words, even for none or
+    only one."""
     expected, found = (_WORD.findall(given.lower()) for given in (reference, text))
     if expected == found:
         return Rouge(1.0, 1.0, 1.0)

@@ -1,4 +1,5 @@
-"""`fp8`: 8-bit floats (e4m3) with power-of-two scales, about 8.1 bits per element. Close to lossless.
+"""`fp8`: 8-bit floats (e4m3) with power-of-two scales, about 8.1 bits per element. Close to
+lossless.
 
 The plain torch code in `reference` is the format. Input is 16-bit: fp32 is rounded to bf16 first
 (to nearest even) and the decoded bf16 values are returned as fp32. Sections follow each other

@@ -1,4 +1,6 @@
-"""Sizes of an `fp8` payload. Pure arithmetic; the folder's docstring specifies what stands in the sections."""
+"""Sizes of an `fp8` payload. Pure arithmetic; the folder's docstring specifies what stands in the
+sections.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ RUN_TOKENS: Final = 32
 
 
 class Fp8Layout(BlockLayout):
-    """Where each section of one fp8 payload begins and ends. Groups at the ends of a block may be shorter."""
+    """Where each section of one fp8 payload begins and ends. Groups at the ends of a block may be
+    shorter."""
 
     @cached_property
     def lead(self) -> int:

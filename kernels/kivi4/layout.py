@@ -1,4 +1,6 @@
-"""Sizes of a `kivi4` payload. Pure arithmetic; the folder's docstring specifies what stands in the sections."""
+"""Sizes of a `kivi4` payload. Pure arithmetic; the folder's docstring specifies what stands in the
+sections.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,8 @@ GROUP: Final = 32
 class Kivi4Layout(BlockLayout):
     """Where each section of one kivi4 payload begins and ends.
 
-    Tokens whose group is not wholly in the block are its residual: `lead` of them before the first whole group, and
-    those behind the last.
-    """
+    Tokens whose group is not wholly in the block are its residual: `lead` of them before the first
+    whole group, and those behind the last."""
 
     @cached_property
     def lead(self) -> int:

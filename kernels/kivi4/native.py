@@ -24,8 +24,7 @@ def available() -> bool:
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout) -> bool | None:
     """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values in whole groups.
 
-    False: there are values that are not finite or too large, and what was written is void.
-    """
+    False: there are values that are not finite or too large, and what was written is void."""
     library = _library(layout)
     if library is None:
         return None
@@ -37,10 +36,10 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Ki
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout) -> bool | None:
-    """Write the `[coded, heads, head_dim]` 16-bit values in whole groups of a payload, both contiguous.
+    """Write the `[coded, heads, head_dim]` 16-bit values in whole groups of a payload, both
+    contiguous.
 
-    False: there are parameters that no encoder writes, and the values are void.
-    """
+    False: there are parameters that no encoder writes, and the values are void."""
     library = _library(layout)
     if library is None:
         return None

@@ -1,4 +1,6 @@
-"""Sizes of a `kv4` payload. Pure arithmetic; the folder's docstring specifies what stands in the sections."""
+"""Sizes of a `kv4` payload. Pure arithmetic; the folder's docstring specifies what stands in the
+sections.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ VALUE_GROUP_CHANNELS: Final = 32
 """Rotated channels that share a grid of V, per token and head."""
 
 EXEMPT_TOKENS: Final = 4
-"""Prompt positions 0..3 collect attention whatever they say (attention sinks), so an error there reaches
-every query.
-"""
+"""Prompt positions 0..3 collect attention whatever they say (attention sinks), so an error there
+reaches every query."""
 
 LEAST_CODED_TOKENS: Final = 4
-"""A block with fewer left travels in 16 bit: the parameters of K would cost more than its codes save."""
+"""A block with fewer left travels in 16 bit: the parameters of K would cost more than its codes
+save."""
 
 
 def value_groups(head_dim: int) -> int:
@@ -38,8 +40,8 @@ def value_groups(head_dim: int) -> int:
 class Kv4Layout(BlockLayout):
     """Where each section of one kv4 payload begins and ends.
 
-    Everything of K is stored as a run of rows out of the arrays that whole spans would have: `*_rows` say which run.
-    """
+    Everything of K is stored as a run of rows out of the arrays that whole spans would have:
+    `*_rows` say which run."""
 
     @cached_property
     def exempt(self) -> int:
@@ -102,7 +104,8 @@ class Kv4Layout(BlockLayout):
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Header, exempt K, exempt V, K bases, K units, K zeros, K steps, K codes, V units, V grids, V codes."""
+        """Header, exempt K, exempt V, K bases, K units, K zeros, K steps, K codes, V units, V
+        grids, V codes."""
         row = self.heads * self.head_dim
         plain = 2 * self.exempt * row
         spans = self.spans * row

@@ -1,9 +1,10 @@
 """`kv4` for GPUs: the same bytes as the reference makes.
 
-K: one program per span of 256 tokens and 64 channels. It reads the span twice, once for its base and unit and
-once to code it, the second time from the caches. V: the Hadamard rotation is a product of fp16 matrices of whole
-numbers on the tensor cores, exact in fp32. Wide heads go through it in chunks, all with the same small matrix, and
-twice to be coded: for the unit of the whole vector, and for the codes of each chunk.
+K: one program per span of 256 tokens and 64 channels. It reads the span twice, once for its base
+and unit and once to code it, the second time from the caches. V: the Hadamard rotation is a
+product of fp16 matrices of whole numbers on the tensor cores, exact in fp32. Wide heads go through
+it in slabs of channels, all with the same small matrix, and twice to be coded: for the unit of the
+whole vector, and for the codes of each slab.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _LAUNCH = {"enable_fp_fusion": False}
 """V also without pipelining: it would keep three copies of the matrix in shared memory."""
 
 _VARYING = ["coded", "lead", "code_first", "code_stop"]
-"""What differs from block to block. Triton would compile a kernel anew for multiples of 16 and others, and for 1."""
+"""What differs from block to block: Triton would compile anew for multiples of 16, others, and 1."""
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
-    """Code `[coded, heads, head_dim]` 16-bit values. Raises `flag` if one is not finite or too large."""
+    """Code `[coded, heads, head_dim]` 16-bit values."""
     into = Kv4Sections.of(payload, layout, k.dtype)
     keys = (*into.keys, flag)
     row = layout.heads * layout.head_dim
@@ -45,10 +46,7 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout, flag: torch.Tensor) -> None:
-    """Write the `[coded, heads, head_dim]` 16-bit values; `k` and `v` must be contiguous.
-
-    Raises `flag` if there is a parameter that no encoder writes.
-    """
+    """Write the `[coded, heads, head_dim]` 16-bit values; `k` and `v` must be contiguous."""
     sections = Kv4Sections.of(payload, layout, k.dtype)
     keys = (*sections.keys, flag)
     row = layout.heads * layout.head_dim
@@ -60,20 +58,22 @@ def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: 
 
 
 def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
-    """Coded tokens, lead, and the first and the last row of codes that are stored, the latter exclusive."""
+    """Coded tokens, lead, and the half-open range of rows of codes that are stored."""
     return layout.coded, layout.lead, layout.code_rows.start, layout.code_rows.stop
 
 
 @cache
 def value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
-    """How vectors of V are cut into chunks, each of whole groups, that are rotated and coded at once.
+    """How vectors of V are cut into slabs, each of whole groups, that are rotated and coded at
+    once.
 
-    A chunk is the whole vector up to 128 channels, padded; of wider ones a run of channels that are rotated together,
-    or 128 of it; a single group where groups lie across the runs (no multiple of 32, so that runs are of 16 at most).
+    A slab is the whole vector up to 128 channels, padded; of wider ones a run of channels that are
+    rotated together, or 128 of it; a single group where groups lie across the runs (no multiple of
+    32, so that runs are of 16 at most).
 
-    head_dim; channels of a group; groups of a chunk; these and half a group padded to powers of two, as shapes must
-    be; side of the matrix, for all runs that a chunk touches; a run's channels as a power of two; vectors of a tile.
-    """
+    head_dim; channels of a group; groups of a slab; these and half a group padded to powers of
+    two, as shapes must be; side of the matrix, for all runs that a slab touches; a run's channels
+    as a power of two; vectors of a tile."""
     groups, together = value_groups(head_dim), head_dim & -head_dim
     width = head_dim // groups
     half = max(8, int(triton.next_power_of_2((width + 1) // 2)))
@@ -93,7 +93,7 @@ def value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
 
 
 def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tuple[object, ...]]:
-    """Grid, and what the kernels take from the matrix on. A program takes several tiles once they fill a GPU."""
+    """Grid, and the arguments from the matrix on. Programs take several tiles once they fill a GPU."""
     head_dim, vectors = layout.head_dim, layout.coded * layout.heads
     tiles = 8 if vectors >= 65536 else 1
     shape = value_shape(head_dim)
@@ -102,7 +102,8 @@ def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tu
 
 
 def small_hadamard(head_dim: int) -> torch.Tensor:
-    """fp16 `[side, side]`: Hadamard matrices of runs along the diagonal, or the corner of one, which is one as well."""
+    """fp16 `[side, side]`: Hadamard matrices of runs along the diagonal, or the corner of one,
+    which is one as well."""
     side, together = value_shape(head_dim)[5].value, head_dim & -head_dim
     runs = side // together | 1  # an odd number of them, so that no more channels are rotated together
     return hadamard(runs * together)[:side, :side].to(torch.float16).contiguous()
@@ -226,7 +227,7 @@ def quantise_values_kernel(
 ) -> None:
     units, grids, codes, flag = into
     width: tl.constexpr = shape[0]
-    chunks: tl.constexpr = width // (shape[1] * shape[2])
+    slabs: tl.constexpr = width // (shape[1] * shape[2])
     block: tl.constexpr = shape[7]
     part: tl.constexpr = 128 if width > 128 else shape[5]
     for tile in range(tiles):
@@ -239,16 +240,16 @@ def quantise_values_kernel(
         exponent = tl.minimum(tl.maximum(reach >> 23, 64), 157)
         first = _rotated(x, matrix, column, valid, exponent, 0, shape)
         most = tl.max(tl.abs(first), 0)
-        for chunk in range(1, chunks):
-            y = _rotated(x, matrix, column, valid, exponent, chunk, shape)
+        for slab in range(1, slabs):
+            y = _rotated(x, matrix, column, valid, exponent, slab, shape)
             most = tl.maximum(most, tl.max(tl.abs(y), 0))
         shift = exponent - 134 - shape[6]
         unit_code = _unit_code(most, shift - 7)
         unit = (_unit(unit_code) * power(-shift))[None, :]
         tl.store(units + column, unit_code.to(tl.uint8), mask=valid)
-        for chunk in range(chunks):  # several are rotated anew: they would not fit into registers
-            y = first if chunks == 1 else _rotated(x, matrix, column, valid, exponent, chunk, shape)
-            _code_values(y, (grids, codes), vectors, column, valid, unit, chunk, shape)
+        for slab in range(slabs):  # several are rotated anew: they would not fit into registers
+            y = first if slabs == 1 else _rotated(x, matrix, column, valid, exponent, slab, shape)
+            _code_values(y, (grids, codes), vectors, column, valid, unit, slab, shape)
 
 
 @triton.jit  # type: ignore[misc]
@@ -258,13 +259,13 @@ def _rotated(
     column: tl.tensor,
     valid: tl.tensor,
     exponent: tl.tensor,
-    chunk: tl.tensor,
+    slab: tl.tensor,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """A chunk of some vectors, rotated: lines (group, half, channel of the half), each padded, by vectors.
+    """A slab of some vectors, rotated: lines (group, half, channel of the half), each padded, by
+    vectors.
 
-    What pads is 0 or repeats a channel of the chunk, so that it adds nothing to the largest |y|.
-    """
+    What pads is 0 or repeats a channel of the slab, so that it adds nothing to the largest |y|."""
     width: tl.constexpr = shape[0]
     group: tl.constexpr = shape[1]
     taken: tl.constexpr = shape[2]
@@ -277,7 +278,7 @@ def _rotated(
     if group != 2 * high:
         line = line // (2 * high) * group + line // high % 2 * ((group + 1) // 2) + line % high
         line = tl.minimum(line, group * taken - 1)
-    first = chunk * (group * taken)
+    first = slab * (group * taken)
     line += first % min(together, side)
     begin = first // together * together
     y = tl.zeros((lines, shape[7]), tl.float32)
@@ -287,7 +288,7 @@ def _rotated(
         whole = nearby(_vectors(x, column, valid, begin + start, width, part) * factor)
         for other in range(1, together // side):
             values = _vectors(x, column, valid, begin + other * side, width, part)
-            whole += nearby(values * factor) * sign(chunk, other)
+            whole += nearby(values * factor) * sign(slab, other)
         y = tl.dot(signs, whole.to(tl.float16), y)
     return rounded(y, tl.bfloat16)
 
@@ -296,9 +297,9 @@ def _rotated(
 def sign(line: tl.tensor, column: tl.tensor) -> tl.tensor:
     """1 or -1: what Sylvester's matrix has in this line and this column, the latter below 8.
 
-    The matrix of a longer run is that of 128 in all places, times these signs. So its parts are added with them, which
-    gives whole numbers of at most 2048, exact in fp16, and the sum is rotated.
-    """
+    The matrix of a longer run is that of 128 in all places, times these signs. So its parts are
+    added with them, which gives whole numbers of at most 2048, exact in fp16, and the sum is
+    rotated."""
     return 1.0 - 2.0 * ((0x96 >> (line & column)) & 1)
 
 
@@ -310,7 +311,7 @@ def _code_values(
     column: tl.tensor,
     valid: tl.tensor,
     unit: tl.tensor,
-    chunk: tl.tensor,
+    slab: tl.tensor,
     shape: tl.constexpr,
 ) -> None:
     """Write grids and codes of what `_rotated` gave."""
@@ -346,7 +347,7 @@ def _code_values(
         smallest = tl.minimum(squares, smallest)
     code = tl.where(real, _code(y, shift[:, None, None, :]), 0)
     packed = tl.sum(code << (4 * side), 1)
-    group += chunk * taken
+    group += slab * taken
     grid = step - 9.0 + (place + 16.0) * 8.0
     tl.store(grids + group[:, None] * vectors + column[None, :], grid.to(tl.uint8), mask=there & valid[None, :])
     to = (group[:, None] * half + lane[None, :])[:, :, None] * vectors + column[None, None, :]
@@ -370,13 +371,13 @@ def dequantise_values_kernel(
         column = (tl.program_id(0).to(tl.int64) * tiles + tile) * block + tl.arange(0, block)
         valid = column < vectors
         unit = _unit(tl.load(units + column, mask=valid, other=0).to(tl.int32))[None, :]
-        for chunk in range((width + part - 1) // part):
-            channel = chunk * part + line
-            begin = chunk * part // together * together
+        for slab in range((width + part - 1) // part):
+            channel = slab * part + line
+            begin = slab * part // together * together
             whole = _whole((grids, codes), vectors, column, valid, begin + line, shape)
             for other in range(1, together // part):
                 values = _whole((grids, codes), vectors, column, valid, begin + other * part + line, shape)
-                whole += values * sign(chunk, other)
+                whole += values * sign(slab, other)
             signs = tl.load(matrix + line[None, :] * side + line[:, None])
             y = clamped(rounded(tl.dot(signs, whole.to(tl.float16)), tl.bfloat16) * unit, sixteen)
             mask = (channel < width)[:, None] & valid[None, :]
@@ -409,7 +410,8 @@ def _whole(
 def _tokens(
     x: tl.tensor, begin: tl.tensor, coded: tl.tensor, width: tl.tensor, channel: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
-    """The two halves `[16, channels]` of a group of tokens; the nearest coded one stands for each missing one."""
+    """The two halves `[16, channels]` of a group of tokens; the nearest coded one stands for each
+    missing one."""
     row = tl.arange(0, 16)
     first = tl.minimum(tl.maximum(begin + row, 0), coded - 1).to(tl.int64)
     second = tl.minimum(tl.maximum(begin + 16 + row, 0), coded - 1).to(tl.int64)

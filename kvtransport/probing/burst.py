@@ -39,7 +39,7 @@ from .burst_ticket import (
 )
 from .estimates import BurstSample
 
-__all__ = ["BurstEnds", "BurstGate", "accept_burst", "dial_burst", "read_burst_hello", "receive_burst", "send_burst"]
+__all__ = ["BurstEnds", "BurstGate", "dial_burst", "read_burst_hello", "receive_burst", "send_burst"]
 
 _BLOCK_BYTES = 256 * 1024
 _LOOK_S = 0.02
@@ -153,31 +153,6 @@ def dial_burst(ticket: BurstTicket, host: str, port: int, timeout: float) -> Bur
         text = f"{host}:{port}, burst connection {len(socks)}: {error.strerror or error}"
         raise (TransferTimeout if isinstance(error, TimeoutError) else ConnectionClosed)(text) from None
     return BurstEnds(ticket, tuple(socks))
-
-
-def accept_burst(listener: socket.socket, ticket: BurstTicket, timeout: float) -> BurstEnds:
-    """All connections of a burst from a listener that serves nothing else; what does not belong is
-    hung up on."""
-    gate = BurstGate(ticket)
-    until = time.monotonic() + timeout
-    try:
-        while (left := until - time.monotonic()) > 0.0:
-            listener.settimeout(left)
-            try:
-                sock, _ = listener.accept()
-            except TimeoutError:
-                break
-            try:
-                gate.attach(sock, read_burst_hello(sock, min(left, 2.0)))
-            except (KVProtocolError, ConnectionClosed, TransferTimeout):
-                sock.close()
-                continue
-            if gate.complete:
-                break
-    except BaseException:
-        gate.close()
-        raise
-    return gate.wait(0.0)
 
 
 def send_burst(ends: BurstEnds) -> BurstSample:

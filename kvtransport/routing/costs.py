@@ -51,11 +51,6 @@ class TransferCost:
         """Dollars for each gigabyte that arrived; 0 when none did."""
         return self.usd / (self.payload_bytes / GB) if self.payload_bytes else 0.0
 
-    def paid_by(self, box: str) -> float:
-        """What this box's owner is billed for, in dollars."""
-        up = fsum(hop.usd_up for hop in self.hops if hop.source == box)
-        return up + fsum(hop.usd_down for hop in self.hops if hop.target == box)
-
     def explain(self) -> str:
         """One line for people."""
         hops = ", ".join(f"{hop.source} > {hop.target} {hop.bytes / 1e6:.1f} MB" for hop in self.hops)

@@ -15,6 +15,10 @@ class NodeError(Exception):
     """The node cannot run. The text is one line for the user."""
 
 
+class NodeUsageError(NodeError):
+    """What the owner has asked for cannot be: the text names the option and the fix."""
+
+
 @contextmanager
 def locked(home: Path) -> Iterator[None]:
     """Hold `home` for this process; the lock file names its pid. Raises NodeError when another node runs there."""

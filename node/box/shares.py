@@ -25,7 +25,7 @@ from .fitting import (
     step_tokens_on,
 )
 from .hardware import Hardware
-from .home import NodeError
+from .home import NodeError, NodeUsageError
 
 __all__ = ["Share", "choose_limits", "share_of"]
 
@@ -46,6 +46,11 @@ class Share:
 def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) -> Share:
     """As many layers as there is room for: with fewer than all, the box is to be a stage. Unless the owner says how
     long requests may be, all layers go before long requests. Raises NodeError."""
+    if settings.max_model_len is not None and settings.max_model_len > model.max_model_len:
+        raise NodeUsageError(
+            f"max-model-len: {settings.max_model_len} tokens are more than the {model.max_model_len} that "
+            f"{model.name} was made for; take at most that, or leave the option out"
+        )
     tp = _choose_tp(model, hardware, settings)
     tokens = step_tokens_on(hardware, model.shape, tp=tp)
     most = choose_limits(settings, tokens, MANY_REQUESTS if hardware.gpus else FEW_REQUESTS)
@@ -77,9 +82,9 @@ def _choose_tp(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings
     tp = settings.tp or default_tp(hardware, model)
     if not can_share(model, tp):
         heads = f"{model.shape.heads} heads and {model.kv_heads} KV heads"
-        raise NodeError(f"tp: {tp} workers cannot share the {heads} of {model.name} evenly")
+        raise NodeUsageError(f"tp: {tp} workers cannot share the {heads} of {model.name} evenly")
     if hardware.gpus and tp > len(hardware.gpus):
-        raise NodeError(f"tp: {tp} is more than the {len(hardware.gpus)} GPUs of this box")
+        raise NodeUsageError(f"tp: {tp} is more than the {len(hardware.gpus)} GPUs of this box")
     return tp
 
 
@@ -98,7 +103,7 @@ def choose_limits(settings: BoxEngineSettings, tokens: int, requests: int, longe
     that decodes takes a token, so there are no more requests than tokens. Raises NodeError."""
     tokens = settings.max_batched_tokens or tokens
     if settings.max_requests is not None and settings.max_requests > tokens:
-        raise NodeError(
+        raise NodeUsageError(
             f"max-requests: {settings.max_requests} are more than the {tokens} tokens of a step; take fewer"
         )
     return BatchLimits(

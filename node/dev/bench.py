@@ -1,7 +1,7 @@
-"""How much of a KV hand-off between two real engines is hidden behind prefill: `python -m p2pserve.node.bench`.
+"""How much of a KV transfer between two real engines is hidden behind prefill: `python -m p2pserve.node.bench`.
 
 The link is held to the rate at which the KV takes as long as the prefill itself, the hardest case for hiding it: a
-faster one leaves less to hide, a slower one cannot be hidden. Layer by layer and in one piece are measured in turn,
+faster one leaves less to hide, a slower one cannot be hidden. Layer by layer and at once are measured in turn,
 in one run, on prompts that no cache has seen; then the engine is asked what it would choose for prompts of several
 lengths on an unthrottled link, from what it has measured of itself.
 
@@ -128,13 +128,13 @@ class _Bench:
         return tuple(self._rng.randrange(self._vocabulary) for _ in range(tokens))
 
     async def prefill_s(self, tokens: int) -> float:
-        """Seconds for a prompt alone, without any hand-off."""
+        """Seconds for a prompt alone, without any transfer."""
         request = secrets.token_hex(4)
         begun = time.monotonic()
         self._prefill.send(_submit(request, self.prompt(tokens)))
         return await self._prefill.until_finished(request) - begun
 
-    async def hand_off(self, tokens: int, mode: Mode, bytes_s: int) -> protocol.TransferReport:
+    async def transfer(self, tokens: int, mode: Mode, bytes_s: int) -> protocol.TransferReport:
         """One prompt's KV from the first engine to the second, at most `bytes_s` (0: unthrottled)."""
         prompt = self.prompt(tokens)
         ticket = issue_transfer(self._link.link, self._codec, DEADLINE_S, secrets.token_bytes)
@@ -156,25 +156,25 @@ class _Bench:
         return report
 
 
-def _submit(request: str, prompt: tuple[int, ...], **hand_off: object) -> protocol.Submit:
+def _submit(request: str, prompt: tuple[int, ...], **transfer: object) -> protocol.Submit:
     sampling = protocol.Sampling(max_tokens=1, ignore_eos=True)
-    values = {"request": request, "prompt": prompt, "sampling": sampling, "deadline_s": DEADLINE_S, **hand_off}
+    values = {"request": request, "prompt": prompt, "sampling": sampling, "deadline_s": DEADLINE_S, **transfer}
     return protocol.Submit(**values)  # type: ignore[arg-type]
 
 
 async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     await bench.prefill_s(tokens)  # both engines warm, the link dialled
-    whole = await bench.hand_off(tokens, "layerwise", 0)
+    whole = await bench.transfer(tokens, "layerwise", 0)
     prefill_s = statistics.median([await bench.prefill_s(tokens) for _ in range(repeats)])
     bytes_s = max(1, round(whole.wire_bytes / prefill_s))
     found: dict[Mode, list[protocol.TransferReport]] = {"layerwise": [], "serialised": []}
     for _ in range(repeats):
         for mode, reports in found.items():
-            reports.append(await bench.hand_off(tokens, mode, bytes_s))
+            reports.append(await bench.transfer(tokens, mode, bytes_s))
     auto = {}
     for length in AUTO_TOKENS:
         if length <= tokens:
-            auto[length] = (await bench.hand_off(length, "auto", 0)).mode
+            auto[length] = (await bench.transfer(length, "auto", 0)).mode
     return OverlapReport(
         model=model,
         codec=codec,

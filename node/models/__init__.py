@@ -4,7 +4,7 @@
 layers.
 """
 
-from .checkpoint import Checkpoint, LayerRange
+from .checkpoint import Checkpoint, StageLayers
 from .errors import ModelError
 from .info import ModelInfo, WeightSizes
 from .opening import BUNDLED, OpenedModel, open_model, read_json
@@ -14,12 +14,12 @@ __all__ = [
     "BUNDLED",
     "Checkpoint",
     "DownloadProgress",
-    "LayerRange",
     "ModelError",
     "ModelInfo",
     "OpenedModel",
     "ProgressLine",
     "Report",
+    "StageLayers",
     "TerminalProgress",
     "WeightSizes",
     "open_model",

@@ -59,7 +59,7 @@ def part_of(tensor: str) -> Part:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRange:
+class StageLayers:
     """The layers `[first, last)` that a stage holds, of a model with `total`."""
 
     first: int
@@ -141,7 +141,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             tied=tied or not has_output,  # a checkpoint without the matrix of the head can only mean that
         )
 
-    def needed(self, layers: LayerRange) -> tuple[WeightFile, ...]:
+    def needed(self, layers: StageLayers) -> tuple[WeightFile, ...]:
         """The shards that hold something of these layers, or of what comes with them."""
         return tuple(s for s in self.shards if any(layers.needs(part, tied=self.tied) for part in s.parts()))
 
@@ -234,7 +234,7 @@ def checkpoint_files(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.glob("*.safetensors")))
 
 
-def stage_files(folder: Path, layers: LayerRange, *, tied: bool) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def stage_files(folder: Path, layers: StageLayers, *, tied: bool) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """The files that a stage needs, and the names of its tensors in each. Others need not be there.
 
     Raises ValueError, OSError; FileNotFoundError names a file that is missing.

@@ -82,7 +82,7 @@ class DownloadMeter:
         self._stopped.wait(seconds)
 
     def stop(self) -> None:
-        """Make every other thread end at its next piece."""
+        """Make every other thread end at its next bytes."""
         self._stopped.set()
 
 
@@ -167,10 +167,10 @@ def _append(file: RemoteFile, stream: BinaryIO, have: int, meter: DownloadMeter)
             meter.add(-have, file.path)
             have = 0
         for chunk in response.iter_bytes():  # as they come: gathered ones would be lost in a cut
-            piece = chunk[: file.size - have]  # more than was announced is dropped; the hash judges
-            stream.write(piece)
-            have += len(piece)
-            meter.add(len(piece), file.path)
+            wanted = chunk[: file.size - have]  # more than was announced is dropped; the hash judges
+            stream.write(wanted)
+            have += len(wanted)
+            meter.add(len(wanted), file.path)
 
 
 def _hash(path: Path, file: RemoteFile) -> str:

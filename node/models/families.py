@@ -1,7 +1,7 @@
 """Which families of models can be served: known from `config.json` alone, before anything else is fetched.
 
-KV is handed over between boxes, so what decides is what a layer keeps of a token. Keys and values of the same size in
-every layer can be handed over, and so can one latent vector; a state, a second cache or layers that differ cannot. The
+KV is transferred between boxes, so what decides is what a layer keeps of a token. Keys and values of the same size in
+every layer can be transferred, and so can one latent vector; a state, a second cache or layers that differ cannot. The
 table for people is in `docs/engines.md`; what this misses, the engine refuses when it starts.
 """
 

@@ -36,7 +36,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import disable_progress_bars, httpx
 
-from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, LayerRange, Tensor, read_header, read_index
+from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, StageLayers, Tensor, read_header, read_index
 from .download import CorruptError, DownloadMeter, IncompleteError, RemoteFile, fetch, is_whole
 from .errors import ModelError
 from .progress import Report
@@ -112,7 +112,7 @@ class Repository:
         if self._files is not None:
             self._fetch(self._files, [path for path in self._files if path.endswith(_SMALL)])
 
-    def fetch_weights(self, checkpoint: Checkpoint, layers: LayerRange, report: Report | None) -> None:
+    def fetch_weights(self, checkpoint: Checkpoint, layers: StageLayers, report: Report | None) -> None:
         """Fetch the shards that hold the tensors of a stage. Raises ModelError, and what `report` raises."""
         wanted = [shard.file for shard in checkpoint.needed(layers)]
         if self._files is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from .checkpoint import Checkpoint, LayerRange, local_checkpoint
+from .checkpoint import Checkpoint, StageLayers, local_checkpoint
 from .errors import ModelError
 from .families import check_architecture
 from .info import ModelInfo, describe, layer_count
@@ -44,7 +45,7 @@ class OpenedModel:
         Blocks for as long as a download takes. `report` is called from its threads; what it raises ends the download,
         and what has come stays for the next time. Raises ModelError, and ValueError for layers that are not there.
         """
-        layers = LayerRange(first, self.info.layers if last is None else last, self.info.layers)
+        layers = StageLayers(first, self.info.layers if last is None else last, self.info.layers)
         if self._source is not None:
             self._source.fetch_weights(self._checkpoint, layers, report)
         return self.folder
@@ -76,7 +77,8 @@ def _open_folder(name: str, folder: Path) -> OpenedModel:
     _check_tokenizer(name, folder)
     checkpoint = local_checkpoint(folder, name, tied=_tied(config))
     try:
-        service = f"{name}-{_fingerprint(folder)}"
+        # By its weights, not by its folder: the owners of two boxes name their folders as they like.
+        service = f"{_family(config)}-{_fingerprint(folder)}"
     except OSError as error:
         raise ModelError(f"model {name}: {error.filename} cannot be read: {error.strerror}") from error
     return _described(name, service, folder, config, checkpoint, None)
@@ -133,8 +135,13 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def _family(config: dict[str, Any]) -> str:
+    """What its configuration calls this kind of model, for people: `qwen3`."""
+    return re.sub(r"[^a-z0-9_.]", "", str(config.get("model_type", "")).lower())[:32] or "model"
+
+
 def _fingerprint(folder: Path) -> str:
-    """Eight hex digits that differ between models of one name: KV of one must never reach the other.
+    """Eight hex digits that differ between models: KV of one must never reach the other.
 
     Hashes the configuration and, of each weight file, name, size and first megabyte: reading everything would take
     minutes for a large model.

@@ -28,6 +28,10 @@ class EngineStartError(EngineError):
     """An engine could not be started."""
 
 
+class EngineRefused(EngineStartError):
+    """The engine process says itself why it cannot serve this model with these settings: its owner can mend that."""
+
+
 class EngineLost(EngineError):
     """A running engine is gone."""
 
@@ -132,6 +136,7 @@ class EngineLink:
         self._gone = trio.Event()
         self._exited = trio.Event()
         self._failure: str | None = None
+        self._refusal: str | None = None  # said by the engine itself, while it was starting
         self._status: int | None = None
         self.ready: protocol.EngineReady | None = None
 
@@ -165,6 +170,8 @@ class EngineLink:
         await self._started.wait()
         if self.ready is not None:
             return
+        if self._refusal is not None:
+            raise EngineRefused(self._refusal)
         if self._failure is None:
             await self._wait_exit()
             self._failure = f"the engine process {self.exit_text()} while it was loading the model{_see(log)}"
@@ -250,7 +257,7 @@ class EngineLink:
                 self.ready = message
                 self._started.set()
             case protocol.StartFailed(reason=reason):
-                self._failure = reason
+                self._failure = self._refusal = reason
                 self._started.set()
             case protocol.EngineFailed(reason=reason):
                 self._failure = reason  # its end follows at once

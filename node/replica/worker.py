@@ -1,4 +1,4 @@
-"""What a node does with its engine for others: decode requests, prefill requests, and their KV hand-off."""
+"""What a node does with its engine for others: decode requests, prefill requests, and their KV transfers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Worker:
             self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
     def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
-        """Take other ways for what the engine sends over a link."""
+        """Take other paths for what the engine sends over a link."""
         self._send(protocol.SetLinkPaths(link=link, paths=paths))
 
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:

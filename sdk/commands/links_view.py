@@ -1,4 +1,4 @@
-"""What the nodes say of the links between them, and which way KV would take by it."""
+"""What the nodes say of the links between them, and which path KV would take by it."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ def links_table(network: NetworkView) -> Table:
 def explain_path(
     status: Status, source: str, target: str, megabytes: float, prices: tuple[float | None, float | None]
 ) -> PathChoice:
-    """The way that `megabytes` would take between two nodes, with every candidate and why it was not taken.
+    """The path that `megabytes` would take between two nodes, with every candidate and why it was
+    not taken.
 
-    `prices`: dollars that a second saved is worth, and the most a gigabyte may cost. Raises UsageError.
-    """
+    `prices`: dollars that a second saved is worth, and the most a gigabyte may cost. Raises
+    UsageError."""
     ends = _node(status, source, "source"), _node(status, target, "target")
     if ends[0] == ends[1]:
         raise UsageError(f"target: {target} is the source itself; name another node")

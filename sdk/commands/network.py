@@ -44,8 +44,8 @@ def generate(arguments: Namespace) -> int:
             print(json.dumps(msgspec.to_builtins(client.generate(prompt, messages=messages, **options))))
             return 0
         with client.generate(prompt, messages=messages, stream=True, **options) as stream:
-            for piece in stream:
-                sys.stdout.write(piece.text)
+            for delta in stream:
+                sys.stdout.write(delta.text)
                 sys.stdout.flush()
             answer = stream.result
         if not answer.text.endswith("\n"):
@@ -106,9 +106,9 @@ def figures_line(figures: RequestFigures) -> str:
             f"KV {transfer.raw_bytes / 1e6:.2f} MB sent as {transfer.wire_bytes / 1e6:.2f} MB ({figures.codec}),"
             f" {transfer.hidden_fraction:.0%} of it hidden behind prefill"
         )
-        ways = [name for name in transfer.paths if name != "direct"]
-        if ways:
-            parts.append("by way of " + " and ".join(f"..{name[-6:]}" for name in ways))
+        relays = [name for name in transfer.paths if name != "direct"]
+        if relays:
+            parts.append("relayed by " + " and ".join(f"..{name[-6:]}" for name in relays))
         if transfer.usd:
             parts.append(f"traffic ${transfer.usd:.6f}")
     parts += [f"recovered: {what}" for what in figures.recovered]
@@ -116,7 +116,8 @@ def figures_line(figures: RequestFigures) -> str:
 
 
 def set_up_logging(arguments: Namespace) -> None:
-    """Without --debug only our own mistakes are logged: what concerns the user is said, or ends the command."""
+    """Without --debug only our own mistakes are logged: what concerns the user is said, or ends
+    the command."""
     if arguments.debug:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     else:

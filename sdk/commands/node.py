@@ -31,7 +31,8 @@ from .network import network_target
 __all__ = ["NODE_COMMANDS"]
 
 SWITCH_S: Final = 0.0005
-"""For so long a thread that plans or measures may keep a node's event loop waiting; ten times less than by default."""
+"""For so long a thread that plans or measures may keep a node's event loop waiting; ten times less
+than by default."""
 
 
 def bootstrap(arguments: Namespace) -> int:
@@ -67,8 +68,8 @@ def selftest(arguments: Namespace) -> int:
 
 
 def _check_gpu(arguments: Namespace) -> int:
-    """`p2pserve selftest --full`: what was found goes to standard output, and how far it is beside it if that is
-    JSON."""
+    """`p2pserve selftest --full`: what was found goes to standard output, and how far it is beside
+    it if that is JSON."""
     as_json = arguments.format == "json"
     if not arguments.report.parent.is_dir():
         raise UsageError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
@@ -130,7 +131,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             max_requests=arguments.max_requests,
             max_model_len=arguments.max_model_len,
             async_scheduling=arguments.async_scheduling,
-            threads=arguments.threads or 0,
+            threads=arguments.threads,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,
             backend=arguments.engine,
@@ -151,7 +152,8 @@ def _run_node(settings: NodeSettings, arguments: Namespace) -> int:
 
 
 async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
-    """Run a node. The first signal drains it, a second one ends it at once; so does one before it has joined."""
+    """Run a node. The first signal drains it, a second one ends it at once; so does one before it
+    has joined."""
     stop = trio.Event()
     code = 0
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

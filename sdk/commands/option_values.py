@@ -1,4 +1,6 @@
-"""Values of options, as `argparse` reads them. Each raises ArgumentTypeError or ValueError for what it is not."""
+"""Values of options, as `argparse` reads them. Each raises ArgumentTypeError or ValueError for
+what it is not.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def seconds(text: str) -> float:
 
 
 class Listed(argparse.Action):
-    """An option that may be given several times: its values end as one text, with commas between them."""
+    """An option that may be given several times: its values end as one text, with commas between
+    them."""
 
     def __call__(
         self,

@@ -113,8 +113,8 @@ def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Prop
 def print_service(
     service: Service, problem: Problem, proposal: Proposal, console: Console, named: Callable[[str], str] = str
 ) -> None:
-    """One service: its replicas, who sends to whom, what to expect, and why. `named`: text with ids as they are to be
-    shown."""
+    """One service: its replicas, who sends to whom, what to expect, and why. `named`: text with
+    ids as they are to be shown."""
     workload, slo = service.workload, service.slo
     console.print(
         f"\n{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "
@@ -161,8 +161,8 @@ def _print_flows(proposal: Proposal, console: Console, named: Callable[[str], st
     pairs = sorted(proposal.plan.pairings, key=lambda pair: -pair.weight)
     for pair in pairs[:FLOWS_SHOWN]:
         x, y = share[pair.prefill], pair.weight / share[pair.prefill] if share[pair.prefill] else 0.0
-        way = f"on {pair.decode}" if pair.prefill == pair.decode else f"{pair.prefill} -> {pair.decode}"
-        console.print(f"  {pair.weight:5.1%} {named(way)} (X {x:.3f}, Y {y:.3f})")
+        route = f"on {pair.decode}" if pair.prefill == pair.decode else f"{pair.prefill} -> {pair.decode}"
+        console.print(f"  {pair.weight:5.1%} {named(route)} (X {x:.3f}, Y {y:.3f})")
     if len(pairs) > FLOWS_SHOWN:
         rest = sum(pair.weight for pair in pairs[FLOWS_SHOWN:])
         console.print(f"  {rest:5.1%} over {len(pairs) - FLOWS_SHOWN} more pairs (--format json has all)")

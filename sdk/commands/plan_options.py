@@ -89,7 +89,8 @@ def read_model(where: str) -> ModelShape:
 
 
 def read_workload(what: str, rate: float) -> Workload:
-    """Lengths of one of Azure's traces with Poisson arrivals, or lengths and burstiness of a file; at this rate."""
+    """Lengths of one of Azure's traces with Poisson arrivals, or lengths and burstiness of a file;
+    at this rate."""
     if what in AZURE:
         lengths = azure(what).lengths
         return Workload(name=lengths.source, prompts=lengths.prompt, outputs=lengths.output, rate=rate)

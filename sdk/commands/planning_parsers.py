@@ -1,4 +1,6 @@
-"""Options of the commands around planning and simulating; nothing heavy is imported, so that `--help` is instant."""
+"""Options of the commands around planning and simulating; nothing heavy is imported, so that
+`--help` is instant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`p2pserve sim`: requests against a plan, or against a setup of the public Splitwise simulator, on virtual time."""
+"""`p2pserve sim`: requests against a plan, or against a setup of the public Splitwise simulator,
+on virtual time.
+"""
 
 from __future__ import annotations
 

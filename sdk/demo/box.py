@@ -5,8 +5,8 @@
         |--- join, join, ...
         `--- measurement of bits per byte
 
-Nothing outlives `open_box`: processes are ended by their ids, the folder is removed, also after a cancellation
-at any moment.
+Nothing outlives `open_box`: processes are ended by their ids, the folder is removed, also after a
+cancellation at any moment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...coordinator import Phase
 from ...node.replica.fork_server import fork_server_command
 from ..errors import DemoFailed
 
-__all__ = ["Box", "Greeting", "open_box"]
+__all__ = ["DemoBox", "NodeGreeting", "open_box"]
 
 KV_CACHE_MIB = 64
 MEMORY_INTERVAL_S = 1.0
@@ -42,7 +42,7 @@ LOG_LINE = 300  # characters of a log's last line that go into an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Greeting:
+class NodeGreeting:
     """What a node prints once it has been admitted."""
 
     peer: str
@@ -52,7 +52,7 @@ class Greeting:
 
 @final
 @dataclass(slots=True)
-class _Child:
+class _DemoProcess:
     name: str
     process: trio.Process
     log: Path | None
@@ -60,22 +60,22 @@ class _Child:
 
 
 @final
-class Box:
+class DemoBox:
     """What the demo has started. Use `open_box`."""
 
     def __init__(self, home: Path, nursery: trio.Nursery) -> None:
         self.home = home
         self.peak_memory_mib = 0.0
         self._nursery = nursery
-        self._children: list[_Child] = []
+        self._children: list[_DemoProcess] = []
         self._channels: list[socket.socket] = []
 
     def __repr__(self) -> str:
-        return f"<Box {self.home} processes={len(self._children)}>"
+        return f"<DemoBox {self.home} processes={len(self._children)}>"
 
     async def start_fork_server(self, channels: int, *, backend: str = "vllm") -> None:
-        """Start the fork server all engines come from, with this many channels for `take_channel`; it
-        preloads this backend.
+        """Start the fork server all engines come from, with this many channels for `take_channel`;
+        it preloads this backend.
 
         One more stays here: the server must not end before it has seen the last of its engines end.
         """
@@ -99,19 +99,20 @@ class Box:
         """A channel of the fork server; the caller closes it."""
         return self._channels.pop()
 
-    async def start_bootstrap(self, codec: str) -> Greeting:
+    async def start_bootstrap(self, codec: str) -> NodeGreeting:
         """Start a network."""
         child = await self._start_node("bootstrap", ["bootstrap", "--codec", codec], {}, ())
         return await self._greeting(child)
 
-    async def start_node(self, number: int, token: str, model: Path, codec: str, phase: Phase | None) -> Greeting:
+    async def start_node(self, number: int, token: str, model: Path, codec: str, phase: Phase | None) -> NodeGreeting:
         """Start a node with an engine, pinned to a phase or not, and wait until it has joined."""
         options = ["--phase", phase.value] if phase is not None else []
         options += ["--model", str(model), "--codec", codec, "--threads", "1", "--kv-cache-mib", str(KV_CACHE_MIB)]
         return await self.join(number, token, options)
 
-    async def join(self, number: int, token: str, options: list[str]) -> Greeting:
-        """Start a node with an engine and these options of `p2pserve join`, and wait until it has joined."""
+    async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
+        """Start a node with an engine and these options of `p2pserve join`, and wait until it has
+        joined."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
@@ -131,7 +132,8 @@ class Box:
         return child.process
 
     def cpu_seconds(self) -> dict[int, float]:
-        """What each process that runs because of us has used of the processors so far, by id; this one too."""
+        """What each process that runs because of us has used of the processors so far, by id; this
+        one too."""
         found = {}
         for process in (psutil.Process(), *self._tree()):
             try:
@@ -162,7 +164,7 @@ class Box:
 
     async def _start_node(
         self, name: str, arguments: list[str], environment: dict[str, str], descriptors: tuple[int, ...]
-    ) -> _Child:
+    ) -> _DemoProcess:
         home = self.home / name.replace(" ", "-")
         command = [sys.executable, "-m", "p2pserve.sdk.cli", *arguments, "--home", str(home)]
         command += ["--listen", "127.0.0.1:0", "--format", "json", "--drain-s", "2"]
@@ -171,7 +173,7 @@ class Box:
 
     async def _start(
         self, name: str, command: list[str], environment: dict[str, str], log: Path, descriptors: tuple[int, ...]
-    ) -> _Child:
+    ) -> _DemoProcess:
         # Shielded: a process that was started must be in the list.
         with trio.CancelScope(shield=True), log.open("wb") as errors:
             process = await trio.lowlevel.open_process(
@@ -183,20 +185,20 @@ class Box:
                 pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C is for the demo, which then ends them in order
             )
-            child = _Child(name, process, log)
+            child = _DemoProcess(name, process, log)
             self._add(child)
         return child
 
-    def _add(self, child: _Child) -> None:
+    def _add(self, child: _DemoProcess) -> None:
         self._children.append(child)
         self._nursery.start_soon(self._watch, child)
 
-    async def _watch(self, child: _Child) -> None:
+    async def _watch(self, child: _DemoProcess) -> None:
         status = await child.process.wait()
         if not child.expected_to_end:
             raise DemoFailed(f"{child.name} ended with status {status}{_last_line(child.log)}")
 
-    async def _greeting(self, child: _Child) -> Greeting:
+    async def _greeting(self, child: _DemoProcess) -> NodeGreeting:
         assert child.process.stdout is not None
         line = b""
         while not line.endswith(b"\n"):
@@ -204,7 +206,7 @@ class Box:
             if not data:
                 await trio.sleep_forever()  # its watcher says why it has ended
             line += data
-        return Greeting(**json.loads(line))
+        return NodeGreeting(**json.loads(line))
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -232,7 +234,8 @@ class Box:
         return found
 
     async def end(self) -> None:
-        """Kill whatever still runs and wait until it is gone: the engines first, their fork server last."""
+        """Kill whatever still runs and wait until it is gone: the engines first, their fork server
+        last."""
         for child in self._children:
             child.expected_to_end = True
         tree = self._tree()
@@ -258,13 +261,13 @@ class Box:
 
 
 @asynccontextmanager
-async def open_box(*, watch_memory: bool = True) -> AsyncIterator[Box]:
-    """A folder and the processes that are started in it, for the length of the body. Watching their memory costs some
-    ten milliseconds a second."""
+async def open_box(*, watch_memory: bool = True) -> AsyncIterator[DemoBox]:
+    """A folder and the processes that are started in it, for the length of the body. Watching
+    their memory costs some ten milliseconds a second."""
     home = Path(tempfile.mkdtemp(prefix="p2pserve-demo-"))
     try:
         async with trio.open_nursery() as nursery:
-            box = Box(home, nursery)
+            box = DemoBox(home, nursery)
             if watch_memory:
                 nursery.start_soon(box.watch_memory)
             try:

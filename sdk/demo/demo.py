@@ -1,7 +1,7 @@
 """`p2pserve demo`: a whole network on one machine, for real, beside a single engine.
 
-Real processes, real sockets on loopback, real engines; the only thing unlike a network of boxes is that the
-engines are forked from one server, so that they share what is the same in all of them.
+Real processes, real sockets on loopback, real engines; the only thing unlike a network of boxes is
+that the engines are forked from one server, so that they share what is the same in all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..client import AsyncClient
 from ..commands.status_view import open_console, shortened
 from ..errors import DemoFailed, UsageError
 from ..requests import Generation, build_request
-from .box import KV_CACHE_MIB, Box, open_box
+from .box import KV_CACHE_MIB, DemoBox, open_box
 from .report import (
     Asked,
     DemoReport,
@@ -124,7 +124,8 @@ def run_demo(arguments: Namespace) -> int:
 
 
 def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
-    """The requests of the demo. Raises InvalidRequest or PromptError for a prompt that cannot be served."""
+    """The requests of the demo. Raises InvalidRequest or PromptError for a prompt that cannot be
+    served."""
     text = TextModel(model.folder)
     first, second = _code_prompts(text, model.info.max_model_len - settings.max_tokens)
     if settings.prompt is None:
@@ -140,7 +141,8 @@ def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
 
 
 def _code_prompts(text: TextModel, room: int) -> tuple[str, str]:
-    """Two pieces of a module that the bundled model has not been trained on, as long as the model can take."""
+    """Two excerpts of a module that the bundled model has not been trained on, as long as the
+    model can take."""
     source = Path(heapq.__file__).read_text("utf-8")
     size = CODE_CHARACTERS
     while size > 16:
@@ -173,7 +175,8 @@ class Demo:
         self._started = time.monotonic()
 
     async def run(self) -> DemoReport | None:
-        """Run to the end; None when interrupted. Raises DemoFailed and whatever a part of the network raises."""
+        """Run to the end; None when interrupted. Raises DemoFailed and whatever a part of the
+        network raises."""
         report: DemoReport | None = None
         interrupted = False
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
@@ -236,7 +239,7 @@ class Demo:
                 peak_memory_mib=box.peak_memory_mib,
             )
 
-    async def _start_nodes(self, box: Box, client: AsyncClient, token: str) -> tuple[Status, frozenset[str]]:
+    async def _start_nodes(self, box: DemoBox, client: AsyncClient, token: str) -> tuple[Status, frozenset[str]]:
         """Start the nodes and wait until all of them are in the plan."""
         self._stage = "the nodes join"
         if self._settings.nodes > 1:
@@ -284,9 +287,9 @@ class Demo:
             asked.prompt, messages=asked.messages, stream=True, max_tokens=self._settings.max_tokens
         )
         async with stream:
-            async for piece in stream:
+            async for delta in stream:
                 if shown:
-                    self._console.file.write(piece.text)
+                    self._console.file.write(delta.text)
                     self._console.file.flush()
             answer = stream.result
         if shown:
@@ -295,7 +298,7 @@ class Demo:
             self._say(f"{asked.name}: {figures_of(answer.figures)}")
         return answer
 
-    async def _ask_single(self, box: Box) -> list[tuple[int, ...]]:
+    async def _ask_single(self, box: DemoBox) -> list[tuple[int, ...]]:
         """The same requests on one engine, one after the other, without any network."""
         self._stage = "a single engine answers"
         self._say("asking a single engine, without a network, for the same")
@@ -306,13 +309,14 @@ class Demo:
             link = await server.start_engine(config, single.on_message)
             return [await single.ask(link, asked.tokens, self._settings.max_tokens) for asked in self._asked]
 
-    async def _start_measurement(self, box: Box) -> trio.Process | None:
+    async def _start_measurement(self, box: DemoBox) -> trio.Process | None:
         if self._model.folder != BUNDLED or self._settings.timeout_s <= MEASURE_UNTIL_S:
             return None
         return await box.start_measurement(MEASUREMENT, "--modules", MEASURED_MODULE)
 
     async def _bits_per_byte(self, measurement: trio.Process | None) -> tuple[float | None, str]:
-        """The bundled model's figure on the five held-out modules, and what one of them gives here and now."""
+        """The bundled model's figure on the five held-out modules, and what one of them gives here
+        and now."""
         if self._model.folder != BUNDLED:
             return None, "not measured: only the bundled model has held-out text"
         self._stage = "bits per byte are measured"

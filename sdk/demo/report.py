@@ -1,4 +1,6 @@
-"""What the demo reports: plain values, a table for people, and the lines it shows while it runs. No I/O, no clock."""
+"""What the demo reports: plain values, a table for people, and the lines it shows while it runs.
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One request over the network, beside the same on a single engine. KV figures are None where none travelled."""
+    """One request over the network, beside the same on a single engine. KV figures are None where
+    none travelled."""
 
     name: str
     prompt_tokens: int
@@ -73,7 +76,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request of the demo: its name, and either a prompt or messages, with the tokens they become."""
+    """A request of the demo: its name, and either a prompt or messages, with the tokens they
+    become."""
 
     name: str
     prompt: str | None
@@ -171,7 +175,7 @@ def request_table(reports: tuple[RequestReport, ...]) -> Table:
     table = Table("", *(report.name for report in reports), box=None, pad_edge=False, header_style="bold")
     rows: list[tuple[str, list[str]]] = [
         ("tokens in + out", [f"{r.prompt_tokens} + {r.completion_tokens}" for r in reports]),
-        ("prefill -> decode", [_way(r) for r in reports]),
+        ("prefill -> decode", [_replicas(r) for r in reports]),
         ("first token (TTFT)", [f"{r.ttft_s * 1000:.0f} ms" for r in reports]),
         ("each next (TPOT)", [f"{r.tpot_s * 1000:.1f} ms" for r in reports]),
         ("KV in the engine", [_size(r.kv_bytes_raw) for r in reports]),
@@ -185,7 +189,7 @@ def request_table(reports: tuple[RequestReport, ...]) -> Table:
     return table
 
 
-def _way(report: RequestReport) -> str:
+def _replicas(report: RequestReport) -> str:
     if report.prefill_node is None:
         return short(report.decode_node)
     return f"{short(report.prefill_node)} -> {short(report.decode_node)}"

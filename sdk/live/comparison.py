@@ -1,11 +1,13 @@
-"""Does the simulator say what the network does? A live run of emulated nodes, and the same run simulated.
+"""Does the simulator say what the network does? A live run of emulated nodes, and the same run
+simulated.
 
     python -m p2pserve.sdk.live.comparison --format json
 
-Starts emulated nodes on this machine, replays a seeded trace through gateway and SDK, and simulates the same trace on
-the plans that the network has made for itself, with the same step times and the links as the nodes have measured them.
-What differs is all that the simulator leaves out: gossip that lags, control messages, processes that wait for a core.
-Exits with 1 where a figure differs by more than the tolerance.
+Starts emulated nodes on this machine, replays a seeded trace through gateway and SDK, and
+simulates the same trace on the plans that the network has made for itself, with the same step
+times and the links as the nodes have measured them. What differs is all that the simulator leaves
+out: gossip that lags, control messages, processes that wait for a core. Exits with 1 where a
+figure differs by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from ..errors import UsageError
 from ..failures import explain
 from .network import MAX_REQUESTS, LiveRun, LiveSettings, Say, run_live
 
-__all__ = ["Comparison", "Figure", "compare", "figures_of", "main", "simulated"]
+__all__ = ["Figure", "LiveComparison", "compare", "figures_of", "main", "simulated"]
 
 Floats = NDArray[np.float64]
 
@@ -68,7 +70,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     counts: bool
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a comparison has found. Seconds, tokens per second."""
 
     ok: bool
@@ -89,7 +91,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(outcomes: Outcomes) -> dict[str, float]:
-    """What is compared: percentiles over requests, and output tokens per second from first arrival to last token."""
+    """What is compared: percentiles over requests, and output tokens per second from first arrival
+    to last token."""
     trace = outcomes.trace
     several = trace.output > 1
     found: dict[str, float] = {}
@@ -123,8 +126,9 @@ def simulated(
     service: Service,
     max_batched_tokens: int,
 ) -> Outcomes:
-    """The same requests in the simulator, with engines and hand-over as nodes have them, and other plans when those
-    had: a node holds the whole model, so that it goes on with its engine whatever its phase."""
+    """The same requests in the simulator, with engines and KV transfers as nodes have them, and
+    other plans when those had: a node holds the whole model, so that it goes on with its engine
+    whatever its phase."""
     engine = SimEngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
@@ -136,8 +140,9 @@ def simulated(
 
 
 def cluster_of(status: Status, peers: Sequence[str], cards: Cards) -> Cluster:
-    """The boxes of the plan. All links lead through the same loopback, so each counts for the median of what the nodes
-    have measured: a single burst says more of who else wanted the processor."""
+    """The boxes of the plan. All links lead through the same loopback, so each counts for the
+    median of what the nodes have measured: a single burst says more of who else wanted the
+    processor."""
     boxes = tuple(
         Box(id=peer, gpu=cards.gpu, gpus=cards.count, site=peer, gpu_link_gbps=card_link_gbps(cards.gpu), atomic=True)
         for peer in peers
@@ -165,7 +170,7 @@ def kv_bits(codec: str, model: ModelShape) -> float:
     return size * 8 / (2 * tokens * heads * dim)
 
 
-def run(settings: LiveSettings, trace: Trace, tolerance: float, say: Say) -> Comparison:
+def run(settings: LiveSettings, trace: Trace, tolerance: float, say: Say) -> LiveComparison:
     """Live, then simulated."""
     began = time.monotonic()
     live = trio.run(run_live, settings, trace, say)
@@ -178,7 +183,7 @@ def run(settings: LiveSettings, trace: Trace, tolerance: float, say: Say) -> Com
     phases: dict[str, int] = {}
     for replica in plan.replicas:
         phases[replica.phase.value] = phases.get(replica.phase.value, 0) + 1
-    return Comparison(
+    return LiveComparison(
         ok=all(abs(figure.difference) <= tolerance for figure in figures if figure.counts),
         tolerance=tolerance,
         emulated=f"{settings.nodes} emulated nodes of {settings.cards} ({settings.specs})",
@@ -216,7 +221,7 @@ def _notes(live: LiveRun) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def table_of(found: Comparison) -> Table:
+def table_of(found: LiveComparison) -> Table:
     """For people: a line for each figure."""
     table = Table("", "live (emulated)", "simulated", "difference", box=None, pad_edge=False, header_style="bold")
     for figure in found.figures:
@@ -242,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
         "--specs",
         choices=SPECS,
         default=Specs.TABLE1.value,
-        help="the figures of those GPUs (default: thunderserve-table1, whose A6000 reads prompts slowly: what a loaded "
+        help="the figures of those GPUs (default: thunderserve-table1, whose A6000 prefills slowly: what a loaded "
         "machine adds to a first token weighs less then)",
     )
     add("--model", default="qwen2.5-14b", help="one whose dimensions are known (default: qwen2.5-14b)")
@@ -318,7 +323,7 @@ def _check(settings: LiveSettings) -> None:
         raise UsageError(f"max-num-batched-tokens: {settings.max_batched_tokens} is not above {MAX_REQUESTS}")
 
 
-def show(found: Comparison) -> None:
+def show(found: LiveComparison) -> None:
     """Print a comparison for people."""
     console = open_console()
     console.print(

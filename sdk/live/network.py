@@ -1,7 +1,7 @@
-"""A network of emulated nodes on this machine, and a trace replayed through it by way of the SDK.
+"""A network of emulated nodes on this machine, and a trace replayed through it by the SDK.
 
-Everything but the GPUs is real: a process for each node and for each engine, sockets, gateway, router, coordinator,
-plan, and every byte of KV.
+Everything but the GPUs is real: a process for each node and for each engine, sockets, gateway,
+router, coordinator, plan, and every byte of KV.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...coordinator import Phase, Plan
 from ...node.messages import Status
 from ...sims.records import Outcomes, Trace
 from ..client import AsyncClient
-from ..demo.box import Box, open_box
+from ..demo.box import DemoBox, open_box
 from ..demo.report import covers
 from ..errors import DemoFailed
 
@@ -42,8 +42,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
-    """`nodes` with `cards` each (`1xL4`), by that column of the GPU table, serve a known `model`. They are pinned to
-    `phases` in turn, if there are any."""
+    """`nodes` with `cards` each (`1xL4`), by that column of the GPU table, serve a known `model`.
+    They are pinned to `phases` in turn, if there are any."""
 
     nodes: int
     cards: str
@@ -58,11 +58,11 @@ class LiveSettings:
 class LiveRun:
     """What a replay has shown.
 
-    `outcomes` by the client's clock, from the moment that the trace has for a request. `plans` with the moments from
-    which they were seen to be followed; the first was there when the replay began. `status` is as of the end.
-    `recovered` requests needed more than one attempt; so often were engines `late`, that is behind their model. `cores`
-    of this machine were busy on average, `own_cores` with this run.
-    """
+    `outcomes` by the client's clock, from the moment that the trace has for a request. `plans`
+    with the moments from which they were seen to be followed; the first was there when the replay
+    began. `status` is as of the end. `recovered` requests needed more than one attempt; so often
+    were engines `late`, that is behind their model. `cores` of this machine were busy on average,
+    `own_cores` with this run."""
 
     outcomes: Outcomes
     plans: tuple[tuple[float, Plan], ...]
@@ -74,7 +74,8 @@ class LiveRun:
 
 
 async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
-    """Start the network, warm it up, replay the trace and end everything. Raises DemoFailed or ClientError."""
+    """Start the network, warm it up, replay the trace and end everything. Raises DemoFailed or
+    ClientError."""
     async with open_box(watch_memory=False) as box:
         await box.start_fork_server(settings.nodes, backend="emulated")
         bootstrap = await box.start_bootstrap(settings.codec)
@@ -99,7 +100,7 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
         )
 
 
-async def _start(box: Box, client: AsyncClient, token: str, settings: LiveSettings, say: Say) -> Plan:
+async def _start(box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say) -> Plan:
     """Start the nodes; returns the plan that all of them are in."""
     options = [
         "--emulate",
@@ -140,7 +141,8 @@ async def _warm_up(client: AsyncClient, plan: Plan) -> None:
 
 
 async def _replay(client: AsyncClient, trace: Trace, say: Say) -> tuple[Outcomes, int]:
-    """Ask as the trace does; returns what the client has seen, and how many requests needed more than one attempt."""
+    """Ask as the trace does; returns what the client has seen, and how many requests needed more
+    than one attempt."""
     ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
     recovered = done = 0
     began = trio.current_time()
@@ -185,12 +187,13 @@ async def _plans_followed(client: AsyncClient) -> AsyncIterator[list[tuple[float
 
 
 async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, int]:
-    """One request of these lengths: when its first and its last token came, and how many attempts it took."""
+    """One request of these lengths: when its first and its last token came, and how many attempts
+    it took."""
     first = last = nan
     stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S)
     async with stream:
-        async for piece in stream:
-            if piece.tokens:
+        async for delta in stream:
+            if delta.tokens:
                 last = trio.current_time()
                 first = last if isnan(first) else first
         figures = stream.result.figures
@@ -200,8 +203,9 @@ async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, fl
 
 
 @contextmanager
-def _cores(box: Box) -> Iterator[list[float]]:
-    """How many cores were busy while the body ran, and how many of them with this run: the list, afterwards."""
+def _cores(box: DemoBox) -> Iterator[list[float]]:
+    """How many cores were busy while the body ran, and how many of them with this run: the list,
+    afterwards."""
     found: list[float] = []
     before, began = box.cpu_seconds(), trio.current_time()
     psutil.cpu_percent()

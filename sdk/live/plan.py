@@ -1,4 +1,6 @@
-"""`p2pserve plan --live`: the running network's plan with what is expected of it, and the best one found beside it."""
+"""`p2pserve plan --live`: the running network's plan with what is expected of it, and the best one
+found beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ import msgspec
 from rich.console import Console
 
 from ...coordinator import Phase, Plan
+from ...coordinator.capacity import KvCodec
 from ...coordinator.network_plan import search_phases, solver_for_shares
 from ...coordinator.network_problem import NetworkProblem, build_network_problem
 from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
 from ...coordinator.planning.model.problem import Proposal, Solution
 from ...coordinator.planning.model.slo import read_slo
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
-from ...kernels.codecs import DEFAULT
+from ...kernels.codecs import DEFAULT, codec_named
 from ...node.view import NetworkView
 from ..client import Client
 from ..commands.network import network_target
@@ -35,7 +38,8 @@ OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A replica that does something else in the best plan; `was` is None for one that the running plan has not."""
+    """A replica that does something else in the best plan; `was` is None for one that the running
+    plan has not."""
 
     replica: str
     was: Phase | None
@@ -44,8 +48,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LivePlans:
-    """`plan` is what the network says it follows; `running`, what is expected of it as things are now: of its replicas
-    that are there. None where there is no plan, or those cannot serve. `best` is the best found."""
+    """`plan` is what the network says it follows; `running`, what is expected of it as things are
+    now: of its replicas that are there. None where there is no plan, or those cannot serve. `best`
+    is the best found."""
 
     network: NetworkProblem
     plan: Plan | None
@@ -67,9 +72,10 @@ def run_live_plan(arguments: Namespace) -> int:
     view = NetworkView.of_status(status)
     service = _service(view, arguments.model)
     plan = status.plan if status.plan is not None and status.plan.service == service else None
+    codec = codec_named(plan.codec) if plan is not None else DEFAULT
     network = build_network_problem(
         view.boxes(service), view.links(), view.demands(service),
-        service=service, codec=plan.codec if plan is not None else DEFAULT.name, previous=plan, slo=slo, rate=rate,
+        service=service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
     if network is None:
         raise RequestFailed(f"no box of the network is ready to serve {service}: see `p2pserve status`")
@@ -94,7 +100,8 @@ def _service(view: NetworkView, wanted: str | None) -> str:
 
 
 def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
-    """The plan as it would do now, and the best found: starting afresh or from the plan, whatever is better."""
+    """The plan as it would do now, and the best found: starting afresh or from the plan, whatever
+    is better."""
     running = _running(network, plan)
     starts = [search_phases(network)]
     if running is not None and len(running) == len(network.heads):
@@ -123,7 +130,8 @@ def _running(network: NetworkProblem, plan: Plan | None) -> Solution | None:
 
 
 def _expected(network: NetworkProblem, plan: Plan, running: Solution) -> Proposal:
-    """With the plan's own shares of the requests: of as many as the planner would serve in one of its ways."""
+    """With the plan's own shares of the requests: of as many as one of the planner's solvers would
+    serve."""
     there = {replica.id for replica in plan.replicas} & set(network.ids(running))
     left = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= there]
     total = sum(pair.weight for pair in left)

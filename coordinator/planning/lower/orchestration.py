@@ -17,7 +17,7 @@ from ..model.length_classes import Classes
 from ..model.workload import Service
 from .behaviour import LOADS
 from .flow import FlowProblem, LinkCapacities, RequestFlow, solve_exact
-from .queueing import ReplicaTables, RequestTimes, TransferTimes
+from .queueing import KVDelays, ReplicaTables, RequestTimes
 from .replica_pairs import ClusterLinks, ReplicaPairs, pair_replicas
 from .replicas import REFERENCE_LOAD, ConfiguredReplica, LoadCurve, count_phases
 
@@ -133,14 +133,14 @@ class _PairModel:
         prefills, decodes = self.pairs.prefill[pairs], self.pairs.decode[pairs]
         everyone = np.arange(len(loads))
         row = self.tables.at(everyone, loads)
-        prefilling = self.tables.prefilling(everyone, row, self.counts[0]).at(prefills)
-        decoding = self.tables.decoding(everyone, loads, row, self.counts[1]).at(decodes)
+        prefilling = self.tables.prefill_times(everyone, row, self.counts[0]).at(prefills)
+        decoding = self.tables.decode_times(everyone, loads, row, self.counts[1]).at(decodes)
         wire_s = self.pairs.gigabit_s[pairs][:, None] * self.gigabits
         latency_s, read_s = self.pairs.latency_s[pairs][:, None], self.tables.prefill_s[prefills]
         layers = self.service.model.layers
         least_s = visible_s(wire_s, latency_s, read_s, layers)
         shared_s = visible_s(wire_s / (1.0 - busy)[:, None], latency_s, read_s, layers) - least_s
-        sending = TransferTimes(least_s, busy, shared_s / np.maximum(busy, 1e-9)[:, None])
+        sending = KVDelays(least_s, busy, shared_s / np.maximum(busy, 1e-9)[:, None])
         handed = prefills != decodes
         early = ~handed | self.service.decode_writes_first
         step_s = np.where(handed & self.service.decode_writes_first, decoding.tpot_s, 0.0)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...costs.model_shape import ModelShape
 
-__all__ = ["KV_BITS", "Service", "Slo", "Workload", "WorkloadError"]
+__all__ = ["Service", "Slo", "Workload", "WorkloadError"]
 
 Lengths = NDArray[np.int64]
-
-KV_BITS: Final[Mapping[str, float]] = {"raw": 16.0, "fp8": 8.1, "kv4": 4.5, "kivi4": 5.2}
-"""By codec: bits per element on the wire, all overhead included, as measured at heads of 128
-(docs/codecs.md)."""
 
 
 class WorkloadError(ValueError):

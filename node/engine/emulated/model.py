@@ -92,7 +92,7 @@ def emulated_model(name: str, cards: Cards) -> EmulatedModel:
         if folder.is_dir():
             config = read_json(folder / "config.json", name)
             shape, longest = shape_of_config(config, folder.resolve().name), _longest(config)
-            service = f"{shape.name}-emulated-{_digest(config)}"
+            service = f"{config.get('model_type', 'model')}-emulated-{_digest(config)}"
         else:
             shape, longest = model_shape(name), LONGEST
             service = f"{shape.name}-emulated"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
-class Joined(Future[Any]):
+class JoinedAnswers(Future[Any]):
     """One result of the answers of all workers, joined by the thread that asks for it."""
 
     def __init__(
@@ -69,7 +69,7 @@ class PipelineExecutor(Executor):
         hello = LoadStage(vllm.__version__, CODEC.schema, stage_rank.partition)
         loading = tell(self.stages, "load", hello)
         self.workers.load(self.vllm_config)
-        merges = Joined(False, loading, lambda answers: answers[1:]).result()
+        merges = JoinedAnswers(False, loading, lambda answers: answers[1:]).result()
         self.collective_rpc("merge_activations", args=(merges,))
 
     def collective_rpc(
@@ -84,7 +84,7 @@ class PipelineExecutor(Executor):
         if not isinstance(method, str) or method not in CALLABLE:
             raise PipelineError(f"{method} is nothing that the stages of a pipeline are asked to do")
         others = tell(self.stages, method, *args, **(kwargs or {}))
-        joined = Joined(self.workers.call(method, args, kwargs or {}), others, list)
+        joined = JoinedAnswers(self.workers.call(method, args, kwargs or {}), others, list)
         return joined if non_block else joined.result(timeout)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
@@ -121,8 +121,8 @@ class PipelineExecutor(Executor):
         """A transfer has ended when it has for all that report to `_output`: our own workers, and each other stage."""
         self.kv_output_aggregator = KVOutputAggregator(1 + len(self.workers.remotes) + len(self.stages))
 
-    def _join_batch(self, mine: Any, others: Answers) -> Joined:
-        return Joined(mine, others, self._output, self.workers.worker.warm_up, self.workers.batch_s)
+    def _join_batch(self, mine: Any, others: Answers) -> JoinedAnswers:
+        return JoinedAnswers(mine, others, self._output, self.workers.worker.warm_up, self.workers.batch_s)
 
     def _output(self, outputs: list[ModelRunnerOutput | None]) -> ModelRunnerOutput | None:
         last = len(outputs) - 1

@@ -20,7 +20,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ...models import LayerRange
+from ...models import StageLayers
 from ...models.checkpoint import stage_files
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class StageLoader(DefaultModelLoader):
         total = model_config.get_total_num_hidden_layers()
         first, last = get_pp_indices(total, stages.rank_in_group, stages.world_size)
         tied = getattr(config, "tie_word_embeddings", False) is True
-        yield from stage_tensors(Path(model_config.model), LayerRange(first, last, total), tied=tied)
+        yield from stage_tensors(Path(model_config.model), StageLayers(first, last, total), tied=tied)
 
 
-def stage_tensors(folder: Path, layers: LayerRange, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def stage_tensors(folder: Path, layers: StageLayers, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of each tensor of a stage. Values are mapped: they are read when the model copies them."""
     for path, names in stage_files(folder, layers, tied=tied):
         with safe_open(path, framework="pt") as shard:

@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pserve.coordinator import BoxView, CapacityError, Demand, LinkView, Phase, Plan, PlanError
-from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, Links
+from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, KvCodec, Links
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS
 from p2pserve.coordinator.network_plan import MAX_PAIRINGS, plan_network
 from p2pserve.coordinator.network_problem import build_network_problem
-from p2pserve.coordinator.planning.model.workload import KV_BITS
-from p2pserve.kernels.codecs import CODEC_NAMES
 
+KV4, RAW = KvCodec("kv4", 4.5), KvCodec("raw", 16.0)
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 PEER = "12D3KooW{:044d}".format
 
@@ -45,7 +44,7 @@ def plan_of(
     demands: tuple[Demand, ...] = (),
     previous: Plan | None = None,
     epoch: int = 1,
-    codec: str = "kv4",
+    codec: KvCodec = KV4,
 ) -> Plan | None:
     version = previous.version + 1 if previous is not None else 0
     return plan_network(
@@ -78,7 +77,7 @@ def test_no_box_ready_is_no_plan(boxes: tuple[BoxView, ...]) -> None:
 
 
 def test_boxes_of_other_services_are_not_seen() -> None:
-    assert plan_network([box("a")], [], [], service="other", epoch=1, version=0, previous=None, codec="raw") is None
+    assert plan_network([box("a")], [], [], service="other", epoch=1, version=0, previous=None, codec=RAW) is None
 
 
 @pytest.mark.parametrize(
@@ -286,7 +285,7 @@ def test_a_new_epoch_and_a_new_codec_are_changes() -> None:
     before = some_plan(box("m"), FLOP_RICH)
     again = some_plan(box("m"), FLOP_RICH, previous=before, epoch=2)
     assert (again.number, again.replicas, again.pairings) == ((2, 1), before.replicas, before.pairings)
-    other = some_plan(box("m"), FLOP_RICH, previous=before, codec="raw")
+    other = some_plan(box("m"), FLOP_RICH, previous=before, codec=RAW)
     assert other.codec == "raw"
     assert any("KV travels as raw" in line for line in other.why)
 
@@ -306,17 +305,11 @@ def test_refusals() -> None:
     one = box("m")
     before = some_plan(one, FLOP_RICH)
     with pytest.raises(PlanError, match="not be newer"):
-        plan_network([one], [], [], service="llama", epoch=1, version=0, previous=before, codec="kv4")
+        plan_network([one], [], [], service="llama", epoch=1, version=0, previous=before, codec=KV4)
     with pytest.raises(PlanError, match="service"):
-        plan_network([one], [], [], service="x", epoch=1, version=1, previous=before, codec="kv4")
+        plan_network([one], [], [], service="x", epoch=1, version=1, previous=before, codec=KV4)
     with pytest.raises(PlanError, match="twice"):
         plan_of(one, one)
-    with pytest.raises(PlanError, match="codec"):
-        plan_of(one, codec="zip")
-
-
-def test_every_codec_has_its_bits() -> None:
-    assert set(KV_BITS) == set(CODEC_NAMES)
 
 
 # ---- what the network is taken for ----------------------------------------------------------------------------
@@ -334,7 +327,7 @@ def test_requests_longer_than_any_kv_cache_are_shortened() -> None:
     demand = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((90_000, 10_000),))
     network = build_network_problem(
         [box("a", kv_tokens=20_000), box("b", kv_tokens=3_000)],
-        [], [demand], service="llama", codec="kv4", previous=None,
+        [], [demand], service="llama", codec=KV4, previous=None,
     )  # fmt: skip
     assert network is not None
     workload = network.service.workload
@@ -343,29 +336,29 @@ def test_requests_longer_than_any_kv_cache_are_shortened() -> None:
 
 
 def test_a_quiet_network_is_planned_for_what_it_could_carry() -> None:
-    network = build_network_problem([box("a"), box("b")], [], [], service="llama", codec="kv4", previous=None)
+    network = build_network_problem([box("a"), box("b")], [], [], service="llama", codec=KV4, previous=None)
     assert network is not None
     assert network.service.workload.rate == pytest.approx(network.colocated_rate)
     assert network.asked < network.service.workload.rate
     silent = Demand(requests_s=0.0, arrival_cv=1.0, lengths=((300, 7),))
-    idle = build_network_problem([box("a"), box("b")], [], [silent], service="llama", codec="kv4", previous=None)
+    idle = build_network_problem([box("a"), box("b")], [], [silent], service="llama", codec=KV4, previous=None)
     assert idle is not None
     assert idle.asked == 0.0
     assert idle.service.workload.rate == pytest.approx(idle.colocated_rate)
     assert idle.service.workload.mean_prompt == 300
-    asked = build_network_problem([box("a")], [], [], service="llama", codec="kv4", previous=None, rate=0.5)
+    asked = build_network_problem([box("a")], [], [], service="llama", codec=KV4, previous=None, rate=0.5)
     assert asked is not None
     assert asked.service.workload.rate == 0.5
 
 
 def test_emulated_boxes_count_for_their_card_and_real_ones_for_what_was_measured() -> None:
     shown = box("a", 1.0, 1.0, card="A40-48GB", specs=Specs.DENSE, emulated=True)
-    network = build_network_problem([shown], [], [], service="llama", codec="kv4", previous=None)
+    network = build_network_problem([shown], [], [], service="llama", codec=KV4, previous=None)
     assert network is not None
     card = network.problem.cluster.boxes[0].gpu
     assert (card.name, card.tflops, card.memory_gbps, card.specs) == ("A40-48GB", 149.7, 696.0, Specs.DENSE)
     real = build_network_problem(
-        [box("a", 240.0, 1200.0, tp=2, card="A40-48GB")], [], [], service="llama", codec="kv4", previous=None
+        [box("a", 240.0, 1200.0, tp=2, card="A40-48GB")], [], [], service="llama", codec=KV4, previous=None
     )
     assert real is not None
     card = real.problem.cluster.boxes[0].gpu

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from p2pserve.coordinator import BoxView, Plan
+from p2pserve.coordinator.capacity import KvCodec
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.network_plan import plan_network
 from p2pserve.coordinator.settings import NetworkPlanSettings
@@ -23,7 +24,7 @@ def box(peer: str, tflops: float, gbps: float) -> BoxView:
 
 def plan_of(*boxes: BoxView, previous: Plan | None = None, **settings: Any) -> Plan:
     found = plan_network(
-        boxes, (), (), service="s", epoch=1, version=1 if previous else 0, previous=previous, codec="kv4",
+        boxes, (), (), service="s", epoch=1, version=1 if previous else 0, previous=previous, codec=KvCodec("kv4", 4.5),
         settings=NetworkPlanSettings(**settings) if settings else None,
     )  # fmt: skip
     assert found is not None

@@ -1,6 +1,7 @@
 """The module list of docs/architecture.md: `python tests/unit/docs/architecture.py` writes it anew.
 
-Each module's line is the first sentence of its docstring, so that there is one place to say what it is.
+Each module's line is the first sentence of its docstring, so that there is one place to say what
+it is.
 """
 
 from __future__ import annotations

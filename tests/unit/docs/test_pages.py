@@ -60,6 +60,17 @@ def missing_files(text: str) -> list[str]:
     return [name for name in ours if name not in TO_BE_MADE and not (ROOT / name).exists()]
 
 
+def missing_commands(text: str) -> list[str]:
+    """Modules that `python -m` is said to run, and that are not there to be run."""
+    named = re.findall(r"python -m (p2pserve(?:\.\w+)+)", text)
+    places = {name: ROOT.joinpath(*name.split(".")[1:]) for name in named}
+    return [
+        name
+        for name, place in places.items()
+        if not place.with_suffix(".py").exists() and not (place / "__main__.py").exists()
+    ]
+
+
 def page_ids(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
@@ -76,6 +87,7 @@ class TestPages:
         text = page.read_text(encoding="utf-8")
         assert dead_links(text, page.parent) == []
         assert missing_files(text) == []
+        assert missing_commands(text) == []
 
     def test_an_example_comes_early(self, page: Path) -> None:
         """A page begins with what it is for, and shows one thing that it is about."""
@@ -117,6 +129,7 @@ def test_every_word_is_explained_in_one_line() -> None:
         (long_paragraphs, "x\n" * 6 + "\n" + "x\n" * 6, "x\n" * 7),
         (long_paragraphs, "- x\n" * 20, "- x\n" + "  x\n" * 6),
         (missing_files, "`sdk/cli.py`", "`sdk/no_such.py`"),
+        (missing_commands, "python -m p2pserve.kernels.bench", "python -m p2pserve.kernels.bunch --help"),
         (lambda text: dead_links(text, ROOT), "[a](README.md#x) [b](https://x.org/y)", "[a](NO.md)"),
     ],
 )

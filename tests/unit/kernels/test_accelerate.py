@@ -1,4 +1,6 @@
-"""C++ beside the reference: when it is built, what happens where it cannot be, and that its bytes agree."""
+"""C++ beside the reference: when it is built, what happens where it cannot be, and that its bytes
+agree.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ from p2pserve.kernels.format import Codec
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_rows_of_a_gpu_are_rates_of_one_block_out_of_a_queue(codec: Codec) -> None:
-    """Events that are always 2 ms apart, for 2 blocks of 1 MiB: 1.049 GB/s, and as much for the copy."""
+    """Events that are always 2 ms apart, for 2 blocks of 1 MiB: 1.049 GB/s, and as much for the
+    copy.
+    """
     events = Mock()
     events.return_value.elapsed_time.return_value = 2.0
     with (

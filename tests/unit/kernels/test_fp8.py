@@ -132,7 +132,9 @@ class TestFormat:
         assert case.payload() == case.path.read_bytes()
 
     def test_a_payload_by_hand(self) -> None:
-        """Two tokens across the border of two groups: each is its own zero; V's codes are e4m3 by the book."""
+        """Two tokens across the border of two groups: each is its own zero; V's codes are e4m3 by
+        the book.
+        """
         k = torch.tensor([3.0, -5.5], dtype=torch.bfloat16).expand(2, 1, 2)
         v = torch.tensor([[1.0, -0.40625], [0.0, 2.0**-9]], dtype=torch.bfloat16).view(2, 1, 2)
         payload = bytes(encode("fp8", k, v, start=127, layer=0))
@@ -146,7 +148,9 @@ class TestFormat:
         assert payload == expected
 
     def test_the_zero_is_the_middle_of_the_inner_bounds_of_the_runs(self) -> None:
-        """Runs of 32 tokens: bounds (0, 8), (1, 100), (-40, 6), (2, 7): max of minima 2, min of maxima 6."""
+        """Runs of 32 tokens: bounds (0, 8), (1, 100), (-40, 6), (2, 7): max of minima 2, min of
+        maxima 6.
+        """
         k = torch.zeros(128, 1, 1, dtype=torch.float16)
         for run, (low, high) in enumerate(((0, 8), (1, 100), (-40, 6), (2, 7))):
             k[32 * run : 32 * run + 32] = low
@@ -220,7 +224,9 @@ class TestNative:
     def test_it_makes_the_bytes_and_values_of_the_reference(
         self, dtype: torch.dtype, head_dim: int, start: int, tokens: int
     ) -> None:
-        """Scales from those that vanish to the largest; zeros of both signs, constant channels; then any codes."""
+        """Scales from those that vanish to the largest; zeros of both signs, constant channels;
+        then any codes.
+        """
         generator = torch.Generator().manual_seed(tokens)
         layout = Fp8Layout(start, tokens, 3, head_dim)
         for scale in (2.0**-25, 2.0**-118, 1.0, 600.0 if dtype == torch.float16 else 2.0**110):

@@ -1,4 +1,6 @@
-"""`encode_into` and `decode_into`: what they write, when they tell, and that on a GPU they never wait for it."""
+"""`encode_into` and `decode_into`: what they write, when they tell, and that on a GPU they never
+wait for it.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def decode_by_value(name: Codec, payload: torch.Tensor, like: torch.Tensor, star
 
 
 GPU = torch.device("meta")
-"""Stands in for a GPU: its tensors have shapes and no values, so whatever would ask for one can be seen."""
+"""Stands in for a GPU: its tensors have shapes and no values, so whatever would ask for one can be
+seen.
+"""
 
 
 class Waited(Exception):
@@ -125,7 +129,9 @@ class Waited(Exception):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuse what waits for a GPU: asking for values, shapes that depend on them, copies to or from the host."""
+    """Refuse what waits for a GPU: asking for values, shapes that depend on them, copies to or
+    from the host.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,7 +212,9 @@ class TestOnAGpu:
         launches: Launches,
         moments: Moments,
     ) -> None:
-        """From the start of a prompt (exempt tokens), from within groups (residual), and from a group on."""
+        """From the start of a prompt (exempt tokens), from within groups (residual), and from a
+        group on.
+        """
         for start, tokens in ((0, 512), (37, 100), (256, 256), (0, 3)):
             k, v = (torch.empty(tokens, 2, 64, dtype=dtype, device=GPU) for _ in range(2))
             out = bytes_for(codec, k, start)

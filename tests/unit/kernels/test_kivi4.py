@@ -61,7 +61,9 @@ def arrive(payload: bytes | bytearray, like: torch.Tensor, start: int) -> Pair:
 
 
 def plain_kivi(groups: torch.Tensor, sixteen: torch.dtype) -> torch.Tensor:
-    """What KIVI makes of groups along the last axis, in double precision but for its 16-bit parameters."""
+    """What KIVI makes of groups along the last axis, in double precision but for its 16-bit
+    parameters.
+    """
     zero = groups.amin(-1, keepdim=True)
     scale = ((groups.amax(-1, keepdim=True) - zero) / 15).to(sixteen).double()
     codes = torch.where(scale > 0, ((groups - zero) / scale).round().clamp(0, 15), 0.0)
@@ -144,7 +146,9 @@ class TestFormat:
         assert case.payload() == case.path.read_bytes()
 
     def test_a_payload_by_hand(self) -> None:
-        """33 tokens from 31: token 31 is residual, 32..63 a group. K rises by 0.5 from -1; V is 0..3 per head."""
+        """33 tokens from 31: token 31 is residual, 32..63 a group. K rises by 0.5 from -1; V is
+        0..3 per head.
+        """
         k = torch.tensor([7.0, *(i * 0.5 - 1 for i in range(32))], dtype=torch.float16).view(33, 1, 1).expand(-1, -1, 4)
         v = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float16).expand(33, 1, 4)
         payload = bytes(encode("kivi4", k, v, start=31, layer=0))
@@ -199,7 +203,9 @@ class TestNative:
     @pytest.mark.parametrize("head_dim", [1, 3, 33, 64, 80, 97, 128, 256, 1024])
     @pytest.mark.parametrize("dtype", SIXTEEN)
     def test_it_makes_the_bytes_and_values_of_the_reference(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Scales from those that vanish or are subnormal to the largest; zeros of both signs, constant groups."""
+        """Scales from those that vanish or are subnormal to the largest; zeros of both signs,
+        constant groups.
+        """
         layout = Kivi4Layout(0, 64, 3, head_dim)
         for scale in (2.0**-24, 2.0**-110, 1.0, 6e4 if dtype == torch.float16 else 2.0**115):
             k, v = (x.clamp(-1, 1).float() * scale for x in block(64, 3, head_dim, dtype))

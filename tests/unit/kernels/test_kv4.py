@@ -284,7 +284,9 @@ class TestNative:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 144, 256, 528])
     def test_all_shapes_agree(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Blocks that begin and end anywhere in a span; whole and half runs of lanes; heads that it does not take."""
+        """Blocks that begin and end anywhere in a span; whole and half runs of lanes; heads that
+        it does not take.
+        """
         for heads, tokens, start in ((1, 70, 2), (3, 300, 100), (2, 260, 0), (1, 5, 37), (2, 256, 256)):
             k, v = block(tokens, heads, head_dim, dtype, seed=tokens)
             k = k * 2.0 ** (torch.arange(head_dim) % 9 - 4).to(dtype) + 100 * (torch.arange(head_dim) % 5 == 0)
@@ -302,7 +304,9 @@ class TestNative:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_equally_good_grids_agree(self, dtype: torch.dtype) -> None:
-        """Of small whole numbers many lie half a step off, and more than one grid has the least error."""
+        """Of small whole numbers many lie half a step off, and more than one grid has the least
+        error.
+        """
         generator = torch.Generator().manual_seed(3)
         for most in (2, 3, 16, 31, 60):
             k, v = (torch.randint(-1, most, (300, 2, 64), generator=generator).to(dtype) for _ in range(2))
@@ -432,7 +436,9 @@ class TestBadPayloads:
 
 
 def test_layouts_tile_the_block() -> None:
-    """Rows of codes, groups and spans of neighbouring blocks add up to no less than those of the whole."""
+    """Rows of codes, groups and spans of neighbouring blocks add up to no less than those of the
+    whole.
+    """
     for cut, start in product(range(1, 40, 3), (0, 4, 16, 31, 250)):
         layout = Kv4Layout(start, cut, 1, 2)
         if not layout.coded:

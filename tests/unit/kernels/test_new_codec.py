@@ -1,4 +1,6 @@
-"""The recipe for a codec in docs/extending.md, followed: the text's own code, in a copy of the room."""
+"""The recipe for a codec in docs/extending.md, followed: the text's own code, in a copy of the
+room.
+"""
 
 from __future__ import annotations
 

@@ -34,17 +34,23 @@ CODECS = ("raw", "kv4", "fp8", "kivi4")
 
 class TestRouge:
     def test_the_police_and_the_gunman(self) -> None:
-        """Lin's example: 3 of 4 words, 1 of 3 pairs, longest common subsequence `police the gunman`."""
+        """Lin's example: 3 of 4 words, 1 of 3 pairs, longest common subsequence
+        `police the gunman`.
+        """
         found = rouge("police killed the gunman", "police kill the gunman")
         assert (found.rouge1, found.rouge2, found.rouge_l) == pytest.approx((3 / 4, 1 / 3, 3 / 4))
 
     def test_order_counts_for_pairs_and_sequences_only(self) -> None:
-        """`the gunman kill police`: the same words, one common pair, longest common subsequence of 2."""
+        """`the gunman kill police`: the same words, one common pair, longest common subsequence of
+        2.
+        """
         found = rouge("police kill the gunman", "the gunman kill police")
         assert (found.rouge1, found.rouge2, found.rouge_l) == pytest.approx((1, 1 / 3, 1 / 2))
 
     def test_precision_and_recall_both_count(self) -> None:
-        """2 of 2 words found, among 6: precision 1/3, recall 1, F1 1/2. Repeats count once per repeat."""
+        """2 of 2 words found, among 6: precision 1/3, recall 1, F1 1/2. Repeats count once per
+        repeat.
+        """
         assert rouge("a b", "a b a c c c").rouge1 == pytest.approx(0.5)
         assert rouge("a b", "a b a c c c").rouge_l == pytest.approx(0.5)
 
@@ -225,7 +231,9 @@ class _Told:
 
 
 def test_what_the_model_says_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses 0.5, 1.5 and 1 apart: mean 1, variance 1/4. ROUGE-1 of the texts: 1 and 1/2 against 0 and 1/2."""
+    """Losses 0.5, 1.5 and 1 apart: mean 1, variance 1/4. ROUGE-1 of the texts: 1 and 1/2 against 0
+    and 1/2.
+    """
     monkeypatch.setattr(quality, "BundledModel", _Told)
     found = measure_model(("raw", "kv4", "kivi4"), replace(QUICK, continuations=2))
     assert found.perplexity == pytest.approx({"raw": math.exp(2), "kv4": math.exp(2.5), "kivi4": math.exp(1.5)})

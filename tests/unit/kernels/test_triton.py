@@ -1,4 +1,6 @@
-"""The Triton kernels without a GPU: in Triton's interpreter, and compiled for GPUs that need not be there."""
+"""The Triton kernels without a GPU: in Triton's interpreter, and compiled for GPUs that need not
+be there.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_the_kernels_make_the_bytes_of_the_references() -> None:
 
 
 def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """Kernel, types of its arguments, and its constants, for heads of 128, and `kv4`'s for V of 288 too."""
+    """Kernel, types of its arguments, and its constants, for heads of 128, and `kv4`'s for V of
+    288 too.
+    """
     from p2pserve.kernels.fp8 import triton as triton_fp8
     from p2pserve.kernels.kivi4 import triton as triton_kivi4
     from p2pserve.kernels.kv4 import triton as triton_kv4
@@ -69,7 +73,8 @@ def wide(at: int, name: str, kind: Any) -> Iterator[tuple[int, ...]]:
 
 
 SHARED_KIB = {80: 163, 86: 99, 90: 227}
-"""What a block of threads may have of an A100, of consumer cards from 3090 to 4090, and of an H100."""
+"""What a block of threads may have of an A100, of consumer cards from 3090 to 4090, and of an H100.
+"""
 
 MOST_STACK_BYTES = 128
 """Of a thread: spilled registers. `kv4` spills 80 bytes where it codes K, the others nothing."""
@@ -161,7 +166,9 @@ class Variants:
 def test_after_the_warm_up_no_window_needs_another_kernel(
     codec: str, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton takes seconds to compile for what it has not seen: integers that are multiples of 16, others, and 1."""
+    """Triton takes seconds to compile for what it has not seen: integers that are multiples of 16,
+    others, and 1.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("Triton interprets in this process")
     from p2pserve.kernels import payload as payloads

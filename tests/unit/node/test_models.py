@@ -15,10 +15,10 @@ from safetensors.numpy import save
 from p2pserve.coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
 from p2pserve.node.models import (
     DownloadProgress,
-    LayerRange,
     ModelError,
     ModelInfo,
     ProgressLine,
+    StageLayers,
     TerminalProgress,
     WeightSizes,
     open_model,
@@ -100,7 +100,7 @@ def test_a_model_is_described(tmp_path: Path) -> None:
     info = model.info
     assert (info.name, info.layers, info.shape.hidden, info.kv_heads, info.head_dim) == ("tiny", 4, 128, 2, 32)
     assert (info.shape.vocabulary, info.max_model_len) == (4096, 512)
-    assert info.service.startswith("tiny-")
+    assert info.service.startswith("model-")
     assert model.folder == tmp_path / "tiny"
 
 
@@ -192,10 +192,10 @@ def service(folder: Path) -> str:
     return open_model(str(folder)).info.service
 
 
-def test_a_copy_of_a_model_is_the_same_service(tmp_path: Path) -> None:
+def test_a_copy_of_a_model_is_the_same_service_whatever_its_folder_is_called(tmp_path: Path) -> None:
     first = make(tmp_path / "tiny")
     (tmp_path / "other").mkdir()
-    copy = shutil.copytree(first, tmp_path / "other" / "tiny")
+    copy = shutil.copytree(first, tmp_path / "other" / "of-my-own")
     os.utime(copy / "model.safetensors", (1, 1))
     assert service(first) == service(copy)
 
@@ -212,6 +212,14 @@ def test_other_weights_are_another_service(tmp_path: Path, changed: dict[str, An
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert service(make(tmp_path / "a" / "tiny")) != service(make(tmp_path / "b" / "tiny", **changed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("qwen3", "qwen3"), ("Odd Kind/../x", "oddkind..x"), ("", "model"), (None, "model")]
+)
+def test_a_service_begins_with_the_family_of_its_model(tmp_path: Path, kind: str | None, family: str) -> None:
+    config = {key: value for key, value in {**CONFIG, "model_type": kind}.items() if value is not None}
+    assert service(make(tmp_path / "tiny", config=config)).rpartition("-")[0] == family
 
 
 def test_another_tokenizer_is_another_service(tmp_path: Path) -> None:
@@ -394,7 +402,7 @@ def test_tied_embeddings_are_needed_at_both_ends(tmp_path: Path, say_so: bool) -
 
 
 def names_of(folder: Path, first: int, last: int, *, tied: bool = False) -> dict[str, tuple[str, ...]]:
-    return {path.name: names for path, names in stage_files(folder, LayerRange(first, last, 4), tied=tied)}
+    return {path.name: names for path, names in stage_files(folder, StageLayers(first, last, 4), tied=tied)}
 
 
 def test_a_stage_needs_only_the_files_with_its_tensors(tmp_path: Path) -> None:
@@ -417,7 +425,7 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
 def test_layers_that_are_not_there() -> None:
     for first, last in ((-1, 2), (2, 2), (3, 5)):
         with pytest.raises(ValueError, match="not a part of"):
-            LayerRange(first, last, 4)
+            StageLayers(first, last, 4)
 
 
 def test_a_local_model_has_nothing_to_fetch(tmp_path: Path) -> None:

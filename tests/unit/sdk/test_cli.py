@@ -13,9 +13,9 @@ import pytest
 import p2pserve.sdk
 from p2pserve.bootstrap import AddressError, PortInUse, Refused, TokenError, Unreachable
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.box.home import NodeError
+from p2pserve.node.box.home import NodeError, NodeUsageError
 from p2pserve.node.models import ModelError
-from p2pserve.node.replica.engine_link import EngineStartError
+from p2pserve.node.replica.engine_link import EngineRefused, EngineStartError
 from p2pserve.node.requests.text import PromptError
 from p2pserve.sdk.cli import build_parser, main
 from p2pserve.sdk.commands import network as commands
@@ -40,6 +40,8 @@ def _logging_as_before() -> Iterator[None]:
         (PromptError("x"), 2),
         (InvalidRequest("x"), 2),
         (UsageError("x"), 2),
+        (NodeUsageError("x"), 2),
+        (EngineRefused("x"), 2),
         (Unreachable("x"), 1),
         (Refused("x"), 1),
         (PortInUse("x"), 1),

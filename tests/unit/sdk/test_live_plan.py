@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator import Demand, Phase, Plan
+from p2pserve.coordinator.capacity import KvCodec
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import MODELS
 from p2pserve.coordinator.network_plan import plan_network
@@ -53,7 +54,14 @@ def status(*nodes: NodeStatus, plan: Plan | None = None) -> Status:
 def plan_of(*nodes: NodeStatus) -> Plan:
     view = NetworkView.of_status(status(*nodes))
     plan = plan_network(
-        view.boxes("llama"), view.links(), [], service="llama", epoch=3, version=7, previous=None, codec="kv4"
+        view.boxes("llama"),
+        view.links(),
+        [],
+        service="llama",
+        epoch=3,
+        version=7,
+        previous=None,
+        codec=KvCodec("kv4", 4.5),
     )
     assert plan is not None
     return plan

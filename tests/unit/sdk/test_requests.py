@@ -10,7 +10,7 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import InvalidRequest
-from p2pserve.sdk.requests import Candidate, Diverged, Piece, Replay, build_request, check_service, gateways
+from p2pserve.sdk.requests import Diverged, GatewayCandidate, Replay, TextDelta, build_request, check_service, gateways
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def update(text: str, *tokens: int) -> AnswerUpdate:
 
 def test_a_replay_hands_on_only_what_is_new() -> None:
     replay = Replay()
-    assert replay.take(update("ab", 1, 2)) == Piece("ab", (1, 2))
-    assert replay.take(update("", 3)) == Piece("", (3,))  # a token that completes no character yet
+    assert replay.take(update("ab", 1, 2)) == TextDelta("ab", (1, 2))
+    assert replay.take(update("", 3)) == TextDelta("", (3,))  # a token that completes no character yet
     replay.restart()
     assert replay.take(update("a", 1)) is None
-    assert replay.take(update("bcd", 2, 3, 4)) == Piece("cd", (4,))
-    assert replay.take(update("e", 5)) == Piece("e", (5,))
+    assert replay.take(update("bcd", 2, 3, 4)) == TextDelta("cd", (4,))
+    assert replay.take(update("e", 5)) == TextDelta("e", (5,))
     assert (replay.text, replay.tokens) == ("abcde", [1, 2, 3, 4, 5])
 
 
@@ -85,7 +85,7 @@ def test_a_replay_that_differs_is_refused(again: AnswerUpdate) -> None:
 
 def candidate(
     name: str, state: str | None, rtt: float | None, *, draining: bool = False, service: str = "m-1"
-) -> Candidate:
+) -> GatewayCandidate:
     model = ModelInfo(
         service=service,
         shape=ModelShape(name="m", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocabulary=1),
@@ -98,7 +98,7 @@ def candidate(
         model=model if state is not None else None,
         engine=EngineAdvert(state=state) if state is not None else None,
     )
-    return Candidate(peer=PeerId(name), advert=advert, rtt_s=rtt)
+    return GatewayCandidate(peer=PeerId(name), advert=advert, rtt_s=rtt)
 
 
 def test_the_nearest_node_with_a_running_engine_is_the_gateway() -> None:
@@ -111,7 +111,7 @@ def test_the_nearest_node_with_a_running_engine_is_the_gateway() -> None:
         candidate("far", "ready", 0.2),
         candidate("unmeasured", "ready", None),
         candidate("near", "ready", 0.01),
-        Candidate(peer=PeerId("silent"), advert=None, rtt_s=0.0),
+        GatewayCandidate(peer=PeerId("silent"), advert=None, rtt_s=0.0),
     ]
     assert gateways(candidates, "m-1") == ["near", "far", "unmeasured", "starting"]
     assert gateways(candidates, "n-1") == ["other model"]
@@ -135,7 +135,7 @@ def test_a_service_is_refused_only_where_all_nodes_have_told_what_they_offer() -
     known = [candidate("one", "ready", 0.0), candidate("two", "ready", 0.0, service="n-1"), none]
     with pytest.raises(InvalidRequest, match=r"^service: nobody serves x-1; this network serves m-1, n-1$"):
         check_service(known, "x-1")
-    silent = Candidate(peer=PeerId("silent"), advert=None, rtt_s=0.0)
+    silent = GatewayCandidate(peer=PeerId("silent"), advert=None, rtt_s=0.0)
     check_service([*known, silent], "x-1")
     check_service(known[2:], "x-1")  # nothing is served yet
     check_service([], "x-1")
@@ -147,10 +147,10 @@ def test_an_answer_that_goes_on_elsewhere_repeats_its_text_and_not_its_tokens() 
     replay = Replay()
     replay.take(update("ab", 1, 2))
     replay.resume()
-    assert replay.take(update("abc", 3)) == Piece("c", (3,))
+    assert replay.take(update("abc", 3)) == TextDelta("c", (3,))
     replay.resume()
     assert replay.take(update("ab")) is None
-    assert replay.take(update("cd", 4)) == Piece("d", (4,))
+    assert replay.take(update("cd", 4)) == TextDelta("d", (4,))
     assert (replay.text, replay.tokens) == ("abcd", [1, 2, 3, 4])
     replay.resume()
     with pytest.raises(Diverged):

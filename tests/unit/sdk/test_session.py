@@ -34,7 +34,7 @@ from p2pserve.node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk import AsyncClient, Client
 from p2pserve.sdk.errors import ClientClosed, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
-from p2pserve.sdk.requests import Generation, Piece, build_request
+from p2pserve.sdk.requests import Generation, TextDelta, build_request
 from p2pserve.sdk.session import Session, enter
 
 NOW = 1_700_000_000.0
@@ -203,12 +203,12 @@ class Death:
 
     def __init__(self, words: int) -> None:
         self.world: World | None = None
-        self.pieces: list[Piece] = []
+        self.pieces: list[TextDelta] = []
         self._words = words
         self._heard = trio.Event()
 
-    def deliver(self, piece: Piece) -> None:
-        self.pieces.append(piece)
+    def deliver(self, delta: TextDelta) -> None:
+        self.pieces.append(delta)
         if len(self.pieces) == self._words:
             self._heard.set()
 
@@ -254,9 +254,9 @@ COMPLETE = Generation("".join(WORDS), (1, 2, 3, 4), "length", None)
 def test_an_answer_arrives_in_pieces_and_whole() -> None:
     async def main() -> None:
         async with world(whole) as (made, session):
-            pieces: list[Piece] = []
+            pieces: list[TextDelta] = []
             assert await session.generate(request(), pieces.append) == COMPLETE
-            assert pieces == [Piece(word, (number,)) for number, word in enumerate(WORDS, start=1)]
+            assert pieces == [TextDelta(word, (number,)) for number, word in enumerate(WORDS, start=1)]
             assert made.gateways[0].stopped == []
             assert "requests=0" in repr(session)
 
@@ -267,7 +267,7 @@ def test_an_answer_arrives_in_pieces_and_whole() -> None:
 def test_a_gateway_that_cannot_is_replaced(code: str) -> None:
     async def main() -> None:
         async with world(refuses(code), whole) as (made, session):
-            assert await session.generate(request(), lambda piece: None) == COMPLETE
+            assert await session.generate(request(), lambda delta: None) == COMPLETE
             assert [len(gateway.asked) for gateway in made.gateways] == [1, 1]
 
     in_virtual_time(main)
@@ -292,8 +292,8 @@ def test_an_answer_goes_on_after_a_death_with_nothing_lost_repeated_or_changed()
             death.world = made
             assert await session.generate(request(), death.deliver) == COMPLETE
             pieces = death.pieces
-            assert "".join(piece.text for piece in pieces) == "".join(WORDS)
-            assert [token for piece in pieces for token in piece.tokens] == [1, 2, 3, 4]
+            assert "".join(delta.text for delta in pieces) == "".join(WORDS)
+            assert [token for delta in pieces for token in delta.tokens] == [1, 2, 3, 4]
             (first,), (continued,) = made.gateways[0].asked, made.gateways[1].continued
             assert continued.tokens == (1, 2)
             second = continued.generate
@@ -325,7 +325,7 @@ def test_a_gateway_of_an_earlier_release_begins_anew_and_what_it_repeats_is_left
         async with world(death.script, whole, is_old=True) as (made, session):
             death.world = made
             assert await session.generate(request(temperature=temperature), death.deliver) == COMPLETE
-            assert [token for piece in death.pieces for token in piece.tokens] == [1, 2, 3, 4]
+            assert [token for delta in death.pieces for token in delta.tokens] == [1, 2, 3, 4]
             assert [len(gateway.asked) for gateway in made.gateways] == [1, 1]
 
     in_virtual_time(main)
@@ -347,7 +347,7 @@ def test_when_every_gateway_has_failed_all_are_named() -> None:
     async def main() -> None:
         async with world(refuses("draining"), refuses("busy")) as (made, session):
             with pytest.raises(RequestFailed, match="no gateway is left") as caught:
-                await session.generate(request(), lambda piece: None)
+                await session.generate(request(), lambda delta: None)
             for gateway in made.gateways:
                 assert gateway.network.peer_id[-6:] in str(caught.value)
 
@@ -358,7 +358,7 @@ def test_what_the_gateway_calls_invalid_is_not_tried_elsewhere() -> None:
     async def main() -> None:
         async with world(refuses("invalid"), whole) as (made, session):
             with pytest.raises(InvalidRequest, match=r"^a reason$"):
-                await session.generate(request(), lambda piece: None)
+                await session.generate(request(), lambda delta: None)
             assert made.gateways[1].asked == []
 
     in_virtual_time(main)
@@ -376,7 +376,7 @@ def test_the_gateways_last_word_is_the_error(error: str, kind: type[RequestFaile
     async def main() -> None:
         async with world(script) as (_, session):
             with pytest.raises(kind, match=error):
-                await session.generate(request(), lambda piece: None)
+                await session.generate(request(), lambda delta: None)
 
     in_virtual_time(main)
 
@@ -386,7 +386,7 @@ def test_a_gateway_that_falls_silent_meets_the_deadline_and_is_told_to_stop() ->
         async with world(silent) as (made, session):
             began = trio.current_time()
             with pytest.raises(DeadlineExceeded, match="after 5 s"):
-                await session.generate(request(deadline_s=5.0), lambda piece: None)
+                await session.generate(request(deadline_s=5.0), lambda delta: None)
             assert 5 <= trio.current_time() - began < 8
             await made.gateways[0].was_stopped.wait()
             assert made.gateways[0].stopped == [made.gateways[0].asked[0].request]
@@ -398,7 +398,7 @@ def test_a_network_without_a_model_says_what_is_missing() -> None:
     async def main() -> None:
         async with world() as (_, session):
             with pytest.raises(RequestFailed, match="no node of this network serves a model"):
-                await session.generate(request(), lambda piece: None)
+                await session.generate(request(), lambda delta: None)
 
     in_virtual_time(main)
 
@@ -408,7 +408,7 @@ def test_a_service_that_nobody_has_is_refused_at_once_with_what_is_served() -> N
         async with world(whole) as (_, session):
             began = trio.current_time()
             with pytest.raises(InvalidRequest, match=r"^service: nobody serves gpt; this network serves m-1$"):
-                await session.generate(request(service="gpt"), lambda piece: None)
+                await session.generate(request(service="gpt"), lambda delta: None)
             assert trio.current_time() == began
 
     in_virtual_time(main)
@@ -460,14 +460,10 @@ class Site:
         return noted
 
     def client(self) -> Client:
-        client = Client("10.0.0.1:4001")
-        client._connection.connect = self.connect  # type: ignore[assignment]
-        return client
+        return Client(connect=self.connect)
 
     def async_client(self) -> AsyncClient:
-        client = AsyncClient("10.0.0.1:4001")
-        client._connection.connect = self.connect  # type: ignore[assignment]
-        return client
+        return AsyncClient(connect=self.connect)
 
     @property
     def gateway(self) -> Gateway:
@@ -485,7 +481,7 @@ def test_a_client_answers_whole_and_in_pieces_and_leaves_no_thread() -> None:
         with client.generate("a prompt", stream=True) as stream:
             with pytest.raises(RequestFailed, match="not complete"):
                 _ = stream.result
-            assert [piece.text for piece in stream] == list(WORDS)
+            assert [delta.text for delta in stream] == list(WORDS)
             assert stream.result == COMPLETE
             assert list(stream) == []
         assert client.status().epoch == 0
@@ -513,7 +509,7 @@ def test_an_async_client_under_both_libraries(run: Callable[[Callable[[], Awaita
         async with Site(whole).async_client() as client:
             assert await client.generate("a prompt") == COMPLETE
             async with client.generate("a prompt", stream=True) as stream:
-                assert [piece.text async for piece in stream] == list(WORDS)
+                assert [delta.text async for delta in stream] == list(WORDS)
             assert stream.result == COMPLETE
             assert (await client.status()).epoch == 0
         with pytest.raises(ClientClosed):
@@ -531,7 +527,7 @@ def test_closing_a_stream_stops_the_request() -> None:
     site = Site(endless)
     with site.client() as client:
         with client.generate("a prompt", stream=True) as stream:
-            assert next(stream) == Piece("one ", (1,))
+            assert next(stream) == TextDelta("one ", (1,))
         assert site.gateway.stop_seen.wait(5)
         assert list(stream) == []
     assert site.gateway.stopped == [site.gateway.asked[0].request]
@@ -542,7 +538,7 @@ def test_an_interrupt_while_waiting_stops_the_request(monkeypatch: pytest.Monkey
     with site.client() as client:
         stream = client.generate("a prompt", stream=True)
 
-        def interrupted() -> Piece:
+        def interrupted() -> TextDelta:
             assert site.request_seen.wait(5)
             raise KeyboardInterrupt
 
@@ -598,8 +594,7 @@ def test_a_failed_connection_is_told_to_everyone_and_tried_anew() -> None:
             raise ConnectionFailed("nobody there")
         yield Session(None, 1.0)  # type: ignore[arg-type]
 
-    client = Client("10.0.0.1:4001")
-    client._connection.connect = refuse  # type: ignore[assignment]
+    client = Client(connect=refuse)
     for _ in range(2):
         with pytest.raises(ConnectionFailed, match="nobody there"):
             client.status()

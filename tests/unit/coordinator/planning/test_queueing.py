@@ -15,10 +15,10 @@ from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import LOADS, MAX_BATCH, Behaviour, LoadRow, model_replica
 from p2pserve.coordinator.planning.lower.queueing import (
     DecodeTimes,
+    KVDelays,
     PrefillTimes,
     ReplicaTables,
     RequestTimes,
-    TransferTimes,
     chance_in_time,
     in_time_by_load,
     waiting_times,
@@ -216,7 +216,7 @@ def test_replicas_looked_up_together_are_as_alone() -> None:
 
     def decoding(tables: ReplicaTables, index: list[int], load: list[float]) -> DecodeTimes:
         which, loads = np.array(index), np.array(load)
-        return tables.decoding(which, loads, tables.at(which, loads), 2)
+        return tables.decode_times(which, loads, tables.at(which, loads), 2)
 
     together = decoding(ReplicaTables.of(mixed_rate, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
     apart = decoding(ReplicaTables.of(mixed_rate[1:], known, 1.0), [0, 0], [0.3, 1.0])
@@ -256,7 +256,7 @@ def test_kv_that_shares_its_link_is_later_as_in_a_sample() -> None:
     known = classes(output=11)
     prefilling = PrefillTimes(0.0 * one, 0.0 * one, none, none)
     decoding = DecodeTimes(none + 0.1, 0.1 * one, 0.1 * one, 0.01 * one, none, none)
-    sending = TransferTimes(0.5 * one, none + 0.6, 2.0 * one)
+    sending = KVDelays(0.5 * one, none + 0.6, 2.0 * one)
     fates = RequestTimes(
         replace(known, output=known.output[:1]), prefilling, decoding, sending, 0.0 * one, none, none
     )  # fmt: skip

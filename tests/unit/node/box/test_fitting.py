@@ -19,6 +19,7 @@ from p2pserve.node.box.fitting import (
     step_tokens_on,
 )
 from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.box.home import NodeUsageError
 from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.engine.protocol import BatchLimits
 from p2pserve.node.models import ModelInfo, WeightSizes
@@ -130,9 +131,15 @@ def test_layers_and_lengths_that_fit(name: str, gib: int, tp: int, layers: int, 
 def test_a_length_that_the_owner_wants_fits_or_makes_the_box_a_stage() -> None:
     model, box = known_model("Llama-3.1-8B"), box_with(1, 24)
     # (19.55 - 0.98) / (0.406 + 0.25) = 28.3 layers for 65,536 tokens, and half of a gibibyte for twice as many
-    for wanted, layers in ((4096, 32), (36_864, 32), (65_536, 28), (131_072, 20), (1 << 20, 20)):
+    for wanted, layers in ((4096, 32), (36_864, 32), (65_536, 28), (131_072, 20)):
         share = share_of(model, box, BoxEngineSettings(max_model_len=wanted))
         assert (share.layers, share.limits.max_model_len) == (layers, wanted)
+
+
+def test_a_length_beyond_the_models_own_is_refused_before_anything_starts() -> None:
+    model, box = known_model("Llama-3.1-8B"), box_with(1, 24)
+    with pytest.raises(NodeUsageError, match="max-model-len: 131073 tokens are more than the 131072 that"):
+        share_of(model, box, BoxEngineSettings(max_model_len=131_073))
 
 
 def test_a_box_with_room_for_too_little_is_a_stage() -> None:

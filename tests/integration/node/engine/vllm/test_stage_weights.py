@@ -14,7 +14,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
 from p2pserve.node.engine.vllm import weights
-from p2pserve.node.models import LayerRange
+from p2pserve.node.models import StageLayers
 from p2pserve.node.models.checkpoint import stage_files
 
 pytestmark = pytest.mark.beside
@@ -116,7 +116,7 @@ def test_shards_of_other_stages_need_not_be_there(
 ) -> None:
     part = tmp_path / "part"
     shutil.copytree(folder, part)
-    needed = {path.name for path, _ in stage_files(part, LayerRange(2, 4, LAYERS), tied=False)}
+    needed = {path.name for path, _ in stage_files(part, StageLayers(2, 4, LAYERS), tied=False)}
     for file in part.glob("*.safetensors"):
         if file.name not in needed:
             file.unlink()

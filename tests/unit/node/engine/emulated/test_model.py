@@ -46,7 +46,7 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
     assert known.emulation.vocabulary == 4096  # no more than the tokenizer has
     assert known.info.weights.of_stage(0, 60) == known.emulation.model.weight_bytes
     bundled = emulated_model("bundled", cards)
-    assert bundled.info.service.startswith("bundled-emulated-")
+    assert bundled.info.service.startswith("llama-emulated-")
     assert bundled.info.max_model_len == 2048
     with pytest.raises(ModelError, match="is not known"):
         emulated_model("llama-31b", cards)

@@ -1,0 +1,154 @@
+"""What nodes that have joined tell their owners, from two networks in memory on a virtual clock."""
+
+import random
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import trio
+from trio.testing import MockClock
+
+from p2pserve.bootstrap import Address, Bootstrap, Identity, MemoryNetwork, NetworkKey, PeerId, Role
+from p2pserve.bootstrap.network import Network
+from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.node import messages, methods
+from p2pserve.node.box.hardware import Hardware
+from p2pserve.node.joined import Joined
+from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.settings import NodeSettings
+
+NOW = 1_750_000_000.0
+ADDRESSES = (Address("10.0.0.1", 4001), Address("10.0.0.2", 4001))
+
+
+def model(service: str) -> ModelInfo:
+    return ModelInfo(
+        service=service,
+        shape=ModelShape(
+            name="tiny", layers=4, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128, vocabulary=4096
+        ),
+        max_model_len=512,
+        weights=WeightSizes(layers=(1000,) * 4, embeddings=500, head=500),
+    )
+
+
+@dataclass
+class Member:
+    """A node that has joined, and what its owner was told."""
+
+    joined: Joined
+    said: list[str] = field(default_factory=list)
+
+    def serve(self, service: str) -> None:
+        hardware = Hardware(cores=1, memory_gib=1.0, processor="x")
+        self.joined.publish(messages.ADVERT, messages.Advert(hardware=hardware, draining=False, model=model(service)))
+
+    def look(self) -> None:
+        self.joined.view.update(self.joined.network.entries(messages.ADVERT))
+        self.joined.follow()
+
+    def warned(self) -> list[str]:
+        return [line for line in self.said if line.startswith("warning")]
+
+
+async def join_both(stack: AsyncExitStack) -> tuple[Member, Member]:
+    memory, key = MemoryNetwork(), NetworkKey.generate()
+    identities = [Identity.generate() for _ in ADDRESSES]
+    first = Bootstrap(ADDRESSES[0].host, ADDRESSES[0].port, identities[0].peer_id)
+    members = []
+    for identity, address in zip(identities, ADDRESSES, strict=True):
+        known = () if address is ADDRESSES[0] else (first,)
+        network = Network(
+            transport=memory.transport(identity, address),
+            identity=identity,
+            token=key.issue(known, Role.WORKER, NOW + 1e6),
+            network_key_public=key.public,
+            role=Role.WORKER,
+            announce=address,
+            bootstraps=known,
+            rng=random.Random(1),
+            clock=lambda: NOW,
+        )
+        await stack.enter_async_context(network)
+        said: list[str] = []
+        members.append(Member(Joined(network, NodeSettings(home=Path("/"), listen=address), said.append), said))
+    with trio.move_on_after(5):
+        await trio.sleep_forever()
+    return members[0], members[1]
+
+
+def test_a_node_that_brings_another_model_warns_its_owner_once() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, two = await join_both(stack)
+            one.serve("llama-1111")
+            two.serve("qwen3-2222")
+            with trio.move_on_after(5):
+                await trio.sleep_forever()
+            for _ in range(3):
+                two.look()
+                two.joined.warn_of_other_services("qwen3-2222")
+            (line,) = two.warned()
+            assert "this network serves llama-1111" in line
+            assert "this node brings qwen3-2222" in line
+            one.look()
+            one.joined.warn_of_other_services("qwen3-2222")  # as one that brings what is served
+            assert "this network serves llama-1111" in one.warned()[0]
+            one.serve("qwen3-2222")
+            two.look()
+            with trio.move_on_after(5):
+                await trio.sleep_forever()
+            two.look()
+            two.joined.warn_of_other_services("qwen3-2222")
+            assert len(two.warned()) == 1
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_members_are_said_dialled_and_shown() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, two = await join_both(stack)
+            other = two.joined.own
+            one.look()
+            assert f"joined: {other}" in one.said
+            assert one.joined.address_of(other) == ADDRESSES[1]
+            assert one.joined.address_of(PeerId("nobody")) is None
+            (neighbour,) = one.joined.neighbours()
+            assert (neighbour.peer, neighbour.address) == (other, ADDRESSES[1])
+            status = await two.joined.network.request(one.joined.own, methods.STATUS, messages.StatusQuery(), 5)
+            assert status.answered_by == one.joined.own
+            assert {node.peer for node in status.nodes} == {one.joined.own, other}
+            one.look()
+            assert one.said.count(f"joined: {other}") == 1
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_round_trip_is_told_again_only_when_it_has_moved() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, two = await join_both(stack)
+            found = one.joined.rtts({})
+            rtt = found[two.joined.own]
+            near: dict[str, float] = {two.joined.own: rtt * 1.1}
+            far: dict[str, float] = {two.joined.own: rtt * 2}
+            assert one.joined.rtts(near) == near
+            assert one.joined.rtts(far) == found
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_what_is_too_large_to_be_gossiped_is_said() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, _ = await join_both(stack)
+
+            class Large(msgspec.Struct):
+                text: str
+
+            one.joined.publish("large", Large("x" * (1 << 17)))
+            assert any(line.startswith("the large was not published") for line in one.said)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
