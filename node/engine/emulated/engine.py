@@ -211,7 +211,7 @@ class EmulatedEngine:
                 complaint = self._find_fault(message)
                 if complaint:
                     refused = protocol.NewTokens(request, (), "refused", reason=complaint)
-                    self._tell(protocol.Step(outputs=(refused,), stats=self._stats()))
+                    self._report((refused,), self._stats())
                 else:
                     self._submit(message, now)
             case protocol.SetFirstToken():
@@ -403,8 +403,17 @@ class EmulatedEngine:
         iterations = self._tally.take(now, at_once=self.idle)
         # Also when requests have gone without a word: routes follow the load.
         if outputs or iterations or stats != self._reported:
-            self._reported = stats
-            self._tell(protocol.Step(outputs=tuple(outputs), stats=stats, iterations=iterations))
+            self._report(tuple(outputs), stats, iterations)
+
+    def _report(
+        self,
+        outputs: tuple[protocol.NewTokens, ...],
+        stats: protocol.EngineStats,
+        iterations: protocol.Iterations | None = None,
+    ) -> None:
+        # Whatever is told counts as told: a load that goes back to what it was before is news again.
+        self._reported = stats
+        self._tell(protocol.Step(outputs=outputs, stats=stats, iterations=iterations))
 
     def _stats(self) -> protocol.EngineStats:
         batcher = self._batcher

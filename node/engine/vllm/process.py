@@ -276,7 +276,7 @@ class EngineRunner:
     def _give_up(self, submit: protocol.Submit, reason: str) -> None:
         self._live.pop(submit.request, None)
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
-        self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
+        self._report((refused,), self._stats())
 
     def _begin_with(self, told: protocol.SetFirstToken) -> None:
         """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
@@ -331,8 +331,17 @@ class EngineRunner:
         iterations = self._meter.tally.take(time.monotonic(), at_once=pausing)
         # Also when requests have gone without a word: routes follow the load.
         if news or iterations or stats != self._reported:
-            self._reported = stats
-            self._outbox.send(protocol.Step(outputs=tuple(news), stats=stats, iterations=iterations))
+            self._report(tuple(news), stats, iterations)
+
+    def _report(
+        self,
+        outputs: tuple[protocol.NewTokens, ...],
+        stats: protocol.EngineStats,
+        iterations: protocol.Iterations | None = None,
+    ) -> None:
+        # Whatever is told counts as told: a load that goes back to what it was before is news again.
+        self._reported = stats
+        self._outbox.send(protocol.Step(outputs=outputs, stats=stats, iterations=iterations))
 
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self._scheduler.get_request_counts()

@@ -423,6 +423,25 @@ def test_deadlines_refusals_and_orders() -> None:
     assert [told.finish for told in bench.outputs()] == [None, "length"]  # room for two tokens only
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_the_load_returns_to_nothing_when_requests_are_cancelled(steps: int) -> None:
+    """Also when it was last told together with another request's refusal."""
+    bench = Bench(max_model_len=100)
+    bench.submit("before", 5, 1)
+    while bench.step() is not None:
+        pass
+    assert (stats(bench).running, stats(bench).waiting) == (0, 0)
+    bench.submit("r", 20, 50)
+    bench.submit("long", 100, 5)
+    assert stats(bench).running + stats(bench).waiting == 1
+    for _ in range(steps):
+        bench.step()
+    bench.engine.handle(protocol.Cancel(request="r"), bench.now)
+    bench.step()
+    assert (stats(bench).running, stats(bench).waiting, stats(bench).unread_tokens) == (0, 0, 0)
+    assert stats(bench).kv_usage == 0.0
+
+
 def test_the_agent_hears_of_steps_and_of_the_load() -> None:
     bench = Bench()
     bench.submit("a", 20, 30)
