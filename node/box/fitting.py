@@ -22,15 +22,15 @@ from .hardware import Gpu, Hardware
 __all__ = [
     "Room",
     "can_share",
+    "choose_requests",
+    "choose_step_tokens",
+    "count_kv_tokens",
+    "count_layers_that_fit",
     "default_tp",
+    "find_longest_that_fits",
     "gpu_working_bytes",
-    "kv_room",
-    "kv_tokens_in",
-    "layers_that_fit",
-    "longest_that_fits",
-    "requests_at_once",
-    "room_on",
-    "step_tokens_on",
+    "measure_kv_room",
+    "measure_room",
 ]
 
 GPU_SHARE = 0.92  # of what CUDA sees of a GPU's memory, as the engine takes it
@@ -74,7 +74,7 @@ class Room:
     kv_cache_bytes: int | None
 
 
-def room_on(
+def measure_room(
     hardware: Hardware,
     *,
     tp: int,
@@ -110,7 +110,7 @@ def gpu_working_bytes(shape: ModelShape, limits: BatchLimits, *, tp: int) -> int
     return GPU_FIXED_BYTES + shape.layers * GRAPH_BYTES_PER_LAYER + activations + logits
 
 
-def step_tokens_on(hardware: Hardware, shape: ModelShape, *, tp: int) -> int:
+def choose_step_tokens(hardware: Hardware, shape: ModelShape, *, tp: int) -> int:
     """The largest budget that `tp` GPUs of the box compute in `STEP_S`; for cards that nobody knows, by their memory.
 
     A larger one costs memory and makes short prompts wait for long ones, and saves little.
@@ -135,7 +135,7 @@ def _reached_flop_s(card: Gpu) -> float | None:
     return known.tflops * 1e12 * efficiency_of(known).compute_share
 
 
-def requests_at_once(kv_tokens: int) -> int:
+def choose_requests(kv_tokens: int) -> int:
     """How many requests so many positions of KV are enough for: a power of two, as graphs are captured for."""
     enough = max(1, kv_tokens // TOKENS_PER_REQUEST)
     return min(MANY_REQUESTS, max(FEW_REQUESTS, 1 << (enough.bit_length() - 1)))
@@ -152,7 +152,7 @@ def default_tp(hardware: Hardware, model: ModelInfo) -> int:
     return next(tp for tp in range(max(1, len(hardware.gpus)), 0, -1) if can_share(model, tp))
 
 
-def layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:
+def count_layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:
     """How many layers fit on `tp` workers, wherever in the model they are and with what belongs to them there; 0 for
     none. Workers beyond the model's KV heads hold copies."""
     tokens = min(max_model_len or model.max_model_len, model.max_model_len)
@@ -169,7 +169,7 @@ def layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int
     return 0
 
 
-def kv_room(model: ModelInfo, room: Room, layers: int) -> int:
+def measure_kv_room(model: ModelInfo, room: Room, layers: int) -> int:
     """Bytes for KV beside any `layers` layers, or those that the cache is to have; 0 where these do not fit."""
     weights = max(
         model.weights.of_stage(first, first + layers, room.float_bytes) for first in range(model.layers - layers + 1)
@@ -180,16 +180,16 @@ def kv_room(model: ModelInfo, room: Room, layers: int) -> int:
     return room.kv_cache_bytes if room.kv_cache_bytes <= left else 0
 
 
-def kv_tokens_in(model: ModelInfo, room: Room, layers: int, *, tp: int) -> int:
+def count_kv_tokens(model: ModelInfo, room: Room, layers: int, *, tp: int) -> int:
     """Positions of KV in that room, in layers that look back over all of them."""
     bytes_each = _kv_bytes(model, room, 1, 0, layers, tp)
-    return kv_room(model, room, layers) // bytes_each
+    return measure_kv_room(model, room, layers) // bytes_each
 
 
-def longest_that_fits(model: ModelInfo, room: Room, *, tp: int) -> int:
+def find_longest_that_fits(model: ModelInfo, room: Room, *, tp: int) -> int:
     """How long a request may be that fits beside all of the weights: the model's own length, or the largest multiple
     of `LEAST_MODEL_LEN` below it; 0 for none."""
-    available = kv_room(model, room, model.layers)
+    available = measure_kv_room(model, room, model.layers)
 
     def needed(tokens: int) -> int:
         return _kv_bytes(model, room, tokens + KEPT_BACK_TOKENS, 0, model.layers, tp)

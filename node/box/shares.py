@@ -14,15 +14,15 @@ from .fitting import (
     STAGE_MODEL_LEN,
     Room,
     can_share,
+    choose_requests,
+    choose_step_tokens,
+    count_kv_tokens,
+    count_layers_that_fit,
     default_tp,
+    find_longest_that_fits,
     gpu_working_bytes,
-    kv_room,
-    kv_tokens_in,
-    layers_that_fit,
-    longest_that_fits,
-    requests_at_once,
-    room_on,
-    step_tokens_on,
+    measure_kv_room,
+    measure_room,
 )
 from .hardware import Hardware
 from .home import NodeError, NodeUsageError
@@ -52,9 +52,9 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
             f"{model.name} was made for; take at most that, or leave the option out"
         )
     tp = _choose_tp(model, hardware, settings)
-    tokens = step_tokens_on(hardware, model.shape, tp=tp)
+    tokens = choose_step_tokens(hardware, model.shape, tp=tp)
     most = choose_limits(settings, tokens, MANY_REQUESTS if hardware.gpus else FEW_REQUESTS)
-    room = room_on(
+    room = measure_room(
         hardware,
         tp=tp,
         memory_gib=settings.memory_gib,
@@ -72,8 +72,8 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
         return Share(layers, tp, choose_limits(settings, tokens, FEW_REQUESTS, longest), settings.kv_cache_mib)
     kv_cache_mib = settings.kv_cache_mib
     if kv_cache_mib is None and settings.memory_gib is not None:  # left to itself, the engine takes all of the GPU
-        kv_cache_mib = max(1, kv_room(model, room, layers) >> 20)
-    requests = requests_at_once(kv_tokens_in(model, room, layers, tp=tp))
+        kv_cache_mib = max(1, measure_kv_room(model, room, layers) >> 20)
+    requests = choose_requests(count_kv_tokens(model, room, layers, tp=tp))
     return Share(layers, tp, choose_limits(settings, tokens, requests, longest), kv_cache_mib)
 
 
@@ -91,11 +91,11 @@ def _choose_tp(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings
 def _fit_layers(model: ModelInfo, room: Room, max_model_len: int | None, tp: int) -> tuple[int, int | None]:
     """How many layers fit, and the length of a request where it is not the model's own."""
     if max_model_len is not None:
-        return layers_that_fit(model, room, tp=tp, max_model_len=max_model_len), max_model_len
-    longest = longest_that_fits(model, room, tp=tp)
+        return count_layers_that_fit(model, room, tp=tp, max_model_len=max_model_len), max_model_len
+    longest = find_longest_that_fits(model, room, tp=tp)
     if longest:
         return model.layers, longest if longest < model.max_model_len else None
-    return layers_that_fit(model, room, tp=tp, max_model_len=STAGE_MODEL_LEN), None
+    return count_layers_that_fit(model, room, tp=tp, max_model_len=STAGE_MODEL_LEN), None
 
 
 def choose_limits(settings: BoxEngineSettings, tokens: int, requests: int, longest: int | None = None) -> BatchLimits:

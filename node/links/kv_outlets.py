@@ -207,5 +207,5 @@ class KvOutlets:
             _log.info("link to %s stays as it is: %s", new.peer, error)
         if paths is None:
             self._selector.reject(new, trio.current_time())
-        elif self._selector.accept(new):
+        elif self._selector.confirm(new):
             self.set_paths(new.link, paths)
