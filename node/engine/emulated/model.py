@@ -112,7 +112,11 @@ def inspect_model(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> Se
         capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
     except EmulationError as error:
         raise NodeError(f"emulate: {error}") from error
-    limits = choose_limits(knobs, choose_step_tokens(hardware, model.info.shape, tp=tp), choose_requests(capacity))
+    limits = choose_limits(
+        knobs,
+        choose_step_tokens(hardware, model.info.shape, tp=tp, fitting=fitting),
+        choose_requests(capacity, fitting),
+    )
     return ServedModel(
         model=model,
         text=TextModel(model.folder),

@@ -28,7 +28,7 @@ from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.engine.protocol import BatchLimits
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.hosting import describe_length, engine_config
-from p2pserve.node.settings import BoxEngineSettings
+from p2pserve.node.settings import BoxEngineSettings, FittingSettings
 
 GIB = 1 << 30
 
@@ -175,7 +175,7 @@ def test_layers_that_look_back_through_a_window_need_less() -> None:
         weights=model.weights,
         windows=(512,) * model.layers,  # vLLM keeps room for all tokens as soon as one layer looks at all
     )
-    room = measure_room(box_with(1, 48), tp=1, memory_gib=27.7, dtype="auto", kv_cache_mib=None)
+    room = measure_room(box_with(1, 48), BoxEngineSettings(memory_gib=27.7), tp=1)
     assert measure_kv_room(model, room, model.layers) // (192 << 10) == 1038  # not even the least length
     assert find_longest_that_fits(model, room, tp=1) == 0
     assert find_longest_that_fits(windowed, room, tp=1) == model.max_model_len == 32_768
@@ -262,7 +262,7 @@ def test_what_the_owner_says_counts() -> None:
 def test_unequal_gpus_hold_as_much_as_the_smallest() -> None:
     cards = tuple(Gpu(name="x", memory_gib=gib, uuid=str(gib)) for gib in (48.0, 24.0))
     box = Hardware(cores=16, memory_gib=128.0, processor="x", gpus=cards)
-    rooms = [measure_room(box, tp=tp, memory_gib=None, dtype="auto", kv_cache_mib=None) for tp in (1, 2)]
+    rooms = [measure_room(box, BoxEngineSettings(), tp=tp) for tp in (1, 2)]
     assert [room.memory_bytes for room in rooms] == pytest.approx([48 * GIB * CUDA_SEES * GPU_SHARE] * 2, abs=2)
 
 
@@ -305,3 +305,20 @@ def test_owners_limits_of_a_step_count_and_contradictions_are_refused() -> None:
         share_of(model, box_with(2, 24), BoxEngineSettings(tp=4))
     with pytest.raises(NodeError, match="not one of its 32 layers fits"):
         share_of(model, box, BoxEngineSettings(memory_gib=0.5))
+
+
+def test_what_is_kept_back_and_how_long_steps_take_are_settings() -> None:
+    model, box, cpu = known_model("Llama-3.1-8B"), box_with(1, 24), replace_gpus(box_with(1, 24))
+    half = measure_room(cpu, BoxEngineSettings(fitting=FittingSettings(cpu_share=0.5)), tp=1)
+    assert half.memory_bytes == 64 * GIB
+    most = BatchLimits(max_model_len=None, max_batched_tokens=1, max_requests=1)
+    more, less = (
+        gpu_working_bytes(model.shape, most, tp=1, fitting=FittingSettings(gpu_fixed_bytes=n)) for n in (9, 2)
+    )
+    assert more - less == 7
+    steps = [choose_step_tokens(box, model.shape, tp=1, fitting=FittingSettings(step_s=s)) for s in (1e-6, 1e3)]
+    assert steps == [2048, 8192]
+    assert choose_requests(70_000, FittingSettings(tokens_per_request=500)) == 128
+    stage = known_model("Qwen2.5-14B")
+    short = share_of(stage, box, BoxEngineSettings(fitting=FittingSettings(stage_model_len=2048)))
+    assert share_of(stage, box, BoxEngineSettings()).layers < short.layers < stage.layers

@@ -111,9 +111,9 @@ def test_what_fits_does_so_at_every_place(sizes: list[int], memory: int, ends: i
 
 
 def test_memory_is_that_of_the_gpus_in_use_or_of_the_box_and_at_most_what_is_allowed() -> None:
-    def available(hardware: Hardware, **changes: Any) -> float:
-        fields = {"tp": 1, "memory_gib": None, "dtype": "auto", "kv_cache_mib": None, **changes}
-        return measure_room(hardware, **fields).memory_bytes / GIB
+    def available(hardware: Hardware, memory_gib: float | None = None, tp: int = 1, working_bytes: int = 0) -> float:
+        settings = BoxEngineSettings(memory_gib=memory_gib)
+        return measure_room(hardware, settings, tp=tp, working_bytes=working_bytes).memory_bytes / GIB
 
     assert available(box(80.0, 80.0), working_bytes=3 * GIB // 2) == pytest.approx(80 * 0.98 * 0.92 - 1.5)
     assert available(box(80.0, 80.0), tp=2, working_bytes=GIB) == pytest.approx(2 * (80 * 0.98 * 0.92 - 1))
@@ -121,11 +121,11 @@ def test_memory_is_that_of_the_gpus_in_use_or_of_the_box_and_at_most_what_is_all
     assert available(box(), memory_gib=3.0) == pytest.approx(3.0)
     assert available(box(24.0), memory_gib=100.0) == pytest.approx(24 * 0.98 * 0.92)
     assert available(box(1.0), working_bytes=GIB) == 0.0
-    cpu = measure_room(box(), tp=1, memory_gib=None, dtype="auto", kv_cache_mib=None)
+    cpu = measure_room(box(), BoxEngineSettings(), tp=1)
     assert (cpu.float_bytes, cpu.kv_cache_bytes) == (4, CPU_KV_CACHE_MIB * MIB)
-    gpu = measure_room(box(24.0), tp=1, memory_gib=None, dtype="auto", kv_cache_mib=None)
+    gpu = measure_room(box(24.0), BoxEngineSettings(), tp=1)
     assert (gpu.float_bytes, gpu.kv_cache_bytes) == (0, None)
-    half = measure_room(box(), tp=1, memory_gib=None, dtype="bfloat16", kv_cache_mib=64)
+    half = measure_room(box(), BoxEngineSettings(dtype="bfloat16", kv_cache_mib=64), tp=1)
     assert (half.float_bytes, half.kv_cache_bytes) == (2, 64 * MIB)
 
 
