@@ -112,11 +112,8 @@ def inspect_model(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> Se
         capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
     except EmulationError as error:
         raise NodeError(f"emulate: {error}") from error
-    limits = choose_limits(
-        knobs,
-        choose_step_tokens(hardware, model.info.shape, tp=tp, fitting=fitting),
-        choose_requests(capacity, fitting),
-    )
+    tokens = choose_step_tokens(hardware, model.info.shape, tp=tp, fitting=knobs.fitting)
+    limits = choose_limits(knobs, tokens, choose_requests(capacity, knobs.fitting))
     return ServedModel(
         model=model,
         text=TextModel(model.folder),
