@@ -1,8 +1,6 @@
-"""The agent's end of engine processes: the fork server, and one link per engine.
-
-Lifetimes are sockets: an engine ends when its message socket closes, the fork server when its last channel
-does. So nothing is left behind however the agent ends, and the death of an engine is seen at once.
-"""
+"""The agent's end of engine processes: the fork server, and one link per engine. Lifetimes are
+sockets: an engine ends with its message socket, the server with its last channel, however the agent
+ends."""
 
 from __future__ import annotations
 
@@ -65,10 +63,8 @@ class ForkServerClient:
     async def start_engine(
         self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
     ) -> EngineLink:
-        """Fork an engine and wait until its model is loaded.
-
-        `on_message` is called for everything the engine says later. Raises EngineStartError.
-        """
+        """Fork an engine and wait for its model; `on_message` gets everything it says later. Raises
+        EngineStartError."""
         await self.wait_ready()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         our_sockets, their_sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -156,10 +152,8 @@ class EngineLink:
         self._outbox_send.send_nowait(message)
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """Give the engine an accepted socket whose `hello` has been read; the caller closes its copy.
-
-        Raises EngineLost when the engine does not take it.
-        """
+        """Give the engine an accepted socket whose `hello` has been read; the caller closes its
+        copy. Raises EngineLost."""
         try:
             socket.send_fds(self._sockets, [hello], [connection.fileno()])
         except OSError as error:
