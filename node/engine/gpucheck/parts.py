@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from ...box.prerequisites import complaints, look
+from ...box.prerequisites import inspect_box, list_complaints
 from ...replica.fork_server import open_fork_server
 from .. import protocol
 from ..gpus import gpu_names, installed_version
@@ -59,12 +59,12 @@ def engine_versions() -> dict[str, str]:
 
 def look_at_box() -> dict[str, Any]:
     """What an engine needs of this box. Each complaint is one line with its fix."""
-    versions, box = engine_versions(), look()
+    versions, box = engine_versions(), inspect_box()
     return {
         "cards": gpu_names(),
         "driver": box.driver or "",
         "versions": versions,
-        "complaints": [*complaints(box, "cuda"), *_wrong_versions(versions)],
+        "complaints": [*list_complaints(box, "cuda"), *_wrong_versions(versions)],
     }
 
 
