@@ -116,9 +116,8 @@ class _TraceFeed:
 
 
 class _Box:
-    """A machine with its number, and what has been sent there: tokens of prompts that are not
-    computed yet, requests that decode, KV tokens reserved for both. As an event, the end of its
-    run."""
+    """A machine, its number, and what was sent there: prompt tokens pending, requests decoding, KV
+    tokens reserved. As an event, the end of its run."""
 
     def __init__(self, cluster: SplitwiseCluster, number: int, machine: Machine) -> None:
         self._cluster = cluster

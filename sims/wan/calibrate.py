@@ -66,10 +66,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def calibrate(kind: Kind | None = None, *, seconds: float = 5.0, quick: bool = False) -> Calibration:
-    """Measure it, with transfers of `seconds`; `quick`: only one and four streams over 100 ms.
-
-    Raises `WanUnavailable`.
-    """
+    """Measure it, with transfers of `seconds`; `quick`: one and four streams over 100 ms. Raises
+    `WanUnavailable`."""
     rows: list[CalibrationRow] = []
     late: list[tuple[float, float]] = []
     limits: tuple[str, ...] = ()
