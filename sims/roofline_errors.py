@@ -78,8 +78,7 @@ LAYER_UNIT_S: Final = 1e-4  # makes the third number as big as the others
 
 
 class Point(NamedTuple):
-    """One measured step. `engine` is the file's word for the engine or machine; logits are part of
-    it where `last` is set."""
+    """One measured step of the file's `engine`; with `last`, logits are part of it."""
 
     file: str
     engine: str
@@ -109,8 +108,7 @@ class Point(NamedTuple):
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative errors over `points` measured steps: |predicted / measured - 1|; `ratio` is the
-    median of predicted over measured."""
+    """|predicted / measured - 1| over `points` steps; `ratio`: median predicted / measured."""
 
     file: str
     engine: str

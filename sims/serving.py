@@ -73,8 +73,7 @@ class ReplicaHost:
 
 @final
 class SimRequest:
-    """A request between its arrival and its last token: the `Answer` of its machine, with counts
-    for tokens."""
+    """A request while it runs: the `Answer` of its machine, with counts for tokens."""
 
     __slots__ = ("assignment", "count", "finish", "left", "machine", "prompt", "row", "service")
 

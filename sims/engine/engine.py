@@ -158,8 +158,7 @@ class Engine:
         return signals
 
     def stop(self, now: float) -> list[Sequence]:
-        """The box has failed: returns all sequences it had, with `known` and `left` as of the last
-        token by `now`."""
+        """The box has failed: all its sequences, `known` and `left` as of the last token."""
         if self._run_end != inf:
             # A sequence that would get its last token at this very moment does not: nobody has told the gateway.
             self._batch.advance(min(self._count_steps_done(now), self._run_steps - 1))

@@ -24,8 +24,7 @@ RETRY_S = 1.0
 
 
 class SplitwiseCluster:
-    """Machines that serve one trace. `kv_tokens`: KV that each has memory for. `kv_token_s`:
-    seconds to move the KV cache of one token."""
+    """Machines for one trace. `kv_tokens`: room of each; `kv_token_s`: to move one token."""
 
     def __init__(
         self, trace: Trace, machines: Sequence[Machine], policy: RoutingPolicy, *, kv_tokens: float, kv_token_s: float
