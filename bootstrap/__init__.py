@@ -1,4 +1,5 @@
-"""Finding and trusting each other: identity, join tokens, addresses, membership, election, and the network itself.
+"""Finding and trusting each other: identity, join tokens, addresses, membership, election, and
+the network itself.
 
 Cheap to import: what needs an event loop or libp2p is loaded when it is first asked for.
 """
@@ -11,6 +12,7 @@ from .errors import (
     DECODE_ERRORS,
     AddressError,
     IdentityError,
+    IdentityInUse,
     NetworkError,
     PeerLost,
     PortInUse,
@@ -21,12 +23,14 @@ from .errors import (
     TokenError,
     Unreachable,
 )
+from .settings import NetworkSettings, TransportSettings
 from .trust.identity import Identity, NetworkKey
 from .trust.keys import PeerId, parse_peer_id, verify
+from .trust.targets import JoinTarget, parse_join_target
 from .trust.tokens import Bootstrap, JoinToken, Role, admit, parse_bootstrap
 
 if TYPE_CHECKING:
-    from .members.membership import Member, MemberState
+    from .members.states import Member, MemberState
     from .network import Network, NetworkStatistics
     from .streams.libp2p_host import Libp2pTransport
     from .streams.memory import MemoryNetwork
@@ -38,6 +42,8 @@ __all__ = [
     "Bootstrap",
     "Identity",
     "IdentityError",
+    "IdentityInUse",
+    "JoinTarget",
     "JoinToken",
     "Libp2pTransport",
     "Member",
@@ -46,6 +52,7 @@ __all__ = [
     "Network",
     "NetworkError",
     "NetworkKey",
+    "NetworkSettings",
     "NetworkStatistics",
     "PeerId",
     "PeerLost",
@@ -56,19 +63,21 @@ __all__ = [
     "RequestTimeout",
     "Role",
     "TokenError",
+    "TransportSettings",
     "Unreachable",
     "admit",
     "announced_address",
     "default_route_address",
     "parse_address",
     "parse_bootstrap",
+    "parse_join_target",
     "parse_peer_id",
     "verify",
 ]
 
 _LAZY = {  # name -> module; `import trio` takes 0.1 s and `import libp2p` 0.4 s and 83 MB
-    "Member": "members.membership",
-    "MemberState": "members.membership",
+    "Member": "members.states",
+    "MemberState": "members.states",
     "MemoryNetwork": "streams.memory",
     "Network": "network",
     "NetworkStatistics": "network",

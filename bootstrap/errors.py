@@ -1,7 +1,8 @@
 """Every error this room raises on purpose.
 
-``str(error)`` is always one clear line that names what is wrong and how to fix it, so that a command line can print
-it as it is. :data:`DECODE_ERRORS` is what is raised by others, about what somebody sent.
+``str(error)`` is always one clear line that names what is wrong and how to fix it, so that a
+command line can print it as it is. :data:`DECODE_ERRORS` is what is raised by others, about what
+somebody sent.
 """
 
 from typing import Final
@@ -12,6 +13,7 @@ __all__ = [
     "DECODE_ERRORS",
     "AddressError",
     "IdentityError",
+    "IdentityInUse",
     "NetworkError",
     "PeerLost",
     "PortInUse",
@@ -46,6 +48,15 @@ class Unreachable(NetworkError):
 
 class Refused(NetworkError):
     """The other side answered, and does not let us in."""
+
+
+class IdentityInUse(Refused):
+    """Another living node has this node's identity. ``holder_born`` says when that one came to
+    life."""
+
+    def __init__(self, text: str, holder_born: int) -> None:
+        super().__init__(text)
+        self.holder_born = holder_born
 
 
 class PortInUse(NetworkError):

@@ -1,8 +1,8 @@
 """The network as the rest of a node uses it: the one place of this room that holds tasks.
 
-Everything is decided elsewhere, by pure machines: who may come in (:mod:`.admission`), who is a member and alive
-(:mod:`.membership`), who coordinates (:mod:`.election`), whom to dial (:mod:`.mesh`). This module moves messages
-between them and the control streams::
+Everything is decided elsewhere, by pure machines: who may come in (:mod:`.admission`), who is a
+member and alive (:mod:`.membership`), who coordinates (:mod:`.election`), whom to dial
+(:mod:`.mesh`). This module moves messages between them and the control streams::
 
     pulse   tick membership -> drop, ping, elect, dial; sleeps until one of them wants to be woken
     gossip  each second, with two random peers: digests, then what either lacks
@@ -12,7 +12,7 @@ between them and the control streams::
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,9 +21,11 @@ from typing import Final, Self
 import msgspec
 import trio
 
+from .address_book import AddressBook, keep_address_book
 from .addresses import Address
 from .errors import (
     DECODE_ERRORS,
+    IdentityInUse,
     NetworkError,
     PeerLost,
     ProtocolError,
@@ -33,27 +35,28 @@ from .errors import (
     Unreachable,
 )
 from .handlers import Handlers
-from .members.election import CLAIM_KIND, SETTLE_SECONDS, Election, decode_claim, encode_claim
+from .members.election import CLAIM_KIND
 from .members.entries import MEMBER_KIND, Entry, MemberRecord
 from .members.gossip import Gossip
-from .members.membership import Member, Membership, MemberState, Timeouts
-from .members.mesh import Dial, DialBook
+from .members.mesh import Dial
+from .members.peering import Peering
+from .members.states import Member, MemberState
 from .methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
+from .settings import NetworkSettings
 from .streams.control import encode_body, encode_notice
 from .streams.transport import Transport
 from .trust.admission import Admission
 from .trust.identity import Identity
 from .trust.keys import PeerId
-from .trust.tokens import Bootstrap, Credential, JoinToken, Role, admit
+from .trust.tokens import Bootstrap, JoinToken, Role, admit
 
 __all__ = ["Network", "NetworkStatistics"]
 
 _log = logging.getLogger(__name__)
 
-JOIN_SECONDS: Final = 5.0
-JOIN_RETRY_SECONDS: Final = 0.3
-CLIENT_LINKS: Final = 1  # a client dials other members only when no bootstrap is left
+JoinOutcome = tuple[Bootstrap, NetworkError | None]  # None: this member has let us in
+
 _SHORTEST_NAP_S: Final = 0.01
 
 
@@ -79,51 +82,60 @@ class NetworkStatistics:
 class Network:
     """``async with network:`` joins, and stays a member until the block ends. Owns its nursery.
 
-    Entering returns once one bootstrap has admitted us, or at once when there is none to ask. It raises Unreachable,
-    Refused, TokenError, PortInUse or AddressError. Leaving the block without :meth:`leave` looks like a crash to
+    ``bootstraps`` are the members to ask, each with or without a peer id. ``remembered`` are those
+    that an earlier run has seen: asked when the others do not answer, or, when there are no others,
+    in the background. Entering returns once one has admitted us, or at once when there are no
+    ``bootstraps``. It raises Unreachable, Refused, IdentityInUse, TokenError, PortInUse or
+    AddressError; IdentityInUse may end the block later, too.
+
+    Leaving the block without :meth:`leave` looks like a crash to
     others, which is safe: they notice within a second.
     """
 
     transport: Transport
     identity: Identity
-    token: str | None = field(repr=False)
+    token: str = field(repr=False)
     network_key_public: bytes
     role: Role
     announce: Address
     bootstraps: tuple[Bootstrap, ...]
     rng: random.Random
     clock: Callable[[], float] = time.time  # unix seconds: for the expiry of tokens and the number of this life
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    settle_s: float = SETTLE_SECONDS  # how long the candidates must be stable before one of them claims
-    join_s: float = JOIN_SECONDS  # how long to keep asking bootstraps that do not answer
+    remembered: tuple[Bootstrap, ...] = ()
+    book: AddressBook | None = None  # where to remember who is seen, for the next run
+    settings: NetworkSettings = field(default_factory=NetworkSettings)
 
     def __post_init__(self) -> None:
         self.peer_id: PeerId = self.identity.peer_id
         self.address = self.announce
-        self._token = JoinToken.parse(self.token) if self.token is not None else None
-        self._others = tuple(each for each in self.bootstraps if each.peer_id != self.peer_id)
-        named = (*self.bootstraps, *(self._token.bootstraps if self._token is not None else ()))
-        admission = Admission(self.network_key_public, [each.peer_id for each in named])
-        self._membership = Membership(
+        self._token = JoinToken.parse(self.token)
+        self._named = tuple(each for each in self.bootstraps if each.peer_id != self.peer_id)
+        self._remembered = tuple(each for each in self.remembered if each.peer_id != self.peer_id)
+        admission = Admission(self.network_key_public)
+        started_ms = max(1, int(self.clock() * 1000))
+        self._peering = Peering(
             self.identity,
             self.role,
-            incarnation=max(1, int(self.clock() * 1000)),
+            incarnation=started_ms,
             check=admission.check_record,
-            timeouts=self.timeouts,
+            settings=self.settings,
+            rng=self.rng,
+            named=self._named,
+            standby=() if self._named else self._remembered,
         )
-        self._election = Election(self.peer_id, settle_s=self.settle_s)
-        self._dials = DialBook(self.peer_id, self.rng)
+        self._membership = self._peering.membership
+        # Two copies of a box may be started within one millisecond: the random bits tell them apart.
+        self._born = (started_ms << 20) + self.rng.getrandbits(20)
         self._handlers = Handlers()
-        self._sessions = PeerSessions(self.transport, self._membership, admission, self._handlers, self.clock)
-        self._sessions.on_change = self._on_link_change
-        self._gossip = Gossip(self._membership, self._sessions, self._handlers, self.rng, self._on_news)
-        self._just_lost: set[PeerId] = set()
+        self._sessions = PeerSessions(
+            self.transport, self._membership, admission, self._handlers, self.clock, self._born, self.settings
+        )
+        self._sessions.on_change = self._on_session_change
+        self._gossip = Gossip(self._membership, self._sessions, self._handlers, self.rng, self._on_news, self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
-        self._coordinator: tuple[PeerId, int] | None = None
-        self._epoch = self._revision = self._shed = self._dials_failed = 0
+        self._revision = self._shed = self._dials_failed = 0
         self._changed = trio.Event()
         self._kick = trio.Event()
-        self._leaving = False
         self._nursery: trio.Nursery | None = None
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery, bool | None] | None = None
 
@@ -140,7 +152,10 @@ class Network:
             self._publish_record(left=False)
             nursery.start_soon(self._pulse)
             nursery.start_soon(self._gossip.run)
-            await self._join(nursery)
+            if self.book is not None:
+                nursery.start_soon(keep_address_book, self, self.book)
+            if self._named:
+                await self._join()
         except BaseException as error:
             await self._close(error)
             raise
@@ -152,10 +167,11 @@ class Network:
         return await self._close(error)
 
     async def _close(self, error: BaseException | None) -> bool:
-        """End all tasks. An error of the block goes on as it is, not wrapped in a group with nothing else in it."""
+        """End all tasks. An error of the block goes on as it is, not wrapped in a group with
+        nothing else in it."""
         assert self._nursery is not None
         assert self._nursery_manager is not None
-        self._leaving = True
+        self._peering.is_leaving = True
         self._nursery.cancel_scope.cancel()
         if isinstance(error, Exception) and not isinstance(error, ExceptionGroup):
             await self._nursery_manager.__aexit__(None, None, None)
@@ -164,9 +180,10 @@ class Network:
         return bool(await self._nursery_manager.__aexit__(kind, error, traceback))
 
     async def leave(self) -> None:
-        """Tell everybody that we go, then hang up. The block may go on; nothing is sent or answered any more."""
-        if not self._leaving:
-            self._leaving = True
+        """Tell everybody that we go, then hang up. The block may go on; nothing is sent or
+        answered any more."""
+        if not self._peering.is_leaving:
+            self._peering.is_leaving = True
             self._gossip.push([self._publish_record(left=True)])
             await self._sessions.close()
             self._wake()
@@ -174,8 +191,8 @@ class Network:
     # -- what everybody says ------------------------------------------------------------------------------------------
 
     def publish(self, kind: str, payload: bytes) -> None:
-        """Say something to all members: at most 64 KiB, the newest of each kind counts. Pushed at once to all
-        connected peers; the rest get it by gossip. What a client says stays with it."""
+        """Say something to all members: at most 64 KiB, the newest of each kind counts. Pushed at
+        once to all connected peers; the rest get it by gossip. What a client says stays with it."""
         if kind in (MEMBER_KIND, CLAIM_KIND):
             raise ValueError(f"kind {kind!r} belongs to the network itself; choose another name")
         self._gossip.push([self._membership.publish(kind, payload)])
@@ -188,10 +205,15 @@ class Network:
         """Everybody, ourselves and the recently dead included, by peer id."""
         return self._membership.members(self._rtt_s)
 
+    def seen_members(self) -> tuple[Bootstrap, ...]:
+        """Where other boxes of the network can be dialled, last heard first: worth remembering
+        for the next start."""
+        return self._membership.addresses()
+
     @property
     def coordinator(self) -> tuple[PeerId, int] | None:
         """Who coordinates, and in which epoch."""
-        return self._coordinator
+        return self._peering.coordinator
 
     @property
     def revision(self) -> int:
@@ -264,8 +286,8 @@ class Network:
             members=len(members),
             alive=sum(member.state is MemberState.ALIVE for member in members),
             connected=len(self._sessions.by_peer),
-            coordinator=self._coordinator[0] if self._coordinator else None,
-            epoch=self._epoch,
+            coordinator=self.coordinator[0] if self.coordinator else None,
+            epoch=self._peering.epoch,
             revision=self._revision,
             requests_served=self._handlers.served,
             requests_failed=self._handlers.failed,
@@ -285,7 +307,7 @@ class Network:
     def __repr__(self) -> str:
         return (
             f"Network({self.peer_id}, {self.role.value}, connected={len(self._sessions.by_peer)}, "
-            f"coordinator={self._coordinator}, revision={self._revision})"
+            f"coordinator={self.coordinator}, revision={self._revision})"
         )
 
     def _rtt_s(self, peer: PeerId) -> float | None:
@@ -296,8 +318,6 @@ class Network:
 
     def _check_token(self) -> None:
         """Find out here what the others would tell us."""
-        if self.token is None:
-            return
         role = admit(self.token, self.network_key_public, self.clock())
         if role is not self.role:
             raise TokenError(
@@ -306,74 +326,100 @@ class Network:
             )
 
     def _publish_record(self, *, left: bool) -> Entry:
-        credential: Credential | None = self._token.credential(self.peer_id) if self._token is not None else None
+        credential = self._token.credential(self.peer_id)
         record = MemberRecord(self.role, self.address.host, self.address.port, credential, left)
         return self._membership.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
 
-    async def _join(self, nursery: trio.Nursery) -> None:
-        """Ask all bootstraps at once, until one lets us in, all have refused, or the time is up."""
-        if not self._others:
-            return
-        give_up_at = trio.current_time() + self.join_s
-        while True:
-            send, receive = trio.open_memory_channel[NetworkError | None](len(self._others))
-            for bootstrap in self._others:
-                nursery.start_soon(self._ask, bootstrap, send.clone())
-            send.close()
-            errors: list[NetworkError] = []
-            async for outcome in receive:
-                if outcome is None:
-                    return
-                errors.append(outcome)
-            refusals = [error for error in errors if not isinstance(error, Unreachable)]
-            if refusals:
-                raise refusals[0]
-            if trio.current_time() >= give_up_at:
-                if len(errors) == 1:
-                    raise errors[0]
-                raise Unreachable(f"none of {len(errors)} bootstraps can be reached: " + " | ".join(map(str, errors)))
-            await trio.sleep(JOIN_RETRY_SECONDS * self.rng.uniform(0.8, 1.2))
+    async def _join(self) -> None:
+        """Return once a member has let us in. Raises when they have refused, or the time is up."""
+        send, receive = trio.open_memory_channel[JoinOutcome](float("inf"))
+        named_failed = trio.Event()
+        async with trio.open_nursery() as nursery:
+            for member in self._named:
+                nursery.start_soon(self._keep_asking, member, send)
+            nursery.start_soon(self._ask_remembered, named_failed, send)
+            failure = await self._wait_until_admitted(receive, named_failed)
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
-    async def _ask(self, bootstrap: Bootstrap, outcome: trio.MemorySendChannel[NetworkError | None]) -> None:
-        with outcome:
+    async def _wait_until_admitted(
+        self, outcomes: trio.MemoryReceiveChannel[JoinOutcome], named_failed: trio.Event
+    ) -> NetworkError | None:
+        """None as soon as a member lets us in; else why nobody does."""
+        failures: dict[Bootstrap, NetworkError] = {}
+        with trio.move_on_after(self.settings.join_s):
+            async for member, error in outcomes:
+                if error is None or isinstance(error, IdentityInUse):
+                    return error
+                failures[member] = error
+                if not failures.keys() >= set(self._named):
+                    continue  # who was named and has not answered yet may still let us in
+                named_failed.set()
+                refusals = [each for each in failures.values() if not isinstance(each, Unreachable)]
+                if refusals:
+                    return refusals[0]
+        return self._describe_failure(failures)
+
+    def _describe_failure(self, failures: Mapping[Bootstrap, NetworkError]) -> NetworkError:
+        silent = f"no answer within {self.settings.join_s:g} s; check the address and the firewall"
+        reasons = [str(failures.get(each, f"{each}: {silent}")) for each in self._named]
+        text = " | ".join(reasons)
+        if len(reasons) > 1 or self._remembered:
+            beside = f", nor any of {len(self._remembered)} members known from before" if self._remembered else ""
+            text = f"none of {len(reasons)} bootstraps can be reached{beside}: {text}"
+        return Unreachable(text)
+
+    async def _ask_remembered(self, named_failed: trio.Event, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
+        """Ask the members of an earlier run, after those that the user has named had their
+        chance."""
+        with trio.move_on_after(self.settings.head_start_s):
+            await named_failed.wait()
+        async with trio.open_nursery() as nursery:
+            for member in self._remembered:
+                nursery.start_soon(self._keep_asking, member, outcome)
+
+    async def _keep_asking(self, member: Bootstrap, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
+        """Ask one member to let us in, until it does or refuses."""
+        while True:
             try:
-                session = await self._sessions.connect(bootstrap.peer_id, Address(bootstrap.host, bootstrap.port))
-                await self._gossip.sync(session)
-            except (Unreachable, Refused, TokenError) as error:
-                outcome.send_nowait(error)
+                peer = await self._sessions.find_peer(member)
+                address = Address(member.host, member.port)
+                if member in self._named:
+                    self._peering.on_named(peer, address)
+                await self._gossip.sync(await self._sessions.connect(peer, address))
+            except Unreachable as error:
+                outcome.send_nowait((member, error))
+            except (Refused, TokenError) as error:
+                outcome.send_nowait((member, error))
+                return
             else:
-                outcome.send_nowait(None)
+                outcome.send_nowait((member, None))
+                return
+            await trio.sleep(self.settings.join_retry_s * self.rng.uniform(0.8, 1.2))
 
     # -- the pulse --------------------------------------------------------------------------------------------------
 
     async def _pulse(self) -> None:
+        """Do what the peers need, whenever something has happened or time has come."""
+        assert self._nursery is not None
         while True:
             self._kick = trio.Event()
             now = trio.current_time()
-            for session in self._sessions.by_peer.values():
-                self._membership.on_heard(session.peer, session.control.heard_at)
-            step = self._membership.tick(now)
-            for peer in step.drop:
+            heard = {peer: session.control.heard_at for peer, session in self._sessions.by_peer.items()}
+            actions = self._peering.tick(now, heard)
+            for peer in actions.drop:
                 self._sessions.drop(peer)
-            for peer in step.ping:
+            for peer in actions.ping:
                 self._ping(peer)
-            has_elected = self._elect(now)
-            if step.changed or has_elected:
+            if actions.push:
+                self._gossip.push(actions.push)
+            if actions.changed:
                 self._touch()
-            self._dial_missing(now)
-            wake = min(
-                (
-                    moment
-                    for moment in (
-                        self._membership.wake_at(now),
-                        self._dials.wake_at(self._sessions.by_peer),
-                        self._election.wake_at(),
-                    )
-                    if moment is not None
-                ),
-                default=float("inf"),
-            )
-            with trio.move_on_at(max(wake, now + _SHORTEST_NAP_S)):
+            for dial in actions.dial:
+                self._nursery.start_soon(self._redial, dial)
+            # Never without a pause: two machines that wake each other must leave the processor to others.
+            with trio.move_on_at(max(actions.wake_at, now + _SHORTEST_NAP_S)):
                 await self._kick.wait()
 
     def _ping(self, peer: PeerId) -> None:
@@ -384,68 +430,27 @@ class Network:
             except PeerLost as error:
                 _log.debug("not pinged: %s", error)
 
-    def _elect(self, now: float) -> bool:
-        """Apply the election's rule; whether the coordinator changed."""
-        members = self._membership.members()
-        candidates = frozenset(
-            member.peer_id
-            for member in members
-            if member.role is not Role.CLIENT and member.state in (MemberState.ALIVE, MemberState.SUSPECT)
-        )
-        step = self._election.decide(candidates, self._claims(), now)
-        if step.claim is not None and not self._leaving:
-            _log.info("claiming epoch %d", step.claim)
-            self._gossip.push([self._membership.publish(CLAIM_KIND, encode_claim(step.claim))])
-            step = self._election.decide(candidates, self._claims(), now)
-        before = self._coordinator
-        self._coordinator = None if step.coordinator is None else (step.coordinator, step.epoch)
-        self._epoch = step.epoch
-        if self._coordinator != before:
-            _log.info("coordinator is now %s", self._coordinator)
-        return self._coordinator != before
-
-    def _claims(self) -> dict[PeerId, int]:
-        return {peer: decode_claim(payload) for peer, payload in self._membership.highest(CLAIM_KIND).items()}
-
-    def _dial_missing(self, now: float) -> None:
-        if self._leaving or self._nursery is None:
-            return
-        wanted: dict[PeerId, Address] = {}
-        if self.role is not Role.CLIENT or len(self._sessions.by_peer) < CLIENT_LINKS:
-            wanted = self._membership.dial_targets()
-        # The addresses we were given win over announced ones: they are known to work from here.
-        wanted |= {each.peer_id: Address(each.host, each.port) for each in self._others}
-        for dial in self._dials.take_due(wanted, self._sessions.by_peer, now):
-            self._nursery.start_soon(self._redial, dial)
-
     async def _redial(self, dial: Dial) -> None:
         try:
             session = await self._sessions.connect(dial.peer, dial.address)
         except (Unreachable, Refused, TokenError) as error:
             _log.debug("dial failed: %s", error)
+            # Of two nodes with one identity that both got in somewhere, the one that was started later goes.
+            if isinstance(error, IdentityInUse) and self._born > error.holder_born:
+                raise
             self._dials_failed += 1
-            now = trio.current_time()
-            self._dials.on_result(dial.peer, False, now)
-            if dial.peer in self._just_lost and dial.peer not in self._sessions.by_peer:
-                self._membership.on_lost(dial.peer, now)
+            self._peering.on_dialled(dial.peer, False, trio.current_time())
         else:
-            self._dials.on_result(dial.peer, True, trio.current_time())
+            self._peering.on_dialled(dial.peer, True, trio.current_time())
             await self._gossip.sync(session)
-        self._just_lost.discard(dial.peer)
         self._wake()
 
-    def _on_link_change(self, peer: PeerId, opened: bool) -> None:
-        now = trio.current_time()
+    def _on_session_change(self, peer: PeerId, opened: bool) -> None:
         if opened:
-            self._just_lost.discard(peer)
+            self._peering.on_opened(peer)
             self._gossip.push_to(peer, self._membership.own_entries())
         else:
-            record = self._membership.record(peer)
-            if record is not None and record.role is Role.CLIENT:
-                self._membership.on_lost(peer, now)  # nobody can dial it: it is gone until it comes back itself
-            else:
-                self._just_lost.add(peer)
-                self._dials.on_disconnected(peer, now)
+            self._peering.on_closed(peer, trio.current_time())
             for callback in self._lost_callbacks:
                 callback(peer)
         self._touch()

@@ -5,17 +5,17 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from .addresses import Address
-from .errors import PeerLost, Unreachable
+from .errors import PeerLost
 from .trust.keys import PeerId
 
-__all__ = ["MappedErrors", "close_quietly", "explain", "resolve"]
+__all__ = ["MappedErrors", "close_quietly", "explain"]
 
 _log = logging.getLogger(__name__)
 
 
 class MappedErrors:
-    """Everything libp2p raises, as PeerLost: it uses some forty classes, a few of them undocumented."""
+    """Everything libp2p raises, as PeerLost: it uses some forty classes, a few of them
+    undocumented."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -38,16 +38,7 @@ async def close_quietly(close: Callable[[], Awaitable[None]]) -> None:
             _log.debug("%s", error)
 
 
-async def resolve(address: Address) -> list[str]:
-    """The IP addresses of a host, in order of preference. libp2p's own resolver ignores the hosts file."""
-    try:
-        found = await trio.socket.getaddrinfo(address.host, address.port, type=trio.socket.SOCK_STREAM)
-    except OSError as error:
-        raise Unreachable(f"cannot resolve host {address.host!r}: {error}; check the spelling") from error
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def explain(error: BaseException, peer_id: PeerId) -> str:
+def explain(error: BaseException, peer_id: PeerId | None) -> str:
     """The innermost reason, in words a person can act on."""
     reasons: list[str] = []
     cause: BaseException | None = error

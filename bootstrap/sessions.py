@@ -1,23 +1,24 @@
-"""The control streams to other peers: letting peers in, dialling them, keeping exactly one stream for each.
+"""The control streams to other peers: letting peers in, dialling them, keeping exactly one stream
+for each.
 
-Nothing a stranger says is looked at before admission, except one greeting of bounded size and time.
+Nothing a stranger says is looked at before admission, except one greeting of bounded size and
+time.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 import trio
 
 from .addresses import Address
-from .errors import NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
+from .errors import IdentityInUse, NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
 from .handlers import Handlers
-from .members.entries import Entry, MemberRecord
+from .members.entries import MemberRecord
 from .members.membership import Membership
-from .members.mesh import YOUNG_S, should_replace
+from .members.mesh import should_replace
+from .settings import NetworkSettings
 from .streams.control import (
-    MAX_OFFENCES,
     PROTOCOL_VERSION,
     ControlStream,
     Greeting,
@@ -30,15 +31,11 @@ from .streams.control import (
 from .streams.transport import Connection, Transport, run_handler
 from .trust.admission import Admission
 from .trust.keys import PeerId
-from .trust.tokens import Role
+from .trust.tokens import Bootstrap, Role
 
 __all__ = ["PeerSession", "PeerSessions"]
 
 _log = logging.getLogger(__name__)
-
-GREETING_SECONDS: Final = 5.0
-BAN_SECONDS: Final = 60.0
-RETIRE_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +44,7 @@ class PeerSession:
 
     control: ControlStream
     role: Role
-    incarnation: int
+    born: int  # of the node's run at the other end
     dialled_by_me: bool
     since: float
 
@@ -58,9 +55,11 @@ class PeerSession:
 
 
 class PeerSessions:
-    """All control streams of one node. ``on_change`` is called, synchronously, when a stream opens or closes.
+    """All control streams of one node. ``on_change`` is called, synchronously, when a stream
+    opens or closes.
 
-    Uses the nursery that :meth:`start` is given; runs nothing before.
+    ``born`` tells this run of the node from all others that have its identity. Uses the nursery
+    that :meth:`start` is given; runs nothing before.
     """
 
     def __init__(
@@ -70,6 +69,8 @@ class PeerSessions:
         admission: Admission,
         handlers: Handlers,
         clock: Callable[[], float],
+        born: int,
+        settings: NetworkSettings,
     ) -> None:
         self.by_peer: dict[PeerId, PeerSession] = {}
         self.refused = 0
@@ -79,6 +80,8 @@ class PeerSessions:
         self._admission = admission
         self._handlers = handlers
         self._clock = clock
+        self._born = born
+        self._settings = settings
         self._connecting: dict[PeerId, trio.Event] = {}
         self._banned: dict[PeerId, float] = {}
         self._nursery: trio.Nursery | None = None
@@ -90,10 +93,24 @@ class PeerSessions:
         bound: Address = await nursery.start(self._transport.serve, self._on_inbound)
         return bound
 
+    async def find_peer(self, member: Bootstrap) -> PeerId:
+        """Who is at this member's address. Raises Unreachable.
+
+        What answers is believed to be that peer and no more: whether it is one of ours shows when
+        it is greeted.
+        """
+        if member.peer_id is not None:
+            return member.peer_id
+        peer = await self._transport.identify(Address(member.host, member.port))
+        if peer == self._membership.peer_id:
+            raise Unreachable(f"this node itself, or a copy of it, answers at {member}; name another member")
+        return peer
+
     async def connect(self, peer: PeerId, address: Address) -> PeerSession:
         """The session with this peer, dialled if need be; several callers share one dial.
 
-        Raises Unreachable, Refused (they do not let us in), or TokenError (we do not let them in).
+        Raises Unreachable, Refused (they do not let us in), IdentityInUse (somebody else is in
+        under our identity), or TokenError (we do not let them in).
         """
         while (event := self._connecting.get(peer)) is not None:
             await event.wait()
@@ -112,7 +129,8 @@ class PeerSessions:
             event.set()
 
     async def session_with(self, peer: PeerId, timeout: float) -> PeerSession:
-        """The session with a member, dialled within ``timeout`` if need be; PeerLost when there is none."""
+        """The session with a member, dialled within ``timeout`` if need be; PeerLost when there
+        is none."""
         held = self.by_peer.get(peer)
         if held is not None:
             return held
@@ -158,7 +176,11 @@ class PeerSessions:
         session: PeerSession | None = None
         try:
             welcome, record = await self._greet(connection, address)
-            session = self._register(connection, welcome.member, record, dialled_by_me=True)
+            try:
+                await self._check_life(peer, welcome.born)
+            except IdentityInUse as error:
+                raise Unreachable(f"{peer} at {address} is not dialled: it is connected from elsewhere") from error
+            session = self._register(connection, welcome, record, dialled_by_me=True)
             # In our own nursery, and as safe as what the transport runs for those who dial us.
             self._nursery.start_soon(run_handler, lambda _: self._run(session), connection)
             return session
@@ -172,9 +194,11 @@ class PeerSessions:
         peer = connection.peer
         try:
             await connection.send(encode_greeting(self._greeting(Hello)))
-            answer = await _receive_greeting(connection)
+            answer = await self._receive_greeting(connection)
         except (PeerLost, ProtocolError) as error:
             raise Unreachable(f"{peer} at {address} hung up during the greeting: {error}") from error
+        if isinstance(answer, Rejected) and answer.holder_born:
+            raise IdentityInUse(answer.reason, answer.holder_born)
         if isinstance(answer, Rejected):
             raise Refused(f"{address} refused to let this node in: {answer.reason}")
         if not isinstance(answer, Welcome):
@@ -187,10 +211,11 @@ class PeerSessions:
             raise TokenError(f"the node at {address} is not one of ours: {error}") from error
 
     async def _on_inbound(self, connection: Connection) -> None:
-        """A stranger, until judged. Returning closes the connection, after what was sent has left."""
+        """A stranger, until judged. Returning closes the connection, after what was sent has
+        left."""
         peer = connection.peer
         try:
-            greeting = await _receive_greeting(connection)
+            greeting = await self._receive_greeting(connection)
             if not isinstance(greeting, Hello):
                 self.refused += 1
                 return
@@ -198,32 +223,58 @@ class PeerSessions:
                 if self._closed:
                     raise ProtocolError("this node is leaving the network; join through another one")
                 if peer == self._membership.peer_id:
-                    raise ProtocolError("two nodes share one identity; give each node a home folder of its own")
+                    raise IdentityInUse(self._describe_holder(peer), self._born)
                 if self._is_banned(peer):
                     raise ProtocolError("this peer misbehaved; try again in a minute")
                 record = self._admission.check_greeting(greeting, peer, self._membership.record(peer), self._clock())
-            except (TokenError, ProtocolError) as error:
+                await self._check_life(peer, greeting.born)
+            except (TokenError, ProtocolError, IdentityInUse) as error:
                 self.refused += 1
                 _log.info("refused %s: %s", peer, error)
-                await connection.send(encode_greeting(Rejected(str(error))))
+                holder_born = error.holder_born if isinstance(error, IdentityInUse) else 0
+                await connection.send(encode_greeting(Rejected(str(error), holder_born)))
                 return
             connection.admit()  # before it hears of it, and begins to send
             await connection.send(encode_greeting(self._greeting(Welcome)))
-        except (PeerLost, ProtocolError) as error:
+            await self._check_life(peer, greeting.born)  # once more: copies of a box may be started all at once
+        except (PeerLost, ProtocolError, IdentityInUse) as error:
             self.refused += 1
             _log.info("a stranger (%s) went away before it was let in: %s", peer, error)
             return
-        await self._run(self._register(connection, greeting.member, record, dialled_by_me=False))
+        await self._run(self._register(connection, greeting, record, dialled_by_me=False))
+
+    async def _check_life(self, peer: PeerId, born: int) -> None:
+        """Raise IdentityInUse when another living node has the identity of the one that has just
+        greeted us.
+
+        A node that was restarted leaves a connection behind that nobody answers on. That of a box
+        whose image was copied works: only asking tells them apart.
+        """
+        while (held := self.by_peer.get(peer)) is not None and held.born != born:
+            is_alive = await held.control.is_answering(self._settings.identity_check_s)
+            if self.by_peer.get(peer) is not held:
+                continue  # somebody came or went while we waited
+            if is_alive:
+                raise IdentityInUse(self._describe_holder(peer), held.born)
+            self._hang_up(held, f"{peer} does not answer here any more, and has come back as another run")
+
+    def _describe_holder(self, peer: PeerId) -> str:
+        record = self._membership.record(peer)
+        where = f" at {Address(record.host, record.port)}" if record is not None else ""
+        return (
+            f"another node{where} is in the network with this node's identity (..{peer[-6:]}), as after a box was "
+            "copied; delete identity.key in the home folder of one of the two and start it again: it makes its own"
+        )
 
     def _is_banned(self, peer: PeerId) -> bool:
         self._banned = {each: until for each, until in self._banned.items() if until > trio.current_time()}
         return peer in self._banned
 
     def _greeting(self, kind: type[Hello] | type[Welcome]) -> Hello | Welcome:
-        return kind(PROTOCOL_VERSION, self._admission.network, self._membership.own_entries()[0])
+        return kind(PROTOCOL_VERSION, self._admission.network, self._membership.own_entries()[0], self._born)
 
     def _register(
-        self, connection: Connection, member: Entry, record: MemberRecord, *, dialled_by_me: bool
+        self, connection: Connection, greeting: Hello | Welcome, record: MemberRecord, *, dialled_by_me: bool
     ) -> PeerSession:
         """File an admitted connection; of two to one peer, both ends keep the same one."""
         assert self._nursery is not None
@@ -233,9 +284,10 @@ class PeerSessions:
                 connection,
                 serve=lambda method, body: self._handlers.serve(peer, record.role, method, body),
                 notice=lambda method, body: self._handlers.notify(peer, record.role, method, body),
+                settings=self._settings,
             ),
             record.role,
-            member.incarnation,
+            greeting.born,
             dialled_by_me,
             now,
         )
@@ -246,20 +298,18 @@ class PeerSessions:
                 me=me,
                 peer=peer,
                 new_dialled_by_me=dialled_by_me,
-                new_incarnation=member.incarnation,
                 held_dialled_by_me=held.dialled_by_me,
-                held_incarnation=held.incarnation,
                 held_age_s=age,
+                crossing_s=self._settings.crossing_s,
             ):
-                self._nursery.start_soon(_retire, session)
+                self._nursery.start_soon(self._retire, session)
                 return session
-            crossed = age <= YOUNG_S and held.dialled_by_me is not dialled_by_me
-            if crossed and held.incarnation == member.incarnation:
-                self._nursery.start_soon(_retire, held)
+            if age <= self._settings.crossing_s and held.dialled_by_me is not dialled_by_me:
+                self._nursery.start_soon(self._retire, held)
             else:  # the peer lost the old one, and with it what was on its way: here, too, it must be seen as lost
                 self._hang_up(held, f"{peer} has lost this connection and opened another one")
         self.by_peer[peer] = session
-        self._membership.admit(member, now, private=record.role is Role.CLIENT)
+        self._membership.admit(greeting.member, now, private=record.role is Role.CLIENT)
         self._membership.on_connected(peer, now)
         self.on_change(peer, True)
         return session
@@ -269,8 +319,8 @@ class PeerSessions:
         try:
             await session.control.run()
         finally:
-            if session.control.offences >= MAX_OFFENCES:
-                self._banned[session.peer] = trio.current_time() + BAN_SECONDS
+            if session.control.offences >= self._settings.max_offences:
+                self._banned[session.peer] = trio.current_time() + self._settings.ban_s
             self._forget(session)
             with trio.CancelScope(shield=True):
                 await session.control.connection.aclose()
@@ -282,6 +332,17 @@ class PeerSessions:
         self._forget(session)
         self._nursery.start_soon(session.control.connection.aclose)
 
+    async def _receive_greeting(self, connection: Connection) -> Greeting:
+        with trio.move_on_after(self._settings.greeting_s):
+            return decode_greeting(await connection.receive())
+        raise PeerLost(f"no greeting came within {self._settings.greeting_s:g} s")
+
+    async def _retire(self, session: PeerSession) -> None:
+        """Close a superseded stream after a moment: the other side may not have noticed yet, and
+        still use it."""
+        await trio.sleep(self._settings.retire_s)
+        await session.control.connection.aclose()
+
     def _forget(self, session: PeerSession) -> None:
         if self.by_peer.get(session.peer) is session:
             del self.by_peer[session.peer]
@@ -291,15 +352,3 @@ class PeerSessions:
 
 def _ignore(peer: PeerId, opened: bool) -> None:
     """What happens on a change before anybody listens."""
-
-
-async def _receive_greeting(connection: Connection) -> Greeting:
-    with trio.move_on_after(GREETING_SECONDS):
-        return decode_greeting(await connection.receive())
-    raise PeerLost(f"no greeting came within {GREETING_SECONDS:g} s")
-
-
-async def _retire(session: PeerSession) -> None:
-    """Close a superseded stream after a moment: the other side may not have noticed yet, and still use it."""
-    await trio.sleep(RETIRE_SECONDS)
-    await session.control.connection.aclose()

@@ -1,12 +1,13 @@
 """What decides: plans and routes, as plain functions over plain frozen values.
 
-Nothing here reads a clock, a socket, a file or a random number, so the network, the tests and the simulator
-run the same code. `network_plan.plan_network` turns views of boxes and links and the demand into a `Plan`; a `Router`
-turns a plan and the latest loads into a `Route` for one request, by the policy that it is set to.
-All values can be sent with msgspec and are validated
-on the way in.
+Nothing here reads a clock, a socket, a file or a random number, so the network, the tests and the
+simulator run the same code. `network_plan.plan_network` turns views of boxes and links and the
+demand into a `Plan`; a `Router` turns a plan and the latest loads into a `Route` for one request,
+by the policy that it is set to. All values can be sent with msgspec and are validated on the way
+in.
 
-`network_plan` is not imported here: it takes a solver, which is slow to import and needed by whoever plans only.
+`network_plan` is not imported here: it takes a solver, which is slow to import and needed by
+whoever plans only.
 """
 
 from .capacity import BoxView, CapacityError, LinkView

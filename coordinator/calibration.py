@@ -1,8 +1,10 @@
-"""What engines' own steps say of their cards, in place of what a micro-benchmark said when they started.
+"""What engines' own steps say of their cards, in place of what a micro-benchmark said when they
+started.
 
-A card's rates are set so that the roofline takes as long for the traffic's mean request as the engine's profile does:
-TFLOP/s by its prefills, GB/s by its decodes. So a replica that has only ever done one phase is corrected in that one;
-in the other it is taken to be as its like are, where some have done that.
+A card's rates are set so that the roofline takes as long for the traffic's mean request as the
+engine's profile does: TFLOP/s by its prefills, GB/s by its decodes. So a replica that has only ever
+done one phase is corrected in that one; in the other it is taken to be as its like are, where some
+have done that.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .costs.step_times import StepTimes
 from .planning.model.workload import Workload
 from .profile import PhaseFit
 
-__all__ = ["calibrated"]
+__all__ = ["calibrate_boxes"]
 
 WORST_FIT: Final = 0.3
 """Median relative error up to which a fit counts."""
@@ -44,9 +46,10 @@ class _Factors(NamedTuple):
     memory: float | None
 
 
-def calibrated(boxes: Mapping[str, BoxView], workload: Workload) -> dict[str, BoxView]:
-    """The same boxes, by the same keys, with corrected rates. Emulated ones, which are as the table says, stay as they
-    are; so do those that hold only a part of the model, whose engines have timed all stages together."""
+def calibrate_boxes(boxes: Mapping[str, BoxView], workload: Workload) -> dict[str, BoxView]:
+    """The same boxes, by the same keys, with corrected rates. Emulated ones, which are as the table
+    says, stay as they are; so do those that hold only a part of the model, whose engines have timed
+    all stages together."""
     own = {name: _factors(box, workload) for name, box in boxes.items() if box.whole and box.specs is None}
     compute: defaultdict[object, list[float]] = defaultdict(list)
     memory: defaultdict[object, list[float]] = defaultdict(list)

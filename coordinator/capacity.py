@@ -19,10 +19,12 @@ UNKNOWN_RTT_S: Final = 0.2
 """What a link counts for until it is measured: like one between continents."""
 
 UNKNOWN_GBPS: Final = 1.0
-"""Likewise, in Gb/s: rented boxes have 1 at the slower end, in homes, and several in data centres."""
+"""Likewise, in Gb/s: rented boxes have 1 at the slower end, in homes, and several in data
+centres."""
 
 SLOWEST_GBPS: Final = 1e-3
-"""A link that was measured slower than this counts as one of this rate: plans are to stay finite."""
+"""A link that was measured slower than this counts as one of this rate: plans are to stay
+finite."""
 
 
 class CapacityError(ValueError):
@@ -32,13 +34,14 @@ class CapacityError(ValueError):
 class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A box that offers a service.
 
-    `fits` is how many layers of `model` the box has memory for: one that holds them all is a replica, others wait until
-    a plan makes them stages of one. `ready` says that it can be given work: its engine has answered a test request, or
-    it waits for a stage. `draining` says that it wants no new work.
-    `compute_tflops`, `memory_gbps` (GB/s) and `memory_gib` are sums over its `tp` GPUs, any two of which are joined at
-    `card_link_gbps` (Gb/s); `kv_tokens` is what its KV cache holds, 0 while that is not known. `emulated`: the engine
-    only models a GPU. `card` names the GPUs; with `specs`, they count for what the table of GPUs has in that column,
-    else the figures were measured by the engine there. `profile` is fitted to the steps of that engine.
+    `fits` is how many layers of `model` the box has memory for: one that holds them all is a
+    replica, others wait until a plan makes them stages of one. `ready` says that it can be given
+    work: its engine has answered a test request, or it waits for a stage. `draining` says that it
+    wants no new work. `compute_tflops`, `memory_gbps` (GB/s) and `memory_gib` are sums over its
+    `tp` GPUs, any two of which are joined at `card_link_gbps` (Gb/s); `kv_tokens` is what its KV
+    cache holds, 0 while that is not known. `emulated`: the engine only models a GPU. `card` names
+    the GPUs; with `specs`, they count for what the table of GPUs has in that column, else the
+    figures were measured by the engine there. `profile` is fitted to the steps of that engine.
     `phase`: all that its owner lets it do. `usd_per_hour`: for the whole box.
     """
 
@@ -105,8 +108,8 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LinkView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The directed path from one box to another: its measured round trip, what n streams reach (Gb/s; 0 while that is
-    not measured), and what a GB over it costs."""
+    """The directed path from one box to another: its measured round trip, what n streams reach
+    (Gb/s; 0 while that is not measured), and what a GB over it costs."""
 
     source: str
     target: str
@@ -126,8 +129,9 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @final
 class Links:
-    """What lies between any two boxes. Of several figures for one link the worst; of a link that was measured one way
-    only, the way back counts as the same, but for its price; what nobody has measured is assumed."""
+    """What lies between any two boxes. Of several figures for one link the worst; of a link that
+    was measured one way only, the way back counts as the same, but for its price; what nobody has
+    measured is assumed."""
 
     def __init__(self, views: Iterable[LinkView]) -> None:
         self._rtt_s: dict[tuple[str, str], float] = {}

@@ -1,8 +1,9 @@
 """The plan of the running network: who does what, and who sends to whom.
 
-A first plan takes the best phases found from several starts. After that, replicas keep their phases: new ones take what
-helps most, and a phase changes only where that pays (`planning.light`). X and Y come from the planner's linear
-programme. Nothing of it loads weights, except for boxes that form a new pipeline.
+A first plan takes the best phases found from several starts. After that, replicas keep their
+phases: new ones take what helps most, and a phase changes only where that pays (`planning.light`).
+X and Y come from the planner's linear programme. Nothing of it loads weights, except for boxes that
+form a new pipeline.
 
 Importing this takes a solver with it: import it where plans are made.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Final, TypedDict, Unpack
 
@@ -19,49 +21,29 @@ import numpy as np
 
 from .capacity import BoxView, LinkView
 from .demand import Demand
-from .network_problem import NetworkProblem, network_problem
+from .network_problem import NetworkProblem, build_network_problem
 from .plan import Pairing, Phase, Plan, PlanError, Replica
-from .planning.lower.flow import Flow, Network, flow_of
+from .planning.lower.flow import FlowProblem, RequestFlow, flow_from_rates
 from .planning.lower.orchestration import Solver
 from .planning.model.errors import UnservedError
 from .planning.model.problem import Solution
-from .planning.upper.judge import Judge, never
-from .planning.upper.light import Adjustment, reschedule
-from .planning.upper.search import cuts
-from .planning.upper.space import Space
+from .planning.upper.light_rescheduling import Adjustment, reschedule_lightly
+from .planning.upper.scorer import Scorer, never
+from .planning.upper.search import phase_cuts
+from .planning.upper.search_space import SearchSpace
+from .settings import NetworkPlanSettings
 
-__all__ = ["best_phases", "plan_network", "routed_as"]
-
-STEPS_PER_REPLICA: Final = 8
-LEAST_STEPS: Final = 40
-MOST_STEPS: Final = 150
-"""Evaluations for a first plan: so many for each replica, but no fewer and no more than these."""
-
-FLIPS_PER_REPLICA: Final = 4
-MOST_FLIPS: Final = 60
-"""Likewise to see whether running replicas should change their phases: each in either other one, and some in pairs."""
-
-CLIMBED: Final = 3
-"""Starts that a first plan is climbed to from."""
-
-MARGIN: Final = 0.02
-"""Of the objective, by how much a change of phases must pay: measured figures are some percent off, and off by another
-few the next time."""
-
-WEIGHT_HYSTERESIS: Final = 0.1
-"""Shares of requests that all moved by less than this are not worth a new plan: every plan is signed and gossiped."""
-
-STEP_HYSTERESIS: Final = 1.6
-"""Neither are budgets of steps that change by a smaller factor: they are chosen from a few, and may be between two."""
+__all__ = ["plan_network", "search_phases", "solver_for_shares"]
 
 MAX_PAIRINGS: Final = 128
-"""Pairs that a plan names, and for each replica its heaviest besides: a plan has to fit 64 KiB of gossip."""
+"""Pairs that a plan names, and for each replica its heaviest besides: a plan has to fit 64 KiB of
+gossip."""
 
 WHY_CHARACTERS: Final = 8000
 """Of reasons, for the same reason."""
 
 
-class Named(TypedDict):
+class PlanIdentity(TypedDict):
     """What the new plan is to be called, and what it replaces."""
 
     service: str
@@ -77,27 +59,32 @@ def plan_network(
     demands: Iterable[Demand],
     *,
     spent: Callable[[], bool] = never,
-    **named: Unpack[Named],
+    settings: NetworkPlanSettings | None = None,
+    **named: Unpack[PlanIdentity],
 ) -> Plan | None:
-    """The plan for a service, `previous` itself where nothing changes, None where no box or group of boxes is ready.
+    """The plan for a service, `previous` itself where nothing changes, None where no box or group
+    of boxes is ready.
 
-    The order of boxes, links and demands does not matter. A replica keeps its phase unless a change of phases pays. A
-    new epoch is a change: its coordinator states the decisions again under its own number. The search ends early when
-    `spent()`. Raises PlanError if a new plan would not be newer than `previous`, or is given what cannot be planned.
+    The order of boxes, links and demands does not matter. A replica keeps its phase unless a change
+    of phases pays. A new epoch is a change: its coordinator states the decisions again under its
+    own number. The search ends early when `spent()`. Raises PlanError if a new plan would not be
+    newer than `previous`, or is given what cannot be planned.
     """
     previous, service, codec = named["previous"], named["service"], named["codec"]
     if previous is not None and previous.service != service:
         raise PlanError(f"the previous plan is of service {previous.service!r}, not {service!r}")
     offered = list(boxes)
-    network = network_problem(offered, links, demands, service=service, codec=codec, previous=previous)
+    network = build_network_problem(offered, links, demands, service=service, codec=codec, previous=previous)
     if network is None:
         return None
-    why = [*network.why, *_departures(offered, service, previous)]
-    solution = _solution(network, previous, spent, why)
-    replicas, pairings, expected = _routed(network, solution)
+    if settings is not None:
+        network = replace(network, settings=settings)
+    why = [*network.why, *_explain_departures(offered, service, previous)]
+    solution = _choose_phases(network, previous, spent, why)
+    replicas, pairings, expected = _share_requests(network, solution)
     if previous is not None:
-        replicas = _steady(replicas, previous)
-        if replicas == previous.replicas and _settled(network, solution, previous.pairings, pairings):
+        replicas = _keep_step_budgets(replicas, previous, network.settings.budget_factor)
+        if replicas == previous.replicas and _may_keep_shares(network, solution, previous.pairings, pairings):
             pairings = previous.pairings
             if (named["epoch"], codec) == (previous.epoch, previous.codec):
                 return previous
@@ -105,41 +92,43 @@ def plan_network(
             why.append(f"KV travels as {codec}, before as {previous.codec}")
     plan = Plan(
         epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
-        codec=codec, why=_shortened([*why, *_idle(replicas, pairings), _asked(network), *expected]),
+        codec=codec, why=_limit_reasons([*why, *_explain_idle(replicas, pairings), _explain_load(network), *expected]),
     )  # fmt: skip
     if not plan.newer_than(previous):
         raise PlanError(f"the new plan {plan.number} would not be newer than {previous and previous.number}")
     return plan
 
 
-def best_phases(network: NetworkProblem, spent: Callable[[], bool] = never) -> Solution:
-    """The best phases found, whatever runs now: from all mixed, and from replicas in the order of what they are good
-    at, cut at several places into those that prefill and those that decode."""
+def search_phases(network: NetworkProblem, spent: Callable[[], bool] = never) -> Solution:
+    """The best phases found, whatever runs now: from all mixed, and from replicas in the order of
+    what they are good at, cut at several places into those that prefill and those that decode."""
     mixed = network.colocated
     if len(network.heads) == 1:
         return mixed
-    judge = _judge(network, spent)
-    starts = {*cuts(judge.space, mixed)} - {mixed}
-    ranked = sorted(starts, key=lambda start: (-judge.objective(start), start))
-    for start in (mixed, *ranked)[:CLIMBED]:
-        _swept(network, judge, start, tuple(network.heads))
-    return judge.best
+    scorer = _make_scorer(network, spent)
+    starts = {*phase_cuts(scorer.space, mixed)} - {mixed}
+    ranked = sorted(starts, key=lambda start: (-scorer.objective(start), start))
+    for start in (mixed, *ranked)[: network.settings.climbed_starts]:
+        _climb_phases(network, scorer, start, tuple(network.heads))
+    return scorer.best
 
 
-def routed_as(network: NetworkProblem, solution: Solution, pairings: Iterable[Pairing], rate: float) -> Solver:
-    """An orchestration that shares `rate` requests per second out as these pairs do, among a solution's replicas."""
+def solver_for_shares(network: NetworkProblem, solution: Solution, pairings: Iterable[Pairing], rate: float) -> Solver:
+    """An orchestration that shares `rate` requests per second out as these pairs do, among a
+    solution's replicas."""
     weights = {(pair.prefill, pair.decode): pair.weight for pair in pairings}
     ids = network.ids(solution)
 
-    def routed(network: Network) -> Flow:
-        ends = zip(network.reader.tolist(), network.writer.tolist(), strict=True)
-        return flow_of(network, rate * np.array([weights.get((ids[one], ids[two]), 0.0) for one, two in ends]))
+    def share_out(problem: FlowProblem) -> RequestFlow:
+        ends = zip(problem.prefill.tolist(), problem.decode.tolist(), strict=True)
+        return flow_from_rates(problem, rate * np.array([weights.get((ids[one], ids[two]), 0.0) for one, two in ends]))
 
-    return routed
+    return share_out
 
 
-def _departures(offered: Sequence[BoxView], service: str, previous: Plan | None) -> list[str]:
-    """One line where boxes of the previous plan no longer offer themselves; a plan does not name those."""
+def _explain_departures(offered: Sequence[BoxView], service: str, previous: Plan | None) -> list[str]:
+    """One line where boxes of the previous plan no longer offer themselves; a plan does not name
+    those."""
     here = {box.peer for box in offered if box.service == service and box.usable}
     gone = set(previous.peers) - here if previous is not None else set()
     return [f"boxes of the previous plan that are gone, draining or not ready: {len(gone)}"] if gone else []
@@ -148,33 +137,39 @@ def _departures(offered: Sequence[BoxView], service: str, previous: Plan | None)
 # --- phases
 
 
-def _solution(network: NetworkProblem, previous: Plan | None, spent: Callable[[], bool], why: list[str]) -> Solution:
-    """Every replica's phase: what it had, then what is best for new ones, then whatever change pays."""
-    kept = _kept(network, previous, why)
-    running = _joined(network, kept, spent) if kept else best_phases(network, spent)
-    if not _serves(network.phases(running).values()):
-        why.append("phases are chosen anew: of those that go on, nobody does one of the two")
-        kept, running = {}, best_phases(network, spent)
+def _choose_phases(
+    network: NetworkProblem, previous: Plan | None, spent: Callable[[], bool], why: list[str]
+) -> Solution:
+    """Every replica's phase: what it had, then what is best for new ones, then whatever change
+    pays."""
+    kept = _continuing_phases(network, previous, why)
+    running = _add_new_replicas(network, kept, spent) if kept else search_phases(network, spent)
+    if not _covers_both_phases(network.phases(running).values()):
+        why.append("phases are chosen anew: the replicas that go on only prefill, or only decode")
+        kept, running = {}, search_phases(network, spent)
     why += [f"{head} takes {phase}" for head, phase in network.phases(running).items() if head not in kept]
     if len(network.heads) == 1:
         return running
-    while (found := _adjusted(network, running, spent)).flips:
+    while (found := _reschedule(network, running, spent)).flips:
         why += [flip.why for flip in found.flips]
         running = found.solution
     return running
 
 
-def _serves(phases: Collection[Phase]) -> bool:
+def _covers_both_phases(phases: Collection[Phase]) -> bool:
     """Whether somebody reads and somebody writes."""
     return Phase.MIXED in phases or {Phase.PREFILL, Phase.DECODE} <= set(phases)
 
 
-def _adjusted(network: NetworkProblem, running: Solution, spent: Callable[[], bool]) -> Adjustment:
-    steps = min(MOST_FLIPS, FLIPS_PER_REPLICA * len(network.heads))
-    return reschedule(network.problem, network.evaluator, running, margin=MARGIN, steps=steps, spent=spent)
+def _reschedule(network: NetworkProblem, running: Solution, spent: Callable[[], bool]) -> Adjustment:
+    settings = network.settings
+    steps = min(settings.most_flips, settings.flips_per_replica * len(network.heads))
+    return reschedule_lightly(
+        network.problem, network.evaluator, running, margin=settings.margin, steps=steps, spent=spent
+    )
 
 
-def _kept(network: NetworkProblem, previous: Plan | None, why: list[str]) -> dict[str, Phase]:
+def _continuing_phases(network: NetworkProblem, previous: Plan | None, why: list[str]) -> dict[str, Phase]:
     """The phases that go on, as far as owners still allow them."""
     kept: dict[str, Phase] = {}
     for head in network.heads:
@@ -186,43 +181,47 @@ def _kept(network: NetworkProblem, previous: Plan | None, why: list[str]) -> dic
     return kept
 
 
-def _joined(network: NetworkProblem, kept: Mapping[str, Phase], spent: Callable[[], bool]) -> Solution:
-    """The replicas that go on in their phases, and new ones in those that help most, changed one at a time."""
+def _add_new_replicas(network: NetworkProblem, kept: Mapping[str, Phase], spent: Callable[[], bool]) -> Solution:
+    """The replicas that go on in their phases, and new ones in those that help most, changed one at
+    a time."""
     running = network.solution({head: kept.get(head, network.allowed(head)[0]) for head in network.heads})
     new = [head for head in network.heads if head not in kept]
-    return _swept(network, _judge(network, spent), running, new)
+    return _climb_phases(network, _make_scorer(network, spent), running, new)
 
 
-def _swept(network: NetworkProblem, judge: Judge, start: Solution, heads: Sequence[str]) -> Solution:
-    """Up from `start` by changing the phase of one of these replicas at a time, each in turn, until none is better."""
-    here, level = start, judge.objective(start)
+def _climb_phases(network: NetworkProblem, scorer: Scorer, start: Solution, heads: Sequence[str]) -> Solution:
+    """Up from `start` by changing the phase of one of these replicas at a time, each in turn, until
+    none is better."""
+    here, level = start, scorer.objective(start)
     idle = 0
     for head in cycle(heads):
-        if idle == len(heads) or judge.over():
+        if idle == len(heads) or scorer.is_exhausted():
             break
         phases = network.phases(here)
         others = [
             network.solution({**phases, head: phase}) for phase in network.allowed(head) if phase is not phases[head]
         ]
-        found = judge.leader(others, level)
+        found = scorer.find_best_above(others, level)
         idle = idle + 1 if found is None else 0
         level, here = found or (level, here)
     return here
 
 
-def _judge(network: NetworkProblem, spent: Callable[[], bool]) -> Judge:
-    steps = min(MOST_STEPS, max(LEAST_STEPS, STEPS_PER_REPLICA * len(network.heads)))
-    return Judge(Space.of(network.problem, network.evaluator), limit=steps, spent=spent, same_groups=True)
+def _make_scorer(network: NetworkProblem, spent: Callable[[], bool]) -> Scorer:
+    settings = network.settings
+    steps = min(settings.most_steps, max(settings.least_steps, settings.steps_per_replica * len(network.heads)))
+    return Scorer(SearchSpace.of(network.problem, network.evaluator), limit=steps, spent=spent, same_groups=True)
 
 
 # --- routing
 
 
-def _routed(
+def _share_requests(
     network: NetworkProblem, solution: Solution
 ) -> tuple[tuple[Replica, ...], tuple[Pairing, ...], tuple[str, ...]]:
-    """The replicas, X and Y, and what is expected of them. Where figures are so far apart that the programme finds no
-    way for any request, all replicas do both phases, as far as owners let them, and share alike."""
+    """The replicas, X and Y, and what is expected of them. Where figures are so far apart that the
+    programme finds no way for any request, all replicas do both phases, as far as owners let them,
+    and share alike."""
     try:
         plan = network.evaluator.propose(solution, epoch=0, version=0)[0].plan
     except UnservedError:
@@ -230,55 +229,60 @@ def _routed(
         replicas = tuple(
             Replica(id=head, phase=phases[head], stages=network.stages[head]) for head in sorted(network.heads)
         )
-        ends = [(one.id, two.id) for one in replicas for two in replicas if _paired(one, two)]
+        ends = [(one.id, two.id) for one in replicas for two in replicas if _can_pair(one, two)]
         pairings = [Pairing(prefill=one, decode=two, weight=1.0 / len(ends)) for one, two in ends]
-        return replicas, _bounded(pairings), ("nothing is expected of any replica: all share alike",)
-    return tuple(sorted(plan.replicas, key=lambda replica: replica.id)), _bounded(plan.pairings), plan.why
+        return replicas, _limit_pairings(pairings), ("nothing is expected of any replica: all share alike",)
+    return tuple(sorted(plan.replicas, key=lambda replica: replica.id)), _limit_pairings(plan.pairings), plan.why
 
 
-def _steady(replicas: tuple[Replica, ...], previous: Plan) -> tuple[Replica, ...]:
+def _keep_step_budgets(replicas: tuple[Replica, ...], previous: Plan, factor: float) -> tuple[Replica, ...]:
     """With the budgets that replicas had, where those are nearly as good."""
 
-    def steady(replica: Replica) -> Replica:
+    def keep_budget(replica: Replica) -> Replica:
         before = previous.replica(replica.id)
         if before is None or before.phase is not replica.phase or not (before.step_tokens and replica.step_tokens):
             return replica
-        factor = max(before.step_tokens, replica.step_tokens) / min(before.step_tokens, replica.step_tokens)
-        return msgspec.structs.replace(replica, step_tokens=before.step_tokens) if factor < STEP_HYSTERESIS else replica
+        change = max(before.step_tokens, replica.step_tokens) / min(before.step_tokens, replica.step_tokens)
+        return msgspec.structs.replace(replica, step_tokens=before.step_tokens) if change < factor else replica
 
-    return tuple(map(steady, replicas))
+    return tuple(map(keep_budget, replicas))
 
 
-def _paired(one: Replica, two: Replica) -> bool:
+def _can_pair(one: Replica, two: Replica) -> bool:
     """A mixed replica keeps its requests, unless the other one does not read."""
     return one.id == two.id if one.decodes and two.prefills else one.prefills and two.decodes
 
 
-def _settled(network: NetworkProblem, solution: Solution, before: Sequence[Pairing], after: Sequence[Pairing]) -> bool:
-    """Whether requests may as well be shared out as before: every replica reads and writes about as many, and no more
-    of them would be in time."""
-    if _moved(before, after) > WEIGHT_HYSTERESIS:
+def _may_keep_shares(
+    network: NetworkProblem, solution: Solution, before: Sequence[Pairing], after: Sequence[Pairing]
+) -> bool:
+    """Whether requests may as well be shared out as before: every replica reads and writes about as
+    many, and no more of them would be in time."""
+    if _largest_change(before, after) > network.settings.share_change:
         return False
     served = network.evaluator.orchestrate(solution)[0].flow.served
     old, new = (
-        network.evaluator.orchestrate(solution, solver=routed_as(network, solution, pairings, served))[0].attainment
+        network.evaluator.orchestrate(solution, solver=solver_for_shares(network, solution, pairings, served))[
+            0
+        ].attainment
         for pairings in (before, after)
     )
-    return new < old + MARGIN
+    return new < old + network.settings.margin
 
 
-def _moved(before: Sequence[Pairing], after: Sequence[Pairing]) -> float:
+def _largest_change(before: Sequence[Pairing], after: Sequence[Pairing]) -> float:
     """By how much the share of some replica differs, of what is read or of what is written."""
     moved: defaultdict[tuple[str, str], float] = defaultdict(float)
     for sign, pairings in ((-1.0, before), (1.0, after)):
         for pair in pairings:
-            moved["reads", pair.prefill] += sign * pair.weight
-            moved["writes", pair.decode] += sign * pair.weight
+            moved["prefill", pair.prefill] += sign * pair.weight
+            moved["decode", pair.decode] += sign * pair.weight
     return max(abs(share) for share in moved.values())
 
 
-def _bounded(pairings: Sequence[Pairing]) -> tuple[Pairing, ...]:
-    """The heaviest pairs, and the heaviest of each replica, in order of their ids; their weights sum to 1 again."""
+def _limit_pairings(pairings: Sequence[Pairing]) -> tuple[Pairing, ...]:
+    """The heaviest pairs, and the heaviest of each replica, in order of their ids; their weights
+    sum to 1 again."""
     ranked = sorted(pairings, key=lambda pair: (-pair.weight, pair.prefill, pair.decode))
     kept = ranked[:MAX_PAIRINGS]
     named = {end for pair in kept for end in (pair.prefill, pair.decode)}
@@ -294,14 +298,14 @@ def _bounded(pairings: Sequence[Pairing]) -> tuple[Pairing, ...]:
 # --- reasons
 
 
-def _idle(replicas: Sequence[Replica], pairings: Sequence[Pairing]) -> list[str]:
+def _explain_idle(replicas: Sequence[Replica], pairings: Sequence[Pairing]) -> list[str]:
     """One line where replicas get no requests."""
     busy = {end for pair in pairings for end in (pair.prefill, pair.decode)}
     idle = [replica.id for replica in replicas if replica.id not in busy]
     return [f"no requests for {', '.join(idle)}: all that can be in time are served without"] if idle else []
 
 
-def _asked(network: NetworkProblem) -> str:
+def _explain_load(network: NetworkProblem) -> str:
     """What the plan is for."""
     workload, slo = network.service.workload, network.service.slo
     ready = f" ({network.asked:.3g} are asked for: the rest is room)" if network.asked < workload.rate else ""
@@ -312,7 +316,7 @@ def _asked(network: NetworkProblem) -> str:
     )
 
 
-def _shortened(lines: Sequence[str]) -> tuple[str, ...]:
+def _limit_reasons(lines: Sequence[str]) -> tuple[str, ...]:
     """As many as fit."""
     kept: list[str] = []
     room = WHY_CHARACTERS

@@ -1,15 +1,15 @@
 """The running network as a problem of the planner.
 
-A box that holds the model alone has loaded it: it is one replica, neither cut nor merged. Boxes with room for some
-layers are replicas as `pipelines` groups them. So every replica keeps its stages, and what is left to decide is who
-does what, and who sends to whom.
+A box that holds the model alone has loaded it: it is one replica, neither cut nor merged. Boxes
+with room for some layers are replicas as `pipelines` groups them. So every replica keeps its
+stages, and what is left to decide is who does what, and who sends to whom.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import exp, log
 from typing import Final
@@ -18,41 +18,44 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .calibration import calibrated
+from .calibration import calibrate_boxes
 from .capacity import BoxView, Links, LinkView
 from .costs.gpus import GpuSpec, Specs, gpu_table
 from .costs.model_shape import ModelShape
 from .costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
 from .costs.step_times import StepTimes
-from .demand import Demand, expected_workload, nobody_asks
-from .pipelines import Group, group_boxes
+from .demand import Demand, expected_workload, is_idle
+from .pipelines import BoxGroup, group_boxes
 from .plan import Phase, Plan, PlanError, Stage
 from .planning.lower.evaluator import LowerLevel
-from .planning.lower.members import Memory
 from .planning.lower.parallel import MEMORY_SHARE
+from .planning.lower.replicas import ConfigurationCache
 from .planning.model.cluster import Box, Cluster
-from .planning.model.problem import Group as PhasedGroup
-from .planning.model.problem import Problem, Slice, Solution
+from .planning.model.problem import Group, Problem, Slice, Solution
 from .planning.model.slo import SloScale, slo_by
 from .planning.model.workload import KV_BITS, Service, Slo
-from .planning.upper.space import solution_of
+from .planning.upper.search_space import make_solution
+from .settings import NetworkPlanSettings
 
-__all__ = ["SLO_SCALE", "NetworkProblem", "network_problem"]
+__all__ = ["SLO_SCALE", "NetworkProblem", "build_network_problem"]
 
 SLO_SCALE: Final = SloScale(5.0)
-"""Deadlines of the network: so many times what the mean request takes alone on the fastest replica there is."""
+"""Deadlines of the network: so many times what the mean request takes alone on the fastest replica
+there is."""
 
 READY: Final = 1.0
-"""Plans are made for the requests that come, and for no fewer than this share of what all replicas together would carry
-if each worked by itself: with few requests every plan looks alike, and would leave most boxes without any when more
-come."""
+"""Plans are made for the requests that come, and for no fewer than this share of what all replicas
+together would carry if each worked by itself: with few requests every plan looks alike, and would
+leave most boxes without any when more come."""
 
 STEP: Final = log(1.03)
-"""Measured figures are rounded to steps of three percent: cards that are equal count as equal, and noise as none."""
+"""Measured figures are rounded to steps of three percent: cards that are equal count as equal, and
+noise as none."""
 
 SLOWEST_TFLOPS: Final = 1e-3
 SLOWEST_MEMORY_GBPS: Final = 0.1
-"""A card that was measured slower than this counts as if it were as fast: solvers lose smaller rates among others."""
+"""A card that was measured slower than this counts as if it were as fast: solvers lose smaller
+rates among others."""
 
 UNNAMED: Final = "CPU"
 """What a box without a card computes with."""
@@ -60,9 +63,10 @@ UNNAMED: Final = "CPU"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NetworkProblem:
-    """`heads` has the replicas that there are, by the id of the box with the first layer: the slices of the problem's
-    cluster that each is made of, and its `stages`, which `evaluator` keeps. `asked`: the requests per second that were
-    seen or assumed; the problem is for no less. `why`: what was decided on the way, for people."""
+    """`heads` has the replicas that there are, by the id of the box with the first layer: the
+    slices of the problem's cluster that each is made of, and its `stages`, which `evaluator` keeps.
+    `asked`: the requests per second that were seen or assumed; the problem is for no less. `why`:
+    what was decided on the way, for people."""
 
     problem: Problem
     evaluator: LowerLevel
@@ -70,6 +74,7 @@ class NetworkProblem:
     stages: Mapping[str, tuple[Stage, ...]]
     asked: float
     why: tuple[str, ...]
+    settings: NetworkPlanSettings = field(default_factory=NetworkPlanSettings)
 
     @property
     def service(self) -> Service:
@@ -77,7 +82,8 @@ class NetworkProblem:
         return self.problem.services[0]
 
     def allowed(self, head: str) -> tuple[Phase, ...]:
-        """What a replica may do: as its owner says, else whatever serves best; alone it does both."""
+        """What a replica may do: as its owner says, else whatever serves best; alone it does
+        both."""
         if len(self.heads) == 1:
             return (Phase.MIXED,)
         pin = self.problem.pinned.get(head)
@@ -95,7 +101,7 @@ class NetworkProblem:
 
     def solution(self, phases: Mapping[str, Phase]) -> Solution:
         """These replicas, by head, in their phases."""
-        return solution_of(PhasedGroup(self.heads[head], phase) for head, phase in phases.items())
+        return make_solution(Group(self.heads[head], phase) for head, phase in phases.items())
 
     def phases(self, solution: Solution) -> dict[str, Phase]:
         """By head."""
@@ -108,7 +114,7 @@ class NetworkProblem:
         return [names[group.slices] for group in solution]
 
 
-def network_problem(
+def build_network_problem(
     boxes: Iterable[BoxView],
     links: Iterable[LinkView],
     demands: Iterable[Demand],
@@ -119,47 +125,49 @@ def network_problem(
     slo: Slo | SloScale = SLO_SCALE,
     rate: float | None = None,
 ) -> NetworkProblem | None:
-    """None where no box or group of boxes is ready. The order of boxes, links and demands does not matter.
+    """None where no box or group of boxes is ready. The order of boxes, links and demands does not
+    matter.
 
-    `previous`: the running plan, whose pipelines go on. `slo`: deadlines, or multiples of what the mean request takes
-    alone on the fastest replica here. `rate`: requests per second to plan for, whatever `demands` and READY say.
-    Raises PlanError for a box that is there twice, or a codec that is not known."""
+    `previous`: the running plan, whose pipelines go on. `slo`: deadlines, or multiples of what the
+    mean request takes alone on the fastest replica here. `rate`: requests per second to plan for,
+    whatever `demands` and READY say. Raises PlanError for a box that is there twice, or a codec
+    that is not known."""
     if codec not in KV_BITS:
         raise PlanError(f"codec {codec!r} is none of {', '.join(KV_BITS)}")
     why: list[str] = []
     offered = sorted((box for box in boxes if box.service == service and box.usable), key=lambda box: box.peer)
     between = Links(links)
-    usable = {box.peer: box for box in _usable(offered, why)}
+    usable = {box.peer: box for box in _select_boxes(offered, why)}
     groups = group_boxes(list(usable.values()), between, previous, why)
     if not groups:
         return None
     model = usable[groups[0].head].model
-    rooms = [_room(group, usable, previous) for group in groups]
+    rooms = [_kv_room(group, usable, previous) for group in groups]
     told = list(demands)
     workload = expected_workload(told, longest=max(rooms))
     workload = workload if rate is None else replace(workload, rate=rate)
-    asked = 0.0 if rate is None and nobody_asks(told) else workload.rate
+    asked = 0.0 if rate is None and is_idle(told) else workload.rate
     longest = int((workload.prompts + workload.outputs).max())
-    usable = calibrated(usable, workload)
+    usable = calibrate_boxes(usable, workload)
     cards = {
-        stage.peer: _card(usable[stage.peer], model, stage, max(room, longest) + part)
-        for group, room, part in zip(groups, rooms, _parts_of_tokens(groups), strict=True)
+        stage.peer: _card_for_stage(usable[stage.peer], model, stage, max(room, longest) + part)
+        for group, room, part in zip(groups, rooms, _fractional_tokens(groups), strict=True)
         for stage in group.stages
     }
-    cluster = _cluster([usable[peer] for peer in sorted(cards)], cards, between)
+    cluster = _make_cluster([usable[peer] for peer in sorted(cards)], cards, between)
     if not isinstance(slo, Slo):
-        alone = [slo_by(_times(model, group, cluster), workload, slo) for group in groups]
+        alone = [slo_by(_step_times(model, group, cluster), workload, slo) for group in groups]
         slo = min(alone, key=lambda deadlines: deadlines.e2e_s)
     ours = Service(
         name=service, model=model, workload=workload, slo=slo, codec=codec, kv_bits=KV_BITS[codec]
     )  # fmt: skip
-    problem = Problem(cluster=cluster, services=(ours,), pinned=_pins(groups, usable, why))
+    problem = Problem(cluster=cluster, services=(ours,), pinned=_choose_pins(groups, usable, why))
     places = {box.id: number for number, box in enumerate(cluster.boxes)}
     heads = {
         group.head: tuple(sorted(Slice(places[stage.peer], stage.tp) for stage in group.stages)) for group in groups
     }
-    loaded = {heads[group.head]: (_parts(group.stages, places),) for group in groups}
-    memory = Memory()
+    loaded = {heads[group.head]: (_stage_parts(group.stages, places),) for group in groups}
+    memory = ConfigurationCache()
     found = NetworkProblem(
         problem=problem, evaluator=LowerLevel(problem, loaded, memory), heads=heads,
         stages={group.head: group.stages for group in groups}, asked=asked, why=tuple(why),
@@ -172,7 +180,7 @@ def network_problem(
     return replace(found, problem=problem, evaluator=LowerLevel(problem, loaded, memory))
 
 
-def _usable(offered: list[BoxView], why: list[str]) -> list[BoxView]:
+def _select_boxes(offered: list[BoxView], why: list[str]) -> list[BoxView]:
     """The boxes to plan with, in the order given: of one model, and all real or all emulated."""
     for box, following in pairwise(offered):
         if box.peer == following.peer:
@@ -183,36 +191,38 @@ def _usable(offered: list[BoxView], why: list[str]) -> list[BoxView]:
         offered = [box for box in offered if not box.emulated]
     offers: defaultdict[ModelShape, list[BoxView]] = defaultdict(list)
     for box in offered:
-        offers[_dimensions(box.model)].append(box)
-    common = max(offers, key=lambda model: _rank(model, offers[model]), default=None)
+        offers[_without_name(box.model)].append(box)
+    common = max(offers, key=lambda model: _rank_model(model, offers[model]), default=None)
     why += [
         f"{box.peer} left out: its model ({box.layers} layers of {box.model.hidden}) is not that of the others "
         f"({common.layers} layers of {common.hidden})"
         for box in offered
-        if common is not None and _dimensions(box.model) != common
+        if common is not None and _without_name(box.model) != common
     ]
     return offers[common] if common is not None else []
 
 
-def _rank(model: ModelShape, boxes: Sequence[BoxView]) -> tuple[object, ...]:
-    """Of several models that go by one name: the one that can be served, then the one with the most boxes."""
+def _rank_model(model: ModelShape, boxes: Sequence[BoxView]) -> tuple[object, ...]:
+    """Of several models that go by one name: the one that can be served, then the one with the most
+    boxes."""
     return sum(box.fits for box in boxes) >= model.layers, len(boxes), msgspec.structs.astuple(model)
 
 
-def _dimensions(model: ModelShape) -> ModelShape:
+def _without_name(model: ModelShape) -> ModelShape:
     """Without the name, which is a matter of where a box has the model from."""
     return msgspec.structs.replace(model, name="")
 
 
-def _room(group: Group, usable: Mapping[str, BoxView], previous: Plan | None) -> int:
-    """Tokens of KV that a replica holds: as its engine says, or as its boxes' memory does where it has not started."""
+def _kv_room(group: BoxGroup, usable: Mapping[str, BoxView], previous: Plan | None) -> int:
+    """Tokens of KV that a replica holds: as its engine says, or as its boxes' memory does where it
+    has not started."""
     head = usable[group.head]
     started = head.whole or any(replica.stages == group.stages for replica in (previous.replicas if previous else ()))
     if started and head.kv_tokens:
-        return head.kv_tokens if head.specs else max(1, int(_rounded(head.kv_tokens)))
+        return head.kv_tokens if head.specs else max(1, int(_round_figure(head.kv_tokens)))
     stages = [
         StageHardware(
-            _bare_card(usable[stage.peer], usable[stage.peer].memory_gib / stage.tp), stage.tp, stage.layers,
+            _make_card(usable[stage.peer], usable[stage.peer].memory_gib / stage.tp), stage.tp, stage.layers,
             usable[stage.peer].card_link_gbps,
         )
         for stage in group.stages
@@ -220,41 +230,43 @@ def _room(group: Group, usable: Mapping[str, BoxView], previous: Plan | None) ->
     return max(1, kv_capacity_tokens(head.model, stages, memory_share=MEMORY_SHARE))
 
 
-def _parts_of_tokens(groups: Sequence[Group]) -> list[float]:
-    """For each replica, what its memory holds besides whole tokens: room for rounding, and for each pipeline another
-    part, so that no boxes of two are alike: such are exchanged for each other, and these hold their own layers."""
+def _fractional_tokens(groups: Sequence[BoxGroup]) -> list[float]:
+    """For each replica, what its memory holds besides whole tokens: room for rounding, and for each
+    pipeline another part, so that no boxes of two are alike: such are exchanged for each other, and
+    these hold their own layers."""
     pipelines = [group.head for group in groups if len(group.stages) > 1]
     return [
         (pipelines.index(group.head) + 1) / (len(pipelines) + 1) if len(group.stages) > 1 else 0.5 for group in groups
     ]
 
 
-def _card(box: BoxView, model: ModelShape, stage: Stage, tokens: float) -> GpuSpec:
-    """One of the box's cards, with the memory that the stage and so many tokens of KV take: neither less nor more, so
-    that what the engine has found counts, and what the planner would find does not."""
+def _card_for_stage(box: BoxView, model: ModelShape, stage: Stage, tokens: float) -> GpuSpec:
+    """One of the box's cards, with the memory that the stage and so many tokens of KV take: neither
+    less nor more, so that what the engine has found counts, and what the planner would find does
+    not."""
     weights = model.stage_weight_bytes(
         stage.layers, first=stage.first_layer == 0, last=stage.last_layer == model.layers
     )
     per_token = stage.layers * model.kv_bytes_per_token_layer * max(1.0, stage.tp / model.kv_heads)
-    return _bare_card(box, (weights + tokens * per_token) / (stage.tp * GIB * MEMORY_SHARE))
+    return _make_card(box, (weights + tokens * per_token) / (stage.tp * GIB * MEMORY_SHARE))
 
 
-def _bare_card(box: BoxView, memory_gib: float) -> GpuSpec:
+def _make_card(box: BoxView, memory_gib: float) -> GpuSpec:
     if box.specs is not None:
         return msgspec.structs.replace(gpu_table().find(box.card, box.specs), memory_gib=memory_gib)
-    tflops = _rounded(max(SLOWEST_TFLOPS, box.compute_tflops / box.tp))
-    memory_gbps = _rounded(max(SLOWEST_MEMORY_GBPS, box.memory_gbps / box.tp))
+    tflops = _round_figure(max(SLOWEST_TFLOPS, box.compute_tflops / box.tp))
+    memory_gbps = _round_figure(max(SLOWEST_MEMORY_GBPS, box.memory_gbps / box.tp))
     return GpuSpec(
         name=f"{box.card or UNNAMED} ({tflops:.3g} TFLOP/s, {memory_gbps:.3g} GB/s)", memory_gib=memory_gib,
         memory_gbps=memory_gbps, tflops=tflops, nvlink_gbps=0.0, pcie_gen=0, usd_per_hour=0.0, specs=Specs.ENGINE,
     )  # fmt: skip
 
 
-def _rounded(figure: float) -> float:
+def _round_figure(figure: float) -> float:
     return exp(round(log(figure) / STEP) * STEP)
 
 
-def _cluster(boxes: Sequence[BoxView], cards: Mapping[str, GpuSpec], between: Links) -> Cluster:
+def _make_cluster(boxes: Sequence[BoxView], cards: Mapping[str, GpuSpec], between: Links) -> Cluster:
     def matrix(figure: Callable[[str, str], float]) -> NDArray[np.float64]:
         return np.array([[figure(one.peer, two.peer) for two in boxes] for one in boxes])
 
@@ -270,7 +282,7 @@ def _cluster(boxes: Sequence[BoxView], cards: Mapping[str, GpuSpec], between: Li
     )  # fmt: skip
 
 
-def _times(model: ModelShape, group: Group, cluster: Cluster) -> StepTimes:
+def _step_times(model: ModelShape, group: BoxGroup, cluster: Cluster) -> StepTimes:
     at = [cluster.index(stage.peer) for stage in group.stages]
     stages = [
         StageHardware(cluster.boxes[box].gpu, stage.tp, stage.layers, cluster.boxes[box].gpu_link_gbps)
@@ -281,8 +293,9 @@ def _times(model: ModelShape, group: Group, cluster: Cluster) -> StepTimes:
     return replica_times(model, stages, hops)
 
 
-def _pins(groups: Sequence[Group], usable: Mapping[str, BoxView], why: list[str]) -> dict[str, Phase]:
-    """By box, what owners say as far as it can be done: a replica has one phase, and somebody has to do the other."""
+def _choose_pins(groups: Sequence[BoxGroup], usable: Mapping[str, BoxView], why: list[str]) -> dict[str, Phase]:
+    """By box, what owners say as far as it can be done: a replica has one phase, and somebody has
+    to do the other."""
     pins: dict[str, Phase] = {}
     for group in groups:
         asked = sorted({phase for stage in group.stages if (phase := usable[stage.peer].phase) is not None})
@@ -298,7 +311,8 @@ def _pins(groups: Sequence[Group], usable: Mapping[str, BoxView], why: list[str]
     return {stage.peer: pins[group.head] for group in groups if group.head in pins for stage in group.stages}
 
 
-def _parts(stages: Sequence[Stage], places: Mapping[str, int]) -> tuple[tuple[int, int, int], ...]:
-    """As the planner has them: the number of the part among the replica's slices, TP degree, layers."""
+def _stage_parts(stages: Sequence[Stage], places: Mapping[str, int]) -> tuple[tuple[int, int, int], ...]:
+    """As the planner has them: the number of the part among the replica's slices, TP degree,
+    layers."""
     order = sorted(stages, key=lambda stage: places[stage.peer])
     return tuple((order.index(stage), stage.tp, stage.layers) for stage in stages)

@@ -1,8 +1,9 @@
 """Which boxes hold the model together when none of them can hold it alone.
 
-A box whose memory holds only some of the layers waits until a plan makes it a stage of a replica. Here such boxes are
-grouped: pipelines that run are kept while their boxes are there, and new ones are made of what is left, of boxes near
-each other and as few as possible, because every stage adds a network hop to every step.
+A box whose memory holds only some of the layers waits until a plan makes it a stage of a replica.
+Here such boxes are grouped: pipelines that run are kept while their boxes are there, and new ones
+are made of what is left, of boxes near each other and as few as possible, because every stage adds
+a network hop to every step.
 """
 
 from collections.abc import Sequence
@@ -11,22 +12,23 @@ from dataclasses import dataclass
 from .capacity import BoxView, Links
 from .plan import Plan, Replica, Stage
 
-__all__ = ["Group", "group_boxes"]
+__all__ = ["BoxGroup", "group_boxes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BoxGroup:
     """Boxes that together hold the model once: a replica that has no phase yet."""
 
     stages: tuple[Stage, ...]
 
     @property
     def head(self) -> str:
-        """The box with the first layer, after which the replica is named: a change of role keeps the name."""
+        """The box with the first layer, after which the replica is named: a change of role keeps
+        the name."""
         return self.stages[0].peer
 
 
-def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, why: list[str]) -> list[Group]:
+def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, why: list[str]) -> list[BoxGroup]:
     """The replicas that these boxes of one model can be, in the order of their heads' peer ids.
 
     `why` gets a line for each new pipeline, and one for the boxes that have to wait.
@@ -34,7 +36,7 @@ def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, w
     groups = [_group([box], (box.layers,)) for box in boxes if box.whole]
     partial = {box.peer: box for box in boxes if box.fits and not box.whole}
     for replica in previous.replicas if previous is not None else ():
-        if _goes_on(replica, partial):
+        if _can_continue(replica, partial):
             members = [partial.pop(peer) for peer in replica.peers]
             groups.append(_group(members, [stage.layers for stage in replica.stages]))
     free = list(partial.values())
@@ -52,7 +54,7 @@ def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, w
     return sorted(groups, key=lambda group: group.head)
 
 
-def _goes_on(replica: Replica, partial: dict[str, BoxView]) -> bool:
+def _can_continue(replica: Replica, partial: dict[str, BoxView]) -> bool:
     """Whether every box of a pipeline is still there and still holds its layers."""
     held = [(partial.get(stage.peer), stage) for stage in replica.stages]
     return len(held) > 1 and all(
@@ -62,10 +64,12 @@ def _goes_on(replica: Replica, partial: dict[str, BoxView]) -> bool:
 
 
 def _pipeline(free: Sequence[BoxView], links: Links) -> list[BoxView]:
-    """Boxes for one more replica, in the order of their stages; none when all of them together are too small.
+    """Boxes for one more replica, in the order of their stages; none when all of them together are
+    too small.
 
-    The largest begins, the nearest to those there is added until the model fits, and whoever is not needed after all
-    leaves again, the smallest first. The largest is the head, and each stage is followed by the nearest left.
+    The largest begins, the nearest to those there is added until the model fits, and whoever is not
+    needed after all leaves again, the smallest first. The largest is the head, and each stage is
+    followed by the nearest left.
     """
     if not free or sum(box.fits for box in free) < free[0].layers:
         return []
@@ -89,8 +93,8 @@ def _pipeline(free: Sequence[BoxView], links: Links) -> list[BoxView]:
 def _shares(chain: Sequence[BoxView]) -> list[int]:
     """Layers for each box in proportion to what fits it, by largest remainders.
 
-    Every share is at least one layer and at most what fits: the chain holds the model, and would not without any one
-    of its boxes.
+    Every share is at least one layer and at most what fits: the chain holds the model, and would
+    not without any one of its boxes.
     """
     layers, room = chain[0].layers, sum(box.fits for box in chain)
     shares = [layers * box.fits // room for box in chain]
@@ -100,10 +104,10 @@ def _shares(chain: Sequence[BoxView]) -> list[int]:
     return shares
 
 
-def _group(chain: Sequence[BoxView], shares: Sequence[int]) -> Group:
+def _group(chain: Sequence[BoxView], shares: Sequence[int]) -> BoxGroup:
     stages: list[Stage] = []
     first = 0
     for box, share in zip(chain, shares, strict=True):
         stages.append(Stage(peer=box.peer, tp=box.tp, first_layer=first, last_layer=first + share))
         first += share
-    return Group(stages=tuple(stages))
+    return BoxGroup(stages=tuple(stages))

@@ -1,8 +1,8 @@
 """The plan: everything the coordinator decides about one service, as one frozen value.
 
-A plan is numbered `(epoch, version)`: the epoch is the term its author was elected for, the version counts
-the plans of that term. It is validated when it is made, so a plan that exists is one that can be followed;
-bytes from a peer that break a rule never become a `Plan`.
+A plan is numbered `(epoch, version)`: the epoch is the term its author was elected for, the version
+counts the plans of that term. It is validated when it is made, so a plan that exists is one that
+can be followed; bytes from a peer that break a rule never become a `Plan`.
 """
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ class PlanError(ValueError):
 
 
 class Phase(StrEnum):
-    """What a replica does: read prompts, write tokens, or both."""
+    """What a replica does: prefill, decode, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -28,9 +28,11 @@ class Phase(StrEnum):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One box's share of a replica: `tp` GPUs over the half-open layer range `[first_layer, last_layer)`.
+    """One box's share of a replica: `tp` GPUs over the half-open layer range `[first_layer,
+    last_layer)`.
 
-    They are GPUs `first_gpu` to `first_gpu + tp - 1` of the box, so that several replicas can share one.
+    They are GPUs `first_gpu` to `first_gpu + tp - 1` of the box, so that several replicas can share
+    one.
     """
 
     peer: str
@@ -63,8 +65,9 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The stages, in layer order, that together hold one copy of the model.
 
-    `step_tokens`: what a step computes at most (vLLM's max_num_batched_tokens), so that a prompt that is read holds up
-    the answers beside it by no more than their deadline allows; 0: whatever its engine was started with.
+    `step_tokens`: what a step computes at most (vLLM's max_num_batched_tokens), so that a prompt
+    that is read holds up the answers beside it by no more than their deadline allows; 0: whatever
+    its engine was started with.
     """
 
     id: str
@@ -110,22 +113,22 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def prefills(self) -> bool:
-        """Whether prompts are meant to be read here."""
+        """Whether prompts are meant to be prefilled here."""
         return self.phase is not Phase.DECODE
 
     @property
     def decodes(self) -> bool:
-        """Whether tokens are meant to be written here."""
+        """Whether answers are meant to be decoded here."""
         return self.phase is not Phase.PREFILL
 
 
 class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The share of all requests that prefill on one replica and decode on another.
 
-    `weight` is the product `X_i * Y_ij` of ThunderServe section 3.3: X_i of the requests go to prefill
-    replica i, Y_ij of those on to decode replica j. A mixed replica that keeps its requests is paired with
-    itself. `prefill_share` is the part of each prompt that the prefill replica reads, from its beginning; the
-    decode replica reads the rest beside its decodes, as in Cronus.
+    `weight` is the product `X_i * Y_ij` of ThunderServe section 3.3: X_i of the requests go to
+    prefill replica i, Y_ij of those on to decode replica j. A mixed replica that keeps its requests
+    is paired with itself. `prefill_share` is the part of each prompt that the prefill replica
+    reads, from its beginning; the decode replica reads the rest beside its decodes, as in Cronus.
     """
 
     prefill: str
@@ -145,7 +148,8 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who does what for one service. The weights of `pairings` sum to 1; `why` has one line per decision."""
+    """Who does what for one service. The weights of `pairings` sum to 1; `why` has one line per
+    decision."""
 
     epoch: int
     version: int
@@ -170,7 +174,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return (self.epoch, self.version)
 
     def newer_than(self, other: Self | None) -> bool:
-        """Whether this plan replaces `other`; any plan replaces none. Both must be of one service."""
+        """Whether this plan replaces `other`; any plan replaces none. Both must be of one
+        service."""
         if other is None:
             return True
         _require(
@@ -217,7 +222,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return replica.phase if replica is not None else None
 
     def weight(self, prefill: str, decode: str) -> float:
-        """The share of requests that go over this pair of replicas; 0 for one the plan does not name."""
+        """The share of requests that go over this pair of replicas; 0 for one the plan does not
+        name."""
         pairs = (pair.weight for pair in self.pairings if (pair.prefill, pair.decode) == (prefill, decode))
         return next(pairs, 0.0)
 
@@ -228,7 +234,8 @@ def _require(holds: bool, text: str) -> None:
 
 
 def _check_replicas(replicas: tuple[Replica, ...]) -> None:
-    """Ids are unique, a GPU is in one stage, all hold the same model, and every request can be served."""
+    """Ids are unique, a GPU is in one stage, all hold the same model, and every request can be
+    served."""
     owner: dict[tuple[str, int], str] = {}
     ids: set[str] = set()
     for replica in replicas:
@@ -241,8 +248,8 @@ def _check_replicas(replicas: tuple[Replica, ...]) -> None:
             replica.layers == replicas[0].layers,
             f"replica {replica.id} has {replica.layers} layers, {replicas[0].id} has {replicas[0].layers}",
         )
-    _require(any(replica.prefills for replica in replicas), "no replica of the plan reads prompts")
-    _require(any(replica.decodes for replica in replicas), "no replica of the plan writes tokens")
+    _require(any(replica.prefills for replica in replicas), "no replica of the plan prefills")
+    _require(any(replica.decodes for replica in replicas), "no replica of the plan decodes")
 
 
 def _check_pairings(pairings: tuple[Pairing, ...], replicas: dict[str, Replica]) -> None:

@@ -1,11 +1,13 @@
-"""How long an engine takes, as eight constants that are fitted to its own steps (Xiong et al., equations 3 and 4).
+"""How long an engine takes, as eight constants that are fitted to its own steps (Xiong et al.,
+equations 3 and 4).
 
 A phase's step over b requests of length L is modelled as
 
     seconds = token_s * b * L  +  request_s * b  +  length_s * L  +  step_s
 
-For prefill, L is how many positions each request has computed in the step; for decode, how many it holds already. With
-continuous batching the requests of a step differ in length: b * L is then their sum, and L their mean.
+For prefill, L is how many positions each request has computed in the step; for decode, how many it
+holds already. With continuous batching the requests of a step differ in length: b * L is then their
+sum, and L their mean.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One step of an engine: what it has computed, and how long that took.
 
-    A request that computes one position counts as decoding, whatever it is called: that is what it costs. Others count
-    as prefilling. `decode_context` is how many positions the decoding ones held before, all together.
+    A request that computes one position counts as decoding, whatever it is called: that is what it
+    costs. Others count as prefilling. `decode_context` is how many positions the decoding ones held
+    before, all together.
     """
 
     seconds: Seconds
@@ -50,7 +53,8 @@ class PhaseCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class PhaseFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A phase's constants, from how many samples, and the median of |predicted - measured| / measured over them."""
+    """A phase's constants, from how many samples, and the median of |predicted - measured| /
+    measured over them."""
 
     cost: PhaseCost
     samples: Count
@@ -76,6 +80,7 @@ def batch_prefill_s(prefill: PhaseCost, requests: int, length: float) -> float:
 
 
 def batch_decode_s(decode: PhaseCost, requests: int, prompt: float, output: int) -> float:
-    """Seconds until each of a batch has `output` tokens after a prompt of `prompt`: equation 4 in closed form."""
+    """Seconds until each of a batch has `output` tokens after a prompt of `prompt`: equation 4 in
+    closed form."""
     mean_length = prompt + (output + 1) / 2
     return output * decode.seconds(requests, mean_length)

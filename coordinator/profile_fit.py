@@ -1,11 +1,15 @@
-"""Fits the constants of `profile` to samples: least squares that stays honest with few, similar or spoilt samples.
+"""Fits the constants of `profile` to samples: least squares that stays honest with few, similar or
+spoilt samples.
 
 - Errors count relative to the measured time: a step of 2 ms matters as much as one of 200 ms.
 - No constant is negative. With four columns that is solved exactly, by trying every subset of them.
-- A constant wants two samples at least: with as many constants as samples any noise would be fitted.
-- Samples often cannot tell two terms apart: where each step has had one request, b * L and L are the same column. The
-  less plausible one of the two is then left out (0), in the order of `_PREFILL_TERMS` and `_DECODE_TERMS`.
-- A step that the machine held up says nothing of the engine: samples that stick out are given less weight (Huber).
+- A constant wants two samples at least: with as many constants as samples any noise would be
+  fitted.
+- Samples often cannot tell two terms apart: where each step has had one request, b * L and L are
+  the same column. The less plausible one of the two is then left out (0), in the order of
+  `_PREFILL_TERMS` and `_DECODE_TERMS`.
+- A step that the machine held up says nothing of the engine: samples that stick out are given less
+  weight (Huber).
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ _Point = tuple[float, float, float]
 
 
 class SampleBook:
-    """The latest samples, few of each kind, so that the thousand decodes of one batch do not push out the one
-    prefill. Kinds are powers of two of requests and tokens.
+    """The latest samples, few of each kind, so that the thousand decodes of one batch do not push
+    out the one prefill. Kinds are powers of two of requests and tokens.
     """
 
     def __init__(self, of_a_kind: int = SAMPLES_OF_A_KIND) -> None:
@@ -65,7 +69,8 @@ class SampleBook:
 
 
 def fit(samples: Sequence[StepSample]) -> LatencyProfile:
-    """Fit both phases. Steps that did both say something of prefill once what decoding adds is known."""
+    """Fit both phases. Steps that did both say something of prefill once what decoding adds is
+    known."""
     steps = [sample for sample in samples if sample.seconds > 0.0]
     decode = _fit_phase(
         [
@@ -140,8 +145,8 @@ def _robust(matrix: Array) -> Array:
 
 
 def _non_negative(matrix: Array, weights: Array) -> Array:
-    """Least squares of `matrix` x = 1 under x >= 0, exactly: the best of all subsets of columns whose own solution is
-    not negative. Four columns have fifteen."""
+    """Least squares of `matrix` x = 1 under x >= 0, exactly: the best of all subsets of columns
+    whose own solution is not negative. Four columns have fifteen."""
     root = np.sqrt(weights)
     scale = np.linalg.norm(matrix, axis=0)
     rows, wanted = matrix / scale * root[:, None], root

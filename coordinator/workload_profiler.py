@@ -1,19 +1,21 @@
-"""What the traffic is like now, and whether it has changed (ThunderServe section 3.4 and appendix E).
+"""What the traffic is like now, and whether it has changed (ThunderServe section 3.4 and appendix
+E).
 
-Prompt and output lengths are watched by a two-sided CUSUM on their logarithms: a sum that grows while lengths are more
-than DRIFT standard deviations off the reference's mean, and alarms above ALARM. At DRIFT 0.5 and ALARM 20, a stationary
-stream of normal values would alarm less than once in a hundred million requests; a shift of d deviations is found
-after about ALARM / (d - DRIFT) requests: some 10 between coding and conversation, whose outputs are two deviations
-apart.
+Prompt and output lengths are watched by a two-sided CUSUM on their logarithms: a sum that grows
+while lengths are more than DRIFT standard deviations off the reference's mean, and alarms above
+ALARM. At DRIFT 0.5 and ALARM 20, a stationary stream of normal values would alarm less than once in
+a hundred million requests; a shift of d deviations is found after about ALARM / (d - DRIFT)
+requests: some 10 between coding and conversation, whose outputs are two deviations apart.
 
-The rate is watched the same way, on the mean gap of blocks of requests. Bursts make gaps alone say little: a block is
-as long as it takes to know its mean to BLOCK_ERROR, (cv / BLOCK_ERROR)^2 requests, where cv is the gaps' coefficient of
-variation. For Poisson arrivals that is 16 requests and a doubled rate is found in about 5 blocks; at the coding trace's
-13 a block is 2,700 requests, because nothing shorter tells a burst from a shift. Rates that are off by less than a
-quarter do not count.
+The rate is watched the same way, on the mean gap of blocks of requests. Bursts make gaps alone say
+little: a block is as long as it takes to know its mean to BLOCK_ERROR, (cv / BLOCK_ERROR)^2
+requests, where cv is the gaps' coefficient of variation. For Poisson arrivals that is 16 requests
+and a doubled rate is found in about 5 blocks; at the coding trace's 13 a block is 2,700 requests,
+because nothing shorter tells a burst from a shift. Rates that are off by less than a quarter do not
+count.
 
-The reference is learnt from the first requests, and anew after each alarm. Nothing here reads a clock: arrival times
-are given.
+The reference is learnt from the first requests, and anew after each alarm. Nothing here reads a
+clock: arrival times are given.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ class Watched(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """The traffic is not what it was. `before` and `after`: geometric mean of lengths in tokens, or requests a second.
-    `since`: about how many requests ago it began."""
+    """The traffic is not what it was. `before` and `after`: geometric mean of lengths in tokens, or
+    requests a second. `since`: about how many requests ago it began."""
 
     what: Watched
     before: float
@@ -200,8 +202,8 @@ class _RateWatch:
 
 
 class WorkloadProfiler:
-    """Of one service. Tell it of every arrival and every end; it answers with a `Shift` when there is one, and begins
-    anew from there: its window then has only what came since the shift."""
+    """Of one service. Tell it of every arrival and every end; it answers with a `Shift` when there
+    is one, and begins anew from there: its window then has only what came since the shift."""
 
     def __init__(self) -> None:
         self._arrivals: deque[float] = deque(maxlen=WINDOW + 1)
@@ -244,7 +246,8 @@ class WorkloadProfiler:
         )
 
     def workload(self, name: str) -> Workload:
-        """The window as a workload to plan for. Raises WorkloadError while nothing has ended or arrived twice."""
+        """The window as a workload to plan for. Raises WorkloadError while nothing has ended or
+        arrived twice."""
         now = self.statistics()
         return Workload(
             name=name,

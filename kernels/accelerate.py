@@ -21,7 +21,7 @@ from queue import SimpleQueue
 
 from .errors import CodecError
 
-__all__ = ["AUTO_AFTER_BYTES", "MODE_VARIABLE", "Mode", "mode", "ready", "set_mode", "submit"]
+__all__ = ["AUTO_AFTER_BYTES", "MODE_VARIABLE", "KernelMode", "mode", "ready", "restart", "set_mode", "submit"]
 
 MODE_VARIABLE = "P2PSERVE_KERNELS"
 
@@ -29,7 +29,7 @@ AUTO_AFTER_BYTES = 64 * 2**20
 """16-bit KV that a process codes before it is worth some seconds of one core."""
 
 
-class Mode(StrEnum):
+class KernelMode(StrEnum):
     """Which code runs the codecs on a CPU."""
 
     AUTO = "auto"
@@ -42,7 +42,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.mode: Mode | None = None
+        self.mode: KernelMode | None = None
         self.coded_bytes = 0
         self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -69,19 +69,25 @@ class _Process:
 _PROCESS = _Process()
 
 
-def mode() -> Mode:
+def mode() -> KernelMode:
     """The mode in force. Raises `CodecError` where the environment names none."""
     with _PROCESS.lock:
         if _PROCESS.mode is None:
-            _PROCESS.mode = _named(os.environ.get(MODE_VARIABLE, Mode.AUTO))
+            _PROCESS.mode = _named(os.environ.get(MODE_VARIABLE, KernelMode.AUTO))
         return _PROCESS.mode
 
 
-def set_mode(wanted: Mode | str) -> None:
+def set_mode(wanted: KernelMode | str) -> None:
     """Use this mode from now on, in all threads."""
     named = _named(wanted)
     with _PROCESS.lock:
         _PROCESS.mode = named
+
+
+def restart() -> None:
+    """Forget the mode and what has been coded, as in a process that begins; what is being built goes on."""
+    with _PROCESS.lock:
+        _PROCESS.mode, _PROCESS.coded_bytes = None, 0
 
 
 def ready(nbytes: int) -> bool:
@@ -89,7 +95,9 @@ def ready(nbytes: int) -> bool:
     chosen = mode()
     with _PROCESS.lock:
         _PROCESS.coded_bytes += nbytes
-        return chosen is not Mode.EAGER and (chosen is Mode.COMPILED or _PROCESS.coded_bytes >= AUTO_AFTER_BYTES)
+        return chosen is not KernelMode.EAGER and (
+            chosen is KernelMode.COMPILED or _PROCESS.coded_bytes >= AUTO_AFTER_BYTES
+        )
 
 
 def submit(job: Callable[[], None]) -> threading.Event:
@@ -97,9 +105,9 @@ def submit(job: Callable[[], None]) -> threading.Event:
     return _PROCESS.submit(job)
 
 
-def _named(wanted: str) -> Mode:
+def _named(wanted: str) -> KernelMode:
     try:
-        return Mode(wanted)
+        return KernelMode(wanted)
     except ValueError:
-        known = ", ".join(Mode)
+        known = ", ".join(KernelMode)
         raise CodecError(f"{MODE_VARIABLE}={wanted!r} is not a mode of the kernels; known are {known}") from None

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 import torch
 
 from .errors import NonFiniteError, PayloadError
-from .format import WireDtype
+from .format import LARGEST, Codec, WireDtype
 
 __all__ = [
-    "LARGEST",
+    "Constants",
     "all_within",
     "clamped",
     "constant",
@@ -28,9 +28,6 @@ __all__ = [
     "within",
 ]
 
-LARGEST = 2.0**120
-"""Bound on |x|: up to here neither a range (2 |x|) nor anything decoded leaves fp32 or bf16."""
-
 # version, 16-bit dtype, reserved
 _HEADER = struct.Struct("<BBHIQ")
 
@@ -40,7 +37,7 @@ def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
-class _Constants:
+class Constants:
     """Small tensors that are made once for each device. The lock guards the table."""
 
     def __init__(self) -> None:
@@ -55,7 +52,7 @@ class _Constants:
             return found
 
 
-_CONSTANTS = _Constants()
+_CONSTANTS = Constants()
 
 
 def constant(key: object, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -73,21 +70,21 @@ def header(version: int, sixteen: torch.dtype, device: torch.device) -> torch.Te
     return constant(written, device, lambda: torch.tensor(list(written), dtype=torch.uint8))
 
 
-def read_header(header: bytes, codec: str, version: int, sixteen: torch.dtype, layer: int) -> None:
+def read_header(header: bytes, codec: Codec, sixteen: torch.dtype, layer: int) -> None:
     """Refuse a header that this build did not write for this dtype."""
     found, number, *reserved = _HEADER.unpack(header)
     expected = WireDtype.FP16.wire if sixteen == torch.float16 else WireDtype.BF16.wire
-    if found != version:
-        raise PayloadError(f"layer {layer}: {codec} version {found}; this build reads version {version}")
+    if found != codec.version:
+        raise PayloadError(f"layer {layer}: {codec} version {found}; this build reads version {codec.version}")
     if number != expected:
         raise PayloadError(f"layer {layer}: {codec} payload of dtype {number}, expected {expected} (0 bf16, 1 fp16)")
     if any(reserved):
         raise PayloadError(f"layer {layer}: the {codec} header is corrupt (reserved bytes are not 0)")
 
 
-def all_within(x: torch.Tensor) -> torch.Tensor:
-    """Whether all values are at most `LARGEST` in size, NaN being larger, as a bool on their device."""
-    return within(x).all()
+def all_within(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
+    """Whether all values are at most `largest` in size, NaN being larger, as a bool on their device."""
+    return within(x, largest).all()
 
 
 def within(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
@@ -121,15 +118,15 @@ def _triton_is_installed() -> bool:
     return find_spec("triton") is not None
 
 
-def require_finite(x: torch.Tensor, name: str, start: int, codec: str, layer: int, largest: float = LARGEST) -> None:
-    """Raise for the first value of `[tokens, heads, head_dim]` that no codec can quantise."""
-    sound = within(x, largest)
+def require_finite(x: torch.Tensor, name: str, start: int, codec: Codec, layer: int) -> None:
+    """Raise for the first value of `[tokens, heads, head_dim]` that the codec cannot quantise."""
+    sound = within(x, codec.largest)
     if bool(sound.all()):
         return
     token, head, channel = (int(i) for i in (~sound).nonzero()[0])
     where = f"position {start + token}, head {head}, channel {channel}"
     value = float(x[token, head, channel])
-    bound = f"2**{largest.hex().partition('p+')[2]}"
+    bound = f"2**{codec.largest.hex().partition('p+')[2]}"
     raise NonFiniteError(f"layer {layer}: {name} is {value} at {where}; {codec} needs finite values of at most {bound}")
 
 

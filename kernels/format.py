@@ -1,6 +1,7 @@
-"""Names, wire numbers and sizes of the KV codecs: all that a process without torch needs to know about them.
+"""What a codec is, and what all payloads have in common. No torch: processes that move no KV read this too.
 
-The payload layouts themselves are specified, bit for bit, in `codec`.
+The codecs themselves are listed in `codecs`; each has a file or a folder of its own, whose docstring
+specifies its payload bit for bit.
 """
 
 from __future__ import annotations
@@ -9,69 +10,45 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from .errors import PayloadError, TensorError
-from .fp8_layout import Fp8Layout
-from .kivi4_layout import Kivi4Layout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
-    "EXEMPT_TOKENS",
-    "FORMAT_VERSION",
-    "KEY_GROUP_TOKENS",
-    "KEY_SPAN_TOKENS",
-    "KV4_HEADER_BYTES",
-    "LEAST_CODED_TOKENS",
-    "VALUE_GROUP_CHANNELS",
+    "GROUP_TOKENS",
+    "HEADER_BYTES",
+    "LARGEST",
+    "WINDOW_TOKENS",
+    "BlockLayout",
     "Codec",
-    "Fp8Layout",
-    "Kivi4Layout",
-    "Kv4Layout",
+    "CodecPath",
+    "GpuPath",
+    "NativePath",
+    "ReferencePath",
     "WireDtype",
-    "codec_from_wire",
     "dtype_from_wire",
-    "kv4_layout",
+    "equal_groups",
+    "layout_of",
     "payload_bytes",
-    "value_groups",
 ]
 
-FORMAT_VERSION = 3
-"""Written into every kv4 payload. A change of any bit of the layout is a new number."""
+HEADER_BYTES = 16
+"""Of every payload but `raw`'s: u8 version | u8 dtype16 (0 bf16, 1 fp16) | 14 bytes 0.
 
-KEY_SPAN_TOKENS = 256
-"""Token positions that share a base and a unit of K, per channel. Cutting a prompt at multiples of this
-changes no decoded value, whatever the codec.
+Long enough that the sections behind it begin at multiples of 16 for ordinary heads: wide loads and stores.
 """
 
-KEY_GROUP_TOKENS = 32
-"""Token positions that share a zero and a step of K, per channel."""
+LARGEST = 2.0**120
+"""Bound on |x|: up to here neither a range (2 |x|) nor anything decoded leaves fp32 or bf16."""
 
-VALUE_GROUP_CHANNELS = 32
-"""Rotated channels that share a grid of V, per token and head."""
+WINDOW_TOKENS = 256
+"""Cutting a prompt at multiples of this position changes no decoded value, whatever the codec."""
 
-EXEMPT_TOKENS = 4
-"""Prompt positions 0..3 collect attention whatever they say (attention sinks), so an error there reaches
-every query.
-"""
-
-LEAST_CODED_TOKENS = 4
-"""A block with fewer left travels in 16 bit: the parameters of K would cost more than its codes save."""
-
-KV4_HEADER_BYTES = 16
-
-
-class Codec(StrEnum):
-    """How the values of a frame are written. The string is the name in tickets and settings; `wire` is the
-    number in frames.
-    """
-
-    RAW = "raw"
-    KV4 = "kv4"
-    FP8 = "fp8"
-    KIVI4 = "kivi4"
-
-    @property
-    def wire(self) -> int:
-        return _CODEC_NUMBERS[self]
+GROUP_TOKENS = 32
+"""Where a window has no room: cuts at multiples of this position cost the codecs of 4 bits least."""
 
 
 class WireDtype(StrEnum):
@@ -91,43 +68,24 @@ class WireDtype(StrEnum):
 
 
 # Fixed for ever: boxes of different releases talk to each other. Numbers are never reused.
-_CODEC_NUMBERS = {Codec.RAW: 0, Codec.KV4: 1, Codec.FP8: 2, Codec.KIVI4: 3}
 _DTYPE_NUMBERS = {WireDtype.BF16: 0, WireDtype.FP16: 1, WireDtype.FP32: 2}
-_CODECS = {number: codec for codec, number in _CODEC_NUMBERS.items()}
 _DTYPES = {number: dtype for dtype, number in _DTYPE_NUMBERS.items()}
 
 
-def codec_from_wire(number: int) -> Codec:
-    try:
-        return _CODECS[number]
-    except KeyError:
-        raise PayloadError(f"codec number {number} is unknown; known are {sorted(_CODECS)}") from None
-
-
 def dtype_from_wire(number: int) -> WireDtype:
+    """The dtype with this number. Raises PayloadError."""
     try:
         return _DTYPES[number]
     except KeyError:
         raise PayloadError(f"dtype number {number} is unknown; known are {sorted(_DTYPES)}") from None
 
 
-def value_groups(head_dim: int) -> int:
-    """Groups of V per token and head: as many equal ones of at least 32 channels as fit.
-
-    32 channels each for head_dim 64, 96, 128 and 256; two of 40 for 80; a head below 64 is one group.
-    """
-    most = max(1, head_dim // VALUE_GROUP_CHANNELS)
-    return next(count for count in range(most, 0, -1) if head_dim % count == 0)
-
-
 @dataclass(frozen=True)  # no slots: what is derived is kept
-class Kv4Layout:
-    """Where each section of one kv4 payload begins and ends. Pure arithmetic over the geometry of the
-    block.
+class BlockLayout:
+    """Where each section of one payload begins and ends. Pure arithmetic over the geometry of the block.
 
-    Spans and groups of K are cut at multiples of 256 and 32 of the *prompt position*, not of the block, so
-    that the values a receiver gets do not depend on how prefill happened to be chunked. Everything of K is
-    stored as a run of rows out of the arrays that whole spans would have: `*_rows` say which run.
+    Groups are cut at multiples of the *prompt position* `start + i`, not of the block, so that the values a receiver
+    gets do not depend on how prefill happened to be chunked. A codec derives its own layout from this.
     """
 
     start: int
@@ -142,98 +100,107 @@ class Kv4Layout:
             raise TensorError(f"start={self.start} is negative; it is a position in the prompt")
 
     @cached_property
-    def exempt(self) -> int:
-        """Leading tokens of this block that travel in 16 bit."""
-        exempt = max(0, min(EXEMPT_TOKENS, self.start + self.tokens) - self.start)
-        return self.tokens if self.tokens - exempt < LEAST_CODED_TOKENS else exempt
-
-    @cached_property
-    def coded(self) -> int:
-        """Tokens of this block that travel in 4 bit."""
-        return self.tokens - self.exempt
-
-    @cached_property
-    def lead(self) -> int:
-        """How far into its span of 256 the first coded token lies."""
-        return (self.start + self.exempt) % KEY_SPAN_TOKENS
-
-    @cached_property
-    def spans(self) -> int:
-        """Spans of 256 positions, of which at least a part is coded in this block."""
-        return -(-(self.lead + self.coded) // KEY_SPAN_TOKENS) if self.coded else 0
-
-    @cached_property
-    def group_rows(self) -> slice:
-        """Groups of K in this block, counted from the beginning of the first span."""
-        if not self.coded:
-            return slice(0, 0)
-        return slice(self.lead // KEY_GROUP_TOKENS, -(-(self.lead + self.coded) // KEY_GROUP_TOKENS))
-
-    @cached_property
-    def step_rows(self) -> slice:
-        """Pairs of groups of K, whose steps share bytes."""
-        return slice(self.group_rows.start // 2, -(-self.group_rows.stop // 2))
-
-    @cached_property
-    def code_rows(self) -> slice:
-        """Rows of code bytes of K. Row r of a group's 16 holds its tokens r and r + 16."""
-        if not self.coded:
-            return slice(0, 0)
-        half = KEY_GROUP_TOKENS // 2
-        end = self.lead + self.coded
-        first, last = self.group_rows.start, self.group_rows.stop - 1
-        low = self.lead - first * KEY_GROUP_TOKENS
-        high = end - last * KEY_GROUP_TOKENS
-        if first == last and low < half < high:
-            return slice(first * half, (first + 1) * half)
-        if first == last and low >= half:
-            return slice(first * half + low - half, first * half + high - half)
-        skipped = low if first == last else max(0, low - half)
-        return slice(first * half + skipped, last * half + min(high, half))
-
-    @cached_property
-    def value_code_bytes(self) -> int:
-        """Bytes of the codes of one group of V."""
-        return (self.head_dim // value_groups(self.head_dim) + 1) // 2
+    def quantised(self) -> slice:
+        """The tokens of the block that are quantised. The others travel in 16 bit behind the header: K, then V."""
+        return slice(0, self.tokens)
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Header, exempt K, exempt V, K bases, K units, K zeros, K steps, K codes, V units, V grids, V codes."""
-        row = self.heads * self.head_dim
-        plain = 2 * self.exempt * row
-        spans = self.spans * row
-        vectors, groups = self.coded * self.heads, value_groups(self.head_dim)
-        keys = (_length(rows) * row for rows in (self.group_rows, self.step_rows, self.code_rows))
-        values = (vectors, vectors * groups, vectors * groups * self.value_code_bytes)
-        return (KV4_HEADER_BYTES, plain, plain, 2 * spans, spans, *keys, *values)
+        """The sizes of header and sections, in their order; `raw` has neither."""
+        return ()
 
     @cached_property
     def total_bytes(self) -> int:
         return sum(self.section_bytes)
 
+    def payload_bytes(self, dtype: WireDtype) -> int:
+        """The exact length of the payload of tensors of this dtype."""
+        return self.total_bytes
+
+
+class CodecPath(Protocol):
+    """One implementation of a codec, usually a module; all of one codec write the same bytes.
+
+    It works on the quantised tokens of a block, `[tokens, heads, head_dim]` in 16 bit, and on a whole payload. `layout`
+    is what the codec's own `Codec.layout` makes.
+    """
+
+    def quantise(self, k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Any) -> bool | None:
+        """Fill the codec's sections. False: some values are not finite or too large, and what was written is void."""
+
+    def dequantise(self, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any) -> bool | None:
+        """Fill `k` and `v`, both contiguous. False: no encoder writes such parameters, and the values are void."""
+
+
+class ReferencePath(CodecPath, Protocol):
+    """Plain torch, step by step: the specification, and what runs where nothing faster does. Never returns None."""
+
+    def require_sound(self, payload: torch.Tensor, dtype: torch.dtype, layout: Any, layer: int) -> None:
+        """Raise PayloadError for the first parameter or 16-bit value that no encoder writes, if any."""
+
+
+class NativePath(CodecPath, Protocol):
+    """C++ for tensors of a CPU. Returns None where there is no library (yet), or for heads that it does not take."""
+
+    def available(self) -> bool:
+        """Whether the library is there, or has now been built."""
+
+
+class GpuPath(Protocol):
+    """Triton for tensors of a GPU. Only puts work on the current stream: raises `flag` (int32 `[1]`) where a
+    CodecPath would return False.
+    """
+
+    def quantise(
+        self, k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Any, flag: torch.Tensor
+    ) -> None: ...
+    def dequantise(
+        self, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any, flag: torch.Tensor
+    ) -> None: ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Codec:
+    """How keys and values are written on the wire: everything that the rest of the program knows of one codec.
+
+    `layout` is called with start, tokens, heads and head_dim of a block. The paths are loaded when they are first
+    used, because they import torch; a codec without a reference carries the bits of the tensors as they are.
+    """
+
+    name: str
+    """In tickets, settings and tables."""
+    wire: int
+    """In frames. Never reused: boxes of different releases talk to each other."""
+    bits: float
+    """Per element of a long prompt, all overhead included, at heads of 128: what plans count with."""
+    layout: Callable[[int, int, int, int], BlockLayout]
+    version: int = 0
+    """In the header of every payload. A change of any bit of the layout is a new number."""
+    largest: float = LARGEST
+    """Bound on the size of a value that can be coded."""
+    reference: Callable[[], ReferencePath] | None = None
+    native: Callable[[], NativePath] | None = None
+    triton: Callable[[], GpuPath] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
 
 @lru_cache(maxsize=256)
-def kv4_layout(start: int, tokens: int, heads: int, head_dim: int) -> Kv4Layout:
+def layout_of(codec: Codec, start: int, tokens: int, heads: int, head_dim: int) -> BlockLayout:
     """The layout of blocks of this geometry, kept because all layers of a prompt have the same."""
-    return Kv4Layout(start, tokens, heads, head_dim)
-
-
-def _length(rows: slice) -> int:
-    return int(rows.stop - rows.start)
+    return codec.layout(start, tokens, heads, head_dim)
 
 
 def payload_bytes(codec: Codec, dtype: WireDtype, *, start: int, tokens: int, heads: int, head_dim: int) -> int:
     """Exact length of a payload. Known before the data, so that buffers can be reserved and lies refused."""
-    layout = _LAYOUTS[codec](start, tokens, heads, head_dim)
-    if codec is Codec.RAW:
-        return 2 * tokens * heads * head_dim * dtype.itemsize
-    return layout.total_bytes
+    return layout_of(codec, start, tokens, heads, head_dim).payload_bytes(dtype)
 
 
-# `raw` has no sections; any layout refuses an empty block and a negative start for it.
-_LAYOUTS: dict[Codec, Callable[[int, int, int, int], Kv4Layout | Fp8Layout | Kivi4Layout]] = {
-    Codec.RAW: kv4_layout,
-    Codec.KV4: kv4_layout,
-    Codec.FP8: Fp8Layout,
-    Codec.KIVI4: Kivi4Layout,
-}
+def equal_groups(channels: int, least: int) -> int:
+    """Into how many equal groups of at least `least` channels a head is cut: as many as fit, or one.
+
+    For 32: groups of 32 for head_dim 64, 96, 128 and 256; two of 40 for 80; a head below 64 is one group.
+    """
+    return next(count for count in range(max(1, channels // least), 0, -1) if channels % count == 0)

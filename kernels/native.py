@@ -18,18 +18,21 @@ import subprocess
 import tempfile
 import threading
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from .accelerate import Mode, mode, submit
+from .accelerate import KernelMode, mode, submit
+from .format import BlockLayout
 
-__all__ = ["Library", "address", "threads"]
+__all__ = ["Library", "address", "is_fp16", "section_addresses", "threads"]
 
 _log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "P2PSERVE_KERNEL_CACHE"
-_SOURCES = Path(__file__).resolve().parent / "csrc"
+_HEADERS = Path(__file__).resolve().parent / "csrc"
+"""What the codecs' sources share."""
 _FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"),
     # Which operations are rounded, and in which order, is the format.
@@ -41,42 +44,53 @@ _WORTH_THREADS = 1 << 22
 
 
 class Library:
-    """One C++ source, built when it is first wanted. `functions` take and return whatever the caller passes."""
+    """One C++ source, built when it is first wanted."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: Path) -> None:
         self._source = source
         self._lock = threading.Lock()
         self._asked = False
         self._loaded: ctypes.CDLL | None = None
 
     def __repr__(self) -> str:
-        return f"<Library {self._source} {'loaded' if self._loaded else 'not loaded'}>"
+        return f"<Library {self._source.name} {'loaded' if self._loaded else 'not loaded'}>"
 
     def get(self) -> ctypes.CDLL | None:
         """The library. None while it is being built (in mode `auto`), in mode `eager`, or where it cannot be built."""
         chosen = mode()
-        if chosen is Mode.EAGER:
+        if chosen is KernelMode.EAGER:
             return None
         if self._loaded is None:
             with self._lock:
                 done = None if self._asked else submit(self._build)
                 self._asked = True
-            if done is not None and chosen is Mode.COMPILED:
+            if done is not None and chosen is KernelMode.COMPILED:
                 done.wait()
         return self._loaded
 
     def _build(self) -> None:
         try:
-            self._loaded = ctypes.CDLL(str(_built(_SOURCES / self._source)))
+            self._loaded = ctypes.CDLL(str(_built(self._source)))
         except (OSError, subprocess.SubprocessError) as error:
             text = getattr(error, "stderr", None) or str(error)
             reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-            _log.warning("%s: KV codecs stay with plain torch: %s", self._source, reason)
+            _log.warning("%s: KV codecs stay with plain torch: %s", self._source.name, reason)
 
 
 def address(tensor: torch.Tensor) -> ctypes.c_void_p:
     """Where a contiguous tensor's memory begins."""
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+def section_addresses(payload: torch.Tensor, layout: BlockLayout) -> list[ctypes.c_void_p]:
+    """Where each section of a payload begins. Cheap: views of the sections would take a tenth of a kernel's time."""
+    *starts, _ = accumulate(layout.section_bytes, initial=payload.data_ptr())
+    return [ctypes.c_void_p(start) for start in starts]
+
+
+def is_fp16(x: torch.Tensor) -> int:
+    """What a kernel is told of its 16-bit values: 1 for fp16, 0 for bf16."""
+    return int(x.dtype == torch.float16)
 
 
 def threads(elements: int) -> int:
@@ -91,7 +105,7 @@ def _built(source: Path) -> Path:
     """The built library. Raises OSError or SubprocessError when there is no compiler or it fails."""
     compiler = _compiler()
     key = hashlib.sha256(source.read_bytes())
-    for header in sorted(source.parent.glob("*.h")):
+    for header in sorted((*source.parent.glob("*.h"), *_HEADERS.glob("*.h"))):
         key.update(header.read_bytes())
     for part in (*_FLAGS, compiler, _version(compiler), _processor()):
         key.update(part.encode() + b"\0")
@@ -100,7 +114,7 @@ def _built(source: Path) -> Path:
         handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
         os.close(handle)
         try:
-            command = [compiler, *_FLAGS, "-o", name, str(source)]
+            command = [compiler, *_FLAGS, f"-I{_HEADERS}", "-o", name, str(source)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
             Path(name).replace(library)  # whole or not at all, whoever else builds it at the same time
         finally:

@@ -1,7 +1,8 @@
-"""KV caches on the move: links and tickets, the two ends of a transfer, relays, and what is known of the ways between.
+"""KV transport: links and tickets, both ends of a transfer, relays, path choice and link
+measurement.
 
-Nothing here imports torch, so the agent process, which never does, can issue tickets and choose paths.
-Payloads are opaque bytes; `kernels.codec` makes and reads them.
+Nothing here imports torch, so the agent process, which never does, can issue tickets and choose
+paths. Payloads are opaque bytes; `kernels.codec` makes and reads them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from .errors import (
 )
 from .link.dialling import DialPath
 from .link.endpoint import Endpoint
-from .link.lanes import EndState, LinkSettings, PathStatistics
 from .link.links import LinkStatistics
+from .link.machine import PathStatistics
 from .link.permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit, Refusal, RelayUse
 from .link.receive_link import IncomingTransfer, ReceiveLink
 from .link.relay import Relay
 from .link.send_link import OutgoingTransfer, SendLink
+from .link.settings import LinkSettings
+from .link.transfers import EndState
 from .routing.report import TransferTimes
 from .wire.assembly import Assembly
 from .wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello

@@ -1,6 +1,4 @@
-"""Every way a KV transfer can fail. Nothing else leaves this room: the rim maps what sockets and ciphers
-raise.
-"""
+"""Every error that a KV transfer can raise. What sockets and ciphers raise is mapped to these."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ __all__ = [
 
 
 class TransferError(Exception):
-    """Base of all failures of a KV transfer. Whoever waits for the KV recomputes it; the client never sees
-    this.
+    """Base of all failures of a KV transfer. Whoever waits for the KV recomputes it; the client
+    never sees this.
     """
 
 
 class KVProtocolError(TransferError):
-    """Bytes or calls that the wire format does not allow: forged, replayed, reordered, malformed, or out of
-    turn.
+    """Bytes or calls that the wire format does not allow: forged, replayed, reordered, malformed,
+    or out of turn.
     """
 
 
@@ -50,7 +48,8 @@ class TicketError(TransferError, ValueError):
 
 
 class FiguresError(ValueError):
-    """A figure about a link, a box or a layout of shards that cannot be meant; the text names the field."""
+    """A figure about a link, a box or a layout of shards that cannot be meant; the text names the
+    field."""
 
 
 class RelayRefused(TransferError):

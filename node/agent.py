@@ -21,8 +21,9 @@ import msgspec
 import trio
 
 from ..bootstrap import Address, Identity, PeerId, Role, announced_address
+from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
-from ..bootstrap.members.membership import Member, MemberState
+from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Phase, PlanError, RoutingSettings
 from ..kvtransport.link.dialling import DialPath as KvPath
@@ -30,19 +31,19 @@ from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box import hardware
-from .box.emulation import emulated_hardware, parse_cards
 from .box.home import NodeError, leave_node, locked
-from .box.start_checks import require_engine, require_shared_memory
 from .coordination import QUIET_S, Coordinator
+from .engine.backend import ServedModel
+from .engine.backends import find_backend
 from .joining import Invitation, accept, new_network, tokens
 from .links.data_port import DataPort, RelayDesk
-from .links.kv_ways import KvWays, WaySettings
+from .links.kv_ways import KvWays, LinkSettings
 from .links.prober import Neighbour, Prober
-from .replica.hosting import EngineKnobs, Host, Offer, describe_length, engine_config, look_at
-from .requests.gateway import Connections, Gateway
+from .replica.hosting import EngineSettings, Host, describe_length, engine_config
+from .requests.gateway import Gateway
 from .view import NetworkView
 
-__all__ = ["EngineKnobs", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
+__all__ = ["EngineSettings", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
 
 ADVERT_INTERVAL_S = 1.0
 WATCH_INTERVAL_S = 0.05
@@ -64,8 +65,8 @@ class NodeSettings:
     token: str | None = None
     model: str | None = None
     codec: str = "kv4"
-    ways: WaySettings = field(default_factory=WaySettings)
-    engine: EngineKnobs = field(default_factory=EngineKnobs)
+    ways: LinkSettings = field(default_factory=LinkSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     drain_s: float = 30.0
     phase: Phase | None = None  # what the box is to do, whatever would be best
@@ -96,19 +97,14 @@ async def run_node(
     """
     # What the user may have mistyped is looked at before anything is made or taken.
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
-    found = hardware.probe()
-    if settings.engine.emulate is not None:
-        found = emulated_hardware(parse_cards(settings.engine.emulate, settings.engine.emulate_specs), found)
-    elif settings.model is not None:
-        require_engine(found, os.environ)
-    offer: Offer | None = None
+    backend = find_backend(settings.engine.backend)
+    found = backend.hardware(hardware.probe(), settings.engine)
+    served: ServedModel | None = None
     if settings.model is not None:
-        offer = await trio.to_thread.run_sync(look_at, settings.model, found, settings.engine)
-        if settings.engine.emulate is None:
-            require_shared_memory(found, offer.share.tp)
+        served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with locked(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
-        await Node(settings, membership, found, offer, say).run(stop, task_status)
+        await Node(settings, membership, found, served, say).run(stop, task_status)
 
 
 @final
@@ -120,14 +116,14 @@ class Node:
         settings: NodeSettings,
         membership: Invitation,
         found: hardware.Hardware,
-        offer: Offer | None,
+        served: ServedModel | None,
         say: Say,
     ) -> None:
         self._settings = settings
         self._membership = membership
         self._hardware = found
         self._say = say
-        self._offer = offer
+        self._served = served
         self._view = NetworkView()
         self._engine: messages.EngineAdvert | None = None
         self._news = trio.Event()  # set when the advert must not wait for its interval
@@ -147,6 +143,8 @@ class Node:
 
         settings = self._settings
         identity = Identity.load_or_create(settings.home)
+        book = AddressBook(settings.home, self._membership.network)
+        remembered = await trio.to_thread.run_sync(book.load)
         announce = announced_address(settings.announce, os.environ, settings.listen, default_route_address)
         membership = self._membership
         transport = Libp2pTransport(identity, settings.listen, announce, self._on_data_socket)
@@ -158,6 +156,8 @@ class Node:
             role=membership.role,
             announce=announce,
             bootstraps=membership.bootstraps,
+            remembered=remembered,
+            book=book,
             rng=random.Random(),
             clock=time.time,
         )
@@ -166,7 +166,9 @@ class Node:
                 address = network.address
                 self._serve(network, address, nursery)
                 task_status.started(
-                    Started(peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity))
+                    Started(
+                        peer=identity.peer_id, address=address, tokens=tokens(membership, address, identity, remembered)
+                    )
                 )
                 nursery.start_soon(self._advertise, network)
                 nursery.start_soon(self._tell_links, network)
@@ -184,29 +186,27 @@ class Node:
         network.handle(methods.STATUS, self._on_status(network))
         network.on_peer_lost(self._on_peer_lost)
         ways = self._ways = self._measure(network, nursery)
-        offer = self._offer
-        if offer is None:
+        served = self._served
+        if served is None:
             return
-        ways.serve(offer.model.info)
-
-        async def wait_changed() -> None:
-            await network.wait_changed(network.revision)
+        ways.serve(served.model.info)
 
         assert self._desk is not None  # made with the ways
         log = self._settings.home / "engine.log"
-        config = engine_config(offer, self._hardware, self._settings.engine, log)
-        if (shortened := describe_length(offer, self._settings.engine)) is not None:
+        config = engine_config(served, self._hardware, self._settings.engine, log)
+        if (shortened := describe_length(served, self._settings.engine)) is not None:
             self._say(shortened)
-        host = self._host = Host(offer, config, network=network, ways=ways, where=self._desk.address_of)
+        host = self._host = Host(served, config, network=network, ways=ways, where=self._desk.address_of)
         gateway = self._gateway = Gateway(
             view=self._view,
-            connections=Connections(network, wait_changed),
-            model=offer.model.info,
-            text=offer.text,
+            messenger=network,
+            model=served.model.info,
+            text=served.text,
             nursery=nursery,
             routing=self._settings.routing,
         )
         network.handle(methods.GENERATE, gateway.generate)
+        network.handle(methods.GENERATE_CONTINUE, gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, gateway.stop)
         network.on_notice(methods.TOKENS, gateway.on_tokens)
         network.on_notice(methods.PREFILL_ENDED, gateway.on_prefill_ended)
@@ -328,7 +328,7 @@ class Node:
         return messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            model=self._offer.model.info if self._offer is not None else None,
+            model=self._served.model.info if self._served is not None else None,
             engine=self._engine,
             stats=self._host.worker.stats if self._host is not None else None,
             rtt_s=rtts,
@@ -360,8 +360,6 @@ class Node:
             revision = await network.wait_changed(revision)
             members = network.members()
             self._view.update(network.entries(messages.ADVERT))
-            if self._gateway is not None:
-                self._gateway.on_adverts()
             self._view.update_links(network.entries(messages.LINKS))
             self._note_addresses(network.peer_id, members)
             self._note_members(network.peer_id, members)
@@ -378,6 +376,8 @@ class Node:
                     if self._view.consider_plan(leader[0], leader[1], payload):
                         self._say_plan(network.peer_id)
             self._looked.set()
+            if self._gateway is not None:
+                self._gateway.network_changed()
             if self._host is not None and not self._draining:
                 self._host.follow(self._view.plan)
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
@@ -407,6 +407,8 @@ class Node:
                 self._view.consider_plan(network.peer_id, plan.epoch, payload)  # our own word counts without its echo
                 self._publish(network, messages.PLAN, payload)
                 self._say_plan(network.peer_id)
+                if self._gateway is not None:
+                    self._gateway.network_changed()
                 if self._host is not None and not self._draining:
                     self._host.follow(plan)
 

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from ..bootstrap import PeerId
 from ..coordinator import BoxView, Demand, LinkView, Plan
-from ..coordinator.demand import nobody_asks
+from ..coordinator.demand import is_idle
 from .view import NetworkView
 
 __all__ = ["QUIET_S", "Coordinator", "Task"]
@@ -65,7 +65,7 @@ class Task:
     def quiet(self) -> bool:
         """Whether the plan that runs may stay because nobody asks for anything now: no other would serve anybody
         better, and the load that it was made for may come back."""
-        return self.previous is not None and nobody_asks(self.demands)
+        return self.previous is not None and is_idle(self.demands)
 
 
 @final

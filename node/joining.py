@@ -10,21 +10,22 @@ import trio
 
 from ..bootstrap import (
     Address,
-    AddressError,
     Bootstrap,
     Identity,
+    JoinTarget,
     JoinToken,
     NetworkKey,
     Refused,
     Role,
     TokenError,
     Unreachable,
-    parse_address,
+    parse_join_target,
 )
 
-__all__ = ["Invitation", "accept", "join_token", "new_network", "tokens"]
+__all__ = ["Invitation", "accept", "new_network", "read_join_target", "tokens"]
 
 TOKEN_LIFETIME_S = 365 * 86400.0
+MAX_NAMED = 8  # members that a token names, its issuer included; each makes the token some 80 characters longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +41,13 @@ class Invitation:
 
 async def accept(bootstrap: str, token_text: str | None) -> Invitation:
     """Membership by a join token. Raises AddressError, TokenError, Unreachable or Refused."""
-    text, bootstraps = await join_token(bootstrap, token_text)
+    text, members = await read_join_target(bootstrap, token_text)
     token = JoinToken.parse(text)
     if token.role is Role.CLIENT:
         raise TokenError("this is a client's token; a node joins with the worker line that the bootstrap printed")
-    return Invitation(
-        network=token.network, token=text, role=token.role, bootstraps=bootstraps or token.bootstraps, key=None
-    )
+    if not members:
+        raise TokenError("this token names no member to ask; give the address of one beside it: --bootstrap TOKEN,ADDR")
+    return Invitation(network=token.network, token=text, role=token.role, bootstraps=members, key=None)
 
 
 def new_network(home: Path) -> Invitation:
@@ -56,41 +57,36 @@ def new_network(home: Path) -> Invitation:
     return Invitation(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), key=key)
 
 
-def tokens(membership: Invitation, address: Address, identity: Identity) -> dict[str, str]:
-    """Join tokens of a new network, which name this node as the place to start from."""
+def tokens(
+    membership: Invitation, address: Address, identity: Identity, known: tuple[Bootstrap, ...] = ()
+) -> dict[str, str]:
+    """Join tokens of a network that this node owns. They name this node, and members it knows from earlier runs."""
     if membership.key is None:
         return {}
-    here = (Bootstrap(address.host, address.port, identity.peer_id),)
+    here = Bootstrap(address.host, address.port, identity.peer_id)
+    named = (here, *(each for each in known if each.peer_id != identity.peer_id))[:MAX_NAMED]
     expires = time.time() + TOKEN_LIFETIME_S
-    return {role.value: membership.key.issue(here, role, expires) for role in Role}
+    return {role.value: membership.key.issue(named, role, expires) for role in Role}
 
 
-async def join_token(bootstrap: str, token: str | None) -> tuple[str, tuple[Bootstrap, ...]]:
-    """Make sense of `--bootstrap` and `--token`: the token's text, and where to dial instead of what it names.
+async def read_join_target(bootstrap: str, token: str | None) -> tuple[str, tuple[Bootstrap, ...]]:
+    """Make sense of `--bootstrap` and `--token`: the token's text, and the members to ask, the given ones first.
 
-    `bootstrap` is a join token, or `host:port` with the token given apart. Raises AddressError, TokenError,
-    Unreachable, Refused.
+    Raises AddressError, TokenError, Unreachable, Refused.
     """
-    if bootstrap.startswith("p2p_"):
-        JoinToken.parse(bootstrap)
-        return bootstrap, ()
-    try:
-        address = parse_address(bootstrap)
-    except AddressError as error:
-        raise AddressError(f"bootstrap: {error}") from error
-    if token is None:
-        await _probe(address)
+    target = parse_join_target(bootstrap, token)
+    if target.token is None:
+        await _probe_for_token(target)
         raise Refused(
-            f"bootstrap {address}: this network wants a token; use the whole line that `p2pserve bootstrap` printed"
+            f"bootstrap {target.members[0]}: this network wants a token; give the one that `p2pserve bootstrap` printed"
+            " beside the address: --bootstrap TOKEN,ADDR"
         )
-    named = JoinToken.parse(token).bootstraps
-    if not named:
-        raise TokenError("the join token names no bootstrap, so nobody can be authenticated at that address")
-    return token, tuple(Bootstrap(address.host, address.port, each.peer_id) for each in named)
+    return target.token, target.members
 
 
-async def _probe(address: Address) -> None:
+async def _probe_for_token(target: JoinTarget) -> None:
     """Tell an address where nobody listens from one where a token is missing."""
+    address = target.members[0]
     reason = "no answer within 5 s"
     try:
         with trio.move_on_after(5):

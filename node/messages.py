@@ -3,7 +3,7 @@
 A request's life: client -> gateway `generate`; gateway -> decode node `decode.open` (answered with a ticket);
 gateway -> prefill node `prefill.open` with that ticket; prefill node -> gateway `tokens`, the first one, where it reads
 all of the prompt, and gateway -> decode node `decode.first` with it; prefill node -> gateway `prefill.ended`; decode
-node -> gateway `tokens`; gateway -> client `chunk`, the last one with the figures of the request.
+node -> gateway `tokens`; gateway -> client `answer`, the last one with the figures of the request.
 
 KV needs more than the request's tickets: sending node -> receiving node `link.open`, once for all transfers between
 two of their workers; sending node -> a third `relay.open` where the way through it is the better one; and any node ->
@@ -28,7 +28,18 @@ from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
 from ..kvtransport.wire.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.hardware import Hardware
-from .engine.protocol import BatchLimits, Count, EngineStats, Figure, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
+from .engine.protocol import (
+    BatchLimits,
+    Count,
+    EngineStats,
+    Figure,
+    Inlet,
+    KvSlice,
+    Outlet,
+    PipeEnd,
+    Sampling,
+    WorkerRank,
+)
 from .models import ModelInfo
 
 ADVERT: Final = "advert"
@@ -36,6 +47,7 @@ PLAN: Final = "plan"
 LINKS: Final = "links"
 
 MAX_PROMPT_BYTES: Final = 3 << 20  # below the control stream's frame bound
+MAX_CONTINUED_TOKENS: Final = 1 << 17  # of 5 bytes each: beside a prompt of that size, below that bound too
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -43,7 +55,7 @@ Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
 MAX_STAGES: Final = 64
-MAX_PIECES: Final = 4096
+MAX_SLICES: Final = 4096
 Stages = Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
@@ -102,25 +114,25 @@ class LinkTable(Message, frozen=True, kw_only=True):
     links: dict[Name, LinkFigures] = {}
 
 
-class Piece(Message, frozen=True, kw_only=True):
+class RankSlice(Message, frozen=True, kw_only=True):
     """A rectangle of a prompt's KV, and the two workers between which it passes."""
 
     source_peer: Name
-    source: Rank
+    source: WorkerRank
     target_peer: Name
-    target: Rank
-    slice: Slice
+    target: WorkerRank
+    slice: KvSlice
 
 
-class Part(Message, frozen=True, kw_only=True):
-    """A piece for which the target's box has issued a ticket."""
+class TicketedSlice(Message, frozen=True, kw_only=True):
+    """A rank slice for which the target's box has issued a ticket."""
 
-    piece: Piece
+    rank_slice: RankSlice
     ticket: TransferTicket
 
 
-Pieces = Annotated[tuple[Piece, ...], msgspec.Meta(max_length=MAX_PIECES)]
-Parts = Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PIECES)]
+RankSlices = Annotated[tuple[RankSlice, ...], msgspec.Meta(max_length=MAX_SLICES)]
+TicketedSlices = Annotated[tuple[TicketedSlice, ...], msgspec.Meta(max_length=MAX_SLICES)]
 
 
 class DecodeOpen(Message, frozen=True, kw_only=True):
@@ -139,20 +151,20 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
 
 
 class DecodeOpened(Message, frozen=True, kw_only=True):
-    """The request is queued at its engine; `parts` are for the prefill node. All are of one transfer."""
+    """The request is queued at its engine; `slices` are for the prefill node. All are of one transfer."""
 
-    parts: Parts = ()
+    slices: TicketedSlices = ()
 
 
 class PrefillOpen(Message, frozen=True, kw_only=True):
-    """Compute the KV of this (part of a) prompt and push it where `parts` say. With `sampling` it is a whole prompt,
+    """Compute the KV of this (part of a) prompt and push it where `slices` say. With `sampling` it is a whole prompt,
     and the first token after it is wanted."""
 
     request: RequestId
     service: str
     prompt: Prompt
     deadline_s: Deadline
-    parts: Annotated[Parts, msgspec.Meta(min_length=1)]
+    slices: Annotated[TicketedSlices, msgspec.Meta(min_length=1)]
     sampling: Sampling | None = None
 
 
@@ -178,29 +190,29 @@ class StageLoaded(Message, frozen=True, kw_only=True):
 
 
 class StageInlets(Message, frozen=True, kw_only=True):
-    """Make ready to receive these pieces of a transfer."""
+    """Make ready to receive these slices of a transfer."""
 
     transfer: TransferId
     codec: str
     deadline_s: Deadline
-    pieces: Pieces
+    slices: RankSlices
 
 
 class StageInletsOpened(Message, frozen=True, kw_only=True):
-    """The receiving ends, in the order of the pieces."""
+    """The receiving ends, in the order of the slices."""
 
     inlets: tuple[Inlet, ...]
 
 
 class StageOutlets(Message, frozen=True, kw_only=True):
-    """Find ways for these parts of the KV of so many tokens."""
+    """Find paths for these slices of the KV of so many tokens."""
 
     tokens: Count
-    parts: Parts
+    slices: TicketedSlices
 
 
 class StageOutletsOpened(Message, frozen=True, kw_only=True):
-    """The sending ends, in the order of the parts."""
+    """The sending ends, in the order of the slices."""
 
     outlets: tuple[Outlet, ...]
 
@@ -217,8 +229,8 @@ class LinkOpen(Message, frozen=True, kw_only=True):
     of the one of `service` there."""
 
     service: str
-    source: Rank = Rank()
-    target: Rank = Rank()
+    source: WorkerRank = WorkerRank()
+    target: WorkerRank = WorkerRank()
 
 
 class LinkOpened(Message, frozen=True, kw_only=True):
@@ -343,6 +355,13 @@ class Generate(Message, frozen=True, kw_only=True):
     service: str | None = None
 
 
+class ContinueGenerate(Message, frozen=True, kw_only=True):
+    """A client's request whose gateway was lost when these tokens of the answer had come: go on from there."""
+
+    generate: Generate
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_CONTINUED_TOKENS)]
+
+
 class Generating(Message, frozen=True, kw_only=True):
     """Accepted: chunks follow."""
 
@@ -367,7 +386,7 @@ class RequestFigures(Message, frozen=True, kw_only=True):
     transfer: TransferFigures | None
 
 
-class Chunk(Message, frozen=True, kw_only=True):
+class AnswerUpdate(Message, frozen=True, kw_only=True):
     """A piece of an answer. `finish` ends it: stop, length or error, `error` then says what happened."""
 
     request: RequestId

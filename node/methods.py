@@ -15,8 +15,9 @@ from . import messages as m
 # Clients ask a gateway.
 STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
 GENERATE: Final = Method("generate", m.Generate, m.Generating, EVERYONE)
+GENERATE_CONTINUE: Final = Method("generate.continue", m.ContinueGenerate, m.Generating, EVERYONE)
 GENERATE_STOP: Final = Notice("generate.stop", m.StopRequest, EVERYONE)
-CHUNK: Final = Notice("chunk", m.Chunk)
+ANSWER: Final = Notice("answer", m.AnswerUpdate)
 
 # A gateway and the heads of the replicas that serve a request.
 DECODE_OPEN: Final = Method("decode.open", m.DecodeOpen, m.DecodeOpened)

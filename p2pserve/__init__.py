@@ -1,27 +1,54 @@
 """p2pserve: a peer-to-peer network that serves large language models from rented GPU boxes.
 
-The public names are the clients; `Client` blocks, `AsyncClient` runs under trio. They are loaded when first
-used, so that `import p2pserve` costs nothing in processes that need only one room.
+The public names are those of `p2pserve.sdk`: two clients, what they return and what they raise. They are loaded
+when first used, so that `import p2pserve` costs nothing in processes that need only one room.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .sdk.client import AsyncClient, Client
+    from .sdk import (
+        AsyncClient,
+        AsyncGenerationStream,
+        Client,
+        ClientClosed,
+        ClientError,
+        ConnectionFailed,
+        DeadlineExceeded,
+        Generation,
+        GenerationStream,
+        InvalidAddress,
+        InvalidRequest,
+        Piece,
+        RequestFailed,
+    )
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "Client",
+    "ClientClosed",
+    "ClientError",
+    "ConnectionFailed",
+    "DeadlineExceeded",
+    "Generation",
+    "GenerationStream",
+    "InvalidAddress",
+    "InvalidRequest",
+    "Piece",
+    "RequestFailed",
+    "__version__",
+]
 
 __version__ = "0.1.0"
-
-_LAZY = {"AsyncClient": ".sdk.client", "Client": ".sdk.client"}
 
 
 def __getattr__(name: str) -> object:
     """Load a public name when it is asked for."""
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(_LAZY[name], __name__), name)
+    value: object = getattr(import_module(".sdk", __name__), name)
     return value
 
 

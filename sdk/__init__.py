@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .client import AsyncClient, AsyncStream, Client, Stream
+    from .client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
     from .errors import (
         ClientClosed,
         ClientError,
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
-    "AsyncStream",
+    "AsyncGenerationStream",
     "Client",
     "ClientClosed",
     "ClientError",
     "ConnectionFailed",
     "DeadlineExceeded",
     "Generation",
+    "GenerationStream",
     "InvalidAddress",
     "InvalidRequest",
     "Piece",
     "RequestFailed",
-    "Stream",
 ]
 
-_CLIENT = ("AsyncClient", "AsyncStream", "Client", "Stream")
+_CLIENT = ("AsyncClient", "AsyncGenerationStream", "Client", "GenerationStream")
 _REQUESTS = ("Generation", "Piece")
 
 

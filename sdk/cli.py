@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .. import __version__
-from ..kernels.format import Codec
+from ..kernels.codecs import CODEC_NAMES
+from . import environment
 from .commands.engine_parsers import add_engine_options
-from .commands.option_values import count, figure, positive, seconds
+from .commands.option_values import Listed, count, figure, positive, seconds
 from .commands.planning_parsers import add_live_option, add_plan_options, add_sim_options
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 __all__ = ["main"]
 
@@ -32,8 +37,16 @@ exit codes: 0 done; 1 it failed at run time (unreachable, refused, port in use, 
 2 wrong input (option, address, token, prompt, model); 130 interrupted."""
 
 
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""What writing to a file that has no room, or to a terminal that is gone, ends with."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Write the help; argparse's own says nothing where that fails."""
+        print(self.format_help(), end="", file=file or sys.stdout)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to look, and exit with 2."""
@@ -44,14 +57,21 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     debug = False
+    if sys.stderr is None:
+        # Or else the next file that is opened would be descriptor 2, and what libraries say would go there.
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
+    if sys.stdout is None:
+        print("p2pserve: error: output: standard output is closed; send it to a file or /dev/null", file=sys.stderr)
+        return 1
     try:
-        arguments = build_parser().parse_args(argv)
-        debug = arguments.debug
-        code = _run(arguments)
+        try:
+            arguments = build_parser().parse_args(argv)
+            debug = arguments.debug
+            code = _run(arguments)
+        except SystemExit as ended:  # argparse, after --help, --version and errors
+            code = ended.code if isinstance(ended.code, int) else 0
         sys.stdout.flush()
         return code
-    except SystemExit as ended:  # argparse, after --help, --version and errors
-        return ended.code if isinstance(ended.code, int) else 0
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:
         if debug:
             raise
@@ -67,10 +87,14 @@ def _explain(error: BaseException) -> int | None:
 
     if first_of(error, (KeyboardInterrupt,)) is not None:
         return 130
-    if first_of(error, (BrokenPipeError,)) is not None:
-        # Whoever read our output has had enough. The interpreter would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if first_of(error, (BrokenPipeError,)) is not None:  # whoever read our output has had enough
+        _discard_output()
         return 0
+    failed = first_of(error, (OSError,))
+    if failed is not None and failed.errno in UNWRITABLE and failed.filename is None:
+        _discard_output()
+        print(f"p2pserve: error: output: it cannot be written: {failed.strerror}", file=sys.stderr)
+        return 1
     from .failures import explain  # takes half a second, and only failures need it
 
     found = explain(error)
@@ -79,6 +103,11 @@ def _explain(error: BaseException) -> int | None:
     code, line = found
     print(f"p2pserve: error: {line}", file=sys.stderr)
     return code
+
+
+def _discard_output() -> None:
+    """Let what is still to be written go nowhere: the interpreter would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -228,7 +257,7 @@ def _add_status(commands: Commands[_Parser]) -> None:
     )
     _add_network(parser, "p2p_client_...")
     parser.add_argument("--links", action="store_true", help="also what is known of each link between two nodes")
-    _add_patience(parser)
+    _add_timeout(parser)
 
 
 def _add_path(commands: Commands[_Parser]) -> None:
@@ -246,7 +275,7 @@ def _add_path(commands: Commands[_Parser]) -> None:
     )
     _add_prices(parser)
     _add_network(parser, "p2p_client_...")
-    _add_patience(parser)
+    _add_timeout(parser)
 
 
 def _add_selftest(commands: Commands[_Parser]) -> None:
@@ -281,21 +310,22 @@ def _add_plan(commands: Commands[_Parser]) -> None:
     add_plan_options(parser)
     add_live_option(parser)
     _add_network(parser, "p2p_client_...")
-    _add_patience(parser)
+    _add_timeout(parser)
 
 
 def _add_sim(commands: Commands[_Parser]) -> None:
     parser = _command(
         commands,
         "sim",
-        "simulate requests against a plan, in virtual time",
+        "simulate requests against a plan for a described cluster, in virtual time (for the running network: "
+        "p2pserve plan --live)",
         "p2pserve sim --cluster thunderserve-cloud-32 --model llama-30b --workload coding --rate 3 --plots out",
         ("table", "json"),
     )
     add_sim_options(parser)
 
 
-def _add_patience(parser: argparse.ArgumentParser) -> None:
+def _add_timeout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=seconds, default=10.0, metavar="S", help="to reach the network (default: 10)"
     )
@@ -352,7 +382,7 @@ def _add_demo(commands: Commands[_Parser]) -> None:
 
 
 def _add_home(parser: argparse.ArgumentParser, what: str) -> None:
-    home = os.environ.get("P2PSERVE_HOME") or "~/.p2pserve"
+    home = os.environ.get(environment.HOME) or "~/.p2pserve"
     parser.add_argument(
         "--home", type=Path, default=Path(home), help=f"{what} (default: ~/.p2pserve, or P2PSERVE_HOME)"
     )
@@ -361,21 +391,23 @@ def _add_home(parser: argparse.ArgumentParser, what: str) -> None:
 def _add_network(parser: argparse.ArgumentParser, token: str) -> None:
     parser.add_argument(
         "--bootstrap",
-        default=os.environ.get("P2PSERVE_BOOTSTRAP"),
+        action=Listed,
+        default=os.environ.get(environment.BOOTSTRAP),
         metavar="WHERE",
-        help=f"the join token ({token}), or host:port with --token (default: P2PSERVE_BOOTSTRAP)",
+        help=f"the join token ({token}); beside it, after a comma or with --bootstrap again, host:port of other "
+        f"members to ask (default: {environment.BOOTSTRAP})",
     )
     parser.add_argument(
         "--token",
-        default=os.environ.get("P2PSERVE_TOKEN"),
-        help="the join token, when --bootstrap is host:port (default: P2PSERVE_TOKEN)",
+        default=os.environ.get(environment.TOKEN),
+        help=f"the join token, when --bootstrap names addresses only (default: {environment.TOKEN})",
     )
 
 
 def _add_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--codec",
-        choices=tuple(codec.value for codec in Codec),
+        choices=CODEC_NAMES,
         default="kv4",
         help="how KV travels: kv4 in 4 bits and a little (default), kivi4 as published, fp8, or raw bit by bit",
     )

@@ -24,12 +24,13 @@ import trio
 
 from ..node.messages import Generate, Status
 from .background import Background, Job
+from .environment import network_address
 from .errors import ClientClosed, InvalidRequest, RequestFailed
 from .mailbox import EndOfMail, Mailbox
 from .requests import GenerateOptions, Generation, Piece, build_request
 from .session import Session, check_target, open_session
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Generation", "Piece", "Stream"]
+__all__ = ["AsyncClient", "AsyncGenerationStream", "Client", "Generation", "GenerationStream", "Piece"]
 
 Messages = list[dict[str, str]]
 Letter = Piece | Generation
@@ -53,11 +54,13 @@ async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
 class _Connection:
     """The network thread of a client: started when first needed, and again after an attempt that failed."""
 
-    def __init__(self, bootstrap: str, token: str | None, timeout_s: float) -> None:
-        check_target(bootstrap, token)
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise InvalidRequest(f"timeout_s: {timeout_s} is not a number of seconds above 0")
-        self.connect = partial(open_session, bootstrap, token, timeout_s)
+    def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float) -> None:
+        where, secret = network_address(bootstrap, token)
+        check_target(where, secret)
+        given: object = timeout_s  # whatever an untyped program passes
+        if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
+            raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a number of seconds above 0")
+        self.connect = partial(open_session, where, secret, timeout_s)
         self._lock = threading.Lock()
         self._background: Background[Session] | None = None
         self._closed = False
@@ -92,7 +95,7 @@ class _Connection:
 
 
 @final
-class Stream:
+class GenerationStream:
     """An answer as it is written: iterate over its pieces, then read `result`.
 
     Closing it, also by leaving a `with` block, cancels the request on the network unless it has ended.
@@ -141,8 +144,8 @@ class Stream:
 
 
 @final
-class AsyncStream:
-    """An answer as it is written, for `async for`; see `Stream`. Under asyncio and under trio."""
+class AsyncGenerationStream:
+    """An answer as it is written, for `async for`; see `GenerationStream`. Under asyncio and under trio."""
 
     def __init__(self, job: Job[Session, Letter]) -> None:
         self._job = job
@@ -191,15 +194,16 @@ class Client:
     """A client that blocks. May be used from several threads at once.
 
     Args:
-        bootstrap: a join token (`p2p_client_...`), or `host:port` of any node together with `token`.
-        token: the join token when `bootstrap` is an address.
+        bootstrap: a join token (`p2p_client_...`), or `host:port` of any node together with `token`;
+            left out, what P2PSERVE_BOOTSTRAP says.
+        token: the join token when `bootstrap` is an address; left out, what P2PSERVE_TOKEN says.
         timeout_s: how long to try to reach the network, and to look for a node that serves.
 
     Raises:
         InvalidAddress: the address or the token is malformed.
     """
 
-    def __init__(self, bootstrap: str, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, bootstrap: str | None = None, *, token: str | None = None, timeout_s: float = 10.0) -> None:
         self._connection = _Connection(bootstrap, token, timeout_s)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
@@ -224,7 +228,7 @@ class Client:
         messages: Messages | None = None,
         stream: Literal[True],
         **options: Unpack[GenerateOptions],
-    ) -> Stream: ...
+    ) -> GenerationStream: ...
 
     def generate(
         self,
@@ -233,14 +237,14 @@ class Client:
         messages: Messages | None = None,
         stream: bool = False,
         **options: Unpack[GenerateOptions],
-    ) -> Generation | Stream:
+    ) -> Generation | GenerationStream:
         """Continue a `prompt`, or answer `messages` (`{"role": ..., "content": ...}`).
 
         See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent, ConnectionFailed,
         RequestFailed or DeadlineExceeded; with `stream=True` the stream raises the latter three.
         """
         body = build_request(prompt, messages, options)
-        answer = Stream(self._connection.background().submit(partial(_serve_generate, body)))
+        answer = GenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
         if stream:
             return answer
         with answer:
@@ -285,7 +289,7 @@ class Client:
 class AsyncClient:
     """A client for trio and asyncio. See `Client` for the arguments."""
 
-    def __init__(self, bootstrap: str, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(self, bootstrap: str | None = None, *, token: str | None = None, timeout_s: float = 10.0) -> None:
         self._connection = _Connection(bootstrap, token, timeout_s)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
@@ -310,7 +314,7 @@ class AsyncClient:
         messages: Messages | None = None,
         stream: Literal[True],
         **options: Unpack[GenerateOptions],
-    ) -> AsyncStream: ...
+    ) -> AsyncGenerationStream: ...
 
     def generate(
         self,
@@ -319,15 +323,15 @@ class AsyncClient:
         messages: Messages | None = None,
         stream: bool = False,
         **options: Unpack[GenerateOptions],
-    ) -> Coroutine[Any, Any, Generation] | AsyncStream:
+    ) -> Coroutine[Any, Any, Generation] | AsyncGenerationStream:
         """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with `async for`."""
         body = build_request(prompt, messages, options)
         if not stream:
             return self._generate(body)
-        return AsyncStream(self._connection.background().submit(partial(_serve_generate, body)))
+        return AsyncGenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
 
     async def _generate(self, body: Generate) -> Generation:
-        answer = AsyncStream(self._connection.background().submit(partial(_serve_generate, body)))
+        answer = AsyncGenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
         async with answer:
             async for _ in answer:
                 pass

@@ -10,7 +10,7 @@ from typing import TypedDict, final
 import msgspec
 
 from ..bootstrap import PeerId
-from ..node.messages import Advert, Chunk, Generate, RequestFigures
+from ..node.messages import Advert, AnswerUpdate, Generate, RequestFigures
 from ..node.requests.request import check
 from ..node.requests.text import PromptError
 from .errors import InvalidRequest
@@ -107,7 +107,7 @@ class Replay:
         """A new attempt begins, and says everything from the start."""
         self._at_token = self._at_text = 0
 
-    def take(self, chunk: Chunk) -> Piece | None:
+    def take(self, chunk: AnswerUpdate) -> Piece | None:
         """What is new in a chunk of the current attempt. Raises Diverged."""
         again = min(len(chunk.tokens), len(self.tokens) - self._at_token)
         if list(chunk.tokens[:again]) != self.tokens[self._at_token : self._at_token + again]:

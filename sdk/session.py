@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 import msgspec
@@ -17,16 +19,18 @@ from ..bootstrap import (
     Identity,
     JoinToken,
     NetworkError,
+    NetworkSettings,
     PeerId,
     RemoteError,
     Role,
     TokenError,
-    parse_address,
+    parse_join_target,
 )
-from ..bootstrap.members.membership import MemberState
+from ..bootstrap.address_book import AddressBook
+from ..bootstrap.members.states import MemberState
 from ..bootstrap.network import Network
-from ..node.messages import ADVERT, Chunk, Generate, Status, StatusQuery, StopRequest
-from ..node.methods import CHUNK, GENERATE, GENERATE_STOP, STATUS
+from ..node.messages import ADVERT, AnswerUpdate, Generate, Status, StatusQuery, StopRequest
+from ..node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
 from ..node.view import NetworkView
 from .errors import (
     ClientError,
@@ -52,16 +56,14 @@ ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_met
 def check_target(bootstrap: str, token: str | None) -> None:
     """Check what can be checked of a bootstrap address and a token without asking anybody. Raises InvalidAddress."""
     try:
-        if bootstrap.startswith("p2p_"):
-            JoinToken.parse(bootstrap)
-            return
-        address = parse_address(bootstrap)
-        if address.port == 0:
-            raise AddressError(f"{bootstrap!r} has port 0; write the port that the bootstrap printed")
-        if token is not None:
-            JoinToken.parse(token)
+        parse_join_target(bootstrap, token)
     except (AddressError, TokenError) as error:
-        raise InvalidAddress(f"bootstrap: {error}") from error
+        raise connection_error(error) from error
+
+
+def client_folder() -> Path:
+    """Where clients of this user remember the members they have seen."""
+    return Path(os.environ.get("P2PSERVE_HOME") or "~/.p2pserve").expanduser() / "client"
 
 
 @asynccontextmanager
@@ -69,13 +71,15 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
     """Join as a client for the length of the body. Raises ConnectionFailed or InvalidAddress."""
     # Neither is needed before there is a network to join: 0.5 s and 90 MB.
     from ..bootstrap.streams.libp2p_host import Libp2pTransport
-    from ..node.joining import join_token
+    from ..node.joining import read_join_target
 
     identity = Identity.generate()
     nowhere = Address("0.0.0.0", 0)  # clients are not dialled
     try:
-        text, bootstraps = await join_token(bootstrap, token)
+        text, members = await read_join_target(bootstrap, token)
         parsed = JoinToken.parse(text)
+        book = AddressBook(client_folder(), parsed.network)
+        remembered = await trio.to_thread.run_sync(book.load)
         network = Network(
             transport=Libp2pTransport(identity, None, nowhere),
             identity=identity,
@@ -83,9 +87,11 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
             network_key_public=parsed.network,
             role=parsed.role,
             announce=nowhere,
-            bootstraps=bootstraps or parsed.bootstraps,
+            bootstraps=members,
+            remembered=remembered,
+            book=book,
             rng=random.Random(),  # chooses gossip partners, makes no secrets
-            join_s=timeout_s,
+            settings=NetworkSettings(join_s=timeout_s),
         )
         if parsed.role is not Role.CLIENT:
             raise TokenError(
@@ -132,7 +138,7 @@ class _Inbox:
     """Where the chunks of one attempt go; None is the loss of its gateway."""
 
     gateway: PeerId
-    send: trio.MemorySendChannel[Chunk | None]
+    send: trio.MemorySendChannel[AnswerUpdate | None]
 
 
 @final
@@ -150,7 +156,7 @@ class Session:
         self._view = NetworkView()
         self._inboxes: dict[str, _Inbox] = {}
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
-        network.on_notice(CHUNK, self._on_chunk)
+        network.on_notice(ANSWER, self._on_chunk)
         network.on_peer_lost(self._on_peer_lost)
 
     def __repr__(self) -> str:
@@ -204,7 +210,7 @@ class Session:
     async def _attempt(
         self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[Piece], None]
     ) -> Generation:
-        send, receive = trio.open_memory_channel[Chunk | None](float("inf"))
+        send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
         self._inboxes[body.request] = _Inbox(gateway, send)
         replay.restart()
         running = True
@@ -297,7 +303,7 @@ class Session:
             if member.state is MemberState.ALIVE and member.role is not Role.CLIENT
         ]
 
-    def _on_chunk(self, peer: PeerId, role: Role, chunk: Chunk) -> None:
+    def _on_chunk(self, peer: PeerId, role: Role, chunk: AnswerUpdate) -> None:
         inbox = self._inboxes.get(chunk.request)
         if inbox is not None and inbox.gateway == peer:
             inbox.send.send_nowait(chunk)
@@ -308,7 +314,7 @@ class Session:
                 inbox.send.send_nowait(None)
 
 
-def _finished(chunk: Chunk, replay: Replay) -> Generation:
+def _finished(chunk: AnswerUpdate, replay: Replay) -> Generation:
     if chunk.finish == "error":
         if chunk.error.startswith("deadline"):
             raise DeadlineExceeded(chunk.error)

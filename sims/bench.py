@@ -1,8 +1,8 @@
 """What simulating costs: `python -m p2pserve.sims.bench [--format json] [--requests N] [ROW ...]`.
 
-Each row is a cluster of boxes of 8 A100 that serve llama2-70b, a replica each, by a plan made by hand, at about 80 % of
-what it carries; lengths are Azure's conversation, arrivals Poisson. CPU seconds are of `simulate` alone; the peak of
-the process's memory is of all rows up to that one.
+Each row is a cluster of boxes of 8 A100 that serve llama2-70b, a replica each, by a plan made by
+hand, at about 80 % of what it carries; lengths are Azure's conversation, arrivals Poisson. CPU
+seconds are of `simulate` alone; the peak of the process's memory is of all rows up to that one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ MODEL: Final = "llama2-70b"
 
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
-    """So many boxes, of which so many only read prompts (0: all do both), and requests per second."""
+    """So many boxes, of which so many only read prompts (0: all do both), and requests per
+    second."""
 
     boxes: int
     prefill: int
@@ -102,7 +103,8 @@ def _cluster(boxes: int) -> Cluster:
 
 
 def _plan(setup: BenchSetup, layers: int) -> Plan:
-    """Every prefill replica shares its requests out to the decode replicas next to it, as a linear programme does."""
+    """Every prefill replica shares its requests out to the decode replicas next to it, as a linear
+    programme does."""
     phases = [Phase.MIXED if not setup.prefill else Phase.PREFILL] * (setup.prefill or setup.boxes)
     phases += [Phase.DECODE] * (setup.boxes - len(phases))
     replicas = tuple(

@@ -1,10 +1,9 @@
-"""A service at work: its plan, the engines of its replicas, and the router that knows how busy they are."""
+"""One service in a simulation: its plan, its replicas' engines, and the router with their loads."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import final
 
 import numpy as np
 
@@ -12,203 +11,90 @@ from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.routing import Route, Router
-from .engine.engine import Engine
-from .engine.sequence import Sequence
-from .engine.values import SimEngineError
-from .events import Scheduled
-from .kv_transfers import KVTransfer, TransferLinks, links_between
+from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
-from .results.outcomes import ReplicaOutcome, ServiceLog
+from .results.outcomes import ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
+from .serving import ReplicaHost
 
-__all__ = ["NEVER", "Assignment", "Deployment", "SimReplica", "SimRequest", "Split", "check_plans"]
-
-NEVER: Final = -1.0
-
-Woke = Callable[["SimReplica", float], list[Scheduled]]
-"""What happens when a replica wants to go on, and what follows from it."""
-
-
-@final
-class SimReplica:
-    """A replica at work. As an event, it is its engine's alarm."""
-
-    __slots__ = (
-        "_woke", "alarm", "engine", "lost", "number", "outstanding", "replica", "service", "stranded", "unread"
-    )  # fmt: skip
-
-    def __init__(self, number: int, service: int, replica: Replica, engine: Engine, woke: Woke) -> None:
-        self.number = number
-        self.service = service
-        self.replica = replica
-        self.engine = engine
-        self.alarm = NEVER  # the moment at which the queue wakes it next
-        self.outstanding = 0
-        self.unread = 0  # tokens of their prompts
-        self.lost = False  # with one of its boxes
-        self.stranded: list[SimRequest] = []  # were here then, or were sent here before it was noticed
-        self._woke = woke
-
-    def happen(self, now: float) -> Iterable[Scheduled]:
-        """Its engine wants to go on, unless it has changed its mind since."""
-        if self.engine.wake_at != now:
-            return ()
-        self.alarm = NEVER
-        return self._woke(self, now)
-
-    def check_integrity(self) -> None:
-        """Nothing is left when all requests have ended. Raises SimEngineError."""
-        self.engine.check_integrity()
-        if self.outstanding or self.unread:
-            raise SimEngineError(
-                f"{self.replica.id} is left with {self.outstanding} requests, {self.unread} tokens to read"
-            )
-
-    def outcome(self, service: str) -> ReplicaOutcome:
-        """What it has done."""
-        return ReplicaOutcome(
-            id=self.replica.id,
-            service=service,
-            phase=self.replica.phase,
-            boxes=self.replica.peers,
-            times=self.engine.times.source,
-            tally=self.engine.tally,
-            blocks=self.engine.blocks,
-        )
-
-
-@final
-class SimRequest:
-    """One that has come and has not ended. `written` tokens its gateway has got, as of its latest route or the end of
-    reading; the first of them came at `first_at`, which may lie ahead by a step."""
-
-    __slots__ = ("arrival", "first_at", "output", "prompt", "row", "service", "written")
-
-    def __init__(self, service: int, row: int, arrival: float, prompt: int, output: int) -> None:
-        self.service = service
-        self.row = row
-        self.arrival = arrival
-        self.prompt = prompt
-        self.output = output
-        self.written = 0
-        self.first_at: float | None = None
-
-
-class Split(NamedTuple):
-    """The reading half of a request whose prompt is read elsewhere, until its KV has landed."""
-
-    prefill: SimReplica
-    reader: Sequence
-    handover: KVTransfer
-
-
-@final
-class Assignment:
-    """A request on its route: who writes its answer, and who reads its prompt if that is another. `unread` tokens are
-    for the one who writes, until the first token."""
-
-    __slots__ = ("decode", "prefill_number", "request", "split", "unread", "writer")
-
-    def __init__(self, request: SimRequest, decode: SimReplica, writer: Sequence, split: Split | None) -> None:
-        self.request = request
-        self.decode = decode
-        self.writer = writer
-        self.split = split
-        self.unread = writer.known - writer.incoming
-        self.prefill_number = decode.number if split is None else split.prefill.number
-
-    def taken_up(self) -> None:
-        """All sides have it to do now."""
-        for host, _ in self.sides():
-            host.outstanding += 1
-        self.decode.unread += self.unread
-        if self.split is not None:
-            self.split.prefill.unread += self.split.reader.known
-
-    def read(self) -> None:
-        """The one who writes has nothing left to read."""
-        self.decode.unread -= self.unread
-        self.unread = 0
-
-    def let_go(self) -> None:
-        """The one who writes has no more to do with it."""
-        self.read()
-        self.decode.outstanding -= 1
-
-    def sides(self) -> Iterator[tuple[SimReplica, Sequence]]:
-        """The replicas that take part, each with its sequence."""
-        if self.split is not None:
-            yield self.split.prefill, self.split.reader
-        yield self.decode, self.writer
+__all__ = ["Deployment", "check_plans"]
 
 
 @final
 class Deployment:
-    """See the module. `excluded` are the boxes and replicas that requests must not be sent to."""
+    """See the module."""
 
     def __init__(self, number: int, run: ServiceRun, cluster: Cluster, settings: SimSettings) -> None:
         self.number = number
         self.service: Service = run.service
         self.trace = run.trace
         self.plan = run.plan
-        self.hosts: dict[str, SimReplica] = {}
-        self.backlog: deque[SimRequest] = deque()  # nobody can take them now
+        self.hosts: dict[str, ReplicaHost] = {}
         self.log = ServiceLog(run)
         self.token_bytes = run.service.model.kv_bytes_per_token * run.service.kv_bits / 16.0
         self._cluster = cluster
         self._settings = settings
         self._rng = np.random.default_rng((settings.seed, number))
         self._router = Router(run.plan, settings.routing, policies=POLICIES, rng=self._rng)
-        self._excluded: frozenset[str] = frozenset()
+        self._excluded: frozenset[str] = frozenset()  # boxes and replicas that get no requests
         self._not_ready: set[str] = set()
         self._missing: frozenset[str] = frozenset()
-        self._changed: dict[str, SimReplica] = {}  # since the router last heard of them
-        self._ways: dict[tuple[str, str], TransferLinks] = {}
+        self._changed: dict[str, ReplicaHost] = {}  # since the router last heard of them
+        self._links: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
-    def route(self, tokens: int, now: float) -> Route:
-        """By the loads as they are now. Raises NoRoute."""
+    def route(self, tokens: int, now: float, blamed: Mapping[str, int]) -> Route:
+        """Choose replicas by the loads as they are now, without the hosts that have the numbers
+        `blamed`. Raises NoRoute."""
         loads = self._router.loads
         for name, host in self._changed.items():
-            loads.note(name, host.outstanding, host.unread, host.engine.free_tokens)
+            loads.note(name, host.outstanding, host.prefill_tokens, host.engine.free_tokens)
         self._changed.clear()
-        return self._router.route(tokens, self._excluded, now=now)
+        excluded = self._excluded
+        if blamed:
+            failed = frozenset(blamed.values())
+            excluded |= {name for name, host in self.hosts.items() if host.number in failed}
+        return self._router.route(tokens, excluded, now=now)
 
-    def changed(self, host: SimReplica) -> None:
-        """The load of this replica is another than before."""
+    def note_load(self, host: ReplicaHost) -> None:
+        """The router is to hear of this replica's load before it routes the next request."""
         if self.hosts.get(host.replica.id) is host:
             self._changed[host.replica.id] = host
 
-    def ways(self, prefill: Replica, decode: Replica) -> TransferLinks:
-        """How KV gets from one to the other."""
+    def transfer_links(self, prefill: Replica, decode: Replica) -> TransferLinks:
+        """The links that KV takes from one replica to the other."""
         key = (prefill.id, decode.id)
-        found = self._ways.get(key)
+        found = self._links.get(key)
         if found is None:
-            found = self._ways[key] = links_between(self._cluster, prefill, decode)
+            found = self._links[key] = links_between(self._cluster, prefill, decode)
         return found
 
     def check_links(self) -> None:
-        """Raise WorldError for a pair of replicas that the plan gives requests and no link joins."""
+        """Raise WorldError for a pair of replicas that the plan gives requests and no link
+        joins."""
         by_id = {replica.id: replica for replica in self.plan.replicas}
         for pair in self.plan.pairings:
             if pair.prefill != pair.decode and pair.weight > 0.0:
-                self.ways(by_id[pair.prefill], by_id[pair.decode])
+                self.transfer_links(by_id[pair.prefill], by_id[pair.decode])
 
-    def boxes_missing(self, missing: frozenset[str]) -> None:
-        """It is known now that these boxes are not there."""
+    def set_missing(self, missing: frozenset[str]) -> None:
+        """Route around these boxes from now on."""
         self._missing = missing
         self._excluded = missing | self._not_ready
 
-    def ready(self, replica: str) -> None:
-        """A replica has loaded its weights."""
+    def mark_ready(self, replica: str) -> None:
+        """A replica has loaded its weights: it may get requests."""
         self._not_ready.discard(replica)
         self._excluded = self._missing | self._not_ready
 
-    def follow(self, plan: Plan, start: Callable[[Replica], SimReplica]) -> tuple[list[SimReplica], list[SimReplica]]:
-        """Follow another plan. Returns the hosts that it has no use for, and those that `start` made, which are not
-        used before they are told to be `ready`.
+    def follow_plan(
+        self, plan: Plan, start: Callable[[Replica], ReplicaHost]
+    ) -> tuple[list[ReplicaHost], list[ReplicaHost]]:
+        """Follow another plan. Returns the hosts that it does not use any more, and those that
+        `start` made, which get no requests before `mark_ready`.
 
-        A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are now.
+        A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are
+        now.
         """
         running = {host.replica.stages: host for host in self.hosts.values()}
         self.hosts, begun = {}, []
@@ -223,9 +109,9 @@ class Deployment:
         self._not_ready = {host.replica.id for host in begun} | (old & self.hosts.keys())
         self.plan = plan
         self._router = Router(plan, self._settings.routing, policies=POLICIES, rng=self._rng)
-        self._ways.clear()
+        self._links.clear()
         self._changed = dict(self.hosts)
-        self.boxes_missing(self._missing)
+        self.set_missing(self._missing)
         self.check_links()
         return list(running.values()), begun
 

@@ -4,10 +4,10 @@
     queue.push(0.0, Arrival(request))
     queue.run(until=60.0)
 
-An event's `happen(now)` returns the events that follow from it; nothing else can schedule. Events are
-ordered by `(time, sequence)`: at equal times the one pushed first happens first, and one that follows from
-another "at once" happens after all that already waited for that moment, never inside it. Time belongs to the
-queue and only moves forward; it is a plain float in seconds.
+An event's `happen(now)` returns the events that follow from it; nothing else can schedule. Events
+are ordered by `(time, sequence)`: at equal times the one pushed first happens first, and one that
+follows from another "at once" happens after all that already waited for that moment, never inside
+it. Time belongs to the queue and only moves forward; it is a plain float in seconds.
 """
 
 import heapq
@@ -99,8 +99,8 @@ class EventQueue:
     def run(self, until: float = inf, *, max_events: int | None = None) -> int:
         """Let everything up to and including `until` happen; returns how many events that were.
 
-        Afterwards `now` is `until`, or, without one, the moment of the last event. With `max_events`, a chain
-        that never ends raises `RunawayError` instead of running for ever.
+        Afterwards `now` is `until`, or, without one, the moment of the last event. With
+        `max_events`, a chain that never ends raises `RunawayError` instead of running for ever.
         """
         if not until >= self._now:
             raise EventOrderError(f"cannot run until {until} s: it is {self._now} s already")

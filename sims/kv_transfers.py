@@ -1,8 +1,9 @@
-"""KV caches on their way from the replica that read a prompt to the one that writes the answer.
+"""KV transfers from prefill replicas to decode replicas, as flows over the simulated network.
 
-Layer by layer, what a step computes leaves while it is computed, and a layer's worth is left when the step ends; or
-all of it leaves when the prompt is read. Nothing leaves before the other side has reserved blocks for it, and the
-reading side keeps its own until everything has arrived.
+Layerwise, the KV of a step is sent while the step computes it, and that of the last layer is left
+when it ends; serialised, all of it is sent after the prefill. Nothing is sent before the decode
+replica has reserved blocks for it, and the prefill replica keeps its own until everything has
+arrived.
 """
 
 from __future__ import annotations
@@ -19,47 +20,47 @@ __all__ = ["KVTransfer", "KVTransfers", "LinkShare", "TransferLinks", "links_bet
 
 
 class LinkShare(NamedTuple):
-    """Which share of a request's KV goes from which box to which (indices)."""
+    """The fraction of a request's KV that goes from one box to another (indices)."""
 
     source: int
     target: int
-    share: float
+    fraction: float
 
 
 class TransferLinks(NamedTuple):
-    """All of them between two replicas, and the longest round trip among them."""
+    """All links between the boxes of two replicas, and their longest round trip."""
 
-    ways: tuple[LinkShare, ...]
+    shares: tuple[LinkShare, ...]
     rtt_s: float
 
 
 @final
 class KVTransfer:
-    """One request's KV between two replicas. `unsent` tokens are read and not on their way."""
+    """The transfer of one request's KV. `unsent`: tokens that are computed and not in any flow."""
 
     __slots__ = (
-        "begun_at", "flows", "layers", "limited", "read", "read_at", "request", "room", "token_bytes", "unsent", "ways"
+        "begun_at", "flows", "has_room", "is_prefilled", "layers", "limited", "links", "prefilled_at",
+        "request", "token_bytes", "unsent"
     )  # fmt: skip
 
-    def __init__(self, request: int, ways: TransferLinks, token_bytes: float, layers: int) -> None:
+    def __init__(self, request: int, links: TransferLinks, token_bytes: float, layers: int) -> None:
         self.request = request
-        self.ways = ways
+        self.links = links
         self.token_bytes = token_bytes
         self.layers = layers
         self.begun_at = nan
-        self.room = False  # the other side has reserved blocks
-        self.read = False  # all of it
-        self.read_at = nan
+        self.has_room = False  # the decode replica has reserved blocks
+        self.is_prefilled = False  # all of it
+        self.prefilled_at = nan
         self.unsent = 0
         self.flows: set[int] = set()  # under way, by key
-        self.limited: list[
-            tuple[Flow, LinkShare, float]
-        ] = []  # as fast as they are computed; what a layer of each comes to
+        self.limited: list[tuple[Flow, LinkShare, float]] = []  # no faster than they are computed; bytes of a layer
 
 
 @final
 class KVTransfers:
-    """Puts KV on the network. The caller advances the network, and tells `ended` of each flow that ends."""
+    """Starts and ends the flows of transfers. The caller advances the network, and calls `end_flow`
+    for each that ends."""
 
     def __init__(self, network: FluidNetwork, *, layerwise: bool) -> None:
         self._network = network
@@ -67,78 +68,79 @@ class KVTransfers:
         self._by_flow: dict[int, KVTransfer] = {}
         self._live: dict[int, Flow] = {}
         self.sent_bytes: dict[tuple[int, int], float] = {}
-        """From box to box (indices), also of transfers that were abandoned later."""
+        """By (source box, target box); includes transfers that were abandoned later."""
 
-    def reading(self, handover: KVTransfer, tokens: int, until: float, now: float) -> None:
-        """A step reads so many tokens until `until`."""
-        self._unlimit(handover, now)
-        layers = handover.layers
-        if not (self._layerwise and handover.room and until > now and layers > 1):
-            handover.unsent += tokens
+    def start_prefill_step(self, transfer: KVTransfer, tokens: int, until: float, now: float) -> None:
+        """A step has begun that prefills so many tokens and ends at `until`."""
+        self._lift_limits(transfer, now)
+        layers = transfer.layers
+        if not (self._layerwise and transfer.has_room and until > now and layers > 1):
+            transfer.unsent += tokens
             return
         share_early = (layers - 1) / layers
-        for way in handover.ways.ways:
-            size = tokens * handover.token_bytes * way.share
-            flow = self._start(handover, way, size, now, limit=size * share_early / (until - now))
-            handover.limited.append((flow, way, size / layers))
+        for share in transfer.links.shares:
+            size = tokens * transfer.token_bytes * share.fraction
+            flow = self._start(transfer, share, size, now, limit=size * share_early / (until - now))
+            transfer.limited.append((flow, share, size / layers))
 
-    def all_read(self, handover: KVTransfer, now: float) -> None:
-        """The prompt is read, up to its end."""
-        handover.read, handover.read_at = True, now
-        self._unlimit(handover, now)
-        self._send_rest(handover, now)
+    def end_prefill(self, transfer: KVTransfer, now: float) -> None:
+        """The whole prompt is computed: nothing limits its KV any more but the links."""
+        transfer.is_prefilled, transfer.prefilled_at = True, now
+        self._lift_limits(transfer, now)
+        self._send_rest(transfer, now)
 
-    def room_made(self, handover: KVTransfer, now: float) -> None:
-        """The other side has reserved blocks."""
-        handover.room = True
-        if handover.read:
-            self._send_rest(handover, now)
+    def grant_room(self, transfer: KVTransfer, now: float) -> None:
+        """The decode replica has reserved blocks: what is computed may be sent."""
+        transfer.has_room = True
+        if transfer.is_prefilled:
+            self._send_rest(transfer, now)
 
-    def ended(self, flow: Flow) -> KVTransfer | None:
-        """Whose the flow was, if that was the last of its KV."""
+    def end_flow(self, flow: Flow) -> KVTransfer | None:
+        """A flow has ended. Returns its transfer if that was the last of the KV."""
         del self._live[flow.key]
-        handover = self._by_flow.pop(flow.key)
-        handover.flows.discard(flow.key)
-        return handover if handover.read and not handover.flows and not handover.unsent else None
+        transfer = self._by_flow.pop(flow.key)
+        transfer.flows.discard(flow.key)
+        return transfer if transfer.is_prefilled and not transfer.flows and not transfer.unsent else None
 
-    def abandon(self, handover: KVTransfer, now: float) -> None:
-        """Nobody waits for it any more."""
-        for key in sorted(handover.flows):
+    def abandon(self, transfer: KVTransfer, now: float) -> None:
+        """Stop the transfer: its request has left this route."""
+        for key in sorted(transfer.flows):
             self._network.stop(self._live.pop(key), now)
             del self._by_flow[key]
-        handover.flows.clear()
-        handover.limited.clear()
+        transfer.flows.clear()
+        transfer.limited.clear()
 
-    def _send_rest(self, handover: KVTransfer, now: float) -> None:
-        if not (handover.room and handover.unsent):
+    def _send_rest(self, transfer: KVTransfer, now: float) -> None:
+        if not (transfer.has_room and transfer.unsent):
             return
-        for way in handover.ways.ways:
-            self._start(handover, way, handover.unsent * handover.token_bytes * way.share, now)
-        handover.unsent = 0
+        for share in transfer.links.shares:
+            self._start(transfer, share, transfer.unsent * transfer.token_bytes * share.fraction, now)
+        transfer.unsent = 0
 
-    def _start(self, handover: KVTransfer, way: LinkShare, size: float, now: float, limit: float = inf) -> Flow:
-        flow = self._network.start(way.source, way.target, size, now, limit=limit)
-        if isnan(handover.begun_at):
-            handover.begun_at = now
-        ends = (way.source, way.target)
+    def _start(self, transfer: KVTransfer, share: LinkShare, size: float, now: float, limit: float = inf) -> Flow:
+        flow = self._network.start(share.source, share.target, size, now, limit=limit)
+        if isnan(transfer.begun_at):
+            transfer.begun_at = now
+        ends = (share.source, share.target)
         self.sent_bytes[ends] = self.sent_bytes.get(ends, 0.0) + size
-        handover.flows.add(flow.key)
-        self._by_flow[flow.key] = handover
+        transfer.flows.add(flow.key)
+        self._by_flow[flow.key] = transfer
         self._live[flow.key] = flow
         return flow
 
-    def _unlimit(self, handover: KVTransfer, now: float) -> None:
-        for flow, way, layer in handover.limited:
-            if flow.done:  # the next chunk was put off: all but the last layer had left long ago, and that leaves now
-                self.sent_bytes[way.source, way.target] -= layer
-                self._start(handover, way, layer, now)
+    def _lift_limits(self, transfer: KVTransfer, now: float) -> None:
+        for flow, share, layer in transfer.limited:
+            # The next step came late: all but the last layer had been sent by then, and that layer is sent now.
+            if flow.done:
+                self.sent_bytes[share.source, share.target] -= layer
+                self._start(transfer, share, layer, now)
             else:
-                self._network.unlimit(flow, now, at_least=layer)
-        handover.limited.clear()
+                self._network.lift_limit(flow, now, at_least=layer)
+        transfer.limited.clear()
 
 
 def links_between(cluster: Cluster, prefill: Replica, decode: Replica) -> TransferLinks:
-    """From every stage of one to every stage of the other that holds some of its layers.
+    """From every prefill stage to every decode stage that holds some of the same layers.
 
     Raises WorldError where there is no link.
     """

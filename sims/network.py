@@ -1,12 +1,13 @@
-"""KV bytes in flight, as fluids: every flow gets its max-min fair share of the links and boxes it passes.
+"""KV transfers as fluid flows: each gets its max-min fair share of the links and boxes it passes.
 
-A flow passes what its source may send, the link itself, and what its target may receive. A box sends as fast as the
-best of its links can, and receives likewise: the matrix of a cluster holds what each pair reaches alone. What stays
-inside a box shares what two of its cards reach between each other.
+A flow uses three resources: its source's sending capacity, the link, and its target's receiving
+capacity. A box sends as fast as the best of its links can, and receives likewise: the matrix of a
+cluster holds what each pair reaches alone. Flows inside a box share what two of its GPUs reach
+between each other.
 
-A flow may have a limit of its own: KV that is sent layer by layer comes no faster than it is computed. Where the
-limits of all flows fit through, nobody waits for anybody, and a new flow costs a few additions; rates are worked out
-again only among flows that share something which is too narrow for them.
+A flow may have a rate limit of its own: KV that is sent layer by layer comes no faster than it is
+computed. While the limits of all flows fit, no flow slows another down, and a new one costs a few
+additions; rates are computed again only among flows that share a crowded resource.
 """
 
 from __future__ import annotations
@@ -28,57 +29,64 @@ BYTES_PER_GB: Final = 1e9 / 8.0
 """Bytes of a gigabit."""
 
 _ROUNDING: Final = 1e-6
-"""Bytes that may be left of a flow which has ended, by float arithmetic; and the share by which demands may exceed a
-capacity and still fit."""
+"""Bytes that may be left of a flow that has ended, by float arithmetic; and the share by which
+demands may exceed a capacity and still fit."""
 
 
 class FluidError(ValueError):
-    """Flows that cannot be: between boxes without a link, or of no bytes."""
+    """A flow that cannot be: between boxes without a link, or of no bytes."""
 
 
 @final
-class _SharedCapacity:
-    """Something that flows share: what a box sends or receives, or a link. `demand` is what all of them could use; it
-    is `crowded` when that is more than there is. `room` and `waiting` are for sharing out: what is left, and for how
-    many."""
+class _Resource:
+    """A capacity (bytes per second) that flows share: a box's sending or receiving, or a link.
 
-    __slots__ = ("capacity", "crowded", "demand", "flows", "room", "waiting")
+    `demand`: what its flows could use together; it is `crowded` when that exceeds the capacity.
+    While rates are assigned, `spare` is the capacity left and `unassigned` the number of flows
+    without a rate.
+    """
+
+    __slots__ = ("capacity", "crowded", "demand", "flows", "spare", "unassigned")
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
         self.demand = 0.0
         self.crowded = False
         self.flows: dict[int, Flow] = {}
-        self.room = 0.0
-        self.waiting = 0
+        self.spare = 0.0
+        self.unassigned = 0
 
-    def ask(self, more: float) -> None:
-        """Its flows could use so much more, or less."""
+    def add_demand(self, more: float) -> None:
+        """Its flows could use `more` bytes per second than before (or less, if negative)."""
         self.demand = self.demand + more if self.flows else 0.0
         self.crowded = self.demand > self.capacity * (1.0 + _ROUNDING)
 
 
 @final
 class Flow:
-    """Bytes on their way. `left` is as of `since`; `most` bytes per second is what it could use if it were alone, and
-    `fair` what it is given while rates are shared out (None: not yet)."""
+    """Bytes under way at `rate` bytes per second. `left` bytes are to be sent as of `since`;
+    `max_rate` is what it could use alone, `fair_rate` what it gets while rates are assigned (None:
+    not yet)."""
 
-    __slots__ = ("done", "ends_at", "fair", "key", "left", "most", "rate", "since", "way")
+    __slots__ = (
+        "done", "ends_at", "fair_rate", "key", "left", "max_rate", "rate", "resources", "since"
+    )  # fmt: skip
 
-    def __init__(self, key: int, size: float, way: tuple[_SharedCapacity, ...], limit: float) -> None:
+    def __init__(self, key: int, size: float, resources: tuple[_Resource, ...], limit: float) -> None:
         self.key = key
         self.left = size
-        self.way = way
-        self.most = min(limit, *(narrow.capacity for narrow in way))
+        self.resources = resources
+        self.max_rate = min(limit, *(resource.capacity for resource in resources))
         self.rate = 0.0
-        self.fair: float | None = None
+        self.fair_rate: float | None = None
         self.since = 0.0
         self.ends_at = inf
         self.done = False
 
 
 def link_capacities(cluster: Cluster, streams: int | None = None) -> NDArray[np.float64]:
-    """Bytes per second from box to box; with so many TCP streams, or with as many as it takes (None).
+    """Bytes per second from box to box; with so many TCP streams, or with as many as it takes
+    (None).
 
     A stream moves one window per round trip; inside a box no stream has to.
     """
@@ -93,15 +101,15 @@ def link_capacities(cluster: Cluster, streams: int | None = None) -> NDArray[np.
 
 @final
 class FluidNetwork:
-    """The flows between boxes (indices into the capacities). It wants to be advanced at `wake_at`."""
+    """All flows between boxes (indices into the capacities). To be advanced at `wake_at`."""
 
     def __init__(self, capacities: NDArray[np.float64]) -> None:
         self._capacities = capacities
         boxes = len(capacities)
         across = np.where(np.eye(boxes, dtype=bool), 0.0, capacities)
-        self._sending = [_SharedCapacity(float(row.max())) for row in across]
-        self._receiving = [_SharedCapacity(float(column.max())) for column in across.T]
-        self._links: dict[tuple[int, int], _SharedCapacity] = {}
+        self._sending = [_Resource(float(row.max())) for row in across]
+        self._receiving = [_Resource(float(column.max())) for column in across.T]
+        self._links: dict[tuple[int, int], _Resource] = {}
         self._keys = count()
         self._flows = 0
         self._ends: list[tuple[float, int, Flow]] = []  # heap; entries whose flow ends at another time are outdated
@@ -124,34 +132,35 @@ class FluidNetwork:
         """Send `size` bytes, no faster than `limit` bytes per second. Raises FluidError."""
         if not size > 0.0 or not limit > 0.0:
             raise FluidError(f"a flow of {size} bytes at no more than {limit} bytes per second")
-        flow = Flow(next(self._keys), size, self._way(source, target), limit)
+        flow = Flow(next(self._keys), size, self._resources_between(source, target), limit)
         flow.since = now
         self._flows += 1
         self._enter(flow, now)
         return flow
 
-    def unlimit(self, flow: Flow, now: float, *, at_least: float = 0.0) -> None:
-        """From now on only the way limits the flow; at least so many bytes are still to be sent."""
+    def lift_limit(self, flow: Flow, now: float, *, at_least: float = 0.0) -> None:
+        """From now on only its resources limit the flow; at least `at_least` bytes are still to be
+        sent."""
         self._settle(flow, now)
-        more = min(narrow.capacity for narrow in flow.way) - flow.most
-        was_crowded = any(narrow.crowded for narrow in flow.way)
-        for narrow in flow.way:
-            narrow.ask(more)
-        flow.most += more
+        more = min(resource.capacity for resource in flow.resources) - flow.max_rate
+        was_crowded = any(resource.crowded for resource in flow.resources)
+        for resource in flow.resources:
+            resource.add_demand(more)
+        flow.max_rate += more
         flow.left = max(flow.left, at_least)
         flow.ends_at = inf
-        if was_crowded or any(narrow.crowded for narrow in flow.way):
-            self._share_out(flow.way, now)
+        if was_crowded or any(resource.crowded for resource in flow.resources):
+            self._share_out(flow.resources, now)
         else:
-            self._set_rate(flow, flow.most, now)
+            self._set_rate(flow, flow.max_rate, now)
 
     def stop(self, flow: Flow, now: float) -> None:
-        """Send no more of it; nothing happens to one that has ended."""
+        """Stop a flow; nothing happens to one that has ended."""
         if not flow.done:
             self._end(flow, now)
 
     def advance(self, now: float) -> list[Flow]:
-        """The flows that end at `now`."""
+        """End the flows that are due by `now`, and return them."""
         ended: list[Flow] = []
         while self.wake_at <= now:
             flow = heappop(self._ends)[2]
@@ -160,46 +169,47 @@ class FluidNetwork:
         return ended
 
     def check_integrity(self) -> None:
-        """No link or box carries more than it can, and every rate is somebody's limit. Raises FluidError."""
-        narrows = [*self._sending, *self._receiving, *self._links.values()]
-        for narrow in narrows:
-            total = sum(flow.rate for flow in narrow.flows.values())
-            if total > narrow.capacity * (1.0 + 1e-6):
-                raise FluidError(f"{total} bytes per second where {narrow.capacity} fit")
-        full = {id(n) for n in narrows if sum(f.rate for f in n.flows.values()) >= n.capacity * (1.0 - 1e-6)}
-        for flow in {flow for narrow in narrows for flow in narrow.flows.values()}:
+        """No resource carries more than its capacity, and no flow could be faster. Raises
+        FluidError."""
+        resources = [*self._sending, *self._receiving, *self._links.values()]
+        for resource in resources:
+            total = sum(flow.rate for flow in resource.flows.values())
+            if total > resource.capacity * (1.0 + 1e-6):
+                raise FluidError(f"{total} bytes per second where {resource.capacity} fit")
+        full = {id(n) for n in resources if sum(f.rate for f in n.flows.values()) >= n.capacity * (1.0 - 1e-6)}
+        for flow in {flow for resource in resources for flow in resource.flows.values()}:
             held_back = any(
-                id(narrow) in full and flow.rate >= max(f.rate for f in narrow.flows.values()) * (1.0 - 1e-6)
-                for narrow in flow.way
+                id(resource) in full and flow.rate >= max(f.rate for f in resource.flows.values()) * (1.0 - 1e-6)
+                for resource in flow.resources
             )
-            if not held_back and flow.rate < flow.most * (1.0 - 1e-6):
-                raise FluidError(f"flow {flow.key} runs at {flow.rate} of {flow.most} for no reason")
+            if not held_back and flow.rate < flow.max_rate * (1.0 - 1e-6):
+                raise FluidError(f"flow {flow.key} runs at {flow.rate} of {flow.max_rate} for no reason")
 
-    def _way(self, source: int, target: int) -> tuple[_SharedCapacity, ...]:
+    def _resources_between(self, source: int, target: int) -> tuple[_Resource, ...]:
         link = self._links.get((source, target))
         if link is None:
             capacity = float(self._capacities[source, target])
             if not capacity > 0.0:
                 raise FluidError(f"there is no link from box {source} to box {target}")
-            link = self._links[source, target] = _SharedCapacity(capacity)
+            link = self._links[source, target] = _Resource(capacity)
         if source == target:
             return (link,)
         return (self._sending[source], link, self._receiving[target])
 
     def _enter(self, flow: Flow, now: float) -> None:
-        for narrow in flow.way:
-            narrow.flows[flow.key] = flow
-            narrow.ask(flow.most)
-        if any(narrow.crowded for narrow in flow.way):
-            self._share_out(flow.way, now)
+        for resource in flow.resources:
+            resource.flows[flow.key] = flow
+            resource.add_demand(flow.max_rate)
+        if any(resource.crowded for resource in flow.resources):
+            self._share_out(flow.resources, now)
         else:
-            self._set_rate(flow, flow.most, now)
+            self._set_rate(flow, flow.max_rate, now)
 
     def _leave(self, flow: Flow, now: float) -> None:
-        crowded = [narrow for narrow in flow.way if narrow.crowded]
-        for narrow in flow.way:
-            del narrow.flows[flow.key]
-            narrow.ask(-flow.most)
+        crowded = [resource for resource in flow.resources if resource.crowded]
+        for resource in flow.resources:
+            del resource.flows[flow.key]
+            resource.add_demand(-flow.max_rate)
         flow.ends_at = inf
         if crowded:
             self._share_out(tuple(crowded), now)
@@ -209,29 +219,30 @@ class FluidNetwork:
         self._flows -= 1
         self._leave(flow, now)
 
-    def _share_out(self, start: tuple[_SharedCapacity, ...], now: float) -> None:
-        """Fair rates for all flows that anything crowded joins to those that pass `start`.
+    def _share_out(self, start: tuple[_Resource, ...], now: float) -> None:
+        """Assign max-min fair rates to the flows through `start` and all that share crowded
+        resources with them.
 
-        Progressive filling: the flows that are held back most get the least fair share of what is left anywhere, and
-        leave the rest to the others.
+        Progressive filling: the resource with the least spare capacity per flow limits its flows
+        first; the capacity that those leave elsewhere goes to the others.
         """
-        flows, crowded = _joined(start)
-        for narrow in crowded:
-            narrow.room, narrow.waiting = narrow.capacity, len(narrow.flows)
+        flows, crowded = _find_sharing(start)
+        for resource in crowded:
+            resource.spare, resource.unassigned = resource.capacity, len(resource.flows)
         for flow in flows:
-            flow.fair = None
-        flows.sort(key=_by_most)
+            flow.fair_rate = None
+        flows.sort(key=_by_max_rate)
         for flow in flows:
-            while flow.fair is None:
+            while flow.fair_rate is None:
                 share, tightest = _least_share(crowded)
-                if tightest is None or flow.most <= share:
-                    _grant(flow, flow.most)
+                if tightest is None or flow.max_rate <= share:
+                    _assign_rate(flow, flow.max_rate)
                 else:
                     for other in tightest.flows.values():
-                        if other.fair is None:
-                            _grant(other, share)
+                        if other.fair_rate is None:
+                            _assign_rate(other, share)
         for flow in flows:
-            self._set_rate(flow, flow.fair or 0.0, now)
+            self._set_rate(flow, flow.fair_rate or 0.0, now)
 
     def _set_rate(self, flow: Flow, rate: float, now: float) -> None:
         if rate == flow.rate and flow.ends_at != inf:
@@ -246,45 +257,46 @@ class FluidNetwork:
 
     @staticmethod
     def _settle(flow: Flow, now: float) -> None:
-        """What it has sent up to now is off."""
+        """Take what it has sent up to now off `left`."""
         flow.left = max(_ROUNDING, flow.left - flow.rate * (now - flow.since))
         flow.since = now
 
 
-def _by_most(flow: Flow) -> tuple[float, int]:
-    return flow.most, flow.key
+def _by_max_rate(flow: Flow) -> tuple[float, int]:
+    return flow.max_rate, flow.key
 
 
-def _least_share(crowded: list[_SharedCapacity]) -> tuple[float, _SharedCapacity | None]:
-    """The least that is left anywhere for each of those that wait there, and where."""
+def _least_share(crowded: list[_Resource]) -> tuple[float, _Resource | None]:
+    """The least spare capacity per unassigned flow among crowded resources, and the resource."""
     least, tightest = inf, None
-    for narrow in crowded:
-        if narrow.waiting and narrow.room < least * narrow.waiting:
-            least, tightest = narrow.room / narrow.waiting, narrow
+    for resource in crowded:
+        if resource.unassigned and resource.spare < least * resource.unassigned:
+            least, tightest = resource.spare / resource.unassigned, resource
     return least, tightest
 
 
-def _grant(flow: Flow, rate: float) -> None:
-    flow.fair = rate
-    for narrow in flow.way:
-        narrow.room -= rate
-        narrow.waiting -= 1
+def _assign_rate(flow: Flow, rate: float) -> None:
+    flow.fair_rate = rate
+    for resource in flow.resources:
+        resource.spare -= rate
+        resource.unassigned -= 1
 
 
-def _joined(start: tuple[_SharedCapacity, ...]) -> tuple[list[Flow], list[_SharedCapacity]]:
-    """The flows through `start` and, from each to the next, through everything crowded on their ways; and that."""
+def _find_sharing(start: tuple[_Resource, ...]) -> tuple[list[Flow], list[_Resource]]:
+    """The flows through `start` and through crowded resources reachable from them; and those
+    resources."""
     flows: dict[int, Flow] = {}
-    crowded: list[_SharedCapacity] = []
+    crowded: list[_Resource] = []
     todo = list(start)
     seen = set(todo)
     while todo:
-        narrow = todo.pop()
-        if narrow.crowded:
-            crowded.append(narrow)
-        for key, flow in narrow.flows.items():
+        resource = todo.pop()
+        if resource.crowded:
+            crowded.append(resource)
+        for key, flow in resource.flows.items():
             if key not in flows:
                 flows[key] = flow
-                for other in flow.way:
+                for other in flow.resources:
                     if other.crowded and other not in seen:
                         seen.add(other)
                         todo.append(other)

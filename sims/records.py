@@ -19,7 +19,8 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Trace:
-    """Requests in order of arrival. `lengths` and `arrivals` say where they come from, for every report."""
+    """Requests in order of arrival. `lengths` and `arrivals` say where they come from, for every
+    report."""
 
     ids: Ints
     arrival_s: Floats
@@ -50,7 +51,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Outcomes:
-    """What became of each request of a trace, in its order. Seconds from arrival; NaN where it never happened."""
+    """What became of each request of a trace, in its order. Seconds from arrival; NaN where it
+    never happened."""
 
     trace: Trace
     ttft_s: Floats

@@ -1,7 +1,8 @@
 """How far the roofline is from what was measured: `python -m p2pserve.sims.roofline_errors --help`.
 
-Every point of the three tables is computed once more, with one set of factors for each card. `--fit` finds the three
-factors of each card that come nearest; `gpu_efficiency.csv` holds them, rounded.
+Every point of the three tables is computed once more, with one set of factors for each card.
+`--fit` finds the three factors of each card that come nearest; `gpu_efficiency.csv` holds them,
+rounded.
 """
 
 from __future__ import annotations
@@ -60,16 +61,17 @@ HELIX_MACHINES: Final = {
 }
 HELIX_LAYERS: Final = 60
 HELIX_LENGTH: Final = 750
-"""Tokens of a prompt, and of context of a decoding request, in Helix's tables. They do not say: it is the prompt that
-Helix's planner counts with. Prefill hardly depends on it; decode makes the share of bandwidth out of it."""
+"""Tokens of a prompt, and of context of a decoding request, in Helix's tables. They do not say: it
+is the prompt that Helix's planner counts with. Prefill hardly depends on it; decode makes the share
+of bandwidth out of it."""
 
 # Where a fit stands for points that are not published, it is evaluated at lengths and batches within its range.
 FIT_PROMPTS, FIT_BATCHES, FIT_TOKENS = (128, 256, 512, 1024, 2048), (1, 2, 4, 8), 4096
 FIT_CONTEXTS, FIT_REQUESTS = (256, 512, 1024), (1, 8, 32, 64, 128, 192)
 
 ENGINE_WEIGHT: Final = {"vllm": 0.1}
-"""In the fit. DistServe's copy of vLLM (2023) takes 1.4 times as long as DistServe's own engine on the same cards: no
-set of factors is near both."""
+"""In the fit. DistServe's copy of vLLM (2023) takes 1.4 times as long as DistServe's own engine on
+the same cards: no set of factors is near both."""
 
 BOUNDS: Final = ((0.2, 0.95), (0.7, 0.85), (0.0, 10.0))  # no card was seen to read weights outside of these shares
 STARTS: Final = ((0.7, 0.78, 0.5), (0.5, 0.78, 1.5), (0.6, 0.72, 3.0))
@@ -77,8 +79,8 @@ LAYER_UNIT_S: Final = 1e-4  # makes the third number as big as the others
 
 
 class Point(NamedTuple):
-    """One measured step. `engine` is the file's word for the engine or machine; logits are part of it where `last` is
-    set."""
+    """One measured step. `engine` is the file's word for the engine or machine; logits are part of
+    it where `last` is set."""
 
     file: str
     engine: str
@@ -108,8 +110,8 @@ class Point(NamedTuple):
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative errors over `points` measured steps: |predicted / measured - 1|; `ratio` is the median of predicted over
-    measured."""
+    """Relative errors over `points` measured steps: |predicted / measured - 1|; `ratio` is the
+    median of predicted over measured."""
 
     file: str
     engine: str
@@ -131,12 +133,14 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def points() -> tuple[Point, ...]:
-    """All measured steps; repeated runs count once, by their median, and the power-capped H100 is left out."""
+    """All measured steps; repeated runs count once, by their median, and the power-capped H100 is
+    left out."""
     return (*_perf_points(frozenset(HARDWARE) - {CAPPED}), *_helix_points(), *_distserve_points())
 
 
 def capped_points() -> tuple[Point, ...]:
-    """Those of the power-capped H100, which were computed from the H100's and so count for nothing."""
+    """Those of the power-capped H100, which were computed from the H100's and so count for
+    nothing."""
     return tuple(
         point._replace(gpu=msgspec.structs.replace(point.gpu, tflops=point.gpu.tflops * CAPPED_COMPUTE))
         for point in _perf_points(frozenset({CAPPED}))
@@ -219,7 +223,8 @@ def _error_row(file: str, engine: str, gpu: str, phase: str, ratios: Vector) -> 
 
 
 def fit(measured: Sequence[Point], gpu: str) -> Fitted:
-    """The factors of one card that make the mean of |log(predicted / measured)| least; the others stay as they are.
+    """The factors of one card that make the mean of |log(predicted / measured)| least; the others
+    stay as they are.
 
     Engines and phases count the same, however many points they have, but for ENGINE_WEIGHT.
     """

@@ -1,4 +1,5 @@
-"""What is simulated: services with their plans and requests, how engines and links work, and what happens meanwhile."""
+"""What is simulated: services with their plans and requests, how engines and links work, and what
+happens meanwhile."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, replica_times
-from ..coordinator.costs.rounds import CHUNKS, chunk_tokens
+from ..coordinator.costs.rounds import TOKEN_BUDGETS, choose_token_budget
 from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.routing import RoutingSettings
-from .engine.values import EngineSettings
+from .engine.values import SimEngineSettings
 from .records import Trace
 
 __all__ = [
@@ -37,8 +38,8 @@ class WorldError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServiceRun:
-    """One service: what is asked of it, and the plan that serves it. The trace's lengths and arrivals count, not those
-    of `service.workload`."""
+    """One service: what is asked of it, and the plan that serves it. The trace's lengths and
+    arrivals count, not those of `service.workload`."""
 
     service: Service
     plan: Plan
@@ -49,16 +50,17 @@ class ServiceRun:
 class SimSettings:
     """How everything works that is no decision.
 
-    `engine`: the same for all, with the token budget that engines are started with: the plan may give a replica less.
-    None for the usual, with the budgets of the plan, or of `ReplicaModel`.
-    `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`: TCP streams of a
-    transfer; None for as many as the link needs. `decode_writes_first`: the first token comes from the decode replica
-    once the KV is there; else from the prefill replica, as in the running network and the papers.
-    `detect_s`: seconds until it is noticed that a box is gone. `routing`: the policy that requests are
-    routed by, one of `policies.POLICIES`; `seed` is for policies that draw lots.
+    `engine`: the same for all, with the token budget that engines are started with: the plan may
+    give a replica less. None for the usual, with the budgets of the plan, or of `ReplicaModel`.
+    `layerwise`: KV leaves while the prompt is being read; else when all of it is read. `streams`:
+    TCP streams of a transfer; None for as many as the link needs. `decode_writes_first`: the first
+    token comes from the decode replica once the KV is there; else from the prefill replica, as in
+    the running network and the papers. `detect_s`: seconds until it is noticed that a box is gone.
+    `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
+    policies that draw lots.
     """
 
-    engine: EngineSettings | None = None
+    engine: SimEngineSettings | None = None
     layerwise: bool = True
     streams: int | None = None
     decode_writes_first: bool = False
@@ -74,7 +76,8 @@ class SimSettings:
 
 
 class BoxLost(NamedTuple):
-    """At `at` seconds the box is gone, with all that its replicas held; requests are replayed elsewhere."""
+    """At `at` seconds the box is gone, with all that its replicas held; requests are replayed
+    elsewhere."""
 
     at: float
     box: str
@@ -90,8 +93,9 @@ class BoxJoined(NamedTuple):
 class PlanChange(NamedTuple):
     """From `at` seconds on the service follows another plan.
 
-    Replicas of the same GPUs and layers keep their engine, whatever their phase: a flip costs nothing. The others
-    are stopped, their requests replayed; new ones are ready `reload_s` seconds later.
+    Replicas of the same GPUs and layers keep their engine, whatever their phase: a flip costs
+    nothing. The others are stopped, their requests replayed; new ones are ready `reload_s` seconds
+    later.
     """
 
     at: float
@@ -112,21 +116,23 @@ class Situation(NamedTuple):
 
 
 Replan = Callable[[Situation], Sequence[PlanChange]]
-"""Coordinator's code that answers a situation with plans, each from the moment that it would be ready."""
+"""Coordinator's code that answers a situation with plans, each from the moment that it would be
+ready."""
 
 
 class ReplicaModel(NamedTuple):
-    """How fast a replica is, how many tokens of KV it holds, and how many a batch of it computes at most where the plan
-    does not say."""
+    """How fast a replica is, how many tokens of KV it holds, and how many a batch of it computes at
+    most where the plan does not say."""
 
     times: StepTimes
     kv_tokens: int
-    max_batched_tokens: int = CHUNKS[0]
+    max_batched_tokens: int = TOKEN_BUDGETS[0]
 
 
 def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> ReplicaModel:
-    """By the GPU table and the links of the cluster; the token budget by the service's deadlines where prompts are read
-    beside decoding. Raises WorldError for a replica that the cluster cannot hold."""
+    """By the GPU table and the links of the cluster; the token budget by the service's deadlines
+    where prompts are read beside decoding. Raises WorldError for a replica that the cluster cannot
+    hold."""
     numbers = [cluster.index(stage.peer) for stage in replica.stages]
     stages = []
     for stage, number in zip(replica.stages, numbers, strict=True):
@@ -149,4 +155,4 @@ def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> Repl
     times = replica_times(service.model, stages, hops)
     if replica.phase is Phase.PREFILL:
         return ReplicaModel(times, tokens)
-    return ReplicaModel(times, tokens, chunk_tokens(times, len(stages), service.slo.tpot_s))
+    return ReplicaModel(times, tokens, choose_token_budget(times, len(stages), service.slo.tpot_s))

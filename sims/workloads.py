@@ -1,4 +1,4 @@
-"""Requests to simulate: measured traces replayed or drawn from, lengths made up, or a file of the user's.
+"""Requests to simulate: measured traces, replayed or drawn from, or a file of the user's.
 
 Whatever a trace is made of, it says so: `Trace.lengths` and `Trace.arrivals` go into every report.
 """
@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -24,15 +23,12 @@ from .records import Trace, TraceError
 
 __all__ = [
     "AZURE",
-    "LengthKind",
-    "LengthPairing",
     "Lengths",
     "Recorded",
     "azure",
     "draw",
     "read_requests",
     "replay",
-    "synthetic_lengths",
     "workload_of",
 ]
 
@@ -51,22 +47,6 @@ _COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "output": ("output", "output_tokens", "token_size"),
 }
 """What a user's columns may be called; the last are those of Splitwise's own traces."""
-
-
-class LengthPairing(StrEnum):
-    """Prompt and output of a drawn request: of the same row of the source, or each of its own."""
-
-    JOINT = "joint"
-    INDEPENDENT = "independent"
-
-
-class LengthKind(StrEnum):
-    """How lengths are made up. The two parameters are: the length and nothing; the least and the most; the mean and
-    the standard deviation."""
-
-    FIXED = "fixed"
-    UNIFORM = "uniform"
-    LOGNORMAL = "lognormal"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +72,15 @@ class Recorded:
 
     @property
     def gap_cv(self) -> float:
-        """The coefficient of variation of the times between arrivals: 1 for Poisson, more for bursts."""
+        """The coefficient of variation of the times between arrivals: 1 for Poisson, more for
+        bursts."""
         gaps = np.diff(self.arrival_s)
         return float(gaps.std() / gaps.mean())
 
 
 def azure(name: str) -> Recorded:
-    """A trace that ships with the simulator, `coding` or `conversation`. Raises TraceError for another name."""
+    """A trace that ships with the simulator, `coding` or `conversation`. Raises TraceError for
+    another name."""
     if name not in AZURE:
         raise TraceError(f"workload {name!r} is none of {', '.join(AZURE)}")
     text = (files(__package__) / "data" / AZURE[name]).read_text(encoding="utf-8")
@@ -111,7 +93,8 @@ def azure(name: str) -> Recorded:
 
 
 def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | None = None) -> Trace:
-    """The trace itself, its time stretched so that the mean rate is `rate`; up to `seconds`, if given."""
+    """The trace itself, its time stretched so that the mean rate is `rate`; up to `seconds`, if
+    given."""
     scale = 1.0 if rate is None else recorded.rate / _positive("rate", rate)
     arrival = recorded.arrival_s * scale
     if seconds is not None:
@@ -129,7 +112,8 @@ def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | No
 
 
 class _Gaps(NamedTuple):
-    """Times between arrivals: a gamma distribution, which is the exponential one where its CV is 1."""
+    """Times between arrivals: a gamma distribution, which is the exponential one where its CV is
+    1."""
 
     rate: float
     cv: float
@@ -157,12 +141,12 @@ def draw(
     requests: int | None = None,
     seconds: float | None = None,
     cv: float = 1.0,
-    pairing: LengthPairing = LengthPairing.JOINT,
 ) -> Trace:
-    """So many requests, or those of so many seconds, with lengths drawn from `lengths` with replacement.
+    """So many requests, or those of so many seconds, with lengths drawn from `lengths` with
+    replacement.
 
-    `cv` is of the times between arrivals: 1 for Poisson, 0 for a fixed interval, `Recorded.gap_cv` for a trace's own
-    burstiness.
+    `cv` is of the times between arrivals: 1 for Poisson, 0 for a fixed interval, `Recorded.gap_cv`
+    for a trace's own burstiness.
     """
     if (requests is None) == (seconds is None):
         raise TraceError("give either a number of requests or of seconds")
@@ -177,14 +161,12 @@ def draw(
         arrival = _arrivals_until(_positive("seconds", seconds or 0.0), gaps, rng)
     count = len(arrival)
     rows = rng.integers(len(lengths.prompt), size=count)
-    others = rows if pairing is LengthPairing.JOINT else rng.integers(len(lengths.output), size=count)
-    together = "" if pairing is LengthPairing.JOINT else ", prompt and output drawn independently"
     return Trace(
         ids=np.arange(count),
         arrival_s=arrival,
         prompt=lengths.prompt[rows],
-        output=lengths.output[others],
-        lengths=f"{lengths.source}{together}",
+        output=lengths.output[rows],
+        lengths=lengths.source,
         arrivals=str(gaps),
     )
 
@@ -203,46 +185,11 @@ def _arrivals_until(seconds: float, gaps: _Gaps, rng: np.random.Generator) -> Fl
     return arrival
 
 
-def synthetic_lengths(
-    kind: LengthKind,
-    prompt: tuple[float, float],
-    output: tuple[float, float],
-    rng: np.random.Generator,
-    count: int = 4096,
-) -> Lengths:
-    """A sample of made-up lengths, each at least 1; see `LengthKind` for the two parameters."""
-    columns = [_made_up(kind, name, values, rng, count) for name, values in (("prompt", prompt), ("output", output))]
-    shown = ", ".join(
-        f"{name} {values[0]:g}" if kind is LengthKind.FIXED else f"{name} {values[0]:g}/{values[1]:g}"
-        for name, values in (("prompt", prompt), ("output", output))
-    )
-    meaning = {LengthKind.FIXED: "", LengthKind.UNIFORM: " (least/most)", LengthKind.LOGNORMAL: " (mean/deviation)"}
-    return Lengths(columns[0], columns[1], f"synthetic, {kind}: {shown} tokens{meaning[kind]}")
-
-
-def _made_up(kind: LengthKind, name: str, values: tuple[float, float], rng: np.random.Generator, count: int) -> Ints:
-    first, second = values
-    if not (isfinite(first) and first >= 1.0):
-        raise TraceError(f"{name} length is {first:g}; it must be at least 1")
-    if kind is LengthKind.FIXED:
-        return np.full(count, round(first), dtype=np.int64)
-    if kind is LengthKind.UNIFORM:
-        if not second >= first:
-            raise TraceError(f"{name} length is between {first:g} and {second:g}; the second must not be less")
-        return rng.integers(round(first), round(second) + 1, size=count)
-    if not (isfinite(second) and second > 0.0):
-        raise TraceError(f"{name} length has a deviation of {second:g}; it must be above 0")
-    spread = np.log1p((second / first) ** 2)
-    drawn = rng.lognormal(np.log(first) - spread / 2.0, np.sqrt(spread), count)
-    lengths: Ints = np.maximum(1, np.rint(drawn)).astype(np.int64)
-    return lengths
-
-
 def read_requests(path: Path) -> Trace:
     """A user's requests: CSV with a header, or JSON objects line by line (`.jsonl`), in any order.
 
-    Fields `arrival` (s), `prompt` and `output` (tokens, at least 1), or by the names of Splitwise's traces; others are
-    left alone. Raises TraceError that names file, line and field.
+    Fields `arrival` (s), `prompt` and `output` (tokens, at least 1), or by the names of Splitwise's
+    traces; others are left alone. Raises TraceError that names file, line and field.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -313,7 +260,8 @@ def _number(at: str, row: Mapping[str, Any], field: str) -> float:
 
 
 def workload_of(trace: Trace, *, cv: float | None = None) -> Workload:
-    """What the planner needs to know of a trace: its lengths, mean rate, and burstiness (its own unless given)."""
+    """What the planner needs to know of a trace: its lengths, mean rate, and burstiness (its own
+    unless given)."""
     gaps = np.diff(trace.arrival_s)
     mean = float(gaps.mean()) if len(gaps) else 0.0
     if not mean > 0.0:

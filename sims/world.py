@@ -1,10 +1,12 @@
-"""The world of a simulation: services, their replicas' engines, the network between them, and what happens to them.
+"""The world of a simulation: services, their replicas' engines, the network between them, and what
+happens to them.
 
     result = simulate(cluster, [ServiceRun(service=service, plan=plan, trace=trace)])
 
-Requests are routed by the coordinator's own `Router`, by the loads as they are. Both sides of a split request are asked
-at once: the decode side reserves blocks for the KV, the prefill side reads. Whatever a lost box held is computed again
-elsewhere, from the prompt and the tokens that were written before.
+Requests are routed by the coordinator's own `Router`, by the loads as they are at that moment. Both
+replicas of a split request get it at once: the decode replica reserves blocks for the KV, the
+prefill replica computes the prompt. What a lost box held is computed again elsewhere, from the
+prompt and the tokens that had been generated.
 """
 
 from __future__ import annotations
@@ -12,20 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from math import inf
 from typing import Final, final
 
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.routing import NoRoute
-from .deployment import NEVER, Assignment, Deployment, SimReplica, SimRequest, Split, check_plans
+from .deployment import Deployment, check_plans
 from .engine.engine import Engine
-from .engine.sequence import Sequence as Work
-from .engine.values import EngineSettings, SignalKind, StepRecord
+from .engine.values import SimEngineSettings, StepRecord
 from .events import EventQueue, Scheduled
-from .kv_transfers import KVTransfer, KVTransfers
+from .gateway import SimGateway
+from .kv_transfers import KVTransfers
 from .network import FluidNetwork, link_capacities
 from .results.outcomes import SimResult, StepLog, TransferRecord
 from .scenario import (
@@ -40,6 +40,7 @@ from .scenario import (
     WorldError,
     roofline_model,
 )
+from .serving import NEVER, ReplicaHost, SimRequest
 
 __all__ = ["Progress", "simulate"]
 
@@ -65,8 +66,8 @@ def simulate(
 ) -> SimResult:
     """Let all requests run to their ends. With the same arguments, the same result to the last bit.
 
-    `replan` is asked when a box is known to be lost or has joined. `record`: keep every step and transfer, for a
-    Chrome trace. Raises WorldError or ClusterError for what does not fit together.
+    `replan` is asked when a box is known to be lost or has joined. `record`: keep every step and
+    transfer, for a Chrome trace. Raises WorldError or ClusterError for what does not fit together.
     """
     world = _World(cluster, runs, settings or SimSettings(), model_of, record)
     world.replan, world.progress = replan, progress
@@ -78,7 +79,7 @@ def simulate(
 @final
 @dataclass(slots=True)
 class _TraceArrivals:
-    """The requests of a service, moment by moment; an event that follows itself."""
+    """The arrivals of one service's trace: an event that schedules itself for the next one."""
 
     world: _World
     deployment: Deployment
@@ -91,8 +92,9 @@ class _TraceArrivals:
         while self.row < len(self.arrivals) and self.arrivals[self.row] <= now:
             row = self.row
             self.row = row + 1
-            self.world.dispatch(SimRequest(self.deployment.number, row, now, self.prompts[row], self.outputs[row]), now)
-        follow = self.world.take_follow()
+            request = SimRequest(self.deployment.number, row, self.prompts[row], self.outputs[row])
+            self.world.gateway.accept(request, now)
+        follow = self.world.take_following()
         if self.row < len(self.arrivals):
             follow.append(Scheduled(self.arrivals[self.row], self))
         return follow
@@ -101,32 +103,19 @@ class _TraceArrivals:
 @final
 @dataclass(slots=True)
 class _WorldEvent:
-    """Something that the world does at a moment."""
+    """One of the world's methods, as an event."""
 
     world: _World
     act: Callable[[float], None]
 
     def happen(self, now: float) -> Iterable[Scheduled]:
         self.act(now)
-        return self.world.take_follow()
-
-
-@final
-@dataclass(slots=True)
-class _KvLanded:
-    """All KV of a request has come, and the other side knows."""
-
-    world: _World
-    handover: KVTransfer
-
-    def happen(self, now: float) -> Iterable[Scheduled]:
-        self.world.landed(self.handover, now)
-        return self.world.take_follow()
+        return self.world.take_following()
 
 
 @final
 class _World:
-    """What `simulate` runs; its methods are what events do."""
+    """The state of a simulation; its methods are what events do."""
 
     def __init__(
         self, cluster: Cluster, runs: Sequence[ServiceRun], settings: SimSettings, model_of: ModelOf, record: bool
@@ -138,23 +127,29 @@ class _World:
         self._settings = settings
         self._model_of = model_of
         self._network = FluidNetwork(link_capacities(cluster, settings.streams))
-        self._handovers = KVTransfers(self._network, layerwise=settings.layerwise)
-        self._network_event = _WorldEvent(self, self._network_woke)
+        self._transfers = KVTransfers(self._network, layerwise=settings.layerwise)
+        self._network_event = _WorldEvent(self, self._advance_network)
         self._network_alarm = NEVER
         self._missing: frozenset[str] = frozenset()
-        self._hosts: list[SimReplica] = []
+        self._hosts: list[ReplicaHost] = []
         self._steps: list[StepLog] | None = [] if record else None
-        self._transfers: list[TransferRecord] | None = [] if record else None
-        self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
-        self._keys = count()
+        self._transfer_log: list[TransferRecord] | None = [] if record else None
         self._follow: list[Scheduled] = []
         self._ended = 0
         self._total = sum(len(run.trace) for run in runs)
         check_plans(cluster, [run.plan for run in runs])
         self._deployments = [Deployment(number, run, cluster, settings) for number, run in enumerate(runs)]
+        self.gateway = SimGateway(
+            self._deployments,
+            self._transfers,
+            settings,
+            on_load=self._note_load,
+            on_end=self._count_end,
+            transfer_log=self._transfer_log,
+        )
 
     def prepare(self, changes: Sequence[Change]) -> None:
-        """Start the engines, and put into the queue what comes from outside."""
+        """Start the engines, and schedule arrivals and changes."""
         first: dict[str, bool] = {}
         for change in sorted(changes, key=lambda change: change.at):
             if isinstance(change, PlanChange):
@@ -163,19 +158,21 @@ class _World:
             self._cluster.index(change.box)
             joins = isinstance(change, BoxJoined)
             first.setdefault(change.box, joins)
-            self.queue.push(change.at, _WorldEvent(self, partial(self._join if joins else self._lose, change.box)))
+            self.queue.push(
+                change.at, _WorldEvent(self, partial(self._join_box if joins else self._lose_box, change.box))
+            )
         self._missing = frozenset(box for box, joins in first.items() if joins)
         for deployment in self._deployments:
             for replica in deployment.plan.replicas:
-                deployment.hosts[replica.id] = self._start(deployment, replica)
-                deployment.changed(deployment.hosts[replica.id])
-            deployment.boxes_missing(self._missing)
+                deployment.hosts[replica.id] = self._start_host(deployment, replica)
+                deployment.note_load(deployment.hosts[replica.id])
+            deployment.set_missing(self._missing)
             trace = deployment.trace
             columns = (trace.arrival_s.tolist(), trace.prompt.tolist(), trace.output.tolist())
             self.queue.push(columns[0][0], _TraceArrivals(self, deployment, *columns))
 
-    def take_follow(self) -> list[Scheduled]:
-        """The events that follow from what has been done since the last call."""
+    def take_following(self) -> list[Scheduled]:
+        """The events that follow from what has happened since the last call."""
         wake_at = self._network.wake_at
         if wake_at != self._network_alarm and wake_at != inf:
             self._network_alarm = wake_at
@@ -184,9 +181,9 @@ class _World:
         return follow
 
     def result(self) -> SimResult:
-        """When nothing happens any more."""
+        """The result, once no event is left."""
         for host in self._hosts:
-            if not host.lost:
+            if not host.is_lost:
                 host.check_integrity()
         self._network.check_integrity()
         end_s = self.queue.now
@@ -197,152 +194,43 @@ class _World:
             settings=self._settings,
             events=self.queue.statistics().happened,
             end_s=end_s,
-            sent_bytes=self._handovers.sent_bytes,
+            sent_bytes=self._transfers.sent_bytes,
             traffic_usd=sum(
                 size * 1e-9 * float(self._cluster.usd_per_gb[ends])
-                for ends, size in self._handovers.sent_bytes.items()
+                for ends, size in self._transfers.sent_bytes.items()
                 if ends[0] != ends[1]
             ),
             steps=tuple(self._steps or ()),
-            transfers=tuple(self._transfers or ()),
+            transfers=tuple(self._transfer_log or ()),
         )
 
-    # Requests
-
-    def dispatch(self, request: SimRequest, now: float) -> None:
-        """Find a route for it and set it going; it waits where there is none."""
-        deployment = self._deployments[request.service]
-        known = request.prompt + request.written
-        try:
-            route = deployment.route(known, now)
-        except NoRoute:
-            deployment.backlog.append(request)
-            return
-        decode = deployment.hosts[route.decode]
-        prefill = deployment.hosts[route.prefill] if route.prefill is not None else None
-        if prefill is not None and request.output - request.written == 1 and self._prefill_writes(known, route.split):
-            decode, prefill = prefill, None  # the only token comes from there
-        for host in (decode, prefill):
-            if host is not None and host.lost:
-                host.stranded.append(request)
-                return
-        assignment = self._assign(request, decode, prefill, route.split)
-        if not all(host.engine.fits(work) for host, work in assignment.sides()):
-            deployment.log.refused += 1
-            self._count_end(now)
-            return
-        self._assigned[assignment.writer.key] = assignment
-        assignment.taken_up()
-        for host, work in assignment.sides():
-            host.engine.submit(work, now)
-            self._touch(host)
-        if assignment.split is not None:
-            assignment.split.handover.room = decode.engine.expects(assignment.writer)
-
-    def _prefill_writes(self, known: int, split: int) -> bool:
-        """Whether the next token comes from the prefill side."""
-        return split >= known and not self._settings.decode_writes_first
-
-    def _assign(self, request: SimRequest, decode: SimReplica, prefill: SimReplica | None, split: int) -> Assignment:
-        """Sequences for both sides, or for one that does it all."""
-        key = next(self._keys)
-        known, left = request.prompt + request.written, request.output - request.written
-        fresh = request.first_at is None
-        if prefill is None or known == 1:  # the writing side reads the last token in any case
-            return Assignment(request, decode, Work(key, known, left, fresh=fresh), None)
-        if self._prefill_writes(known, split):
-            writer = Work(key, known + 1, left - 1, fresh=False, incoming=known)
-        else:
-            writer = Work(key, known, left, fresh=fresh, incoming=min(split, known - 1))
-        deployment = self._deployments[request.service]
-        ways = deployment.ways(prefill.replica, decode.replica)
-        handover = KVTransfer(key, ways, deployment.token_bytes, deployment.service.model.layers)
-        reader = Work(key, split, 0, hands_over=True)
-        return Assignment(request, decode, writer, Split(prefill, reader, handover))
-
-    # Engines and links
-
-    def engine_woke(self, host: SimReplica, now: float) -> list[Scheduled]:
-        """A replica ends a step, and begins another."""
+    def advance_engine(self, host: ReplicaHost, now: float) -> list[Scheduled]:
+        """A replica ends a step, and begins the next one."""
         signals = host.engine.advance(now)
-        for signal in signals:
-            assignment = self._assigned.get(signal.sequence.key)
-            if signal.kind is SignalKind.READ:
-                self._read(host, assignment, signal.sequence, now)
-            elif assignment is None:  # the request has another route now
-                continue
-            elif signal.kind is SignalKind.DONE:
-                self._done(assignment, now)
-            elif signal.kind is SignalKind.FIRST:
-                assignment.request.first_at = signal.at
-                assignment.read()
-            elif assignment.split is None:
-                continue
-            elif signal.kind is SignalKind.ROOM:
-                self._handovers.room_made(assignment.split.handover, now)
-            else:
-                self._handovers.reading(assignment.split.handover, signal.tokens, signal.at, now)
-        self._touch(host)
-        return self.take_follow()
+        if signals:
+            self.gateway.on_signals(host, signals, now)
+        self._note_load(host)
+        return self.take_following()
 
-    def landed(self, handover: KVTransfer, now: float) -> None:
-        """All of a request's KV is where its answer will be written."""
-        assignment = self._assigned.get(handover.request)
-        if assignment is None or assignment.split is None:
-            return  # it was withdrawn on the last bit of the way
-        (prefill, reader, _), decode, request = assignment.split, assignment.decode, assignment.request
-        assignment.split = None
-        self._deployments[request.service].log.kv_s[request.row] = now - handover.read_at
-        if self._transfers is not None:
-            self._transfers.append(
-                TransferRecord(request.row, prefill.number, decode.number, handover.begun_at, now, reader.known)
-            )
-        prefill.engine.release(reader, now)
-        decode.engine.land(assignment.writer, now)
-        self._touch(prefill)
-        self._touch(decode)
-
-    def _network_woke(self, now: float) -> None:
+    def _advance_network(self, now: float) -> None:
         if now != self._network_alarm:
             return  # flows have come or gone since this alarm was set
         self._network_alarm = NEVER
         for flow in self._network.advance(now):
-            handover = self._handovers.ended(flow)
-            if handover is not None:
-                self._follow.append(Scheduled(now + handover.ways.rtt_s, _KvLanded(self, handover)))
-
-    def _read(self, host: SimReplica, assignment: Assignment | None, reader: Work, now: float) -> None:
-        host.outstanding -= 1
-        host.unread -= reader.known
-        if assignment is None or assignment.split is None:
-            host.engine.release(reader, now)
-            return
-        request = assignment.request
-        if self._prefill_writes(request.prompt + request.written, reader.known):
-            request.written += 1
-            if request.first_at is None:
-                request.first_at = now
-        self._handovers.all_read(assignment.split.handover, now)
-
-    def _done(self, assignment: Assignment, now: float) -> None:
-        decode, request = assignment.decode, assignment.request
-        assignment.let_go()
-        del self._assigned[assignment.writer.key]
-        log = self._deployments[request.service].log
-        log.ttft_s[request.row] = (now if request.first_at is None else request.first_at) - request.arrival
-        log.e2e_s[request.row] = now - request.arrival
-        log.decode[request.row] = decode.number
-        log.prefill[request.row] = assignment.prefill_number
-        self._count_end(now)
+            transfer = self._transfers.end_flow(flow)
+            if transfer is not None:
+                completed = _WorldEvent(self, partial(self.gateway.complete_transfer, transfer))
+                self._follow.append(Scheduled(now + transfer.links.rtt_s, completed))
 
     def _count_end(self, now: float) -> None:
         self._ended += 1
         if self.progress is not None and (self._ended % PROGRESS_EVERY == 0 or self._ended == self._total):
             self.progress(self._ended, self._total, now)
 
-    def _touch(self, host: SimReplica) -> None:
-        """Its load has changed, and perhaps the moment at which it wants to go on."""
-        self._deployments[host.service].changed(host)
+    def _note_load(self, host: ReplicaHost) -> None:
+        """Tell the router of a new load, and schedule the engine anew if its next event has
+        moved."""
+        self._deployments[host.service].note_load(host)
         wake_at = host.engine.wake_at
         if wake_at != host.alarm and wake_at != inf:
             host.alarm = wake_at
@@ -350,10 +238,10 @@ class _World:
 
     # Boxes and plans
 
-    def _start(self, deployment: Deployment, replica: Replica) -> SimReplica:
+    def _start_host(self, deployment: Deployment, replica: Replica) -> ReplicaHost:
         model = self._model_of(self._cluster, deployment.service, replica)
         number = len(self._hosts)
-        record = None if self._steps is None else partial(_keep, self._steps, number)
+        record = None if self._steps is None else partial(_log_step, self._steps, number)
         engine = Engine(
             model.times,
             self._engine_settings(replica, model),
@@ -361,87 +249,58 @@ class _World:
             stages=len(replica.stages),
             record=record,
         )
-        host = SimReplica(number, deployment.number, replica, engine, self.engine_woke)
-        host.lost = not self._missing.isdisjoint(replica.peers)
+        host = ReplicaHost(number, deployment.number, replica, engine, self.advance_engine)
+        host.is_lost = not self._missing.isdisjoint(replica.peers)
         self._hosts.append(host)
         return host
 
-    def _engine_settings(self, replica: Replica, model: ReplicaModel) -> EngineSettings:
-        """As for all, in steps of as many tokens as the plan wants."""
+    def _engine_settings(self, replica: Replica, model: ReplicaModel) -> SimEngineSettings:
+        """The settings of all engines, with the token budget that the plan gives this replica."""
         common = self._settings.engine
         if common is None:
-            return EngineSettings(max_batched_tokens=replica.step_tokens or model.max_batched_tokens)
+            return SimEngineSettings(max_batched_tokens=replica.step_tokens or model.max_batched_tokens)
         if not replica.step_tokens:
             return common
         return replace(common, max_batched_tokens=min(replica.step_tokens, common.max_batched_tokens))
 
-    def _lose(self, box: str, now: float) -> None:
-        """A box is gone. Nobody knows until `detect_s` later."""
-        lost = [
+    def _lose_box(self, box: str, now: float) -> None:
+        """A box fails. The coordinator notices `detect_s` later."""
+        failed = [
             host
             for deployment in self._deployments
             for host in deployment.hosts.values()
-            if box in host.replica.peers and not host.lost
+            if box in host.replica.peers and not host.is_lost
         ]
-        for host in lost:
-            host.lost = True
-        for host in lost:
-            self._strand_all(host, now)
+        # All are marked before any is emptied: a request between two of them must not go back to the second.
+        for host in failed:
+            host.is_lost = True
+        for host in failed:
+            self.gateway.take_off(host, now)
         self._missing |= {box}
         missing = self._missing
-        noticed = _WorldEvent(self, lambda then: self._noticed(missing, lost, then))
+        noticed = _WorldEvent(self, lambda then: self._notice_loss(missing, failed, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
 
-    def _strand_all(self, host: SimReplica, now: float) -> None:
-        """Everything that a replica had is to be routed again."""
-        for work in host.engine.lose(now):
-            assignment = self._assigned.pop(work.key, None)
-            if assignment is not None:
-                self._withdraw(assignment, now)
-                host.stranded.append(assignment.request)
-
-    def _withdraw(self, assignment: Assignment, now: float) -> None:
-        """Take a request off its route; it keeps the tokens that its gateway has got."""
-        request, decode, writer = assignment.request, assignment.decode, assignment.writer
-        if assignment.split is None:
-            request.written = request.output - writer.left
-            if not request.written:
-                request.first_at = None  # announced for the end of a step that never ended
-            return
-        prefill, reader, handover = assignment.split
-        self._handovers.abandon(handover, now)
-        if not decode.lost:
-            decode.engine.withdraw(writer, now)
-            assignment.let_go()
-            self._touch(decode)
-        if not prefill.lost and handover.read:
-            prefill.engine.release(reader, now)
-            self._touch(prefill)
-
-    def _noticed(self, missing: frozenset[str], hosts: Iterable[SimReplica], now: float) -> None:
-        """The network has found out which boxes are missing: requests are replayed, and there may be new plans."""
+    def _notice_loss(self, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
+        """The coordinator knows which boxes are missing: requests are replayed, and there may be
+        new plans."""
         for deployment in self._deployments:
-            deployment.boxes_missing(missing & self._missing)
-        self._replay(hosts, now)
+            deployment.set_missing(missing & self._missing)
+        for host in hosts:
+            self.gateway.notice_loss(host, now)
         self._ask_for_plans(now)
 
-    def _replay(self, hosts: Iterable[SimReplica], now: float) -> None:
-        for host in hosts:
-            stranded, host.stranded = host.stranded, []
-            for request in stranded:
-                self._deployments[request.service].log.replays[request.row] += 1
-                self.dispatch(request, now)
-
-    def _join(self, box: str, now: float) -> None:
-        """A box is there, with its replicas' weights loaded as far as all their boxes are."""
+    def _join_box(self, box: str, now: float) -> None:
+        """A box joins; replicas whose boxes are all there now begin with empty engines and loaded
+        weights."""
         self._missing -= {box}
         for deployment in self._deployments:
             for name, host in list(deployment.hosts.items()):
-                if host.lost and self._missing.isdisjoint(host.replica.peers):
-                    deployment.hosts[name] = self._start(deployment, host.replica)
-                    deployment.changed(deployment.hosts[name])
-            deployment.boxes_missing(self._missing)
-            self._try_backlog(deployment, now)
+                if host.is_lost and self._missing.isdisjoint(host.replica.peers):
+                    deployment.hosts[name] = self._start_host(deployment, host.replica)
+                    deployment.note_load(deployment.hosts[name])
+            deployment.set_missing(self._missing)
+            self.gateway.retry(deployment.number, now)
         self._ask_for_plans(now)
 
     def _ask_for_plans(self, now: float) -> None:
@@ -458,31 +317,27 @@ class _World:
 
     def _follow_plan(self, change: PlanChange, now: float) -> None:
         deployment = self._deployments[change.service]
-        stopped, begun = deployment.follow(change.plan, lambda replica: self._start(deployment, replica))
-        for host in deployment.hosts.values():  # those that go on may have another phase, and other steps
+        stopped, begun = deployment.follow_plan(change.plan, lambda replica: self._start_host(deployment, replica))
+        # Hosts that go on may have another phase now, and with it another token budget.
+        for host in deployment.hosts.values():
             model = self._model_of(self._cluster, deployment.service, host.replica)
             host.engine.settings = self._engine_settings(host.replica, model)
         for host in stopped:
-            if not host.lost:
-                host.lost = True
-                self._strand_all(host, now)
-        ready = _WorldEvent(self, lambda then: self._ready(deployment, begun, then))
+            if not host.is_lost:
+                host.is_lost = True
+                self.gateway.take_off(host, now)
+        ready = _WorldEvent(self, lambda then: self._put_to_use(deployment, begun, then))
         self._follow.append(Scheduled(now + change.reload_s, ready))
-        self._replay(stopped, now)
-        self._try_backlog(deployment, now)
+        for host in stopped:
+            self.gateway.notice_loss(host, now)
+        self.gateway.retry(deployment.number, now)
 
-    def _ready(self, deployment: Deployment, hosts: Iterable[SimReplica], now: float) -> None:
+    def _put_to_use(self, deployment: Deployment, hosts: Iterable[ReplicaHost], now: float) -> None:
         for host in hosts:
             if deployment.hosts.get(host.replica.id) is host:
-                deployment.ready(host.replica.id)
-        self._try_backlog(deployment, now)
-
-    def _try_backlog(self, deployment: Deployment, now: float) -> None:
-        waiting = list(deployment.backlog)
-        deployment.backlog.clear()
-        for request in waiting:
-            self.dispatch(request, now)
+                deployment.mark_ready(host.replica.id)
+        self.gateway.retry(deployment.number, now)
 
 
-def _keep(steps: list[StepLog], replica: int, step: StepRecord) -> None:
+def _log_step(steps: list[StepLog], replica: int, step: StepRecord) -> None:
     steps.append(StepLog(replica, step))

@@ -1,8 +1,10 @@
-"""How fast one py-libp2p stream (Noise, yamux) moves bytes between two processes on loopback, for comparison.
+"""How fast one py-libp2p stream (Noise, yamux) moves bytes between two processes on loopback, for
+comparison.
 
     python -m p2pserve.bootstrap.dev.libp2p_bench --bytes 134217728 [--format json]
 
-It is the control stream of `libp2p_host`, with frames of 256 KiB: what bulk data would have if it went there.
+It is the control stream of `libp2p_host`, with frames of 256 KiB: what bulk data would have if it
+went there.
 """
 
 import argparse

@@ -1,12 +1,13 @@
 """Who coordinates: a pure rule over what everybody can see.
 
-A *claim* is a signed entry that names an epoch. The claimer of the highest epoch ever seen leads while it is alive
-and has not left; of two that claim the same epoch, the lower peer id leads. When there is no such leader, the lowest
-peer id among the candidates claims the next epoch, once the set of candidates has been stable for a moment. Claims
-that jump too far do not count (:func:`select_plausible`).
+A *claim* is a signed entry that names an epoch. The claimer of the highest epoch ever seen leads
+while it is alive and has not left; of two that claim the same epoch, the lower peer id leads.
+When there is no such leader, the lowest peer id among the candidates claims the next epoch, once
+the set of candidates has been stable for a moment. Claims that jump too far do not count
+(:func:`select_plausible`).
 
-The rule gives a coordinator to each side of a partition and one again after it heals. A rule that needs a majority
-has the same seam: :class:`ElectionView` in, :class:`ElectionResult` out.
+The rule gives a coordinator to each side of a partition and one again after it heals. A rule that
+needs a majority has the same seam: :class:`ElectionView` in, :class:`ElectionResult` out.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from ..trust.keys import PeerId
 
 __all__ = [
     "CLAIM_KIND",
-    "SETTLE_SECONDS",
     "Election",
     "ElectionResult",
     "ElectionView",
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 CLAIM_KIND: Final = "claim"
-SETTLE_SECONDS: Final = 1.0
 MAX_EPOCH: Final = 2**53
 MAX_JUMP: Final = 1_000_000  # epochs grow by one; who claims one far above all others would end elections for good
 
@@ -65,14 +64,15 @@ class ElectionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectionResult:
-    """Who leads in which epoch, and, when `claim` is set, what to publish. A claim takes effect when it is seen."""
+    """Who leads in which epoch, and, when `claim` is set, what to publish. A claim takes effect
+    when it is seen."""
 
     coordinator: PeerId | None = None
     epoch: int = 0
     claim: int | None = None
 
 
-def decide(view: ElectionView, now: float, *, settle_s: float = SETTLE_SECONDS) -> ElectionResult:
+def decide(view: ElectionView, now: float, *, settle_s: float) -> ElectionResult:
     """The rule."""
     highest = max(view.claims.values(), default=0)
     leaders = [peer for peer, epoch in view.claims.items() if epoch == highest and peer in view.candidates]
@@ -85,10 +85,11 @@ def decide(view: ElectionView, now: float, *, settle_s: float = SETTLE_SECONDS) 
 
 
 def select_plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, int]:
-    """The claims that may count: walking up from ``seen``, none that is more than a jump above those below it.
+    """The claims that may count: walking up from ``seen``, none that is more than a jump above
+    those below it.
 
-    With nothing seen yet the lowest claim is the ground, unless it leaves no room for later ones: a network that is
-    old, or was jumped before, has only high ones to show.
+    With nothing seen yet the lowest claim is the ground, unless it leaves no room for later ones:
+    a network that is old, or was jumped before, has only high ones to show.
     """
     ground, found = seen, {}
     for peer, epoch in sorted(claims.items(), key=lambda claim: claim[1]):
@@ -101,9 +102,10 @@ def select_plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, in
 
 
 class Election:
-    """The rule with the little memory it needs: since when the candidates are the same, and the highest epoch."""
+    """The rule with the little memory it needs: since when the candidates are the same, and the
+    highest epoch."""
 
-    def __init__(self, me: PeerId, *, settle_s: float = SETTLE_SECONDS) -> None:
+    def __init__(self, me: PeerId, *, settle_s: float) -> None:
         self._me = me
         self._settle_s = settle_s
         self._candidates: frozenset[PeerId] = frozenset()

@@ -1,4 +1,5 @@
-"""What travels in gossip: signed, versioned entries, and the member record that every other entry leans on."""
+"""What travels in gossip: signed, versioned entries, and the member record that every other entry
+leans on."""
 
 from collections.abc import Iterable
 from typing import Final

@@ -15,19 +15,17 @@ from ..errors import DECODE_ERRORS, NetworkError, PeerLost
 from ..handlers import Handlers
 from ..methods import EVERYONE, Method, Notice
 from ..sessions import PeerSession, PeerSessions
+from ..settings import NetworkSettings
 from ..streams.control import encode_body, encode_notice
 from ..trust.keys import PeerId
 from ..trust.tokens import Role
 from .entries import MEMBER_KIND, Entry
-from .membership import Digest, Membership
+from .membership import Membership
+from .states import Digest
 
 __all__ = ["Gossip"]
 
 _log = logging.getLogger(__name__)
-
-GOSSIP_SECONDS: Final = 1.0
-GOSSIP_PARTNERS: Final = 2
-SYNC_SECONDS: Final = 5.0
 
 
 class _Sync(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -51,8 +49,8 @@ _sync_replies = msgspec.msgpack.Decoder(_SyncReply)
 
 
 class Gossip:
-    """Keeps one membership in step with those of the linked peers. ``on_news(changed)`` is called after news
-    that changed an entry, and with False after news that only shows who is alive.
+    """Keeps one membership in step with those of the linked peers. ``on_news(changed)`` is called
+    after news that changed an entry, and with False after news that only shows who is alive.
 
     A client learns from everybody, tells only its own member record, and nobody passes that on.
     """
@@ -60,26 +58,28 @@ class Gossip:
     def __init__(
         self,
         membership: Membership,
-        links: PeerSessions,
+        sessions: PeerSessions,
         handlers: Handlers,
         rng: random.Random,
         on_news: Callable[[bool], None],
+        settings: NetworkSettings,
     ) -> None:
         self.forged = 0
         self._membership = membership
-        self._sessions = links
+        self._sessions = sessions
         self._rng = rng
         self._on_news = on_news
+        self._settings = settings
         handlers.add_request(_SYNC, self._serve_sync)
         handlers.add_notice(_ENTRIES, self._take_entries)
 
     async def run(self) -> None:
         """Gossip for ever."""
         while True:
-            await trio.sleep(GOSSIP_SECONDS * self._rng.uniform(0.9, 1.1))
+            await trio.sleep(self._settings.gossip_s * self._rng.uniform(0.9, 1.1))
             partners = [each for each in self._sessions.by_peer.values() if each.role is not Role.CLIENT]
             async with trio.open_nursery() as nursery:
-                for session in self._rng.sample(partners, min(GOSSIP_PARTNERS, len(partners))):
+                for session in self._rng.sample(partners, min(self._settings.gossip_partners, len(partners))):
                     nursery.start_soon(self.sync, session)
 
     async def sync(self, session: PeerSession) -> None:
@@ -87,7 +87,7 @@ class Gossip:
         now = trio.current_time()
         ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
         try:
-            reply = _sync_replies.decode(await session.control.request(_SYNC.name, ask, SYNC_SECONDS))
+            reply = _sync_replies.decode(await session.control.request(_SYNC.name, ask, self._settings.sync_s))
         except DECODE_ERRORS as error:
             session.control.blame()
             _log.warning("%s answered a digest with nonsense: %s", session.peer, error)

@@ -1,14 +1,19 @@
-"""Who is in the network and what each member says, as a pure machine: no clock, no task, no socket.
+"""Who is in the network and what each member says, as a pure machine: no clock, no task, no
+socket.
 
-A member says things in *entries*: signed, versioned, one per (origin, kind). Anybody may carry anybody's entries.
+A member says things in *entries*: signed, versioned, one per (origin, kind). Anybody may carry
+anybody's entries.
 
-* ``incarnation`` counts the lives of a node, ``version`` the entries of one life. A newer life replaces the whole
-  older one; within a life the higher version of a kind wins. Merging is therefore commutative, associative and
-  idempotent: whatever the order of arrival, everybody ends with the same entries.
-* The entry of kind ``member`` is the node's own record: its role, its address, the credential it was admitted with,
-  and whether it has left. No other entry of an origin counts without a valid one.
-* Whether a member is *alive* is never gossiped as an opinion. A peer vouches for those it hears itself, with the age
-  of what it heard, so one broken link does not make a member dead for the two that cannot see each other.
+* ``incarnation`` counts the lives of a node, ``version`` the entries of one life. A newer life
+  replaces the whole older one; within a life the higher version of a kind wins. Merging is
+  therefore commutative, associative and idempotent: whatever the order of arrival, everybody ends
+  with the same entries.
+* The entry of kind ``member`` is the node's own record: its role, its address, the credential it
+  was admitted with, and whether it has left. No other entry of an origin counts without a valid
+  one.
+* Whether a member is *alive* is never gossiped as an opinion. A peer vouches for those it hears
+  itself, with the age of what it heard, so one broken link does not make a member dead for the
+  two that cannot see each other.
 
 States of a member, by the silence since it was last heard, directly or through a voucher::
 
@@ -20,14 +25,14 @@ States of a member, by the silence since it was last heard, directly or through 
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
 from ..addresses import Address
 from ..errors import TokenError
+from ..settings import NetworkSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
-from ..trust.tokens import Role
+from ..trust.tokens import Bootstrap, Role
 from .entries import (
     MAX_COUNTER,
     MAX_KIND_CHARS,
@@ -41,71 +46,13 @@ from .entries import (
     sign_entry,
     sort_records_first,
 )
+from .states import CheckRecord, Digest, Member, MemberState, MergeResult, TickResult
 
-__all__ = ["Digest", "Member", "MemberState", "Membership", "MergeResult", "TickResult", "Timeouts"]
+__all__ = ["Membership"]
 
 MAX_ORIGINS: Final = 4096
 _NO_NEWS: Final = float("-inf")
-
-
-Digest = dict[str, tuple[int, dict[str, int]]]  # origin -> (incarnation, kind -> version)
-CheckRecord = Callable[[str, MemberRecord], None]  # raises TokenError unless this peer may have this role
-
-
-class MemberState(Enum):
-    """See the module's picture."""
-
-    ALIVE = "alive"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-    LEFT = "left"
-
-
 _GONE: Final = (MemberState.DEAD, MemberState.LEFT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Seconds. Shorter ones notice a death sooner and mistake a pause for one more often. A peer that says nothing for
-    ``ping_s`` is pinged, and every one each ``rtt_s``, for the round trip."""
-
-    ping_s: float = 1.0
-    rtt_s: float = 2.5
-    suspect_s: float = 3.0
-    dead_s: float = 8.0
-    forget_s: float = 600.0  # how long a dead member's entries are kept as tombstones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A member as others see it."""
-
-    peer_id: PeerId
-    role: Role
-    state: MemberState
-    address: Address
-    incarnation: int
-    rtt_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeResult:
-    """What a merge did. Blame the sender for ``forged``; ``ignored`` entries may be right and merely early."""
-
-    changed: tuple[Entry, ...] = ()
-    forged: int = 0
-    ignored: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TickResult:
-    """What time has brought. Drop connections in ``drop`` first, then ping, then dial; ``changed`` asks to tell the
-    readers."""
-
-    drop: tuple[PeerId, ...] = ()
-    ping: tuple[PeerId, ...] = ()
-    forgotten: tuple[PeerId, ...] = ()
-    changed: bool = False
 
 
 @dataclass(slots=True)
@@ -140,7 +87,8 @@ def _not_measured(peer: PeerId) -> float | None:
 
 
 class Membership:
-    """The member table of one node. Every method is synchronous and takes the time it needs as ``now``."""
+    """The member table of one node. Every method is synchronous and takes the time it needs as
+    ``now``."""
 
     def __init__(
         self,
@@ -149,13 +97,13 @@ class Membership:
         *,
         incarnation: int,
         check: CheckRecord = _trust_everybody,
-        timeouts: Timeouts | None = None,
+        settings: NetworkSettings | None = None,
     ) -> None:
         if not 0 < incarnation <= MAX_COUNTER:
             raise ValueError(f"incarnation {incarnation} is not between 1 and {MAX_COUNTER}")
         self.peer_id: PeerId = identity.peer_id
         self.role = role
-        self.timeouts = timeouts or Timeouts()
+        self._settings = settings or NetworkSettings()
         self._identity = identity
         self._check = check
         self._version = 0
@@ -197,7 +145,8 @@ class Membership:
     # -- gossip -------------------------------------------------------------------------------------------------------
 
     def digest(self) -> Digest:
-        """What we hold, briefly. Tombstones are in it too: a dead member's claim still counts as seen."""
+        """What we hold, briefly. Tombstones are in it too: a dead member's claim still counts as
+        seen."""
         return {
             origin: (life.incarnation, {kind: entry.version for kind, entry in life.entries.items()})
             for origin, life in self._lives.items()
@@ -225,7 +174,8 @@ class Membership:
         return chosen
 
     def merge(self, entries: Iterable[Entry], now: float, *, from_origin: PeerId | None = None) -> MergeResult:
-        """Take entries from somebody. ``from_origin`` names a client: only its own record counts, and stays here."""
+        """Take entries from somebody. ``from_origin`` names a client: only its own record counts,
+        and stays here."""
         changed: list[Entry] = []
         forged = ignored = 0
         for entry in sort_records_first(entries):
@@ -261,7 +211,7 @@ class Membership:
         return {
             peer: now - link.heard_at
             for peer, link in self._connected.items()
-            if now - link.heard_at < self.timeouts.suspect_s
+            if now - link.heard_at < self._settings.suspect_s
             and (life := self._lives.get(peer)) is not None
             and life.shared
         }
@@ -297,13 +247,14 @@ class Membership:
             life.heard_at = now
 
     def on_lost(self, peer: PeerId, now: float) -> None:
-        """Its connection closed and nobody answered the redial: it is dead until heard after this moment."""
+        """Its connection closed and nobody answered the redial: it is dead until heard after this
+        moment."""
         self._connected.pop(peer, None)
         life = self._lives.get(peer)
         if life is not None and life is not self._own:
             life.lost_at = now
             if life.heard_at is not None:
-                life.heard_at = min(life.heard_at, now - self.timeouts.dead_s)
+                life.heard_at = min(life.heard_at, now - self._settings.dead_s)
 
     def tick(self, now: float) -> TickResult:
         """Move every member to the state its silence has earned."""
@@ -326,7 +277,7 @@ class Membership:
                 changed = True
         self._buried = {origin: grave for origin, grave in self._buried.items() if grave[1] > now}
         # A link is judged by what came over it: others may vouch for a peer that we hear no more.
-        dead = now - self.timeouts.dead_s
+        dead = now - self._settings.dead_s
         drop = tuple(peer for peer, link in self._connected.items() if link.heard_at <= dead)
         ping = tuple(
             peer for peer, link in self._connected.items() if self._ping_at(peer, link) <= now and peer not in drop
@@ -343,7 +294,7 @@ class Membership:
                 moments.append(self._forget_at(life))
             elif life is not self._own and life.heard_at is not None:
                 is_alive = life.state is MemberState.ALIVE
-                moments.append(life.heard_at + (self.timeouts.suspect_s if is_alive else self.timeouts.dead_s))
+                moments.append(life.heard_at + (self._settings.suspect_s if is_alive else self._settings.dead_s))
         return min(moments, default=None)
 
     # -- what others may read -----------------------------------------------------------------------------------------
@@ -361,7 +312,8 @@ class Membership:
         return {PeerId(o): life.entries[kind].payload for o, life in self._lives.items() if kind in life.entries}
 
     def members(self, rtt_s: Callable[[PeerId], float | None] = _not_measured) -> tuple[Member, ...]:
-        """Everybody who was ever heard or vouched for, by peer id; ``rtt_s`` knows the round trips."""
+        """Everybody who was ever heard or vouched for, by peer id; ``rtt_s`` knows the round
+        trips."""
         found = []
         for origin, life in sorted(self._lives.items()):
             if life.record is not None and (life is self._own or life.heard_at is not None or life.record.left):
@@ -376,6 +328,15 @@ class Membership:
                     )
                 )
         return tuple(found)
+
+    def addresses(self) -> tuple[Bootstrap, ...]:
+        """Where other boxes that were ever heard can be dialled, last heard first."""
+        heard = sorted(
+            ((-life.heard_at, origin) for origin, life in self._lives.items() if life.heard_at is not None),
+        )
+        targets = self.dial_targets()
+        found = ((PeerId(origin), targets.get(PeerId(origin))) for _, origin in heard)
+        return tuple(Bootstrap(at.host, at.port, peer) for peer, at in found if at is not None and at.port != 0)
 
     def record(self, peer: str) -> MemberRecord | None:
         """The member record we hold of a peer, whatever its state."""
@@ -417,9 +378,9 @@ class Membership:
         if life.heard_at is None:
             return MemberState.DEAD
         silence = now - life.heard_at
-        if silence >= self.timeouts.dead_s:
+        if silence >= self._settings.dead_s:
             return MemberState.DEAD
-        return MemberState.SUSPECT if silence >= self.timeouts.suspect_s else MemberState.ALIVE
+        return MemberState.SUSPECT if silence >= self._settings.suspect_s else MemberState.ALIVE
 
     def _is_news(self, entry: Entry) -> bool:
         life = self._lives.get(entry.origin)
@@ -468,7 +429,8 @@ class Membership:
         return True
 
     def _outlive(self, ghost: Entry) -> None:
-        """An older life of ours has a higher number (the clock went back): take a higher one still."""
+        """An older life of ours has a higher number (the clock went back): take a higher one
+        still."""
         self._own.incarnation = ghost.incarnation + 1
         for kind, entry in list(self._own.entries.items()):
             self._version += 1
@@ -477,18 +439,19 @@ class Membership:
             )
 
     def _ping_at(self, peer: PeerId, link: _OpenStream) -> float:
-        """When to ping a peer. Of two, one is sooner to mind that nothing is said; its pings keep the other content."""
-        patience_s = self.timeouts.ping_s * (1.0 if self.peer_id < peer else 1.5)
-        return min(max(link.heard_at, link.pinged_at) + patience_s, link.pinged_at + self.timeouts.rtt_s)
+        """When to ping a peer. Of two, one is sooner to mind that nothing is said; its pings keep
+        the other content."""
+        wait_s = self._settings.ping_s * (1.0 if self.peer_id < peer else 1.5)
+        return min(max(link.heard_at, link.pinged_at) + wait_s, link.pinged_at + self._settings.rtt_s)
 
     def _forget_at(self, life: _Life) -> float:
         since = life.gone_since if life.gone_since is not None else _NO_NEWS
-        return since + (self.timeouts.forget_s if life.shared else 0.0)
+        return since + (self._settings.forget_s if life.shared else 0.0)
 
     def _forget(self, origin: str, life: _Life, now: float) -> None:
         del self._lives[origin]
         if life.shared and len(self._buried) < MAX_ORIGINS:
-            self._buried[origin] = (life.incarnation, now + self.timeouts.forget_s)
+            self._buried[origin] = (life.incarnation, now + self._settings.forget_s)
 
 
 def _is_client(record: MemberRecord | None) -> bool:

@@ -1,23 +1,19 @@
 """Whom to dial when, and which of two connections to keep. Pure.
 
-In a full mesh both ends of a missing link would dial at once. The lower peer id dials first; the higher one waits a
-moment and dials too if nothing came, since the lower one may be unable to reach it.
+In a full mesh both ends of a missing link would dial at once. The lower peer id dials first; the
+higher one waits a moment and dials too if nothing came, since the lower one may be unable to
+reach it.
 """
 
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from ..addresses import Address
+from ..settings import NetworkSettings
 from ..trust.keys import PeerId
 
 __all__ = ["Dial", "DialBook", "should_replace"]
-
-FIRST_BACKOFF_S: Final = 0.5
-LAST_BACKOFF_S: Final = 30.0
-HIGHER_WAITS_S: Final = 1.5
-YOUNG_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +33,21 @@ class _Target:
 
 
 class DialBook:
-    """The peers we are missing, each with its own backoff: 0.5 s, doubling to 30 s, with jitter, never giving up."""
+    """The peers we are missing, each with its own back-off: doubling, with jitter, never giving
+    up.
 
-    def __init__(self, me: PeerId, rng: random.Random) -> None:
+    ``named`` are the members that others start from (our token names them, or we remember them):
+    they are dialled without waiting for them to dial us, and their back-off stays short, because
+    one that restarts knows nobody.
+    """
+
+    def __init__(
+        self, me: PeerId, rng: random.Random, settings: NetworkSettings, named: Collection[PeerId] = ()
+    ) -> None:
         self._me = me
         self._rng = rng
+        self._settings = settings
+        self._named = set(named)
         self._targets: dict[PeerId, _Target] = {}
 
     def take_due(self, wanted: Mapping[PeerId, Address], connected: Collection[PeerId], now: float) -> tuple[Dial, ...]:
@@ -54,7 +60,8 @@ class DialBook:
                 continue
             target = self._targets.get(peer)
             if target is None:
-                wait = 0.0 if self._me < peer else HIGHER_WAITS_S * self._rng.uniform(0.8, 1.2)
+                is_first = self._me < peer or peer in self._named
+                wait = 0.0 if is_first else self._settings.higher_waits_s * self._rng.uniform(0.8, 1.2)
                 target = self._targets[peer] = _Target(address, 0, now + wait)
             if target.address != address:  # it moved: what we learned about the old address is void
                 target.address, target.failures, target.next_at = address, 0, min(target.next_at, now)
@@ -62,6 +69,10 @@ class DialBook:
                 target.in_flight = True
                 dials.append(Dial(peer, address))
         return tuple(dials)
+
+    def add_named(self, peer: PeerId) -> None:
+        """One more of those that others start from."""
+        self._named.add(peer)
 
     def on_result(self, peer: PeerId, succeeded: bool, now: float) -> None:
         """A dial ended."""
@@ -72,13 +83,14 @@ class DialBook:
         if succeeded:
             target.failures, target.next_at = 0, now
         else:
-            backoff = min(FIRST_BACKOFF_S * 2**target.failures, LAST_BACKOFF_S)
+            longest = self._settings.named_backoff_s if peer in self._named else self._settings.last_backoff_s
+            backoff = min(self._settings.first_backoff_s * 2**target.failures, longest)
             target.failures = min(target.failures + 1, 16)
             target.next_at = now + backoff * self._rng.uniform(0.75, 1.25)
 
     def on_disconnected(self, peer: PeerId, now: float) -> None:
-        """A connection broke: whoever notices redials at once, since nothing but that tells a dead peer from a
-        broken link."""
+        """A connection broke: whoever notices redials at once, since nothing but that tells a
+        dead peer from a broken link."""
         target = self._targets.get(peer)
         if target is not None:
             target.failures, target.next_at = 0, now
@@ -103,18 +115,17 @@ def should_replace(
     me: PeerId,
     peer: PeerId,
     new_dialled_by_me: bool,
-    new_incarnation: int,
     held_dialled_by_me: bool,
-    held_incarnation: int,
     held_age_s: float,
+    crossing_s: float,
 ) -> bool:
-    """Whether a new connection to ``peer`` takes the place of the one we hold. Both ends come to the same answer.
+    """Whether a new connection to ``peer`` takes the place of the one we hold. Both ends come to
+    the same answer.
 
-    A peer that has a connection does not dial, so a new one means that the peer lost the old one, except when both
-    dialled at the same moment: then the lower peer id's dial wins.
+    A peer that has a connection does not dial, so a new one means that the peer lost the old one,
+    except when both dialled at the same moment, within ``crossing_s``: then the lower peer id's
+    dial wins.
     """
-    if new_incarnation != held_incarnation:
-        return new_incarnation > held_incarnation
-    if held_age_s > YOUNG_S or new_dialled_by_me == held_dialled_by_me:
+    if held_age_s > crossing_s or new_dialled_by_me == held_dialled_by_me:
         return True
     return new_dialled_by_me == (me < peer)

@@ -1,10 +1,12 @@
 """Requests, replies and notices multiplexed on one control stream.
 
-Every frame is one MessagePack struct of a closed, tagged union. Bodies stay undecoded (:class:`msgspec.Raw`) until
-the method is known, so an unknown method costs nothing and a malformed body only its own request.
+Every frame is one MessagePack struct of a closed, tagged union. Bodies stay undecoded
+(:class:`msgspec.Raw`) until the method is known, so an unknown method costs nothing and a
+malformed body only its own request.
 
-One class, two owners of time: the caller of :meth:`ControlStream.request` waits with a timeout of its own, and
-:meth:`ControlStream.run` reads until the connection is lost. A timeout never touches the connection.
+One class, two owners of time: the caller of :meth:`ControlStream.request` waits with a timeout of
+its own, and :meth:`ControlStream.run` reads until the connection is lost. A timeout never touches
+the connection.
 """
 
 import logging
@@ -17,6 +19,7 @@ import trio
 
 from ..errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
 from ..members.entries import Entry
+from ..settings import NetworkSettings
 from ..trust.keys import PeerId
 from .transport import Connection
 
@@ -25,18 +28,17 @@ __all__ = ["PROTOCOL_VERSION", "ControlStatistics", "ControlStream", "Hello", "R
 _log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: Final = 1
-MAX_CONCURRENT_REQUESTS: Final = 256  # served at once for one peer; more are answered "busy"
-MAX_OFFENCES: Final = 16  # malformed or forged messages before a peer is disconnected
 _MAX_METHOD_CHARS: Final = 128
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
-    """The first frame of the dialler. Unknown trailing fields are allowed here and only here: a newer version must
-    still be able to say that it is newer."""
+    """The first frame of the dialler. Unknown trailing fields are allowed here and only here: a
+    newer version must still be able to say that it is newer."""
 
     version: int
     network: bytes
     member: Entry  # the sender's own member record, which carries its credential
+    born: int = 0  # tells this run of the node from all others; grows with the time it was started
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
@@ -45,12 +47,14 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     version: int
     network: bytes
     member: Entry
+    born: int = 0
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     """The listener's answer when it does not. The connection closes after it."""
 
     reason: str
+    holder_born: int = 0  # not 0: the dialler's identity is in use, by a node that was born then
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="q"):
@@ -156,15 +160,23 @@ class _Waiter:
 class ControlStream:
     """RPC on one :class:`.transport.Connection`.
 
-    ``serve`` answers requests (its RemoteError becomes a Failure), ``notice`` takes notices; both get the undecoded
-    body and may raise :class:`ProtocolError` to say that the sender misbehaved.
+    ``serve`` answers requests (its RemoteError becomes a Failure), ``notice`` takes notices; both
+    get the undecoded body and may raise :class:`ProtocolError` to say that the sender misbehaved.
     """
 
-    def __init__(self, connection: Connection, *, serve: RequestHandler, notice: NoticeHandler) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        serve: RequestHandler,
+        notice: NoticeHandler,
+        settings: NetworkSettings | None = None,
+    ) -> None:
         self.connection = connection
         self.peer: PeerId = connection.peer
         self.heard_at = trio.current_time()
         self.rtts: list[float] = []
+        self._settings = settings or NetworkSettings()
         self._serve = serve
         self._notice = notice
         self._waiters: dict[int, _Waiter] = {}
@@ -185,7 +197,8 @@ class ControlStream:
         return self._offences
 
     async def run(self) -> None:
-        """Read until the connection is lost or the peer misbehaves too often. Opens a nursery for handlers."""
+        """Read until the connection is lost or the peer misbehaves too often. Opens a nursery for
+        handlers."""
         try:
             with self._reading:
                 await self._read()
@@ -196,7 +209,7 @@ class ControlStream:
 
     async def _read(self) -> None:
         async with trio.open_nursery() as nursery:
-            while self._lost is None and self._offences < MAX_OFFENCES:
+            while self._lost is None and self._offences < self._settings.max_offences:
                 frame = await self.connection.receive()
                 self._received += 1
                 self.heard_at = trio.current_time()
@@ -208,8 +221,8 @@ class ControlStream:
             nursery.cancel_scope.cancel()
 
     def abandon(self, because: str) -> None:
-        """Be lost from this moment: nothing more is sent or handled, who waits for an answer hears it at once, and
-        :meth:`run` returns. Whoever runs it closes the connection."""
+        """Be lost from this moment: nothing more is sent or handled, who waits for an answer
+        hears it at once, and :meth:`run` returns. Whoever runs it closes the connection."""
         self._lose(because)
         self._reading.cancel()
 
@@ -235,7 +248,8 @@ class ControlStream:
         return waiter.outcome
 
     def send_nowait(self, frame: bytes) -> bool:
-        """Send an encoded notice if there is room; False when the peer is too slow and it was shed."""
+        """Send an encoded notice if there is room; False when the peer is too slow and it was
+        shed."""
         self._check_open()
         try:
             self.connection.send_nowait(frame)
@@ -252,6 +266,21 @@ class ControlStream:
         self._pings = {nonce: at for nonce, at in self._pings.items() if now - at < 30.0}
         if self.send_nowait(_encoder.encode(ControlPing(self._next_id))):
             self._pings[self._next_id] = now
+
+    async def is_answering(self, timeout: float) -> bool:
+        """Whether the peer answers a ping within ``timeout`` seconds."""
+        try:
+            self.ping()
+        except PeerLost:
+            return False
+        waiter = self._waiters[self._next_id] = _Waiter()
+        nonce = self._next_id
+        try:
+            with trio.move_on_after(timeout):
+                await waiter.event.wait()
+        finally:
+            del self._waiters[nonce]
+        return isinstance(waiter.outcome, bytes)
 
     def blame(self, offences: int = 1) -> None:
         """Count misbehaviour of the peer that was found further up."""
@@ -301,12 +330,14 @@ class ControlStream:
                 sent_at = self._pings.pop(nonce, None)
                 if sent_at is not None:
                     self.rtts = [*self.rtts[-7:], self.heard_at - sent_at]
+                    if (waiter := self._waiters.get(nonce)) is not None:
+                        waiter.settle(b"")
         return None
 
     def _accept_request(self, request: Request, nursery: trio.Nursery) -> trio.Event | None:
-        """Serve it in a task of its own. Its handler must have run to its first wait before what the peer sent next
-        is handled: a notice may be about what the request has begun."""
-        if self._serving >= MAX_CONCURRENT_REQUESTS:
+        """Serve it in a task of its own. Its handler must have run to its first wait before what
+        the peer sent next is handled: a notice may be about what the request has begun."""
+        if self._serving >= self._settings.max_requests:
             self._answer(Failure(request.id, "busy", "too many requests at once; try again later"))
         elif len(request.method) > _MAX_METHOD_CHARS:
             self._offences += 1

@@ -42,7 +42,8 @@ class ByteStream(Protocol):
 
 
 class FramedConnection:
-    """See :class:`.transport.Connection`. A reader and a writer task own the stream; callers touch only queues.
+    """See :class:`.transport.Connection`. A reader and a writer task own the stream; callers
+    touch only queues.
 
     ``stream`` carries the frames; ``close`` closes the connection below it.
     """
@@ -53,7 +54,7 @@ class FramedConnection:
         self.peer = peer
         self.remote = remote
         self.finished = trio.Event()
-        self._stream = stream
+        self.stream = stream
         self._hang_up = close
         self._decoder = FrameDecoder()
         self._inbox = FrameQueue(max_frames=_INBOX_FRAMES)
@@ -74,6 +75,11 @@ class FramedConnection:
     async def receive(self) -> bytes:
         """See :class:`.transport.Connection`."""
         return await self._inbox.take()
+
+    @property
+    def waiting(self) -> int:
+        """How many frames have come and not been taken."""
+        return len(self._inbox)
 
     def restrict(self, on_admitted: Callable[[], None]) -> None:
         """Take little from the other side, which may be anybody, until :meth:`admit`."""
@@ -118,7 +124,7 @@ class FramedConnection:
         try:
             while True:
                 with MappedErrors("the peer closed the connection"):
-                    data = await self._stream.read(_READ_BYTES)
+                    data = await self.stream.read(_READ_BYTES)
                 if not data:
                     raise PeerLost("the peer closed the connection")
                 for frame in self._decoder.feed(data):
@@ -133,12 +139,12 @@ class FramedConnection:
             while True:
                 batch = await self._outbox.take_batch(max_frames=_BATCH_FRAMES, max_bytes=_BATCH_BYTES)
                 with MappedErrors("the connection broke while sending"):
-                    await self._stream.write(b"".join(batch))
+                    await self.stream.write(b"".join(batch))
         except PeerLost as error:
             self._close(str(error))
         try:
             with MappedErrors("closing the stream"):
-                await self._stream.close()
+                await self.stream.close()
         except PeerLost as error:
             _log.debug("%s", error)
         self._written.set()

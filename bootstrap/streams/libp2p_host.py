@@ -1,14 +1,16 @@
 """The transport over libp2p. Nothing else imports libp2p, and nothing here decides anything.
 
-One TCP port serves two kinds of guests. The first eight bytes, peeked at and never consumed, tell them apart::
+One TCP port serves two kinds of guests. The first eight bytes, peeked at and never consumed, tell
+them apart::
 
     accept -> peek -> "p2p....."    -> on_data_socket(sock, peeked)      bulk data, our own wire formats
                    -> anything else -> Noise -> yamux -> /p2pserve/ctl/1   the control stream
 
-Only the swarm of libp2p is used, without its host: identify, identify-push and ping would run for strangers before
-they are admitted, and cost a second stream per connection. Each libp2p connection carries exactly one control stream
-and dies with it, so that a cancelled read or write, which kills a libp2p connection, costs nothing else. Knowing that
-there is one stream only, :mod:`.yamux` is several times cheaper for each message than libp2p's own muxer.
+Only the swarm of libp2p is used, without its host: identify, identify-push and ping would run for
+strangers before they are admitted, and cost a second stream per connection. Each libp2p
+connection carries exactly one control stream and dies with it, so that a cancelled read or write,
+which kills a libp2p connection, costs nothing else. Knowing that there is one stream only,
+:mod:`.yamux` is several times cheaper for each message than libp2p's own muxer.
 """
 
 import logging
@@ -21,7 +23,7 @@ from . import ecdsa  # noqa: F401  # must come before libp2p: fills in a package
 import libp2p.network.connection.swarm_connection as swarm_connection_module
 import trio
 from libp2p import new_swarm
-from libp2p.abc import IListener, IMuxedConn, INetConn, INetStream, ISecureConn
+from libp2p.abc import IListener, IMuxedConn, INetConn, INetStream, IRawConnection, ISecureConn
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
 from libp2p.custom_types import THandler, TProtocol
@@ -48,31 +50,32 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from ..addresses import Address
-from ..errors import PeerLost, Unreachable
-from ..reasons import MappedErrors, close_quietly, explain, resolve
+from ..errors import PeerLost
+from ..reasons import MappedErrors, close_quietly
+from ..settings import TransportSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from .framed import ByteStream, FramedConnection
+from .hosts import HostDialler
 from .shared_port import DataSocketHandler, SharedPort
-from .transport import CONTROL_PROTOCOL, DIAL_SECONDS, ConnectionHandler, run_handler
+from .transport import CONTROL_PROTOCOL, ConnectionHandler, run_handler
 from .yamux import OneStream
 
 __all__ = ["Libp2pTransport"]
 
 _log = logging.getLogger(__name__)
 
-_UPGRADE_SECONDS: Final = 5
 _READ_BYTES: Final = 64 * 1024
 _NOISE_LENGTH: Final = struct.Struct("!H")
-_MAX_STRANGERS: Final = 64  # inbound connections that were not let in yet; the next ones are closed at once
 
 
 class Libp2pTransport:
     """See :class:`.transport.Transport`.
 
-    ``listen`` is where to bind (``None``: dial only), ``announce`` what others are told; its port 0 stands for the
-    port that was bound. ``on_data_socket(sock, peeked)`` is called in the loop's thread and must neither block nor
-    raise: it owns the blocking socket, from which nothing has been read yet.
+    ``listen`` is where to bind (``None``: dial only), ``announce`` what others are told; its port
+    0 stands for the port that was bound. ``on_data_socket(sock, peeked)`` is called in the loop's
+    thread and must neither block nor raise: it owns the blocking socket, from which nothing has
+    been read yet.
     """
 
     def __init__(
@@ -81,19 +84,23 @@ class Libp2pTransport:
         listen: Address | None,
         announce: Address,
         on_data_socket: DataSocketHandler | None = None,
+        *,
+        settings: TransportSettings | None = None,
     ) -> None:
         self.peer_id: PeerId = identity.peer_id
         self.listen = listen
         self.announced = announce
         self.bound: Address | None = None
+        self.settings = settings or TransportSettings()
+        self._hosts = HostDialler(self.settings.dial_s)
         self._identity = identity
         self._on_data_socket = on_data_socket
         self._on_connection: ConnectionHandler | None = None
         self._nursery: trio.Nursery | None = None
-        self._swarm: Swarm | None = None
+        self.swarm: Swarm | None = None
         self._multiselect = Multiselect({TProtocol(CONTROL_PROTOCOL): None})
         self._open: set[FramedConnection] = set()
-        self._strangers: set[_WatchedStream] = set()
+        self._tcp: _SharedPortTcp | None = None
 
     async def serve(
         self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
@@ -101,67 +108,78 @@ class Libp2pTransport:
         """See :class:`.transport.Transport`."""
         _quieten_libp2p()
         self._on_connection = on_connection
-        port = await SharedPort.open(self.listen, self._on_data_socket) if self.listen is not None else None
-        tcp = _SharedPortTcp(port, self._strangers)
-        self._swarm = swarm = _build_swarm(self._identity, tcp)
+        port = None
+        if self.listen is not None:
+            port = await SharedPort.open(self.listen, self._on_data_socket, self.settings)
+        tcp = self._tcp = _SharedPortTcp(port, self.settings)
+        self.swarm = swarm = _build_swarm(self._identity, tcp, self.new_muxer(), self.settings)
         swarm.set_stream_handler(self._on_stream)
         ready, stop = trio.Event(), trio.Event()
         try:
             async with trio.open_nursery() as outer:
                 try:
                     # Not `outer.start`: cancelled meanwhile, it would wait for the shielded task before `stop` is set.
-                    outer.start_soon(self._run_swarm, swarm, tcp, port, ready, stop)
+                    outer.start_soon(self._run_swarm, swarm, tcp, ready, stop)
                     await ready.wait()
                     task_status.started(self.announced)
                     await trio.sleep_forever()
                 finally:
                     stop.set()
         finally:
-            self._nursery = self._swarm = None
+            self._nursery = self.swarm = None
             if port is not None:
                 port.close()
 
-    async def _run_swarm(
-        self,
-        swarm: Swarm,
-        tcp: "_SharedPortTcp",
-        port: SharedPort | None,
-        ready: trio.Event,
-        stop: trio.Event,
-    ) -> None:
-        """Run the swarm until `stop`. Shielded, so that connections end before the swarm that carries them: one that
-        is cancelled along with it never closes its socket."""
+    async def _run_swarm(self, swarm: Swarm, tcp: "_SharedPortTcp", ready: trio.Event, stop: trio.Event) -> None:
+        """Run the swarm until `stop`. Shielded, so that connections end before the swarm that
+        carries them: one that is cancelled along with it never closes its socket."""
         with trio.CancelScope(shield=True):
             async with background_trio_service(swarm), trio.open_nursery() as nursery:
                 self._nursery = tcp.nursery = nursery
-                if port is not None:
-                    self.bound = port.bound
-                    await swarm.listen(_multiaddr(port.bound))
+                if tcp.port is not None:
+                    self.bound = tcp.port.bound
+                    await swarm.listen(_multiaddr(self.bound))
                     if self.announced.port == 0:
-                        self.announced = Address(self.announced.host, port.bound.port)
+                        self.announced = Address(self.announced.host, self.bound.port)
                 ready.set()
                 await stop.wait()
                 nursery.cancel_scope.cancel()
 
     async def dial(self, address: Address, peer_id: PeerId) -> FramedConnection:
         """See :class:`.transport.Transport`."""
+        self._check_serving()
+        return await self._hosts.try_each(address, peer_id, lambda host: self._dial_one(host, address, peer_id))
+
+    async def identify(self, address: Address) -> PeerId:
+        """See :class:`.transport.Transport`."""
+        self._check_serving()
+        return await self._hosts.try_each(address, None, lambda host: self._identify_one(Address(host, address.port)))
+
+    def _check_serving(self) -> None:
         if self._nursery is None:
-            raise RuntimeError("dial() needs a running serve(): start it in a nursery first")
-        deadline = trio.current_time() + DIAL_SECONDS
-        problem = f"no answer within {DIAL_SECONDS:.0f} s; check the address and the firewall"
-        with trio.move_on_at(deadline):
-            targets = await resolve(address)
-            for index, host in enumerate(targets):
-                share = (deadline - trio.current_time()) / (len(targets) - index)
-                with trio.move_on_after(share):
-                    try:
-                        return await self._dial_one(host, address, peer_id)
-                    except PeerLost as error:
-                        problem = explain(error, peer_id)
-        raise Unreachable(f"cannot reach {peer_id} at {address}: {problem}")
+            raise RuntimeError("dialling needs a running serve(): start it in a nursery first")
+
+    async def _identify_one(self, address: Address) -> PeerId:
+        """A Noise handshake and no more. It proves who answers; that the other side hears nothing
+        of us is no loss."""
+        swarm = self.swarm
+        if swarm is None:
+            raise PeerLost("the transport is closing")
+        raw: IRawConnection | None = None
+        try:
+            with MappedErrors("dialling"):
+                raw = await TCP().dial(_multiaddr(address))
+                noise = await swarm.upgrader.security_multistream.select_transport(raw, True)
+                assert isinstance(noise, NoiseTransport)
+                secure = await noise.get_pattern().handshake_outbound(raw, None)
+                return PeerId(str(secure.get_remote_peer()))
+        finally:
+            if raw is not None:
+                with trio.CancelScope(shield=True):
+                    await close_quietly(raw.close)
 
     async def _dial_one(self, host: str, address: Address, peer_id: PeerId) -> FramedConnection:
-        swarm, nursery = self._swarm, self._nursery
+        swarm, nursery = self.swarm, self._nursery
         if swarm is None or nursery is None:
             raise PeerLost("the transport is closing")
         conn: INetConn | None = None
@@ -171,7 +189,7 @@ class Libp2pTransport:
                 conn = await swarm.dial_addr(_multiaddr(Address(host, address.port)), ID.from_base58(peer_id))
                 stream = await conn.new_stream()
                 await MultiselectClient().select_one_of(
-                    [TProtocol(CONTROL_PROTOCOL)], MultiselectCommunicator(stream), _UPGRADE_SECONDS
+                    [TProtocol(CONTROL_PROTOCOL)], MultiselectCommunicator(stream), self.settings.upgrade_s
                 )
             connection = FramedConnection(peer_id, address, _bytes_of(stream), conn.close)
             nursery.start_soon(self._run, connection)
@@ -186,7 +204,7 @@ class Libp2pTransport:
         conn = stream.swarm_conn  # type: ignore[attr-defined]  # of every NetStream, and of no interface
         try:
             with MappedErrors("accepting a stream"):
-                await self._multiselect.negotiate(MultiselectCommunicator(stream), _UPGRADE_SECONDS)
+                await self._multiselect.negotiate(MultiselectCommunicator(stream), self.settings.upgrade_s)
                 watched = _watched_below(stream)
         except PeerLost as error:
             _log.debug("an inbound stream was dropped: %s", error)
@@ -195,7 +213,9 @@ class Libp2pTransport:
         remote = stream.get_remote_address()
         peer = PeerId(str(stream.muxed_conn.peer_id))
         connection = FramedConnection(peer, None if remote is None else Address(*remote), _bytes_of(stream), conn.close)
-        connection.restrict(lambda: self._strangers.discard(watched))
+        assert self._tcp is not None
+        strangers = self._tcp.strangers
+        connection.restrict(lambda: strangers.discard(watched))
         watched.speaks.set()
         if self._nursery is not None:
             self._nursery.start_soon(self._run_inbound, connection)
@@ -215,45 +235,55 @@ class Libp2pTransport:
         finally:
             self._open.discard(connection)
 
+    @property
+    def strangers(self) -> int:
+        """How many inbound connections have not been let in yet."""
+        return len(self._tcp.strangers) if self._tcp is not None else 0
+
+    def new_muxer(self) -> MuxerMultistream:
+        """What makes a connection's one stream. libp2p's own muxer speaks the same wire, and may
+        be put in its place."""
+        muxer = _OneStreamMuxer({TProtocol(YAMUX_PROTOCOL_ID): Yamux})
+        muxer.stalled_s = self.settings.stalled_s
+        return muxer
+
     def __repr__(self) -> str:
         return f"Libp2pTransport({self.peer_id}, bound={self.bound}, connections={len(self._open)})"
 
 
 class _SharedPortTcp(TCP):
-    """TCP whose listener is a socket we bound ourselves."""
+    """TCP whose listener is a socket we bound ourselves; ``port`` is None where nobody listens."""
 
-    def __init__(self, port: SharedPort | None, strangers: "set[_WatchedStream]") -> None:
+    def __init__(self, port: SharedPort | None, settings: TransportSettings) -> None:
         super().__init__()
+        self.port = port
+        self.settings = settings
         self.nursery: trio.Nursery | None = None
-        self._port = port
-        self._strangers = strangers
+        self.strangers: set[_WatchedStream] = set()
 
     def create_listener(self, handler_function: THandler) -> IListener:  # type: ignore[override]
         """Called by the swarm once, for the one address we listen on."""
-        assert self._port is not None
-        assert self.nursery is not None
-        return _SharedPortListener(self._port, self.nursery, handler_function, self._strangers)
+        return _SharedPortListener(self, handler_function)
 
 
 class _SharedPortListener(IListener):
     """What the swarm sees of the port."""
 
-    def __init__(
-        self, port: SharedPort, nursery: trio.Nursery, handler: THandler, strangers: "set[_WatchedStream]"
-    ) -> None:
-        self._port = port
-        self._strangers = strangers
-        self._nursery = nursery
+    def __init__(self, tcp: _SharedPortTcp, handler: THandler) -> None:
+        assert tcp.port is not None
+        self._tcp = tcp
+        self._port = tcp.port
         self._handler = handler
         self._scope = trio.CancelScope()
 
     async def listen(self, maddr: Multiaddr) -> None:
         """Start the accept loop; the socket is bound already."""
-        self._nursery.start_soon(self._serve)
+        assert self._tcp.nursery is not None
+        self._tcp.nursery.start_soon(self._serve, self._tcp.nursery)
 
-    async def _serve(self) -> None:
+    async def _serve(self, nursery: trio.Nursery) -> None:
         with self._scope:
-            await self._port.serve(self._serve_libp2p, self._nursery)
+            await self._port.serve(self._serve_libp2p, nursery)
 
     def get_addrs(self) -> tuple[Multiaddr, ...]:
         """Where we are bound."""
@@ -265,24 +295,25 @@ class _SharedPortListener(IListener):
         self._port.close()
 
     async def _serve_libp2p(self, stream: trio.SocketStream) -> None:
-        """Run libp2p's handler. It would wait for the end of the swarm, holding one of its limited inbound slots
-        for every connection there ever was; so it is released when the socket closes, or when nobody has opened a
-        control stream in time."""
-        if len(self._strangers) >= _MAX_STRANGERS:
-            _log.debug("a stranger was turned away: %d others are not let in yet", len(self._strangers))
+        """Run libp2p's handler. It would wait for the end of the swarm, holding one of its
+        limited inbound slots for every connection there ever was; so it is released when the
+        socket closes, or when nobody has opened a control stream in time."""
+        strangers = self._tcp.strangers
+        if len(strangers) >= self._tcp.settings.max_strangers:
+            _log.debug("a stranger was turned away: %d others are not let in yet", len(strangers))
             return
         watched = _WatchedStream(stream)
-        self._strangers.add(watched)
+        strangers.add(watched)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._handle, watched)
-                with trio.move_on_after(_UPGRADE_SECONDS):
+                with trio.move_on_after(self._tcp.settings.upgrade_s):
                     await watched.speaks.wait()
                 if watched.speaks.is_set():
                     await watched.closed.wait()
                 nursery.cancel_scope.cancel()
         finally:
-            self._strangers.discard(watched)
+            strangers.discard(watched)
 
     async def _handle(self, watched: "_WatchedStream") -> None:
         try:
@@ -308,7 +339,8 @@ class _NoAutoConnector(AutoConnector):
 
 
 class _WatchedStream(TrioTCPStream):
-    """A TCP stream that tells when its control stream is open (or never will be), and when libp2p has closed it."""
+    """A TCP stream that tells when its control stream is open (or never will be), and when libp2p
+    has closed it."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
@@ -329,8 +361,8 @@ class _WatchedStream(TrioTCPStream):
 
 
 class _NoiseMessages:
-    """The messages of an established Noise session, straight from and to the socket. libp2p has five layers there that
-    take locks and read the two parts of each message one by one."""
+    """The messages of an established Noise session, straight from and to the socket. libp2p has
+    five layers there that take locks and read the two parts of each message one by one."""
 
     def __init__(self, session: SecureSession, rest: bytes) -> None:
         """``rest`` has been read of a message and not been used."""
@@ -350,7 +382,8 @@ class _NoiseMessages:
         self._sealed = bytearray()
 
     async def read(self) -> bytes:
-        """At least one message; several come as one. Raises PeerLost at the end, and what the socket or Noise do."""
+        """At least one message; several come as one. Raises PeerLost at the end, and what the
+        socket or Noise do."""
         while not self._plain:
             received = await self._socket.receive_some(_READ_BYTES)
             if not received:
@@ -381,22 +414,26 @@ class _NoiseMessages:
 class _OneStreamMuxer(MuxerMultistream):
     """Agrees on yamux as ever, and uses ours."""
 
+    stalled_s = TransportSettings().stalled_s
+
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         """Called by the swarm for each connection."""
         await self.select_transport(conn)
         assert isinstance(conn, SecureSession)
         rest = await conn.read(conn.high_watermark - conn.low_watermark)  # sent along with the end of the negotiation
-        return cast(IMuxedConn, OneStream(_NoiseMessages(conn, rest), peer_id))
+        return cast(IMuxedConn, OneStream(_NoiseMessages(conn, rest), peer_id, self.stalled_s))
 
 
 def _bytes_of(stream: INetStream) -> ByteStream:
-    """The stream below libp2p's, which guards a state that nobody asks for with a lock for each read and write."""
+    """The stream below libp2p's, which guards a state that nobody asks for with a lock for each
+    read and write."""
     assert isinstance(stream, NetStream)
     return stream.muxed_stream
 
 
 def _watched_below(stream: INetStream) -> _WatchedStream:
-    """The socket under a stream: the muxer, the secure session, Noise, the raw connection, and there it is."""
+    """The socket under a stream: the muxer, the secure session, Noise, the raw connection, and
+    there it is."""
     found = stream.muxed_conn.secured_conn.conn.conn.stream  # type: ignore[attr-defined]  # of no interface
     if not isinstance(found, _WatchedStream):
         raise TypeError(f"an inbound stream runs over {found!r}")
@@ -407,7 +444,7 @@ def _multiaddr(address: Address) -> Multiaddr:
     return Multiaddr(f"/{'ip6' if ':' in address.host else 'ip4'}/{address.host}/tcp/{address.port}")
 
 
-def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:
+def _build_swarm(identity: Identity, tcp: TCP, muxer: MuxerMultistream, settings: TransportSettings) -> Swarm:
     key_pair = create_new_key_pair(identity.seed)
     noise = NoiseTransport(key_pair, noise_privkey=create_x25519_key_pair().private_key)
     many = 1_000_000
@@ -425,8 +462,8 @@ def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:
             min_connections=0,
             low_watermark=0,
             max_connections_per_peer=many,
-            inbound_upgrade_timeout=_UPGRADE_SECONDS,
-            outbound_upgrade_timeout=_UPGRADE_SECONDS,
+            inbound_upgrade_timeout=settings.upgrade_s,
+            outbound_upgrade_timeout=settings.upgrade_s,
         ),
         resource_manager=ResourceManager(  # the default one blocks a peer for 60 s after five failures
             limits=ResourceLimits(max_connections=many, max_streams=many),
@@ -439,16 +476,17 @@ def _build_swarm(identity: Identity, tcp: TCP) -> Swarm:
         ),
     )
     assert isinstance(swarm, Swarm)
-    swarm.upgrader.muxer_multistream = _OneStreamMuxer({TProtocol(YAMUX_PROTOCOL_ID): Yamux})
+    swarm.upgrader.muxer_multistream = muxer
     swarm.auto_connector = _NoAutoConnector(swarm)
     return swarm
 
 
 def _quieten_libp2p() -> None:
-    """Whatever concerns us arrives as an exception; libp2p's own lines would repeat it at ERROR, with tracebacks.
+    """Whatever concerns us arrives as an exception; libp2p's own lines would repeat it at ERROR,
+    with tracebacks.
 
-    One of its modules logs through the helpers of the ROOT logger, which also install a handler there as a side
-    effect; it gets a logger of its own instead.
+    One of its modules logs through the helpers of the ROOT logger, which also install a handler
+    there as a side effect; it gets a logger of its own instead.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("libp2p."):

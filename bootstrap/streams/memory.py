@@ -1,8 +1,9 @@
 """The transport's in-memory twin: a whole network in one process, with bad weather on request.
 
-Time is trio's clock only, so under ``trio.testing.MockClock`` hours pass in an instant. A frame travels like a TCP
-segment: it may be late (latency, or a retransmission where ``loss`` strikes), it waits while its link is partitioned,
-but it never overtakes another and never disappears from the middle of a stream.
+Time is trio's clock only, so under ``trio.testing.MockClock`` hours pass in an instant. A frame
+travels like a TCP segment: it may be late (latency, or a retransmission where ``loss`` strikes),
+it waits while its link is partitioned, but it never overtakes another and never disappears from
+the middle of a stream.
 """
 
 import random
@@ -14,10 +15,11 @@ import trio
 
 from ..addresses import Address
 from ..errors import PeerLost, PortInUse, Unreachable
+from ..settings import TransportSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from .frames import MAX_STRANGER_FRAME, check_frame
-from .transport import DIAL_SECONDS, ConnectionHandler, run_handler
+from .transport import ConnectionHandler, run_handler
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
 
@@ -40,6 +42,7 @@ class MemoryNetwork:
     """Where in-memory transports meet. All controls may be turned at any time."""
 
     def __init__(self, *, latency_s: float = 0.0, loss: float = 0.0, rng: random.Random | None = None) -> None:
+        self.dial_s = TransportSettings().dial_s
         self.latency_s = latency_s
         self.loss = loss
         self._rng = rng if rng is not None else random.Random(0)
@@ -86,8 +89,16 @@ class MemoryNetwork:
         for connection in [c for c in self._connections if {c.peer, c.owner} == {one, other}]:
             connection.sever("the connection was dropped")
 
+    def end_of(self, owner: PeerId, peer: PeerId) -> "MemoryConnection":
+        """The end that ``owner`` holds of its open connection to ``peer``. Raises KeyError when there is none."""
+        for connection in self._connections:
+            if (connection.owner, connection.peer) == (owner, peer):
+                return connection
+        raise KeyError(f"{owner} has no open connection to {peer}")
+
     def kill(self, peer: PeerId) -> None:
-        """What the death of a process looks like from outside: its connections reset and its port is closed."""
+        """What the death of a process looks like from outside: its connections reset and its port
+        is closed."""
         self._listeners = {a: t for a, t in self._listeners.items() if t.peer_id != peer}
         for connection in [c for c in self._connections if peer in (c.peer, c.owner)]:
             connection.sever("the peer's process died")
@@ -141,14 +152,8 @@ class MemoryNetwork:
     async def connect(self, dialler: "MemoryTransport", address: Address, peer_id: PeerId) -> "MemoryConnection":
         """Find the listener and make both ends."""
         self._dials += 1
-        deadline = trio.current_time() + DIAL_SECONDS
-        with trio.move_on_at(deadline):
-            await trio.sleep(2 * self.travel_seconds(dialler.peer_id, peer_id))
-            while self.is_blocked(dialler.peer_id, peer_id):
-                await self.wait_weather()
-            listener = self._listeners.get(address)
-            if listener is None:
-                raise Unreachable(f"nobody listens at {address}; check that the node there is running")
+        with trio.move_on_after(self.dial_s):
+            listener = await self.find_listener(dialler, address, peer_id)
             if listener.peer_id != peer_id:
                 raise Unreachable(f"another peer answers at {address}: {listener.peer_id} instead of {peer_id}")
             near = MemoryConnection(self, dialler.peer_id, peer_id, address)
@@ -159,7 +164,25 @@ class MemoryNetwork:
             dialler.adopt(near)
             listener.accept(far)
             return near
-        raise Unreachable(f"no answer from {address} within {DIAL_SECONDS:.0f} s; check the address and the firewall")
+        raise self.no_answer(address)
+
+    async def find_listener(
+        self, dialler: "MemoryTransport", address: Address, expected: PeerId | None
+    ) -> "MemoryTransport":
+        """Who listens at an address, after a round trip to it."""
+        listener = self._listeners.get(address)
+        peer = expected or (listener.peer_id if listener is not None else dialler.peer_id)
+        await trio.sleep(2 * self.travel_seconds(dialler.peer_id, peer))
+        while self.is_blocked(dialler.peer_id, peer):
+            await self.wait_weather()
+        listener = self._listeners.get(address)  # it may have come or gone meanwhile
+        if listener is None:
+            raise Unreachable(f"nobody listens at {address}; check that the node there is running")
+        return listener
+
+    def no_answer(self, address: Address) -> Unreachable:
+        """What a dial says that found nobody in time."""
+        return Unreachable(f"no answer from {address} within {self.dial_s:.0f} s; check the address and the firewall")
 
     def forget(self, connection: "MemoryConnection") -> None:
         """A connection is over."""
@@ -307,6 +330,12 @@ class MemoryTransport:
         if self._nursery is None:
             raise RuntimeError("dial() needs a running serve(): start it in a nursery first")
         return await self._network.connect(self, address, peer_id)
+
+    async def identify(self, address: Address) -> PeerId:
+        """See :class:`.transport.Transport`."""
+        with trio.move_on_after(self._network.dial_s):
+            return (await self._network.find_listener(self, address, None)).peer_id
+        raise self._network.no_answer(address)
 
     async def serve(
         self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED

@@ -1,6 +1,7 @@
 """One TCP port for two kinds of guests, told apart by their first eight bytes.
 
-The bytes are peeked at and never consumed, so whoever gets the socket reads the stream from its beginning.
+The bytes are peeked at and never consumed, so whoever gets the socket reads the stream from its
+beginning.
 """
 
 import errno
@@ -13,24 +14,27 @@ import trio
 
 from ..addresses import Address
 from ..errors import AddressError, PortInUse
+from ..settings import TransportSettings
 from .transport import DATA_HEAD_BYTES, DATA_PREFIX
 
 __all__ = ["DataSocketHandler", "SharedPort"]
 
 _log = logging.getLogger(__name__)
 
-_PEEK_SECONDS: Final = 10.0
 _PEEK_RETRY_SECONDS: Final = 0.02
-_UNDECIDED_LIMIT: Final = 512  # accepted sockets that have not said what they are; the next ones are closed at once
 
 DataSocketHandler = Callable[[socket.socket, bytes], None]
 StreamHandler = Callable[[trio.SocketStream], Awaitable[None]]
 
 
 class SharedPort:
-    """A bound, listening port. ``on_data_socket`` gets each bulk-data socket, blocking, and owns it."""
+    """A bound, listening port. ``on_data_socket`` gets each bulk-data socket, blocking, and owns
+    it."""
 
-    def __init__(self, listener: trio.SocketListener, on_data_socket: DataSocketHandler | None) -> None:
+    def __init__(
+        self, listener: trio.SocketListener, on_data_socket: DataSocketHandler | None, settings: TransportSettings
+    ) -> None:
+        self._settings = settings
         host, port = listener.socket.getsockname()[:2]
         self.bound = Address(host, port)
         self._listener = listener
@@ -38,12 +42,15 @@ class SharedPort:
         self._undecided = 0
 
     @classmethod
-    async def open(cls, listen: Address, on_data_socket: DataSocketHandler | None) -> "SharedPort":
+    async def open(
+        cls, listen: Address, on_data_socket: DataSocketHandler | None, settings: TransportSettings
+    ) -> "SharedPort":
         """Bind; raises PortInUse or AddressError."""
-        return cls(await _open_listener(listen), on_data_socket)
+        return cls(await _open_listener(listen), on_data_socket, settings)
 
     async def serve(self, on_other: StreamHandler, nursery: trio.Nursery) -> None:
-        """Accept for ever, each socket in a task of its own in ``nursery``; the rest goes to ``on_other``."""
+        """Accept for ever, each socket in a task of its own in ``nursery``; the rest goes to
+        ``on_other``."""
 
         async def accepted(stream: trio.SocketStream) -> None:
             try:
@@ -61,11 +68,11 @@ class SharedPort:
         return f"SharedPort({self.bound}, undecided={self._undecided})"
 
     async def _dispatch(self, stream: trio.SocketStream, on_other: StreamHandler) -> None:
-        if self._undecided >= _UNDECIDED_LIMIT:
+        if self._undecided >= self._settings.max_undecided:
             return
         self._undecided += 1
         try:
-            head = await _peek(stream.socket)
+            head = await _peek(stream.socket, self._settings.peek_s)
         except OSError as error:
             _log.debug("an accepted socket broke: %s", error)
             return
@@ -88,9 +95,10 @@ class SharedPort:
         self._on_data_socket(raw, head)
 
 
-async def _peek(sock: trio.socket.SocketType) -> bytes:
-    """The first bytes, left where they are: the whole head of a data socket, or enough to see that it is none."""
-    with trio.move_on_after(_PEEK_SECONDS):
+async def _peek(sock: trio.socket.SocketType, within_s: float) -> bytes:
+    """The first bytes, left where they are: the whole head of a data socket, or enough to see
+    that it is none."""
+    with trio.move_on_after(within_s):
         while True:
             head = await sock.recv(DATA_HEAD_BYTES, socket.MSG_PEEK)
             compared = min(len(head), len(DATA_PREFIX))

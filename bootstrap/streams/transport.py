@@ -1,6 +1,8 @@
-"""What the network needs from below: authenticated, ordered, long-lived control streams between peers.
+"""What the network needs from below: authenticated, ordered, long-lived control streams between
+peers.
 
-Two implementations keep the same contract: :mod:`.libp2p_host` over TCP, and :mod:`.memory` for tests and simulation.
+Two implementations keep the same contract: :mod:`.libp2p_host` over TCP, and :mod:`.memory` for
+tests and simulation.
 """
 
 import logging
@@ -16,7 +18,6 @@ __all__ = [
     "CONTROL_PROTOCOL",
     "DATA_HEAD_BYTES",
     "DATA_PREFIX",
-    "DIAL_SECONDS",
     "Connection",
     "ConnectionHandler",
     "Transport",
@@ -28,14 +29,15 @@ _log = logging.getLogger(__name__)
 CONTROL_PROTOCOL: Final = "/p2pserve/ctl/1"
 DATA_PREFIX: Final = b"p2p"  # how every bulk-data socket begins; what follows says of which kind it is
 DATA_HEAD_BYTES: Final = 8  # prefix, kind and version, such as b"p2pKV/2\n"
-DIAL_SECONDS: Final = 5.0
 
 
 class Connection(Protocol):
-    """THE control stream to one peer. The transport has proved that the peer holds the key of :attr:`peer`.
+    """THE control stream to one peer. The transport has proved that the peer holds the key of
+    :attr:`peer`.
 
-    Frames arrive whole, in order, each at most once. A frame that was accepted may still be lost when the connection
-    dies; nothing else loses one. Any call may be cancelled and leaves the connection usable.
+    Frames arrive whole, in order, each at most once. A frame that was accepted may still be lost
+    when the connection dies; nothing else loses one. Any call may be cancelled and leaves the
+    connection usable.
     """
 
     @property
@@ -49,7 +51,8 @@ class Connection(Protocol):
         ...
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame of at most 4 MiB, waiting while the bounded queue is full. Raises PeerLost when closed."""
+        """Queue a frame of at most 4 MiB, waiting while the bounded queue is full. Raises
+        PeerLost when closed."""
         ...
 
     def send_nowait(self, frame: bytes) -> None:
@@ -57,17 +60,20 @@ class Connection(Protocol):
         ...
 
     async def receive(self) -> bytes:
-        """The next frame. Raises PeerLost once the connection is closed and everything before was taken. One
-        receiver at a time, and it must keep receiving: a peer that is not read for five seconds is cut off."""
+        """The next frame. Raises PeerLost once the connection is closed and everything before was
+        taken. One receiver at a time, and it must keep receiving: a peer that is not read for
+        five seconds is cut off."""
         ...
 
     def admit(self) -> None:
-        """Whoever dialled us was let in. Until then its frames may have 128 KiB, and few of them are kept; and the
-        transport may turn others away. Nothing happens on a connection that was dialled here."""
+        """Whoever dialled us was let in. Until then its frames may have 128 KiB, and few of them
+        are kept; and the transport may turn others away. Nothing happens on a connection that was
+        dialled here."""
         ...
 
     async def aclose(self) -> None:
-        """Send what is queued (for a bounded moment), then close. Safe to call again, from anywhere."""
+        """Send what is queued (for a bounded moment), then close. Safe to call again, from
+        anywhere."""
         ...
 
 
@@ -85,26 +91,37 @@ class Transport(Protocol):
     async def dial(self, address: Address, peer_id: PeerId) -> Connection:
         """Connect to exactly this peer at this address.
 
-        Gives up within :data:`DIAL_SECONDS`. Raises Unreachable when nobody, or somebody else, answers. Does not look
-        for existing connections: two dials give two connections. Needs a running :meth:`serve`.
+        Gives up within :attr:`..settings.TransportSettings.dial_s`. Raises Unreachable when
+        nobody, or somebody else, answers. Does not look for existing connections: two dials give
+        two connections. Needs a running :meth:`serve`.
+        """
+        ...
+
+    async def identify(self, address: Address) -> PeerId:
+        """Who answers at this address, proved by its key; nobody is told more than our own id.
+
+        Raises Unreachable, like :meth:`dial`. Needs a running :meth:`serve`.
         """
         ...
 
     async def serve(
         self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Accept connections until cancelled; ``task_status`` gets the address to announce, its port never 0.
+        """Accept connections until cancelled; ``task_status`` gets the address to announce, its
+        port never 0.
 
-        Opens its own nursery. ``on_connection`` runs in a task of its own for each connection that somebody else
-        dialled, and that connection is closed when it returns. Its errors are logged and cost only that connection.
-        Raises PortInUse or AddressError before it has started. When it ends, all its connections are closed.
+        Opens its own nursery. ``on_connection`` runs in a task of its own for each connection
+        that somebody else dialled, and that connection is closed when it returns. Its errors are
+        logged and cost only that connection. Raises PortInUse or AddressError before it has
+        started. When it ends, all its connections are closed.
         """
         ...
 
 
 async def run_handler(on_connection: ConnectionHandler, connection: Connection) -> None:
-    """Let a connection's handler run to its end. Its own failure is reported here and costs only this connection:
-    whoever is at its other end must never be able to stop the others from being served."""
+    """Let a connection's handler run to its end. Its own failure is reported here and costs only
+    this connection: whoever is at its other end must never be able to stop the others from being
+    served."""
     try:
         await on_connection(connection)
     except Exception:

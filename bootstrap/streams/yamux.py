@@ -1,14 +1,16 @@
-"""Yamux, as much of it as a connection with a single stream needs, at a fraction of a general muxer's cost.
+"""Yamux, as much of it as a connection with a single stream needs, at a fraction of a general
+muxer's cost.
 
-The wire is that of https://github.com/hashicorp/yamux/blob/master/spec.md, so the other side may be any implementation.
-What makes it cheap:
+The wire is that of https://github.com/hashicorp/yamux/blob/master/spec.md, so the other side may
+be any implementation. What makes it cheap:
 
 * whoever reads the stream reads the connection: no task, lock or queue in between;
-* what has been parsed has been consumed, so TCP holds back a peer that is not read, and the stream's own window can be
-  as large as it gets: a general muxer answers each small message with a window update, which is a message itself.
+* what has been parsed has been consumed, so TCP holds back a peer that is not read, and the
+  stream's own window can be as large as it gets: a general muxer answers each small message with
+  a window update, which is a message itself.
 
-:class:`Frames` is the protocol, without I/O; :class:`OneStream` carries it over a secure connection, in the shape that
-libp2p's swarm expects of a muxed connection.
+:class:`Frames` is the protocol, without I/O; :class:`OneStream` carries it over a secure
+connection, in the shape that libp2p's swarm expects of a muxed connection.
 """
 
 import struct
@@ -27,11 +29,11 @@ _SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
 _FIRST_WINDOW: Final = 256 * 1024
 _WINDOW: Final = 16 * 1024 * 1024  # the most that py-libp2p's own muxer takes
 _MAX_BODY: Final = 65519 - _HEADER.size  # with its header it fits one Noise message
-_STALLED_SECONDS: Final = 5.0  # a peer that takes nothing for so long is given up
 
 
 class Frames:
-    """The protocol of one side. Bytes in, the stream's data out; ``answers`` is what must be sent in return."""
+    """The protocol of one side. Bytes in, the stream's data out; ``answers`` is what must be sent
+    in return."""
 
     def __init__(self, *, dialler: bool) -> None:
         self.stream = 0  # its number; 0 until it is open
@@ -145,9 +147,11 @@ class SecureConnection(Protocol):
 
 
 class OneStream:
-    """A muxed connection with one stream. A read or write that is cancelled or fails ends the connection."""
+    """A muxed connection with one stream. A read or write that is cancelled or fails ends the
+    connection."""
 
-    def __init__(self, connection: SecureConnection, peer_id: object) -> None:
+    def __init__(self, connection: SecureConnection, peer_id: object, stalled_s: float) -> None:
+        self.stalled_s = stalled_s
         self.secured_conn = connection
         self.peer_id = peer_id
         self.event_started = trio.Event()
@@ -198,8 +202,8 @@ class OneStream:
         return self._stream
 
     async def accept_stream(self) -> "YamuxStream":
-        """The stream, when the other side has dialled and opened it. Whoever waits for another one waits until the end,
-        and gets PeerLost."""
+        """The stream, when the other side has dialled and opened it. Whoever waits for another
+        one waits until the end, and gets PeerLost."""
         if self.is_initiator or self._accepted:
             await self._over.wait()
             raise PeerLost("the connection has ended")
@@ -220,7 +224,8 @@ class OneStream:
         return data
 
     async def write(self, data: bytes) -> None:
-        """Send data on the stream. Raises PeerLost when the other side takes nothing for five seconds."""
+        """Send data on the stream. Raises PeerLost when the other side takes nothing for five
+        seconds."""
         sent = 0
         while sent < len(data):
             if not self._frames.credit:
@@ -259,17 +264,17 @@ class OneStream:
 
     async def _wait_for_credit(self) -> None:
         self._credited = trio.Event()
-        with trio.move_on_after(_STALLED_SECONDS):
+        with trio.move_on_after(self.stalled_s):
             await self._credited.wait()
         if not self._frames.credit or self.is_closed:
             self._end()
-            raise PeerLost(f"the peer has read nothing for {_STALLED_SECONDS:g} s")
+            raise PeerLost(f"the peer has read nothing for {self.stalled_s:g} s")
 
     async def _write(self, frame: bytes) -> None:
         if self.is_closed:
             raise PeerLost("the connection has ended")
         try:
-            with trio.move_on_after(_STALLED_SECONDS) as limit:
+            with trio.move_on_after(self.stalled_s) as limit:
                 async with self._writing:
                     await self.secured_conn.write(frame)
         except BaseException:
@@ -277,7 +282,7 @@ class OneStream:
             raise
         if limit.cancelled_caught:
             self._end()
-            raise PeerLost(f"the peer has taken nothing for {_STALLED_SECONDS:g} s")
+            raise PeerLost(f"the peer has taken nothing for {self.stalled_s:g} s")
 
 
 class YamuxStream:

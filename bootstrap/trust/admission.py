@@ -1,34 +1,30 @@
 """Who may be in the network, as a pure judgement of what a peer shows.
 
-The transport has proved the peer's id. The peer then shows its own signed member record, and in it a credential: a
-certificate of the network, bound to this very peer id. A bootstrap may go without one towards those whose own token
-names it, since that token is signed by the network.
+The transport has proved the peer's id. The peer then shows its own signed member record, and in
+it a credential: a certificate of the network, bound to this very peer id. That is why any member
+may be asked by its address alone.
 """
-
-from collections.abc import Collection
 
 from ..errors import ProtocolError, TokenError
 from ..members.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..streams.control import PROTOCOL_VERSION, Hello, Welcome
 from .keys import PeerId
-from .tokens import Role, admit_credential
+from .tokens import admit_credential
 
 __all__ = ["Admission"]
 
 
 class Admission:
-    """The judge of one network. ``vouched`` are the bootstraps that our own token names."""
+    """What one network, named by its public key, asks of its members."""
 
-    def __init__(self, network: bytes, vouched: Collection[PeerId]) -> None:
+    def __init__(self, network: bytes) -> None:
         self.network = network
-        self._vouched = frozenset(vouched)
 
     def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> None:
-        """Raise TokenError unless ``peer`` may have this role. Without ``now`` expired tokens pass: expiry bounds
-        joining, and the records of those who joined in time are gossiped for as long as they stay."""
+        """Raise TokenError unless ``peer`` may have this role. Without ``now`` expired tokens
+        pass: expiry bounds joining, and the records of those who joined in time are gossiped for
+        as long as they stay."""
         if record.credential is None:
-            if peer in self._vouched and record.role is not Role.CLIENT:
-                return
             raise TokenError("no join token was shown; ask the network's owner for one")
         role = admit_credential(record.credential, peer, self.network, now)
         if role is not record.role:

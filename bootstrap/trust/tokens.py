@@ -1,12 +1,13 @@
 """Join tokens: one string that lets a box into one network, in one role, until one moment.
 
-A token is a *certificate* signed by the network key, and a *holder secret* whose public half the certificate names::
+A token is a *certificate* signed by the network key, and a *holder secret* whose public half the
+certificate names::
 
     p2p_worker_<base64url( msgpack{certificate, secret} | network signature of certificate )>
 
-The string is a bearer secret and never crosses the wire. What a node shows is a :class:`Credential`: the certificate
-and the holder's signature of the node's own peer id. So whoever sees a worker's credential (a client, say) cannot
-join as a worker with it.
+The string is a bearer secret and never crosses the wire. What a node shows is a
+:class:`Credential`: the certificate and the holder's signature of the node's own peer id. So
+whoever sees a worker's credential (a client, say) cannot join as a worker with it.
 """
 
 import base64
@@ -19,6 +20,7 @@ from typing import Final
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from ..addresses import Address
 from ..errors import DECODE_ERRORS, AddressError, TokenError
 from .keys import KEY_BYTES, SIGNATURE_BYTES, PeerId, parse_peer_id, private_key, public_key_of, verify_raw
 
@@ -51,11 +53,15 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """A node that is expected to be up: where it is dialled, and who must answer there."""
+    """A member to ask: where it is dialled, and who must answer there. Without a peer id any
+    member may."""
 
     host: str
     port: int
-    peer_id: PeerId
+    peer_id: PeerId | None = None
+
+    def __str__(self) -> str:
+        return str(Address(self.host, self.port))
 
 
 class _Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -82,7 +88,8 @@ class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """A parsed join token: well formed and signed by the network it names, which may not be *our* network."""
+    """A parsed join token: well formed and signed by the network it names, which may not be *our*
+    network."""
 
     network: bytes
     bootstraps: tuple[Bootstrap, ...]
@@ -136,7 +143,7 @@ def issue_token(
     if len(bootstraps) > _MAX_BOOTSTRAPS:
         raise TokenError(f"a join token names at most {_MAX_BOOTSTRAPS} bootstraps, not {len(bootstraps)}; name fewer")
     for bootstrap in bootstraps:
-        _check_bootstrap(bootstrap.host, bootstrap.port, bootstrap.peer_id)
+        _check_bootstrap(bootstrap.host, bootstrap.port, bootstrap.peer_id or "")
     secret = secrets.token_bytes(KEY_BYTES)
     certificate = msgspec.msgpack.encode(
         _Certificate(
@@ -145,7 +152,7 @@ def issue_token(
             role=role,
             expires_at=int(expires_at),
             holder=_public_of(secret),
-            bootstraps=tuple((each.host, each.port, each.peer_id) for each in bootstraps),
+            bootstraps=tuple((each.host, each.port, each.peer_id or "") for each in bootstraps),
         )
     )
     body = msgspec.msgpack.encode(_Body(certificate, secret))
@@ -154,7 +161,8 @@ def issue_token(
 
 
 def admit(text: str, network: bytes, now: float) -> Role:
-    """The role a token gives in ``network`` at the unix time ``now``; :class:`TokenError` says why not."""
+    """The role a token gives in ``network`` at the unix time ``now``; :class:`TokenError` says
+    why not."""
     token = JoinToken.parse(text)
     _check_network(token.network, network)
     _check_expiry(token.expires_at, now)
@@ -162,7 +170,8 @@ def admit(text: str, network: bytes, now: float) -> Role:
 
 
 def admit_credential(credential: Credential, peer_id: str, network: bytes, now: float | None) -> Role:
-    """The role a peer's credential gives it; ``now=None`` skips the expiry, which bounds joining and not staying."""
+    """The role a peer's credential gives it; ``now=None`` skips the expiry, which bounds joining
+    and not staying."""
     try:
         certificate = _read_certificate(credential.certificate)
     except (ValueError, *DECODE_ERRORS) as error:

@@ -1,7 +1,7 @@
 """What of a card's paper rates a serving engine reaches, and what each of its steps costs besides.
 
-The rows of `gpu_efficiency.csv` are fitted to published measurements, or taken from them; each row says which. The
-command `python -m p2pserve.sims.roofline_errors` holds them against the data.
+The rows of `gpu_efficiency.csv` are fitted to published measurements, or taken from them; each row
+says which. The command `python -m p2pserve.sims.roofline_errors` holds them against the data.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class EfficiencyError(ValueError):
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one card.
 
-    `compute_share` of the dense tensor rate is reached by big matrix products, `bandwidth_share` of the memory's rate
-    by reading weights and KV. Every layer costs `layer_s` more (launching kernels, norms, activations), and every
-    all-reduce `reduce_s` for each doubling of the cards in it.
+    `compute_share` of the dense tensor rate is reached by big matrix products, `bandwidth_share` of
+    the memory's rate by reading weights and KV. Every layer costs `layer_s` more (launching
+    kernels, norms, activations), and every all-reduce `reduce_s` for each doubling of the cards in
+    it.
     """
 
     name: str
@@ -51,7 +52,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def parse_efficiencies(text: str) -> dict[str, Efficiency]:
-    """By name of the card, from the text of `gpu_efficiency.csv`; times there are in microseconds."""
+    """By name of the card, from the text of `gpu_efficiency.csv`; times there are in
+    microseconds."""
     return {
         row["name"]: Efficiency(
             name=row["name"],
@@ -73,8 +75,9 @@ def _packaged() -> Mapping[str, Efficiency]:
 
 
 def efficiency_of(gpu: GpuSpec) -> Efficiency:
-    """The card's own factors in the column `measured`, where there are any; the default ones in every other case. Of
-    rates that an engine has reached, nothing is taken off; what a step costs besides is not in them."""
+    """The card's own factors in the column `measured`, where there are any; the default ones in
+    every other case. Of rates that an engine has reached, nothing is taken off; what a step costs
+    besides is not in them."""
     rows = _packaged()
     if gpu.specs is Specs.ENGINE:
         return msgspec.structs.replace(rows[DEFAULT], compute_share=1.0, bandwidth_share=1.0)

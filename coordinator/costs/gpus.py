@@ -1,4 +1,5 @@
-"""The table of GPUs: what a card can do on paper, in which of three columns, and what it costs to rent."""
+"""The table of GPUs: what a card can do on paper, in which of three columns, and what it costs to
+rent."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ class GpuError(ValueError):
 class Specs(StrEnum):
     """Which figures of a GPU count.
 
-    DENSE: the datasheet's dense tensor rate. TABLE1: ThunderServe's Table 1, which mixes tensor and shader rates, for
-    the five cards that it names. MEASURED: dense, times the share of it that was measured on that card.
-    ENGINE: in no table: what the engine of a running node has measured there, all of which counts.
+    DENSE: the datasheet's dense tensor rate. TABLE1: ThunderServe's Table 1, which mixes tensor and
+    shader rates, for the five cards that it names. MEASURED: dense, times the share of it that was
+    measured on that card. ENGINE: in no table: what the engine of a running node has measured
+    there, all of which counts.
     """
 
     DENSE = "dense"
@@ -34,7 +36,8 @@ class Specs(StrEnum):
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One card. `memory_gbps` and `nvlink_gbps` are in GB/s, `tflops` of 16-bit matrix products, price per hour."""
+    """One card. `memory_gbps` and `nvlink_gbps` are in GB/s, `tflops` of 16-bit matrix products,
+    price per hour."""
 
     name: str
     memory_gib: float
@@ -69,7 +72,8 @@ class GpuTable:
         return tuple(self._cards)
 
     def find(self, name: str, specs: Specs = Specs.DENSE) -> GpuSpec:
-        """A card in one column. Raises GpuError for a card that is not there, with names that are near."""
+        """A card in one column. Raises GpuError for a card that is not there, with names that are
+        near."""
         known = self._names.get(name.strip().lower())
         if known is None:
             near = [card for card in self._cards if name.strip().lower().split("-")[0][:4] in card.lower()]
@@ -109,5 +113,6 @@ def parse_gpus(text: str) -> GpuTable:
 
 @cache
 def gpu_table() -> GpuTable:
-    """The table that comes with the project (a packaged file: it never changes while the program runs)."""
+    """The table that comes with the project (a packaged file: it never changes while the program
+    runs)."""
     return parse_gpus((files(__package__.rpartition(".")[0]) / "data" / "gpu_specs.csv").read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""What a model's dimensions say of its cost: bytes of weights and KV, and multiply-adds of a token."""
+"""What a model's dimensions say of its cost: bytes of weights and KV, and multiply-adds of a
+token."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ class ModelShapeError(ValueError):
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer. Sizes are in elements unless a name says bytes.
 
-    `mlp_matrices` is 3 where the feed-forward is gated (Llama), else 2 (OPT, BLOOM). Of `experts` feed-forwards a token
-    passes through `active_experts`. `window` > 0: `windowed_layers` of the layers look back only so many tokens.
+    `mlp_matrices` is 3 where the feed-forward is gated (Llama), else 2 (OPT, BLOOM). Of `experts`
+    feed-forwards a token passes through `active_experts`. `window` > 0: `windowed_layers` of the
+    layers look back only so many tokens.
 
-    `projections`: of one layer's attention, where head sizes do not say it; else 0. Latent attention (DeepSeek's) has
-    one KV head, whose key and value are the halves of the latent vector. Heads of that size are not what it computes
-    with: for a pair of tokens it takes 1.9 times as much when it decodes, and 0.6 times when it prefills.
+    `projections`: of one layer's attention, where head sizes do not say it; else 0. Latent
+    attention (DeepSeek's) has one KV head, whose key and value are the halves of the latent vector.
+    Heads of that size are not what it computes with: for a pair of tokens it takes 1.9 times as
+    much when it decodes, and 0.6 times when it prefills.
     """
 
     name: str
@@ -115,11 +118,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """What goes from stage to stage for one token: hidden state and residual merged, in 16 bit."""
+        """What goes from stage to stage for one token: hidden state and residual merged, in 16
+        bit."""
         return 2 * self.hidden
 
     def stage_weight_bytes(self, layers: int, *, first: bool, last: bool) -> int:
-        """Of a stage with so many layers; the ends of the model hold the embedding and the logits' matrix."""
+        """Of a stage with so many layers; the ends of the model hold the embedding and the logits'
+        matrix."""
         ends = int(first) * self.embedding_parameters + int(last) * self.head_parameters
         if first and last and self.tied_embeddings:
             ends = self.embedding_parameters
@@ -164,7 +169,8 @@ MODELS: Final[Mapping[str, ModelShape]] = {
 
 
 def model_shape(name: str) -> ModelShape:
-    """A known model by its name, upper and lower case alike. Raises ModelShapeError with the names there are."""
+    """A known model by its name, upper and lower case alike. Raises ModelShapeError with the names
+    there are."""
     found = MODELS.get(name.lower())
     if found is None:
         raise ModelShapeError(f"model {name!r} is not known: give a config.json, or one of {', '.join(sorted(MODELS))}")
@@ -172,7 +178,8 @@ def model_shape(name: str) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """From the fields of a Hugging Face `config.json`. Raises ModelShapeError that names what is missing or wrong."""
+    """From the fields of a Hugging Face `config.json`. Raises ModelShapeError that names what is
+    missing or wrong."""
 
     def number(*fields: str, default: int | None = None) -> int:
         for field in fields:
@@ -220,8 +227,9 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _latent_projections(number: Callable[..., int], hidden: int, heads: int) -> int:
-    """Elements of one layer's latent attention: to queries, to the latent vector and the rotary key, from the latent to
-    keys and values, and back. `number` reads a field of the configuration."""
+    """Elements of one layer's latent attention: to queries, to the latent vector and the rotary
+    key, from the latent to keys and values, and back. `number` reads a field of the
+    configuration."""
     rank, rotary = number("kv_lora_rank"), number("qk_rope_head_dim")
     plain, value = number("qk_nope_head_dim"), number("v_head_dim")
     query_rank = number("q_lora_rank", default=0)

@@ -13,8 +13,8 @@ class ProfileError(ValueError):
 
 
 class ProfiledTimes:
-    """StepTimes of a profile. It knows lengths, not pairs: attention to earlier chunks of a prompt is in none of its
-    constants."""
+    """StepTimes of a profile. It knows lengths, not pairs: attention to earlier chunks of a prompt
+    is in none of its constants."""
 
     def __init__(self, profile: LatencyProfile) -> None:
         """Raises ProfileError where the replica has not run both phases often enough."""

@@ -1,8 +1,8 @@
 """How long a whole replica takes: its stages one behind the other, and what travels between them.
 
-In a pipeline of n stages, decoding requests are spread over n batches, so that every stage has one to work on. The time
-from one token of a request to its next is then the longer of two: once through all stages and hops and back to the
-first, or n batches through the slowest stage.
+In a pipeline of n stages, decoding requests are spread over n batches, so that every stage has one
+to work on. The time from one token of a request to its next is then the longer of two: once through
+all stages and hops and back to the first, or n batches through the slowest stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class ReplicaError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StageHardware:
-    """One stage: `tp` cards of a kind in one box, joined at `link_gbps` Gb/s, that hold so many layers."""
+    """One stage: `tp` cards of a kind in one box, joined at `link_gbps` Gb/s, that hold so many
+    layers."""
 
     gpu: GpuSpec
     tp: int
@@ -39,7 +40,8 @@ class StageHardware:
 
 
 class Hop(NamedTuple):
-    """From one stage to the next, and what it passes; the last hop leads back to the first stage."""
+    """From one stage to the next, and what it passes; the last hop leads back to the first
+    stage."""
 
     rtt_s: float
     gbps: float
@@ -50,7 +52,7 @@ def replica_times(model: ModelShape, stages: Sequence[StageHardware], hops: Sequ
     _check(model, stages, hops)
     costs = [_cost(model, stage, last=number == len(stages) - 1) for number, stage in enumerate(stages)]
     columns = sorted({stage.gpu.specs.value for stage in stages})
-    return _Replica(costs, hops, model.activation_bytes_per_token, f"roofline, {' + '.join(columns)}")
+    return _PipelineTimes(costs, hops, model.activation_bytes_per_token, f"roofline, {' + '.join(columns)}")
 
 
 @lru_cache(maxsize=4096)
@@ -63,10 +65,11 @@ def _cost(model: ModelShape, stage: StageHardware, *, last: bool) -> StageCost:
 
 
 def kv_capacity_tokens(model: ModelShape, stages: Sequence[StageHardware], *, memory_share: float = 0.9) -> int:
-    """Tokens of KV that fit beside the weights of every stage; 0 or less where the weights do not fit.
+    """Tokens of KV that fit beside the weights of every stage; 0 or less where the weights do not
+    fit.
 
-    `memory_share` of a card is the engine's. Layers that look back only through a window are counted like all others.
-    Raises ReplicaError.
+    `memory_share` of a card is the engine's. Layers that look back only through a window are
+    counted like all others. Raises ReplicaError.
     """
     _check(model, stages)
     return min(
@@ -99,9 +102,9 @@ def _check(model: ModelShape, stages: Sequence[StageHardware], hops: Sequence[Ho
             raise ReplicaError(f"hop {number} has {hop.gbps} Gb/s and a round trip of {hop.rtt_s} s")
 
 
-class _Replica:
-    """StepTimes of stages and hops; the lines of batch sizes seen are kept. Stages that are equal take equally long, so
-    runs of them are computed once."""
+class _PipelineTimes:
+    """StepTimes of stages and hops; the lines of batch sizes seen are kept. Stages that are equal
+    take equally long, so runs of them are computed once."""
 
     def __init__(self, stages: Sequence[StageCost], hops: Sequence[Hop], token_bytes: int, source: str) -> None:
         token_s = [token_bytes * 8.0 / (hop.gbps * 1e9) for hop in hops]
@@ -128,7 +131,8 @@ class _Replica:
         return seconds
 
     def decode_line(self, requests: int) -> DecodeLine:
-        """Where the longer of the two ways depends on the context, it is the longer one at TYPICAL_CONTEXT."""
+        """Where the longer of the two ways depends on the context, it is the longer one at
+        TYPICAL_CONTEXT."""
         line = self._lines.get(requests)
         if line is None:
             line = self._lines[requests] = self._decode_line(requests)
@@ -149,7 +153,8 @@ class _Replica:
         return max([through, *queues], key=lambda line: line.step_s(typical))
 
     def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
-        """The prompt's tokens travel with one of the batches in flight; the others pass as they would without."""
+        """The prompt's tokens travel with one of the batches in flight; the others pass as they
+        would without."""
         batches = self._batches(requests)
         batch, held = requests / batches, context / batches
         through = self._round_s + self._ahead_token_s * (batch + tokens)

@@ -1,8 +1,10 @@
-"""How long one stage takes, from what it has to compute, to read, and to agree on with the other cards of the stage.
+"""How long one stage takes, from what it has to compute, to read, and to agree on with the other
+cards of the stage.
 
-Matrix products read their weights while they compute. Where one of the two takes much longer it hides the other; where
-they are near each other neither roof is reached. `hypot(compute, read)` is both: it leaves the roofs by up to 41 %.
-Attention, the KV cache and the all-reduces of tensor parallelism come on top: the next product waits for them.
+Matrix products read their weights while they compute. Where one of the two takes much longer it
+hides the other; where they are near each other neither roof is reached. `hypot(compute, read)` is
+both: it leaves the roofs by up to 41 %. Attention, the KV cache and the all-reduces of tensor
+parallelism come on top: the next product waits for them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ TYPICAL_CONTEXT: Final = 1024
 """Tokens of context a request is taken to have wherever one straight line stands for a bent one."""
 
 LINK_SHARE: Final = 0.55
-"""Of the rate between two cards, what an all-reduce reaches; with `REQUEST_S` the constants that all cards share."""
+"""Of the rate between two cards, what an all-reduce reaches; with `REQUEST_S` the constants that
+all cards share."""
 
 REQUEST_S: Final = 20e-6
 """What a decoding request costs the engine besides: its row in the tables, its sampling."""
@@ -34,10 +37,11 @@ REDUCES_PER_LAYER: Final = 2  # after the attention and after the feed-forward
 class StageCost:
     """A stage's coefficients, in seconds; its cards work in step, so they are those of one card.
 
-    Of a step: `fixed_s`, and reading the weights that every token needs (`weights_s`) and, of a mixture, all experts
-    (`experts_s`), of which each token is sent to `expert_share`. Of a token: matrix products (`token_s`) and bytes to
-    all-reduce (`reduce_s`). Of a decoding request: its logits (`logits_s`) and `request_s`. Of a query-key pair of a
-    prompt: `pair_s`; in `windowed_share` of the layers, where `window` is above 0, a token is paired with so many at
+    Of a step: `fixed_s`, and reading the weights that every token needs (`weights_s`) and, of a
+    mixture, all experts (`experts_s`), of which each token is sent to `expert_share`. Of a token:
+    matrix products (`token_s`) and bytes to all-reduce (`reduce_s`). Of a decoding request: its
+    logits (`logits_s`) and `request_s`. Of a query-key pair of a prompt: `pair_s`; in
+    `windowed_share` of the layers, where `window` is above 0, a token is paired with so many at
     most. Of a token in the KV cache: `context_s`.
     """
 
@@ -76,11 +80,12 @@ class StageCost:
 def stage_cost(
     model: ModelShape, gpu: GpuSpec, efficiency: Efficiency, *, layers: int, tp: int, link_gbps: float, last: bool
 ) -> StageCost:
-    """Of so many layers on `tp` cards, any two of which are joined at `link_gbps` Gb/s; the last stage has the logits.
+    """Of so many layers on `tp` cards, any two of which are joined at `link_gbps` Gb/s; the last
+    stage has the logits.
 
-    A step computes logits of few rows (each decoding request's, each prompt's last), so of prompts only reading their
-    matrix counts. Decode has to be linear in the context: a window shorter than TYPICAL_CONTEXT counts as always full,
-    a longer one as never.
+    A step computes logits of few rows (each decoding request's, each prompt's last), so of prompts
+    only reading their matrix counts. Decode has to be linear in the context: a window shorter than
+    TYPICAL_CONTEXT counts as always full, a longer one as never.
     """
     flop_s = 1.0 / (gpu.tflops * 1e12 * efficiency.compute_share * tp)
     byte_s = 1.0 / (gpu.memory_gbps * 1e9 * efficiency.bandwidth_share * tp)

@@ -1,9 +1,11 @@
-"""Steps that decode and read prompts at once, and how many tokens of prompts one of them should read.
+"""Steps that decode and read prompts at once, and how many tokens of prompts one of them should
+read.
 
-A pipeline of n stages works on n batches, and each of them may read a chunk of a prompt beside what it decodes. From
-one token of a request to its next is one round: once through all stages in company of the largest chunk, or all batches
-through the slowest stage, whichever takes longer. A batch that is slow holds up all behind it, so that one chunk costs
-as much of a round as one for every batch does.
+A pipeline of n stages works on n batches, and each of them may read a chunk of a prompt beside what
+it decodes. From one token of a request to its next is one round: once through all stages in company
+of the largest chunk, or all batches through the slowest stage, whichever takes longer. A batch that
+is slow holds up all behind it, so that one chunk costs as much of a round as one for every batch
+does.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from typing import Final, NamedTuple
 from .roofline import TYPICAL_CONTEXT
 from .step_times import StepTimes, chunk_pairs
 
-__all__ = ["CHUNKS", "Chunk", "chunk_tokens", "equal_rounds_s", "round_s"]
+__all__ = ["TOKEN_BUDGETS", "PrefillChunk", "choose_token_budget", "equal_rounds_s", "round_s"]
 
-CHUNKS: Final = (2048, 1536, 1024, 768, 512, 384)
-"""Token budgets of a batch (vLLM's max_num_batched_tokens) that are chosen from. Below the last, reading the weights
-for every chunk takes most of the time, and 256 decoding requests would leave no room for prompts."""
+TOKEN_BUDGETS: Final = (2048, 1536, 1024, 768, 512, 384)
+"""Token budgets of a batch (vLLM's max_num_batched_tokens) that are chosen from. Below the last,
+reading the weights for every chunk takes most of the time, and 256 decoding requests would leave no
+room for prompts."""
 
 DEADLINE_SHARE: Final = 0.7
 """Of the deadline from token to token, what a round may take that reads all it can."""
@@ -28,15 +31,16 @@ COMPANY: Final = 4
 """Requests that decode in each batch, of TYPICAL_CONTEXT, when a budget is chosen."""
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Prompt tokens that one batch reads in a step, and their query-key pairs."""
 
     tokens: int
     pairs: float
 
 
-def round_s(times: StepTimes, stages: int, chunks: Sequence[Chunk], requests: int, context: float) -> float:
-    """Seconds of a round in which `requests` decode and as many batches as there are `chunks` read one each.
+def round_s(times: StepTimes, stages: int, chunks: Sequence[PrefillChunk], requests: int, context: float) -> float:
+    """Seconds of a round in which `requests` decode and as many batches as there are `chunks` read
+    one each.
 
     There are no more chunks than stages, and at least one.
     """
@@ -48,8 +52,9 @@ def round_s(times: StepTimes, stages: int, chunks: Sequence[Chunk], requests: in
     return max(longest, reading + _rest_s(times, stages, len(chunks), requests, context))
 
 
-def equal_rounds_s(times: StepTimes, stages: int, chunk: Chunk, requests: int, context: float) -> list[float]:
-    """Of rounds in which 1, 2, ... and all `stages` batches read such a chunk each: see `round_s`."""
+def equal_rounds_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int, context: float) -> list[float]:
+    """Of rounds in which 1, 2, ... and all `stages` batches read such a chunk each: see
+    `round_s`."""
     longest = times.mixed_s(*chunk, requests, context)
     if stages == 1:
         return [longest]
@@ -59,8 +64,9 @@ def equal_rounds_s(times: StepTimes, stages: int, chunk: Chunk, requests: int, c
     ]
 
 
-def _reading_s(times: StepTimes, stages: int, chunk: Chunk, requests: int) -> float:
-    """The slowest stage on a batch with a chunk: weights are read once for that and what is decoded beside it."""
+def _reading_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int) -> float:
+    """The slowest stage on a batch with a chunk: weights are read once for that and what is decoded
+    beside it."""
     return times.prefill_interval_s(chunk.tokens + round(requests / stages), chunk.pairs)
 
 
@@ -70,13 +76,13 @@ def _rest_s(times: StepTimes, stages: int, chunks: int, requests: int, context: 
     return max(0, batches - chunks) / batches * line.fixed_s + line.context_s * context
 
 
-def chunk_tokens(times: StepTimes, stages: int, tpot_s: float) -> int:
-    """The largest of CHUNKS that keeps a round in time, in which every batch reads as much as it may; the least of them
-    where none does."""
+def choose_token_budget(times: StepTimes, stages: int, tpot_s: float) -> int:
+    """The largest of CHUNKS that keeps a round in time, in which every batch reads as much as it
+    may; the least of them where none does."""
     requests = COMPANY * stages
-    for tokens in CHUNKS:
-        chunk = Chunk(tokens - COMPANY, chunk_pairs(TYPICAL_CONTEXT, tokens - COMPANY))
+    for tokens in TOKEN_BUDGETS:
+        chunk = PrefillChunk(tokens - COMPANY, chunk_pairs(TYPICAL_CONTEXT, tokens - COMPANY))
         *_, full_s = equal_rounds_s(times, stages, chunk, requests, requests * TYPICAL_CONTEXT)
         if full_s <= DEADLINE_SHARE * tpot_s:
             return tokens
-    return CHUNKS[-1]
+    return TOKEN_BUDGETS[-1]

@@ -1,16 +1,18 @@
-"""How long one iteration of an engine takes: the interface that planner, simulator and emulated engine share.
+"""How long one iteration of an engine takes: the interface that planner, simulator and emulated
+engine share.
 
-An iteration (step) computes some prompts' tokens, or one token each for some decoding requests, or both. What it costs
-depends on four numbers:
+An iteration (step) computes some prompts' tokens, or one token each for some decoding requests, or
+both. What it costs depends on four numbers:
 
 - `tokens`: prompt tokens computed, all requests together;
-- `pairs`: query-key pairs of those tokens, all requests together: a chunk of c tokens behind s earlier ones has
-  c * s + c * (c + 1) / 2;
+- `pairs`: query-key pairs of those tokens, all requests together: a chunk of c tokens behind s
+  earlier ones has c * s + c * (c + 1) / 2;
 - `requests`: requests that decode;
 - `context`: tokens that those hold in their KV caches, all together.
 
-At a fixed number of decoding requests, a decode step is linear in the context: every source here (roofline, fits and
-tables alike) has that form, and it lets the simulator take thousands of steps at once in closed form.
+At a fixed number of decoding requests, a decode step is linear in the context: every source here
+(roofline, fits and tables alike) has that form, and it lets the simulator take thousands of steps
+at once in closed form.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ class DecodeLine(NamedTuple):
 
 
 class StepTimes(Protocol):
-    """Of one replica: all of its stages and the hops between them. Pure, cheap, and never negative."""
+    """Of one replica: all of its stages and the hops between them. Pure, cheap, and never
+    negative."""
 
     @property
     def source(self) -> str:
-        """Where the figures come from, in a few words for reports: `roofline, dense`, `perf_model.csv, measured`."""
+        """Where the figures come from, in a few words for reports: `roofline, dense`,
+        `perf_model.csv, measured`."""
         ...
 
     def prefill_s(self, tokens: int, pairs: float) -> float:
@@ -49,13 +53,13 @@ class StepTimes(Protocol):
         ...
 
     def prefill_interval_s(self, tokens: int, pairs: float) -> float:
-        """Seconds until the next prefill step may start behind this one: less than `prefill_s` where stages form a
-        pipeline, else the same."""
+        """Seconds until the next prefill step may start behind this one: less than `prefill_s`
+        where stages form a pipeline, else the same."""
         ...
 
     def decode_line(self, requests: int) -> DecodeLine:
-        """Of a decode-only step; in a pipeline, the time from one token of a request to its next, with the requests
-        spread over as many batches in flight as there are stages."""
+        """Of a decode-only step; in a pipeline, the time from one token of a request to its next,
+        with the requests spread over as many batches in flight as there are stages."""
         ...
 
     def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:

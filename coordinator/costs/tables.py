@@ -1,6 +1,8 @@
-"""Measured tables as step times: Splitwise's `perf_model.csv`, Helix's times of a layer, DistServe's fits.
+"""Measured tables as step times: Splitwise's `perf_model.csv`, Helix's times of a layer,
+DistServe's fits.
 
-Each covers a few models on a few cards. The files come with the project; `data/README.md` there says where from.
+Each covers a few models on a few cards. The files come with the project; `data/README.md` there
+says where from.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from typing import Final, Literal, NamedTuple, TypeVar
 from .step_times import DecodeLine
 
 __all__ = [
-    "Curve",
     "DistserveFit",
     "DistserveTimes",
     "HelixLayer",
     "HelixTimes",
+    "InterpolatedTable",
     "PerfRow",
     "SplitwiseTimes",
     "TableError",
@@ -43,7 +45,7 @@ class TableError(ValueError):
     """What is asked for was not measured; the text lists what was."""
 
 
-class Curve:
+class InterpolatedTable:
     """Piecewise linear through points; beyond the ends, the first and the last segment go on."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
@@ -73,7 +75,8 @@ def _one_of(known: Mapping[Key, Value], key: Key, file: str) -> Value:
 
 
 class PerfRow(NamedTuple):
-    """One run of `perf_model.csv`: `batch` prompts of `prompt` tokens, prefilled in one step, `output` tokens each."""
+    """One run of `perf_model.csv`: `batch` prompts of `prompt` tokens, prefilled in one step,
+    `output` tokens each."""
 
     model: str
     hardware: str
@@ -101,11 +104,13 @@ def perf_rows() -> tuple[PerfRow, ...]:
 class SplitwiseTimes:
     """StepTimes of `perf_model.csv` by the rules of Splitwise's public simulator.
 
-    A prefill is looked up by all its tokens, whatever their prompts: the median over the runs with as many. `released`
-    looks a decode step up on the same axis, with the number of requests as if it were prompt tokens, as the released
-    simulator does; so it hardly depends on the batch. `measured` looks it up among the runs that vary the batch (1 to
-    64; beyond, the last segment goes on, but never down). A step that does both takes 1.1 times a prefill of the prompt
-    tokens and one more for each request. The context does not count: it was not varied enough to be told from noise.
+    A prefill is looked up by all its tokens, whatever their prompts: the median over the runs with
+    as many. `released` looks a decode step up on the same axis, with the number of requests as if
+    it were prompt tokens, as the released simulator does; so it hardly depends on the batch.
+    `measured` looks it up among the runs that vary the batch (1 to 64; beyond, the last segment
+    goes on, but never down). A step that does both takes 1.1 times a prefill of the prompt tokens
+    and one more for each request. The context does not count: it was not varied enough to be told
+    from noise.
     """
 
     def __init__(self, model: str, hardware: str, tp: int, mode: Literal["released", "measured"] = "released") -> None:
@@ -141,18 +146,19 @@ def _perf_groups() -> Mapping[tuple[str, str, int], list[PerfRow]]:
     return dict(groups)
 
 
-def _median_curve(points: Iterable[Point]) -> Curve:
+def _median_curve(points: Iterable[Point]) -> InterpolatedTable:
     of_x: dict[int, list[float]] = defaultdict(list)
     for x, y in points:
         of_x[x].append(y)
-    return Curve({x: median(ys) for x, ys in of_x.items()})
+    return InterpolatedTable({x: median(ys) for x, ys in of_x.items()})
 
 
 class HelixLayer(NamedTuple):
-    """Seconds of one layer of LLaMA-30B on a machine: by a prefill's tokens, and by a decode step's requests."""
+    """Seconds of one layer of LLaMA-30B on a machine: by a prefill's tokens, and by a decode step's
+    requests."""
 
-    prefill: Curve
-    decode: Curve
+    prefill: InterpolatedTable
+    decode: InterpolatedTable
 
 
 @cache
@@ -163,14 +169,18 @@ def helix_layers() -> Mapping[str, HelixLayer]:
         tokens = int(row["batch_tokens"])
         if tokens:  # the rows at 0 say that nothing takes no time: no measurement
             points[row["machine"]][row["phase"]][tokens] = float(row["ms_per_layer"]) / 1e3
-    return {machine: HelixLayer(Curve(of["prompt"]), Curve(of["decode"])) for machine, of in points.items()}
+    return {
+        machine: HelixLayer(InterpolatedTable(of["prompt"]), InterpolatedTable(of["decode"]))
+        for machine, of in points.items()
+    }
 
 
 class HelixTimes:
     """StepTimes of LLaMA-30B's layers on one of Helix's machines.
 
-    Prompts are of the lengths of Helix's workload, whatever `pairs` says; so is the context of decoding requests, which
-    is in the table. Below the first point a prefill takes as long as decoding one request, at least.
+    Prompts are of the lengths of Helix's workload, whatever `pairs` says; so is the context of
+    decoding requests, which is in the table. Below the first point a prefill takes as long as
+    decoding one request, at least.
     """
 
     def __init__(self, machine: str, layers: int = 60) -> None:
@@ -195,8 +205,9 @@ class HelixTimes:
 
 
 class DistserveFit(NamedTuple):
-    """Fitted constants of an engine, in seconds: prefill `a + b sum(length) + c sum(length^2)`; decode
-    `a + b sum(context) + c requests`, with `few` below `threshold` requests and `many` from there on."""
+    """Fitted constants of an engine, in seconds: prefill `a + b sum(length) + c sum(length^2)`;
+    decode `a + b sum(context) + c requests`, with `few` below `threshold` requests and `many` from
+    there on."""
 
     prefill: tuple[float, float, float]
     few: tuple[float, float, float]
@@ -206,7 +217,8 @@ class DistserveFit(NamedTuple):
 
 @cache
 def distserve_fits() -> Mapping[tuple[str, str, int], DistserveFit]:
-    """By engine (distserve, vllm), model (opt-13b, opt-66b) and cards under tensor parallelism; all on A100 80 GB."""
+    """By engine (distserve, vllm), model (opt-13b, opt-66b) and cards under tensor parallelism; all
+    on A100 80 GB."""
     constants: dict[tuple[str, str, int], dict[str, tuple[float, float, float]]] = defaultdict(dict)
     thresholds: dict[tuple[str, str, int], int] = {}
     for row in _rows("distserve_a100_fits.csv"):
@@ -220,7 +232,8 @@ def distserve_fits() -> Mapping[tuple[str, str, int], DistserveFit]:
 
 
 class DistserveTimes:
-    """StepTimes of DistServe's fits, for whole prompts: a prompt's squared length is taken from its pairs."""
+    """StepTimes of DistServe's fits, for whole prompts: a prompt's squared length is taken from its
+    pairs."""
 
     def __init__(self, engine: str, model: str, tp: int) -> None:
         """Raises TableError."""

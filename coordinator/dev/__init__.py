@@ -1,1 +1,2 @@
-"""What only benchmarks and comparisons use: other planners, exhaustive search. Nothing that a node runs."""
+"""What only benchmarks and comparisons use: other planners, exhaustive search. Nothing that a node
+runs."""

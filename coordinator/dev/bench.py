@@ -2,12 +2,13 @@
 
     python -m p2pserve.coordinator.bench [--sizes 16,24,32,128,1024] [--format json] [--plot PNG] [--long JSON]
 
-Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective and seconds are the
-medians of five seeds, and `worst` is the least objective of them. `best_known` is the objective of the best solution
-that long searches have found (`data/best_plans.json`, evaluated anew), or of this run's if that is better. `--long`
-goes on from the best solutions of a file for `--budget-s` seconds each, and writes what it finds. LLaMA-30B at lengths
-of the Azure traces, Poisson arrivals, GPUs as measured; the cluster of 32 GPUs and its subsets are ThunderServe's,
-larger ones are drawn (`bench_clusters`).
+Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective
+and seconds are the medians of five seeds, and `worst` is the least objective of them. `best_known`
+is the objective of the best solution that long searches have found (`data/best_plans.json`,
+evaluated anew), or of this run's if that is better. `--long` goes on from the best solutions of a
+file for `--budget-s` seconds each, and writes what it finds. LLaMA-30B at lengths of the Azure
+traces, Poisson arrivals, GPUs as measured; the cluster of 32 GPUs and its subsets are
+ThunderServe's, larger ones are drawn (`bench_clusters`).
 
 This is the one module of the coordinator that reads a clock and prints.
 """
@@ -30,8 +31,14 @@ import numpy as np
 from ..plan import Phase
 from ..planning.lower.evaluator import LowerLevel
 from ..planning.model.problem import Group, Problem, Slice, Solution
-from ..planning.upper.light import Adjustment, keeping, reschedule, surviving
-from ..planning.upper.search import STEPS_PER_GPU, SearchResult, search
+from ..planning.upper.light_rescheduling import (
+    Adjustment,
+    find_surviving_groups,
+    keep_loaded_stages,
+    reschedule_lightly,
+)
+from ..planning.upper.search import SearchResult, search
+from ..planning.upper.settings import SearchSettings
 from .bench_clusters import bench_problem
 from .maxflow import compute_bound, max_flow, one_pipeline, place
 from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
@@ -51,7 +58,8 @@ MANY_GPUS: Final = 32
 """Up to here, plans are made with several seeds."""
 
 LONG_ROUND: Final = 8
-"""A long search starts again, from the best so far and with other chances, after so many times the usual steps."""
+"""A long search starts again, from the best so far and with other chances, after so many times the
+usual steps."""
 
 PAPER_S: Final = {16: 21.0, 24: 36.0, 32: 54.0}
 """ThunderServe, figure 10."""
@@ -114,15 +122,15 @@ def _searched(problem: Problem, seed: int) -> tuple[SearchResult, float]:
 
 
 def _light_row() -> Row:
-    """ThunderServe's appendix G: four A6000 of 32 GPUs are lost. Seconds (the median of runs that each begin anew) of
-    the slower workload, ratio of the worse one."""
+    """ThunderServe's appendix G: four A6000 of 32 GPUs are lost. Seconds (the median of runs that
+    each begin anew) of the slower workload, ratio of the worse one."""
     rows: list[Row] = []
     for workload in WORKLOADS:
         problem = bench_problem(32, workload, load=LIGHT_LOAD)
         evaluator = LowerLevel(problem)
         running = search(problem, evaluator, rng=np.random.default_rng(0)).solution
         after = replace(problem, cluster=problem.cluster.without(frozenset({LOST_BOX})))
-        left = surviving(running, problem.cluster, after.cluster)
+        left = find_surviving_groups(running, problem.cluster, after.cluster)
         runs = [_rescheduled(after, running, evaluator, left) for _ in range(LIGHT_RUNS)]
         adjusted = runs[0][0]
         full = search(after, LowerLevel(after), rng=np.random.default_rng(0))
@@ -146,7 +154,7 @@ def _light_row() -> Row:
 def _rescheduled(after: Problem, running: Solution, evaluator: LowerLevel, left: Solution) -> tuple[Adjustment, float]:
     """With the CPU seconds it took."""
     began = time.process_time()
-    adjusted = reschedule(after, keeping(after, running, evaluator), left)
+    adjusted = reschedule_lightly(after, keep_loaded_stages(after, running, evaluator), left)
     return adjusted, time.process_time() - began
 
 
@@ -184,8 +192,8 @@ def _solution(problem: Problem, groups: list[Any]) -> Solution:
 
 
 def _long(gpus: int, workload: str, known: list[Any], budget_s: float) -> tuple[list[Any], float]:
-    """The best of searches one after the other, every other one from the best so far (at first: from what is known),
-    with its objective."""
+    """The best of searches one after the other, every other one from the best so far (at first:
+    from what is known), with its objective."""
     problem = bench_problem(gpus, workload)
     evaluator = LowerLevel(problem)
     stop = time.process_time() + budget_s
@@ -199,7 +207,7 @@ def _long(gpus: int, workload: str, known: list[Any], budget_s: float) -> tuple[
             rng=np.random.default_rng(seed),
             spent=lambda: time.process_time() > stop,
             start=best if seed % 2 else None,
-            limit=LONG_ROUND * STEPS_PER_GPU * problem.cluster.gpus,
+            settings=SearchSettings(steps=LONG_ROUND * SearchSettings().steps_per_gpu * problem.cluster.gpus),
         )
         if found.score.objective > level:
             best, level = found.solution, found.score.objective

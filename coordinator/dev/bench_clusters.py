@@ -1,4 +1,5 @@
-"""The clusters that the planner's benchmark plans: ThunderServe's, and larger ones of boxes rented by chance."""
+"""The clusters that the planner's benchmark plans: ThunderServe's, and larger ones of boxes rented
+by chance."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def azure_workload(kind: str, rate: float) -> Workload:
 
 
 def rented_cluster(gpus: int, rng: np.random.Generator) -> Cluster:
-    """Boxes with `gpus` cards in all: shapes, sites and links by chance; links are as fast both ways."""
+    """Boxes with `gpus` cards in all: shapes, sites and links by chance; links are as fast both
+    ways."""
     table, boxes = gpu_table(), list[Box]()
     while (left := gpus - sum(box.gpus for box in boxes)) > 0:
         name, count = SHAPES[int(rng.integers(len(SHAPES)))]
@@ -67,8 +69,8 @@ def rented_cluster(gpus: int, rng: np.random.Generator) -> Cluster:
 
 
 def bench_problem(gpus: int, kind: str, *, load: float = 1.0) -> Problem:
-    """LLaMA-30B on so many GPUs: ThunderServe's boxes for 16, 24 and 32, else rented ones (always the same ones).
-    `load`: of the benchmark's requests per GPU."""
+    """LLaMA-30B on so many GPUs: ThunderServe's boxes for 16, 24 and 32, else rented ones (always
+    the same ones). `load`: of the benchmark's requests per GPU."""
     if gpus in (16, 24, 32):
         cluster = packaged_cluster(f"thunderserve-cloud-{gpus}", Specs.MEASURED)
     else:

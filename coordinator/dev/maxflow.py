@@ -1,12 +1,13 @@
 """Layer ranges over many boxes, judged by max flow as Helix does (Mei et al., ASPLOS 2025).
 
-Each node holds a range of layers and passes so many tokens per second through it; a token may go on at any node that
-holds the next layer. The flow through all layers is then the least of the layers' sums: a set of nodes cuts every way
-exactly if what is left over misses some layer (were all layers still there, one could always go on at the node that
-reaches furthest). So where links do not bind, to place layers is to cover a strip of `layers` as high as possible, and
-that has many equal parts: nodes of a kind are interchangeable, and a good cover falls into short segments, each of them
-covered in one of few ways. `place` enumerates those ways and lets an integer programme choose among them; `max_flow`
-checks the result on the whole graph, links included.
+Each node holds a range of layers and passes so many tokens per second through it; a token may go on
+at any node that holds the next layer. The flow through all layers is then the least of the layers'
+sums: a set of nodes cuts every way exactly if what is left over misses some layer (were all layers
+still there, one could always go on at the node that reaches furthest). So where links do not bind,
+to place layers is to cover a strip of `layers` as high as possible, and that has many equal parts:
+nodes of a kind are interchangeable, and a good cover falls into short segments, each of them
+covered in one of few ways. `place` enumerates those ways and lets an integer programme choose among
+them; `max_flow` checks the result on the whole graph, links included.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
-__all__ = ["NoPlacement", "NodeKind", "Placement", "compute_bound", "least_layer", "max_flow", "one_pipeline", "place"]
+__all__ = ["LayerRange", "NoPlacement", "NodeKind", "compute_bound", "least_layer", "max_flow", "one_pipeline", "place"]
 
 WIDEST: Final = 8
 """Layers of the longest segment."""
@@ -42,14 +43,15 @@ class NoPlacement(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """`count` equal nodes; `tokens_s[k - 1]` is what one passes per second when it holds k layers."""
+    """`count` equal nodes; `tokens_s[k - 1]` is what one passes per second when it holds k
+    layers."""
 
     name: str
     count: int
     tokens_s: tuple[float, ...]
 
 
-class Placement(NamedTuple):
+class LayerRange(NamedTuple):
     """A node of a kind (its index) holds layers [first, last)."""
 
     kind: int
@@ -58,19 +60,19 @@ class Placement(NamedTuple):
 
 
 Counts = tuple[int, ...]  # nodes of each kind
-Ways = dict[Counts, tuple[Placement, ...]]  # how so many nodes cover a segment that begins at 0
+Covers = dict[Counts, tuple[LayerRange, ...]]  # how so many nodes cover a segment that begins at 0
 
 
 def compute_bound(kinds: Sequence[NodeKind], layers: int) -> float:
-    """Tokens per second if every node held the number of layers that suits it best, and nothing was lost to whole
-    layers: the sum of the best tokens/s * layers of each, over all layers."""
+    """Tokens per second if every node held the number of layers that suits it best, and nothing was
+    lost to whole layers: the sum of the best tokens/s * layers of each, over all layers."""
     best = (kind.count * max(k * rate for k, rate in enumerate(kind.tokens_s, 1)) for kind in kinds)
     return sum(best) / layers
 
 
 def one_pipeline(kinds: Sequence[NodeKind], layers: int) -> float:
-    """Tokens per second of one pipeline through all nodes, each layer in one node: the most that every one passes with
-    the layers it must then take."""
+    """Tokens per second of one pipeline through all nodes, each layer in one node: the most that
+    every one passes with the layers it must then take."""
 
     def held(flow: float) -> int:
         return sum(
@@ -81,8 +83,9 @@ def one_pipeline(kinds: Sequence[NodeKind], layers: int) -> float:
     return max((rate for kind in kinds for rate in kind.tokens_s if held(rate) >= layers), default=0.0)
 
 
-def least_layer(kinds: Sequence[NodeKind], placements: Sequence[Placement], layers: int) -> float:
-    """Tokens per second through the layer that passes the fewest, which is the max flow where links do not bind."""
+def least_layer(kinds: Sequence[NodeKind], placements: Sequence[LayerRange], layers: int) -> float:
+    """Tokens per second through the layer that passes the fewest, which is the max flow where links
+    do not bind."""
     passed = np.zeros(layers)
     for kind, first, last in placements:
         passed[first:last] += kinds[kind].tokens_s[last - first - 1]
@@ -90,10 +93,10 @@ def least_layer(kinds: Sequence[NodeKind], placements: Sequence[Placement], laye
 
 
 def max_flow(
-    kinds: Sequence[NodeKind], placements: Sequence[Placement], layers: int, *, link_tokens_s: float = inf
+    kinds: Sequence[NodeKind], placements: Sequence[LayerRange], layers: int, *, link_tokens_s: float = inf
 ) -> float:
-    """Tokens per second from the first layer to the last over the whole graph: from node i to node j there is a link,
-    of `link_tokens_s`, where j holds the layer behind the last of i."""
+    """Tokens per second from the first layer to the last over the whole graph: from node i to node
+    j there is a link, of `link_tokens_s`, where j holds the layer behind the last of i."""
     size = len(placements)
     source, sink = 2 * size, 2 * size + 1
     link = min(_UNBOUND, link_tokens_s * _SCALE)
@@ -110,8 +113,9 @@ def max_flow(
     return float(maximum_flow(graph, source, sink).flow_value / _SCALE)
 
 
-def place(kinds: Sequence[NodeKind], layers: int) -> tuple[Placement, ...]:
-    """Layer ranges with the highest flow found. Raises NoPlacement where the nodes do not hold all layers."""
+def place(kinds: Sequence[NodeKind], layers: int) -> tuple[LayerRange, ...]:
+    """Layer ranges with the highest flow found. Raises NoPlacement where the nodes do not hold all
+    layers."""
     low, high = 0.0, compute_bound(kinds, layers)
     found = _placed(kinds, layers, high / 1024)
     if found is None:
@@ -126,12 +130,12 @@ def place(kinds: Sequence[NodeKind], layers: int) -> tuple[Placement, ...]:
     return found
 
 
-def _placed(kinds: Sequence[NodeKind], layers: int, flow: float) -> tuple[Placement, ...] | None:
-    """Segments next to each other, each passing `flow`, with as little capacity as possible; None where the nodes do
-    not suffice."""
-    ways = _Segments(kinds).ways
+def _placed(kinds: Sequence[NodeKind], layers: int, flow: float) -> tuple[LayerRange, ...] | None:
+    """Segments next to each other, each passing `flow`, with as little capacity as possible; None
+    where the nodes do not suffice."""
+    covers = _Segments(kinds).covers
     columns = [
-        (width, counts, pieces) for width in range(1, WIDEST + 1) for counts, pieces in ways(width, flow).items()
+        (width, counts, pieces) for width in range(1, WIDEST + 1) for counts, pieces in covers(width, flow).items()
     ]
     if not columns:
         return None
@@ -149,11 +153,11 @@ def _placed(kinds: Sequence[NodeKind], layers: int, flow: float) -> tuple[Placem
     )
     if chosen.x is None:
         return None
-    placements: list[Placement] = []
+    placements: list[LayerRange] = []
     first = 0
     for (width, _, pieces), times in zip(columns, np.rint(chosen.x).astype(int), strict=True):
         for _ in range(times):
-            placements.extend(Placement(kind, first + start, first + end) for kind, start, end in pieces)
+            placements.extend(LayerRange(kind, first + start, first + end) for kind, start, end in pieces)
             first += width
     return tuple(placements)
 
@@ -163,11 +167,12 @@ class _Segments:
 
     def __init__(self, kinds: Sequence[NodeKind]) -> None:
         self._kinds = kinds
-        self._known: dict[tuple[int, float, int, int], Ways] = {}
+        self._known: dict[tuple[int, float, int, int], Covers] = {}
 
-    def ways(self, width: int, flow: float, first_kind: int = 0, depth: int = DEEPEST) -> Ways:
-        """All that do not waste a node: nodes over the whole width (of kinds from `first_kind`, so that each set comes
-        once) over what covers the rest of the flow, or two shorter segments next to each other."""
+    def covers(self, width: int, flow: float, first_kind: int = 0, depth: int = DEEPEST) -> Covers:
+        """All that do not waste a node: nodes over the whole width (of kinds from `first_kind`, so
+        that each set comes once) over what covers the rest of the flow, or two shorter segments
+        next to each other."""
         if flow <= 0.0:
             return {(0,) * len(self._kinds): ()}
         if depth == 0:
@@ -177,31 +182,34 @@ class _Segments:
             self._known[key] = _undominated(self._spanned(*key) | self._halved(width, flow, depth), self._kinds)
         return self._known[key]
 
-    def _spanned(self, width: int, flow: float, first_kind: int, depth: int) -> Ways:
-        found: Ways = {}
+    def _spanned(self, width: int, flow: float, first_kind: int, depth: int) -> Covers:
+        found: Covers = {}
         for number in range(first_kind, len(self._kinds)):
             rates = self._kinds[number].tokens_s
             if width <= len(rates):
-                for counts, pieces in self.ways(width, flow - rates[width - 1], number, depth - 1).items():
+                for counts, pieces in self.covers(width, flow - rates[width - 1], number, depth - 1).items():
                     more = tuple(count + (place == number) for place, count in enumerate(counts))
-                    found[more] = (Placement(number, 0, width), *pieces)
+                    found[more] = (LayerRange(number, 0, width), *pieces)
         return found
 
-    def _halved(self, width: int, flow: float, depth: int) -> Ways:
-        found: Ways = {}
+    def _halved(self, width: int, flow: float, depth: int) -> Covers:
+        found: Covers = {}
         for left in range(1, width // 2 + 1):
-            pairs = product(self.ways(left, flow, 0, depth).items(), self.ways(width - left, flow, 0, depth).items())
+            pairs = product(
+                self.covers(left, flow, 0, depth).items(), self.covers(width - left, flow, 0, depth).items()
+            )
             for (some, low), (others, high) in pairs:
                 counts = tuple(one + two for one, two in zip(some, others, strict=True))
-                found[counts] = (*low, *(Placement(kind, left + start, left + end) for kind, start, end in high))
+                found[counts] = (*low, *(LayerRange(kind, left + start, left + end) for kind, start, end in high))
         return found
 
 
-def _undominated(ways: Ways, kinds: Sequence[NodeKind]) -> Ways:
-    """Without those that need more nodes of a kind than there are, or all the nodes of another way and more."""
-    kept: Ways = {}
-    for counts in sorted(ways, key=sum):
+def _undominated(covers: Covers, kinds: Sequence[NodeKind]) -> Covers:
+    """Without those that need more nodes of a kind than there are, or all the nodes of another way
+    and more."""
+    kept: Covers = {}
+    for counts in sorted(covers, key=sum):
         enough = all(count <= kind.count for count, kind in zip(counts, kinds, strict=True))
         if enough and not any(all(a <= b for a, b in zip(other, counts, strict=True)) for other in kept):
-            kept[counts] = ways[counts]
+            kept[counts] = covers[counts]
     return kept

@@ -1,15 +1,16 @@
 """What a node passes per second by Helix's own accounting, for LLaMA-30B (60 layers).
 
-A node with k layers has KV blocks for so many tokens, of which requests fill 30 % when it runs well; a request holds
-750 prompt and 240 output tokens (means of the Azure conversations, prompts above 2,048 tokens left out). Of the
-requests in flight a node computes as many at a time as its share of the round trip through all layers: b. So for each
-prompt it reads there are 240 / b steps that decode b tokens, and it passes
+A node with k layers has KV blocks for so many tokens, of which requests fill 30 % when it runs
+well; a request holds 750 prompt and 240 output tokens (means of the Azure conversations, prompts
+above 2,048 tokens left out). Of the requests in flight a node computes as many at a time as its
+share of the round trip through all layers: b. So for each prompt it reads there are 240 / b steps
+that decode b tokens, and it passes
 
     (750 + 240) / (k * (prompt_s(750) + decode_s(b) * 240 / b))    tokens per second,
 
-prompt and decode tokens both counted. The round trip depends on how fast all nodes are, which is iterated ten times.
-Rounding is Helix's as well: with it, the compute bound of the 32 nodes comes out at 2,557 tokens per second, the figure
-that its authors' code gives.
+prompt and decode tokens both counted. The round trip depends on how fast all nodes are, which is
+iterated ten times. Rounding is Helix's as well: with it, the compute bound of the 32 nodes comes
+out at 2,557 tokens per second, the figure that its authors' code gives.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def helix_kinds(nodes: Mapping[str, int]) -> list[NodeKind]:
     speeds: Speeds = {name: _FIRST_GUESS[name] for name in nodes}
 
     def share(machine: str, layers: int) -> float:
-        """Of the round trip that a node takes for its layers; the others are as fast as all nodes are on average."""
+        """Of the round trip that a node takes for its layers; the others are as fast as all nodes
+        are on average."""
         held = sum(count * typical[name] for name, count in nodes.items())
         layer_s = sum(count * typical[name] / speeds[name] for name, count in nodes.items()) / held
         own_s = layers / speeds[machine]

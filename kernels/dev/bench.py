@@ -20,17 +20,16 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .. import accelerate, fp8_native, kivi4_native, kv4_native
-from ..codec import Codec, Soundness, decode, decode_into, encode, encode_into
+from .. import accelerate
+from ..codec import decode, decode_into, encode, encode_into
+from ..codecs import CODECS, RAW, codec_named
+from ..errors import CodecError
+from ..format import Codec
+from ..soundness import Soundness
 
-__all__ = ["GPU_TARGET", "Row", "main", "measure", "measure_on_gpu"]
+__all__ = ["GPU_TARGET", "CodecRate", "main", "measure", "measure_on_gpu"]
 
 HEADS, HEAD_DIM = 8, 128
-_NATIVE = {
-    Codec.KV4: kv4_native.available,
-    Codec.FP8: fp8_native.available,
-    Codec.KIVI4: kivi4_native.available,
-}
 DEFAULT_TOKENS = 512
 GPU_TOKENS = (256, 1024, 4096)
 """Windows of 1, 4 and 16 MiB of KV, as an engine reads them out of its cache."""
@@ -44,7 +43,7 @@ START = 512  # past the exempt tokens, at a multiple of every codec's groups: on
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CodecRate:
     """One measurement. Rates in 1e9 bytes per second of 16-bit K and V."""
 
     op: str
@@ -60,15 +59,15 @@ class Row:
     @classmethod
     def of(
         cls, what: tuple[str, Codec, str], threads: int, path: str, tokens: int, seconds: float, copy_seconds: float
-    ) -> Row:
+    ) -> CodecRate:
         """`what`: operation, codec, device. Seconds of one block, and of a copy of its values."""
         op, codec, device = what
         nbytes = 4 * tokens * HEADS * HEAD_DIM
         rate, copy_rate = (round(nbytes / spent / 1e9, 3) for spent in (seconds, copy_seconds))
-        return cls(op, codec.value, device, threads, path, tokens, rate, copy_rate, round(copy_seconds / seconds, 3))
+        return cls(op, codec.name, device, threads, path, tokens, rate, copy_rate, round(copy_seconds / seconds, 3))
 
 
-def measure(codec: Codec, threads: int, tokens: int, repeats: int) -> list[Row]:
+def measure(codec: Codec, threads: int, tokens: int, repeats: int) -> list[CodecRate]:
     """Quantise and dequantise one block of `tokens` x 8 x 128 values again and again, on the CPU."""
     k, v = _block(tokens, torch.device("cpu"))
     copy = _copying(k, v)
@@ -92,12 +91,12 @@ def measure(codec: Codec, threads: int, tokens: int, repeats: int) -> list[Row]:
 
     actions = (("quantise", quantise), ("dequantise", dequantise))
     return [
-        Row.of((op, codec, "cpu"), threads, _path(codec), tokens, *_in_turns(action, copy, repeats))
+        CodecRate.of((op, codec, "cpu"), threads, _path(codec), tokens, *_in_turns(action, copy, repeats))
         for op, action in actions
     ]
 
 
-def measure_on_gpu(codec: Codec, device: torch.device, tokens: int, repeats: int) -> list[Row]:
+def measure_on_gpu(codec: Codec, device: torch.device, tokens: int, repeats: int) -> list[CodecRate]:
     """As `measure`, for blocks that stay on the GPU."""
     k, v = _block(tokens, device)
     copy = _copying(k, v)
@@ -127,8 +126,8 @@ def measure_on_gpu(codec: Codec, device: torch.device, tokens: int, repeats: int
             while found:
                 found.pop().raise_if_unsound()
         medians = (statistics.median(times) for times in spent)
-        path = "copy" if codec is Codec.RAW else "triton"
-        rows.append(Row.of((op, codec, device.type), torch.get_num_threads(), path, tokens, *medians))
+        path = "copy" if codec is RAW else "triton"
+        rows.append(CodecRate.of((op, codec, device.type), torch.get_num_threads(), path, tokens, *medians))
     return rows
 
 
@@ -161,9 +160,9 @@ def _copying(k: torch.Tensor, v: torch.Tensor) -> Callable[[], None]:
 
 
 def _path(codec: Codec) -> str:
-    if codec is Codec.RAW:
+    if codec is RAW:
         return "copy"
-    return "c++" if _NATIVE[codec]() else "eager"
+    return "c++" if codec.native is not None and codec.native().available() else "eager"
 
 
 def _in_turns(action: Callable[[], None], copy: Callable[[], None], repeats: int) -> tuple[float, float]:
@@ -178,7 +177,7 @@ def _in_turns(action: Callable[[], None], copy: Callable[[], None], repeats: int
     return statistics.median(spent[0]), statistics.median(spent[1])
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[CodecRate]) -> str:
     head = f"{'op':<11}{'codec':<7}{'device':<7}{'threads':>7}  {'path':<9}{'tokens':>7}{'GB/s':>9}{'memcpy':>9}"
     lines = [
         f"{row.op:<11}{row.codec:<7}{row.device:<7}{row.threads:>7}  {row.path:<9}{row.tokens:>7}"
@@ -194,11 +193,9 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _codecs(text: str) -> list[Codec]:
     try:
-        return [Codec(name) for name in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} names a codec that is unknown; known are {', '.join(Codec)}"
-        ) from None
+        return [codec_named(name) for name in text.split(",")]
+    except CodecError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _counts(text: str) -> list[int]:
@@ -214,7 +211,7 @@ def _count(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="p2pserve.kernels.bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.add_argument("--codecs", type=_codecs, default=list(Codec), help="comma-separated (default: all)")
+    parser.add_argument("--codecs", type=_codecs, default=list(CODECS), help="comma-separated (default: all)")
     parser.add_argument("--tokens", type=_count, default=DEFAULT_TOKENS, help="tokens per block (default: %(default)s)")
     parser.add_argument(
         "--threads", type=_counts, default=[1, 2], help="comma-separated numbers of CPU threads (default: 1,2)"

@@ -1,5 +1,8 @@
 """What the codecs cost in quality, in one table: `python -m p2pserve.kernels.quality [--format json] [--quick]`.
 
+`--quick` measures the same on a small sample, in a minute or two, to see that nothing is broken: its
+figures are not those of the docs. Exits with 1 where a figure is beyond its bound (`broken_bounds`).
+
 Three parts, each labelled in the output with what it was measured on:
 
 - bits per element of a 1500-token prompt in blocks of 512 tokens (real payloads);
@@ -21,27 +24,80 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .. import accelerate
-from ..format import Codec
-from .quality_model import CONTINUATION_TOKENS, HELD_OUT, PROMPT_TOKENS, BundledModel, TokenScores
+from ..codecs import CODEC_NAMES, FP8, KIVI4, KV4, RAW
+from .quality_model import HELD_OUT, PROMPT_TOKENS, BundledModel, TokenScores
 from .quality_paired import Difference, difference
 from .quality_rouge import Rouge, mean_rouge, rouge
 from .quality_tensors import KINDS, Errors, bits_per_element, block_errors, tensors
 
-__all__ = ["ModelReport", "Report", "main", "measure_model", "measure_tensors", "render"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "ModelReport",
+    "Report",
+    "Sample",
+    "broken_bounds",
+    "main",
+    "measure_model",
+    "measure_tensors",
+    "render",
+]
 
-QUICK_MODULES = ("heapq",)
 BATCH = 10  # continuations at once
-LABELS = {
-    "bits_per_element": "measured: payload bytes of a 1500-token prompt in blocks of 512 tokens, 8 heads of 128, bf16",
-    "logit_error_db": "measured on synthetic bf16 tensors, 2048 x 4 x 128: error variance of q.k over its variance",
-    "relative_error": "measured on the same tensors: length of the error over length of the tensor",
-    "perplexity": "measured on the bundled model, its held-out modules: K (after RoPE) and V of all layers sent",
-    "divergence": "measured on the same tokens: mean of KL(prediction after `raw` || after the codec), nats",
-    "rouge": f"measured on the bundled model: {CONTINUATION_TOKENS} greedy tokens after sent prompts of {PROMPT_TOKENS}"
-    ", against those after `raw`",
-    "kv4_minus_kivi4": "measured on the same tokens and continuations, pair by pair",
-}
+KV4_BITS, KV4_PERPLEXITY, FP8_PERPLEXITY = 4.5, 3.0, 1.0
+"""Most bits per element, and by how many percent the perplexity may be worse than `raw`'s: far above what is measured,
+far below what a broken codec does.
+"""
 ROUGES = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rouge_l": "ROUGE-L"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """How much is measured; more takes longer and says it more exactly."""
+
+    name: str
+    modules: tuple[str, ...]
+    windows: int | None
+    """Of 2048 tokens, from each module's beginning; None: all."""
+    continuations: int
+    """From each module."""
+    continuation_tokens: int
+    tensor_tokens: int
+    """Of each kind of synthetic tensor."""
+
+    def __str__(self) -> str:
+        windows = "all windows" if self.windows is None else f"{self.windows} window(s)"
+        return (
+            f"{self.name}: {windows} of {', '.join(self.modules)}; {self.continuations} continuations of each, "
+            f"{self.continuation_tokens} tokens long; synthetic tensors of {self.tensor_tokens} tokens"
+        )
+
+    def labels(self) -> dict[str, str]:
+        """What each figure was measured on."""
+        return {
+            "bits_per_element": "measured: payload bytes of a 1500-token prompt in blocks of 512 tokens, "
+            "8 heads of 128, bf16",
+            "logit_error_db": f"measured on synthetic bf16 tensors, {self.tensor_tokens} x 4 x 128: "
+            "error variance of q.k over its variance",
+            "relative_error": "measured on the same tensors: length of the error over length of the tensor",
+            "perplexity": "measured on the bundled model, its held-out modules: K (after RoPE) and V of all layers "
+            "sent",
+            "divergence": "measured on the same tokens: mean of KL(prediction after `raw` || after the codec), nats",
+            "rouge": f"measured on the bundled model: {self.continuation_tokens} greedy tokens after sent prompts of "
+            f"{PROMPT_TOKENS}, against those after `raw`",
+            "kv4_minus_kivi4": "measured on the same tokens and continuations, pair by pair",
+        }
+
+
+FULL = Sample(name="full", modules=HELD_OUT, windows=None, continuations=60, continuation_tokens=64, tensor_tokens=2048)
+QUICK = Sample(
+    name="quick, a small sample",
+    modules=("heapq",),
+    windows=1,
+    continuations=3,
+    continuation_tokens=16,
+    tensor_tokens=512,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +121,7 @@ class Report:
     bits: dict[str, float]
     errors: dict[str, dict[str, Errors]]
     model: ModelReport
-    modules: tuple[str, ...]
-    continuations: int
+    sample: Sample
 
     def as_json(self) -> dict[str, object]:
         """The figures under plain names, with what each was measured on."""
@@ -85,9 +140,11 @@ class Report:
             "divergence": self.model.divergence,
             "rouge": {codec: asdict(scores) for codec, scores in self.model.rouge.items()},
             "kv4_minus_kivi4": {figure: asdict(found) for figure, found in self.model.kv4_minus_kivi4.items()},
-            "held_out_modules": self.modules,
-            "continuations": self.continuations,
-            "labels": LABELS,
+            "held_out_modules": self.sample.modules,
+            "continuations": self.sample.continuations * len(self.sample.modules),
+            "sample": str(self.sample),
+            "broken_bounds": broken_bounds(self),
+            "labels": self.sample.labels(),
         }
 
 
@@ -97,43 +154,67 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m p2pserve.kernels.quality", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="a table, or one JSON object (text)")
-    parser.add_argument("--quick", action="store_true", help="one held-out module and fewer continuations")
-    parser.add_argument("--threads", type=int, default=0, help="threads for the model (torch's own choice)")
+    parser.add_argument("--quick", action="store_true", help=f"a small sample, to see that nothing is broken ({QUICK})")
+    parser.add_argument("--threads", type=_threads, help="threads for the model (torch's own choice)")
     arguments = parser.parse_args(argv)
-    if arguments.threads > 0:
+    if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    codecs = [codec.value for codec in Codec]
+    codecs = list(CODEC_NAMES)
     try:
-        report = _measure(codecs, quick=arguments.quick)
+        report = _measure(codecs, QUICK if arguments.quick else FULL)
     except ModuleNotFoundError as error:
         sys.stderr.write(f"quality: the bundled model needs {error.name}; install p2pserve[cpu] or p2pserve[gpu]\n")
         return 2
     text = json.dumps(report.as_json(), indent=2) if arguments.format == "json" else render(report)
     sys.stdout.write(text + "\n")
-    return 0
+    return 1 if broken_bounds(report) else 0
 
 
-def measure_tensors(codecs: Sequence[str]) -> tuple[dict[str, float], dict[str, dict[str, Errors]]]:
+def _threads(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def broken_bounds(report: Report) -> list[str]:
+    """What is worse than it may be, one line each."""
+    found = []
+    if report.bits[KV4.name] > KV4_BITS:
+        found.append(f"kv4 takes {report.bits[KV4.name]:.3f} bits per element, more than {KV4_BITS}")
+    for kind, row in report.errors.items():
+        if row[KV4.name].logit_db > row[KIVI4.name].logit_db:
+            found.append(f"kv4's attention-logit error on {kind} tensors is larger than kivi4's")
+    for codec, most in ((KV4.name, KV4_PERPLEXITY), (FP8.name, FP8_PERPLEXITY)):
+        change = report.model.change(codec)
+        if not change <= most:
+            found.append(f"{codec} makes the perplexity {change:.2f} % worse, more than {most} %")
+    return found
+
+
+def measure_tensors(
+    codecs: Sequence[str], tokens: int = FULL.tensor_tokens
+) -> tuple[dict[str, float], dict[str, dict[str, Errors]]]:
     """Bits per element of every codec; errors of those that make any."""
     bits = {codec: bits_per_element(codec) for codec in codecs}
-    lossy = [codec for codec in codecs if codec != Codec.RAW]
+    lossy = [codec for codec in codecs if codec != RAW.name]
     errors = {}
     for kind in KINDS:
-        k, v = tensors(kind)
+        k, v = tensors(kind, tokens)
         errors[kind] = {codec: block_errors(codec, k, v) for codec in lossy}
     return bits, errors
 
 
-def measure_model(codecs: Sequence[str], modules: Sequence[str], continuations: int) -> ModelReport:
-    """What the model says of every codec, `kv4` and `kivi4` among them; `continuations` prompts from each module."""
+def measure_model(codecs: Sequence[str], sample: Sample) -> ModelReport:
+    """What the model says of every codec, `kv4` and `kivi4` among them."""
     model = BundledModel()
-    batches = model.prompts(modules, continuations).split(BATCH)
-    progress = _Progress(len(codecs) * (model.windows(modules) + len(batches)))
-    tokens = model.scores(codecs, modules, progress.advance)
+    batches = model.prompts(sample.modules, sample.continuations).split(BATCH)
+    windows = model.windows(sample.modules, sample.windows)
+    progress = _Progress(len(codecs) * (len(windows) + len(batches)))
+    tokens = model.scores(codecs, windows, progress.advance)
     texts: dict[str, list[str]] = {codec: [] for codec in codecs}
     for codec in codecs:
         for batch in batches:
-            texts[codec] += model.continuations(codec, batch)
+            texts[codec] += model.continuations(codec, batch, sample.continuation_tokens)
             progress.advance()
     progress.close()
     rouges = {codec: [rouge(*pair) for pair in zip(texts["raw"], texts[codec], strict=True)] for codec in codecs}
@@ -150,7 +231,7 @@ def render(report: Report) -> str:
     codecs = list(report.bits)
     lines = ["Quality of the KV codecs", ""]
     lines += _table("", codecs, _summary(report))
-    lossy = [codec for codec in codecs if codec != Codec.RAW]
+    lossy = [codec for codec in codecs if codec != RAW.name]
     tables: dict[str, Callable[[Errors], str]] = {
         "Attention-logit error of K, dB": lambda found: f"{found.logit_db:.1f}",
         "Relative error of K, %": lambda found: f"{100 * found.key:.2f}",
@@ -160,8 +241,9 @@ def render(report: Report) -> str:
         rows = [(kind, [cell(row[codec]) for codec in lossy]) for kind, row in report.errors.items()]
         lines += ["", *_table(title, lossy, rows)]
     lines += ["", "kv4 minus kivi4, mean ± standard error", *_differences(report.model.kv4_minus_kivi4)]
-    lines += ["", *(f"{name}: {label}" for name, label in LABELS.items())]
-    lines.append(f"modules: {', '.join(report.modules)}; continuations: {report.continuations}")
+    lines += ["", *(f"{name}: {label}" for name, label in report.sample.labels().items())]
+    lines.append(f"sample: {report.sample}")
+    lines += [f"BROKEN: {line}" for line in broken_bounds(report)]
     return "\n".join(lines)
 
 
@@ -183,26 +265,26 @@ class _Progress:
             sys.stderr.write("\n")
 
 
-def _measure(codecs: Sequence[str], *, quick: bool) -> Report:
-    modules, each = (QUICK_MODULES, 4) if quick else (HELD_OUT, 60)
+def _measure(codecs: Sequence[str], sample: Sample) -> Report:
     before = accelerate.mode()
-    accelerate.set_mode(accelerate.Mode.EAGER)  # the same bytes, without building anything for so little data
+    # The same bytes as the plain code's, which would take more time than the model does.
+    accelerate.set_mode(accelerate.KernelMode.COMPILED)
     try:
-        bits, errors = measure_tensors(codecs)
-        model = measure_model(codecs, modules, each)
+        bits, errors = measure_tensors(codecs, sample.tensor_tokens)
+        model = measure_model(codecs, sample)
     finally:
         accelerate.set_mode(before)
-    return Report(bits, errors, model, tuple(modules), each * len(modules))
+    return Report(bits, errors, model, sample)
 
 
 def _kv4_minus_kivi4(tokens: Mapping[str, TokenScores], rouges: Mapping[str, Sequence[Rouge]]) -> dict[str, Difference]:
-    ours, theirs = tokens[Codec.KV4], tokens[Codec.KIVI4]
+    ours, theirs = tokens[KV4.name], tokens[KIVI4.name]
     found = {
         "loss": difference(ours.loss, theirs.loss),
         "divergence": difference(ours.divergence, theirs.divergence),
     }
     for figure in ROUGES:
-        pair = (torch.tensor([getattr(score, figure) for score in rouges[codec]]) for codec in (Codec.KV4, Codec.KIVI4))
+        pair = (torch.tensor([getattr(score, figure) for score in rouges[codec]]) for codec in (KV4.name, KIVI4.name))
         found[figure] = difference(*pair)
     return found
 

@@ -11,20 +11,30 @@ import math
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .quality_tensors import through
 
-__all__ = ["CONTINUATION_TOKENS", "HELD_OUT", "PROMPT_TOKENS", "BundledModel", "TokenScores", "divergence"]
+__all__ = [
+    "HELD_OUT",
+    "PROMPT_TOKENS",
+    "BundledModel",
+    "TokenScores",
+    "Window",
+    "cut_windows",
+    "divergence",
+    "module_source",
+]
 
 HELD_OUT = ("argparse", "dataclasses", "tarfile", "heapq", "difflib")
 """Standard-library modules that the model was not trained on (its README)."""
 
 WINDOW_TOKENS = 2048
-PROMPT_TOKENS, CONTINUATION_TOKENS = 512, 64
+PROMPT_TOKENS, LONGEST_CONTINUATION = 512, 64
 
 _ATTENTION = "p2pserve_codec"
 
@@ -46,18 +56,31 @@ class TokenScores:
         return math.exp(float(self.loss.mean()))
 
 
+class Window(NamedTuple):
+    """A run of a text: where it starts, the first token to score in it, and its ids with the one after it."""
+
+    start: int
+    first_scored: int
+    ids: torch.Tensor
+
+
+def module_source(module: str) -> str:
+    """The text of a module of the standard library."""
+    return (Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py").read_text(encoding="utf-8")
+
+
 class BundledModel:
     """The model that ships in `node/bundled`, with a codec between its prefill and its attention."""
 
-    def __init__(self) -> None:
-        """Load the model; raises ModuleNotFoundError where transformers is not installed."""
+    def __init__(self, source: Callable[[str], str] = module_source) -> None:
+        """Load the model; `source` gives a module's text. Raises ModuleNotFoundError without transformers."""
         from tokenizers import Tokenizer
         from transformers import AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         from transformers.utils import logging
 
-        self._codec = "raw"
+        self._codec, self._source = "raw", source
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **settings: Any) -> Any:
             if query.shape[2] > 1:  # a prompt; tokens decoded later stay where they were computed
@@ -73,28 +96,27 @@ class BundledModel:
         ).eval()
 
     def scores(
-        self, codecs: Sequence[str], modules: Sequence[str], advance: Callable[[], None] = lambda: None
+        self, codecs: Sequence[str], windows: Sequence[Window], advance: Callable[[], None] = lambda: None
     ) -> dict[str, TokenScores]:
-        """The tokens of the held-out modules' texts after every codec; `advance` after every window of each.
+        """The scored tokens of the windows after every codec; `advance` after every window of each.
 
-        Windows of 2048 tokens overlap by half, as in the model's own evaluation: a token past the first window
-        is predicted from at least 1024 tokens before it. All codecs go through a window before the next one comes,
-        so that one window's predictions after `raw` are all that is kept of them.
+        All codecs go through a window before the next one comes, so that one window's predictions
+        after `raw` are all that is kept of them.
         """
         losses: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         divergences: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
-        for start, first, window in self._windows(modules):
-            scored = first - start - 1
-            expected = self._predictions("raw", window, scored)
+        for window in windows:
+            scored = window.first_scored - window.start - 1
+            expected = self._predictions("raw", window.ids, scored)
             for codec in codecs:
-                found = expected if codec == "raw" else self._predictions(codec, window, scored)
-                losses[codec].append(-found.gather(1, window[scored + 1 :, None]).squeeze(1))
+                found = expected if codec == "raw" else self._predictions(codec, window.ids, scored)
+                losses[codec].append(-found.gather(1, window.ids[scored + 1 :, None]).squeeze(1))
                 divergences[codec].append(divergence(expected, found))
                 advance()
         return {codec: TokenScores(torch.cat(losses[codec]), torch.cat(divergences[codec])) for codec in codecs}
 
-    def continuations(self, codec: str, prompts: torch.Tensor) -> list[str]:
-        """Greedy continuations of `[prompts, tokens]` from a cache that came through the codec."""
+    def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
+        """`count` greedy tokens after each of `[prompts, tokens]`, from a cache that came through the codec."""
         self._codec = "raw"
         found = []
         with torch.inference_mode():
@@ -104,7 +126,7 @@ class BundledModel:
             self._codec = codec
             for layer in cache.layers:
                 layer.keys, layer.values = self._send(layer.keys, layer.values)
-            for _ in range(CONTINUATION_TOKENS):
+            for _ in range(count):
                 found.append(token)
                 state = self._model(input_ids=token, past_key_values=cache, use_cache=True)
                 token = state.logits[:, -1].argmax(-1, keepdim=True)
@@ -114,18 +136,15 @@ class BundledModel:
         """`[modules * each, 512]` token ids, spread evenly over each module's text."""
         rows = []
         for name in modules:
-            ids = self._tokenizer.encode(_source(name)).ids
-            last = len(ids) - PROMPT_TOKENS - CONTINUATION_TOKENS
+            ids = self._tokenizer.encode(self._source(name)).ids
+            last = len(ids) - PROMPT_TOKENS - LONGEST_CONTINUATION
             rows += [ids[last * i // each :][:PROMPT_TOKENS] for i in range(each)]
         return torch.tensor(rows)
 
-    def windows(self, modules: Sequence[str]) -> int:
-        """How many windows `scores` goes through with every codec."""
-        return sum(1 for _ in self._windows(modules))
-
-    def _windows(self, modules: Sequence[str]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        for name in modules:
-            yield from _windows(torch.tensor([0, *self._tokenizer.encode(_source(name)).ids]))
+    def windows(self, modules: Sequence[str], most: int | None = None) -> list[Window]:
+        """The windows of the held-out modules' texts, of each its first `most`; None: all."""
+        texts = (torch.tensor([0, *self._tokenizer.encode(self._source(name)).ids]) for name in modules)
+        return [window for ids in texts for window in islice(cut_windows(ids), most)]
 
     def _predictions(self, codec: str, window: torch.Tensor, scored: int) -> torch.Tensor:
         """Log-probabilities `[tokens, vocabulary]` of what follows each token of the window from `scored` on."""
@@ -148,12 +167,15 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return (expected.exp() * (expected - found)).sum(-1)
 
 
-def _windows(ids: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Start of a window, index of the first token to score in it, and its ids with the one after it."""
+def cut_windows(ids: torch.Tensor) -> Iterator[Window]:
+    """Windows of 2048 tokens that overlap by half, as in the model's own evaluation.
+
+    So a token past the first window is predicted from at least 1024 tokens before it.
+    """
     scored, start = 1, 0  # the first token is given
     while scored < len(ids):
         window = ids[start : start + WINDOW_TOKENS + 1]
-        yield start, scored, window
+        yield Window(start, scored, window)
         scored = start + len(window)
         start += WINDOW_TOKENS // 2
 
@@ -161,7 +183,3 @@ def _windows(ids: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
 def _folder() -> Path:
     package = (__package__ or "p2pserve.kernels").partition(".")[0]
     return Path(str(importlib.resources.files(package))) / "node" / "bundled"
-
-
-def _source(module: str) -> str:
-    return (Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py").read_text(encoding="utf-8")

@@ -80,10 +80,10 @@ KINDS: dict[str, Callable[[torch.Generator], Pair]] = {
 }
 
 
-def tensors(kind: str) -> Pair:
-    """K and V `[2048, 4, 128]` in bf16; the same numbers in every run."""
+def tensors(kind: str, tokens: int = TOKENS) -> Pair:
+    """The first `tokens` of K and V `[2048, 4, 128]` in bf16; the same numbers in every run."""
     k, v = KINDS[kind](torch.Generator().manual_seed(list(KINDS).index(kind)))
-    return k.to(torch.bfloat16), v.to(torch.bfloat16)
+    return k[:tokens].to(torch.bfloat16), v[:tokens].to(torch.bfloat16)
 
 
 def through(codec: str, k: torch.Tensor, v: torch.Tensor) -> Pair:

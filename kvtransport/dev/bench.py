@@ -1,11 +1,13 @@
-"""How fast a link moves KV, beside plain sockets, TLS and libp2p, in one run on loopback between two processes.
+"""How fast a link moves KV, beside plain sockets, TLS and libp2p, in one run on loopback between
+two processes.
 
     python -m p2pserve.kvtransport.bench [--repeats 3] [--format json]
 
-Every figure is the median of interleaved repeats, so that what else the machine does meets all contenders alike; the
-targets are ratios to raw TCP of the same run. All send the same 4 MiB buffers, in turn. The link at 1 Gb/s is held
-there by the kernel (SO_MAX_PACING_RATE on the sender's sockets). CPU seconds are those of both processes together,
-for each GiB of payload; for `kv4`, of 16-bit KV.
+Every figure is the median of interleaved repeats, so that what else the machine does meets all
+contenders alike; the targets are ratios to raw TCP of the same run. All send the same 4 MiB
+buffers, in turn. The link at 1 Gb/s is held there by the kernel (SO_MAX_PACING_RATE on the sender's
+sockets). CPU seconds are those of both processes together, for each GiB of payload; for `kv4`, of
+16-bit KV.
 """
 
 from __future__ import annotations
@@ -107,8 +109,9 @@ def _children(kv: bool) -> Iterator[tuple[_BenchProcess, _BenchProcess]]:
 
 @contextmanager
 def open_plain_link() -> Iterator[Callable[[int], float]]:
-    """A warm link of one connection between two processes that do nothing else. The function sends `size` opaque bytes
-    over it, rounded down to whole buffers of 4 MiB but at least one, and returns bytes per second."""
+    """A warm link of one connection between two processes that do nothing else. The function sends
+    `size` opaque bytes over it, rounded down to whole buffers of 4 MiB but at least one, and
+    returns bytes per second."""
     with _children(kv=False) as (sender, receiver):
 
         def bytes_per_second(size: int) -> float:

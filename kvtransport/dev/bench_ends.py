@@ -1,4 +1,5 @@
-"""The two processes that `bench` measures: one sends, one receives. Each reads commands and answers, as JSON lines."""
+"""The two processes that `bench` measures: one sends, one receives. Each reads commands and
+answers, as JSON lines."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from typing import Any
 from ..errors import TransferError
 from ..link.dialling import DialPath
 from ..link.endpoint import Endpoint
-from ..link.lanes import LinkSettings
 from ..link.receive_link import ReceiveLink
 from ..link.send_link import SendLink
+from ..link.settings import LinkSettings
 from ..wire.frames import KVFrame
 from ..wire.sockets import hang_up, pace, read_link_hello
 from ..wire.tickets import LinkTicket, TransferTicket
@@ -33,7 +34,7 @@ __all__ = ["KvShape", "main"]
 _BUFFER_BYTES = 1 << 20
 _FRAME_BYTES = 4 << 20
 _WINDOW_BYTES = 64 << 20
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def _link_ticket(number: int) -> LinkTicket:
 
 def _transfer_ticket(end: _End, link: bytes, codec: str) -> TransferTicket:
     end.transfers += 1
-    return TransferTicket(end.transfers.to_bytes(16, "big"), link, codec, _PATIENCE_S)
+    return TransferTicket(end.transfers.to_bytes(16, "big"), link, codec, _TIMEOUT_S)
 
 
 # ---- sending ----------------------------------------------------------------------------------------------------
@@ -109,12 +110,12 @@ def _send_plain(end: _End, command: dict[str, Any]) -> dict[str, float]:
 
 
 def _send_link(end: _End, command: dict[str, Any]) -> dict[str, float]:
-    """Over a warm link: opaque payloads of 4 MiB, or KV that is quantised on the way in."""
+    """Over a warm link: opaque payloads of 4 MiB, or KV that is quantised first."""
     number, streams, pace = command["link"], command["streams"], command.get("pace", 0)
     link: SendLink | None = end.links.get(number)
     if link is None:
         path = DialPath(*end.link_address, streams=streams, pace_bytes_s=pace)
-        link = end.links[number] = end.endpoint.sending(_link_ticket(number), [path])
+        link = end.links[number] = end.endpoint.open_sender(_link_ticket(number), [path])
         if not link.wait_connected(streams, 5.0):
             raise RuntimeError(f"no connection: {link.statistics().failures}")
     outgoing = link.open(_transfer_ticket(end, link.ticket.link, command["codec"]))
@@ -122,9 +123,9 @@ def _send_link(end: _End, command: dict[str, Any]) -> dict[str, float]:
 
     def work() -> None:
         for frame in frames(end, command):
-            outgoing.send(frame, timeout=_PATIENCE_S)
+            outgoing.send(frame, timeout=_TIMEOUT_S)
         outgoing.finish(1)
-        state = outgoing.wait(_PATIENCE_S)
+        state = outgoing.wait(_TIMEOUT_S)
         if state.name != "delivered":
             raise RuntimeError(f"the transfer {state}")
 
@@ -137,9 +138,10 @@ def _opaque_frames(end: _End, command: dict[str, Any]) -> Any:
 
 
 def _kv_frames(end: _End, command: dict[str, Any]) -> Any:
-    from ...kernels.codec import Codec, encode, wire_dtype
+    from ...kernels.codec import encode, wire_dtype
+    from ...kernels.codecs import codec_named
 
-    codec = Codec(command["codec"])
+    codec = codec_named(command["codec"])
     for layer in range(command["bytes"] // SHAPE.layer_bytes):
         k, v = end.layers[layer % len(end.layers)]
         payload = encode(codec, k, v, start=0, layer=layer)
@@ -174,7 +176,7 @@ def _receive_link(end: _End, command: dict[str, Any]) -> dict[str, float]:
     number = command["link"]
     link: ReceiveLink | None = end.links.get(number)
     if link is None:
-        link = end.links[number] = end.endpoint.receiving(_link_ticket(number))
+        link = end.links[number] = end.endpoint.open_receiver(_link_ticket(number))
     incoming = link.expect(_transfer_ticket(end, link.ticket.link, command["codec"]))
 
     def work() -> None:
@@ -188,7 +190,8 @@ def _receive_link(end: _End, command: dict[str, Any]) -> dict[str, float]:
 
 
 def _accept_links(end: _End, listener: socket.socket) -> None:
-    """Hand every connection to its link until the listener is closed, also those that are dialled again."""
+    """Hand every connection to its link until the listener is closed, also those that are dialled
+    again."""
     while True:
         try:
             sock, _ = listener.accept()
@@ -201,7 +204,9 @@ def _accept_links(end: _End, listener: socket.socket) -> None:
 
 
 def _decode(frame: KVFrame) -> None:
-    from ...kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+    from ...kernels.codec import decode, torch_dtype
+    from ...kernels.codecs import codec_from_wire
+    from ...kernels.format import dtype_from_wire
 
     decode(
         codec_from_wire(frame.codec),
@@ -219,7 +224,8 @@ def _decode(frame: KVFrame) -> None:
 
 
 def _prepare_kv(end: _End) -> None:
-    """Tensors to send, and both directions of the codec warm, as in an engine that has been running."""
+    """Tensors to send, and both directions of the codec warm, as in an engine that has been
+    running."""
     import torch
 
     from ...kernels.codec import encode

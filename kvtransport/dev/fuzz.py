@@ -2,11 +2,12 @@
 
     python -m p2pserve.kvtransport.dev.fuzz --inputs 1000000 --seed 1 [--format json]
 
-Two kinds of attacker. *On the path*: records of an honest session are flipped, cut, joined, replayed, reordered and
-strewn with noise before a channel reads them; what comes out must be what was sent, or nothing. *The peer itself*:
-heads under the right key, mutated by bit or by field, replayed, out of turn, or made up; a machine may refuse with a
-ProtocolError, and nothing else. After each session every invariant is checked: one end state for each transfer, sums
-that agree, memory within its bound. Only mutated inputs are counted; the honest ones that bring a session to an
+Two kinds of attacker. *On the path*: records of an honest session are flipped, cut, joined,
+replayed, reordered and strewn with noise before a channel reads them; what comes out must be what
+was sent, or nothing. *The peer itself*: heads under the right key, mutated by bit or by field,
+replayed, out of turn, or made up; a machine may refuse with a ProtocolError, and nothing else.
+After each session every invariant is checked: one end state for each transfer, sums that agree,
+memory within its bound. Only mutated inputs are counted; the honest ones that bring a session to an
 interesting state are counted apart.
 """
 
@@ -24,9 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import KVProtocolError
-from ..link.lanes import FrameReady, LinkMachine, LinkSettings, TransferComplete, TransferEnded
+from ..link.machine import LinkMachine
 from ..link.receiving import MIN_WINDOW_BYTES, ReceiveMachine
 from ..link.sending import SendMachine
+from ..link.settings import LinkSettings
+from ..link.transfers import FrameReady, TransferComplete, TransferEnded
 from ..wire.channel import Channel, LinkHello, LinkRole
 from ..wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..wire.signals import (
@@ -93,8 +96,8 @@ class FuzzReport:
 
 
 def fuzz(inputs: int, seed: int, progress: Callable[[int], None] | None = None) -> FuzzReport:
-    """Run until so many mutated inputs have been read. Any exception but a ProtocolError, and any broken invariant,
-    comes out as it is."""
+    """Run until so many mutated inputs have been read. Any exception but a ProtocolError, and any
+    broken invariant, comes out as it is."""
     rng = random.Random(seed)
     report = FuzzReport()
     began = time.monotonic()
@@ -126,7 +129,7 @@ class _PeerSession:
         self.receiver = ReceiveMachine(_SETTINGS, 60.0, 0.0, lambda size: _SCRATCH[:size])
         self.ends: Counter[tuple[LinkRole, bytes]] = Counter()
         self.heard: list[tuple[bytes, bytes]] = []
-        self.lanes = {role: [self.machine(role).connected("direct", 0.0) for _ in range(2)] for role in LinkRole}
+        self.numbers = {role: [self.machine(role).add_connection("direct", 0.0) for _ in range(2)] for role in LinkRole}
         for key in _KEYS[: rng.randint(1, 3)]:
             self.receiver.expect(key, 50.0, 0.0)
             self.receiver.grant(key, MIN_WINDOW_BYTES * rng.randint(1, 2))
@@ -145,7 +148,7 @@ class _PeerSession:
             role = LinkRole(rng.random() < 0.5)
             there = LinkRole(1 - role)
             at = rng.randrange(2)
-            signal = self.machine(role).next(self.lanes[role][at], self.now)
+            signal = self.machine(role).next_signal(self.numbers[role][at], self.now)
             honest = signal is not None and rng.random() > _MUTATED_SHARE
             head, text = self._honest(signal) if honest or (signal is not None and rng.random() < 0.5) else self._old()
             if honest:
@@ -154,7 +157,7 @@ class _PeerSession:
             else:
                 head, text = self._mutate(head, text)
                 self.report.inputs += 1
-            if not self._deliver(there, self.lanes[there][at], head, text):
+            if not self._deliver(there, self.numbers[there][at], head, text):
                 break
             if rng.random() < 0.05:
                 self._mishap()
@@ -194,7 +197,7 @@ class _PeerSession:
             struct.pack_into("<I", changed, 4, len(text))
         return bytes(changed), text
 
-    def _deliver(self, role: LinkRole, lane: int, head: bytes, text: bytes) -> bool:
+    def _deliver(self, role: LinkRole, connection: int, head: bytes, text: bytes) -> bool:
         """As a channel would, once the seals are open. False when the link is over."""
         machine = self.machine(role)
         try:
@@ -206,27 +209,27 @@ class _PeerSession:
             if isinstance(signal, LinkGreeting):
                 raise KVProtocolError("a greeting comes first, and once")
             if not isinstance(signal, Chunk):
-                machine.received(lane, signal, self.now)
+                machine.receive(connection, signal, self.now)
             elif role is LinkRole.SENDER:
                 raise KVProtocolError("a chunk does not come from a receiver")
             else:
-                self._chunk(lane, signal)
+                self._chunk(connection, signal)
         except KVProtocolError as error:
             self.report.refused += 1
             # A link ends with this. Going on all the same shows that what is refused leaves nothing behind.
             if self.rng.random() < _END_SHARE:
-                machine.violated(error)
+                machine.end_for_violation(error)
         return machine.ended is None
 
-    def _chunk(self, lane: int, chunk: Chunk) -> None:
-        placement = self.receiver.place(lane, chunk, self.now)
+    def _chunk(self, connection: int, chunk: Chunk) -> None:
+        placement = self.receiver.place_chunk(connection, chunk, self.now)
         if placement is None:
-            self.receiver.dropped(lane)
+            self.receiver.skip_chunk(connection)
         elif self.rng.random() < 0.02:
-            self.receiver.spoiled(placement)
-            self.receiver.lost(lane, self.now)
+            self.receiver.reject_chunk(placement)
+            self.receiver.remove_connection(connection, self.now)
         else:
-            self.receiver.placed(lane, placement, self.now)
+            self.receiver.finish_chunk(connection, placement, self.now)
 
     def _mishap(self) -> None:
         rng = self.rng
@@ -236,13 +239,13 @@ class _PeerSession:
         if rng.random() < 0.3:
             at = rng.randrange(2)
             for each in LinkRole:
-                self.machine(each).lost(self.lanes[each][at], self.now)
-                self.lanes[each][at] = self.machine(each).connected("relay", self.now)
+                self.machine(each).remove_connection(self.numbers[each][at], self.now)
+                self.numbers[each][at] = self.machine(each).add_connection("relay", self.now)
         elif rng.random() < 0.2:
             (self.sender if role is LinkRole.SENDER else self.receiver).abort(rng.choice(_KEYS), "enough")
 
     def _settle(self) -> None:
-        while events := [(r, event) for r in LinkRole for event in self.machine(r).events()]:
+        while events := [(r, event) for r in LinkRole for event in self.machine(r).take_events()]:
             for role, event in events:
                 if isinstance(event, TransferEnded):
                     self.ends[role, event.transfer] += 1
@@ -252,7 +255,7 @@ class _PeerSession:
                         self.report.failed += 1
                 elif isinstance(event, FrameReady):
                     if self.rng.random() < 0.8:
-                        self.receiver.consumed(event.transfer, event.frame)
+                        self.receiver.consume(event.transfer, event.frame)
                 elif isinstance(event, TransferComplete):
                     self.receiver.acknowledge(event.transfer)
 

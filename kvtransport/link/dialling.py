@@ -11,20 +11,20 @@ import msgspec
 from ..errors import TicketError
 from ..wire.signals import MAX_LABEL_BYTES
 from .permits import Permit
+from .settings import LinkSettings
 
 __all__ = ["DialAttempt", "DialPath", "Dialler"]
 
-_FIRST_WAIT_S = 0.1
-_LONGEST_WAIT_S = 5.0
 _MAX_STREAMS = 64
 
 
 class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way from box to box: dial `(host, port)` for `streams` connections.
+    """How to dial one path from box to box: `(host, port)` for `streams` connections.
 
-    With a `relay` permit, host and port are the relay's. `label` names the path in statistics at both ends.
-    `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks it, its default stays.
-    `pace_bytes_s`: bytes per second that all its connections together may send, held by the kernel; 0: no limit.
+    With a `relay` permit, host and port are the relay's. `label` names the path in statistics at
+    both ends. `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks
+    it, its default stays. `pace_bytes_s`: bytes per second that all its connections together may
+    send, held by the kernel; 0: no limit.
     """
 
     host: str
@@ -51,14 +51,14 @@ class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The same path with the pace of one of its connections."""
         return msgspec.structs.replace(self, pace_bytes_s=-(-self.pace_bytes_s // self.streams))
 
-    def same_way(self, other: DialPath) -> bool:
+    def is_same_but_streams(self, other: DialPath) -> bool:
         """Whether a connection made for one serves for the other."""
         return msgspec.structs.replace(self, streams=1) == msgspec.structs.replace(other, streams=1)
 
 
 @dataclass(frozen=True, slots=True)
 class DialAttempt:
-    """Dial this path, then say `up` or `down` for the slot."""
+    """Dial this path, then say `mark_up` or `mark_down` for the slot."""
 
     slot: int
     path: DialPath
@@ -68,23 +68,25 @@ class DialAttempt:
 class _DialSlot:
     path: DialPath
     next_at: float
-    wait: float = _FIRST_WAIT_S
-    dialling: bool = False
-    lane: int | None = None
+    wait: float
+    is_dialling: bool = False
+    connection: int | None = None
 
 
 class Dialler:
-    """Keeps one slot for each connection that should exist; a slot without one is dialled, with growing waits."""
+    """Keeps one slot for each connection that should exist; a slot without one is dialled, with
+    growing waits."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, settings: LinkSettings, rng: random.Random) -> None:
+        self._settings = settings
         self._rng = rng
         self._slots: dict[int, _DialSlot] = {}
-        self._leaving: list[int] = []  # lanes of paths that are no longer wanted
+        self._leaving: list[int] = []  # connections of paths that are no longer wanted
         self._next = 0
         self.failures: dict[str, str] = {}  # label -> why its last attempt failed
 
     def __repr__(self) -> str:
-        up = sum(slot.lane is not None for slot in self._slots.values())
+        up = sum(slot.connection is not None for slot in self._slots.values())
         return f"<Dialler {up}/{len(self._slots)} up, {len(self._leaving)} leaving>"
 
     @property
@@ -93,7 +95,7 @@ class Dialler:
         found: list[DialPath] = []
         for slot in self._slots.values():
             for at, path in enumerate(found):
-                if path.per_stream().same_way(slot.path):
+                if path.per_stream().is_same_but_streams(slot.path):
                     found[at] = msgspec.structs.replace(
                         path, streams=path.streams + 1, pace_bytes_s=path.pace_bytes_s + slot.path.pace_bytes_s
                     )
@@ -103,58 +105,59 @@ class Dialler:
         return tuple(found)
 
     def set_paths(self, paths: list[DialPath] | tuple[DialPath, ...], now: float) -> None:
-        """From now on these. Connections that serve are kept; the others leave when one that is wanted is up."""
+        """From now on these. Connections that serve are kept; the others leave when one that is
+        wanted is up."""
         old, self._slots = self._slots, {}
         for path in paths:
             path = path.per_stream()
-            serving = [number for number, slot in old.items() if slot.path.same_way(path)]
-            serving.sort(key=lambda number: (old[number].lane is None, number))
+            serving = [number for number, slot in old.items() if slot.path.is_same_but_streams(path)]
+            serving.sort(key=lambda number: (old[number].connection is None, number))
             for number in serving[: path.streams]:
                 self._slots[number] = old.pop(number)
             for _ in range(path.streams - len(serving)):
                 self._next += 1
-                self._slots[self._next] = _DialSlot(path, now)
-        self._leaving += [slot.lane for slot in old.values() if slot.lane is not None]
+                self._slots[self._next] = _DialSlot(path, now, self._settings.redial_first_s)
+        self._leaving += [slot.connection for slot in old.values() if slot.connection is not None]
         labels = {path.label for path in paths}
         self.failures = {label: why for label, why in self.failures.items() if label in labels}
 
-    def due(self, now: float) -> list[DialAttempt]:
+    def take_due(self, now: float) -> list[DialAttempt]:
         """What to dial now."""
         found: list[DialAttempt] = []
         for number, slot in self._slots.items():
-            if slot.lane is None and not slot.dialling and now >= slot.next_at:
-                slot.dialling = True
+            if slot.connection is None and not slot.is_dialling and now >= slot.next_at:
+                slot.is_dialling = True
                 found.append(DialAttempt(number, slot.path))
         return found
 
-    def up(self, number: int, lane: int) -> bool:
+    def mark_up(self, number: int, connection: int) -> bool:
         """An attempt has become a connection. False: it is no longer wanted and must be closed."""
         slot = self._slots.get(number)
         if slot is None:
             return False
-        slot.dialling, slot.lane, slot.wait = False, lane, _FIRST_WAIT_S
+        slot.is_dialling, slot.connection, slot.wait = False, connection, self._settings.redial_first_s
         self.failures.pop(slot.path.label, None)
         return True
 
-    def down(self, number: int, reason: str, now: float) -> None:
+    def mark_down(self, number: int, reason: str, now: float) -> None:
         """An attempt has failed, or a connection is gone."""
         slot = self._slots.get(number)
         if slot is None:
             return
-        if slot.dialling:
+        if slot.is_dialling:
             self.failures[slot.path.label] = reason
-        slot.dialling, slot.lane = False, None
+        slot.is_dialling, slot.connection = False, None
         slot.next_at = now + slot.wait * self._rng.uniform(0.5, 1.0)
-        slot.wait = min(2 * slot.wait, _LONGEST_WAIT_S)
+        slot.wait = min(2 * slot.wait, self._settings.redial_limit_s)
 
-    def leaving(self) -> list[int]:
+    def take_leaving(self) -> list[int]:
         """Connections to retire now: those of former paths, once a wanted one is up."""
-        if not self._leaving or (self._slots and all(slot.lane is None for slot in self._slots.values())):
+        if not self._leaving or (self._slots and all(slot.connection is None for slot in self._slots.values())):
             return []
-        lanes, self._leaving = self._leaving, []
-        return lanes
+        numbers, self._leaving = self._leaving, []
+        return numbers
 
     def wake_at(self) -> float:
-        """When `due` is next worth asking; infinite if nothing is missing."""
-        waits = [s.next_at for s in self._slots.values() if s.lane is None and not s.dialling]
+        """When `take_due` is next worth asking; infinite if nothing is missing."""
+        waits = [s.next_at for s in self._slots.values() if s.connection is None and not s.is_dialling]
         return min(waits, default=math.inf)

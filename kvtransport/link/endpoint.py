@@ -11,32 +11,32 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import TransferError
-from ..wire.channel import LinkHello
+from ..wire.channel import Channel, LinkHello
 from ..wire.tickets import LinkTicket
 from .budget import ByteBudget
 from .dialling import DialPath
-from .lanes import LinkSettings
 from .links import LinkStatistics
 from .receive_link import ReceiveLink
 from .send_link import SendLink
+from .settings import LinkSettings
 
 __all__ = ["Endpoint"]
 
 _MAX_EARLY = 256
-_EARLY_S = 30.0
 
 
 class Endpoint:
     """The links of a process, and the memory bound that those which send share.
 
-    A connection may come before its link is known here, while the engine is in a step: it is kept for 30 seconds;
-    beyond 256 of them the oldest goes.
+    A connection may come before its link is known here, while the engine is in a step: it is kept
+    for `settings.early_s`; beyond 256 of them the oldest goes.
     """
 
     def __init__(self, *, settings: LinkSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = LinkSettings() if settings is None else settings
         self.budget = ByteBudget(self.settings.limit_bytes)
         self._clock = clock
+        self.make_channel: Callable[..., Channel] = Channel  # for tests that look between seal and send
         self._lock = threading.Lock()
         self._links: dict[bytes, SendLink | ReceiveLink] = {}
         self._early: OrderedDict[int, tuple[float, LinkHello, socket.socket]] = OrderedDict()
@@ -51,16 +51,23 @@ class Endpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
-    def sending(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> SendLink:
+    def open_sender(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> SendLink:
         """The sending end of a link, which dials `paths` in the background."""
         with self._lock:
             self._require_new(ticket)
-            link = SendLink(ticket, paths, settings=self.settings, budget=self.budget, clock=self._clock)
+            link = SendLink(
+                ticket,
+                paths,
+                settings=self.settings,
+                budget=self.budget,
+                clock=self._clock,
+                make_channel=self.make_channel,
+            )
             self._links[ticket.link] = link
         self._attach_early(link)
         return link
 
-    def receiving(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> ReceiveLink:
+    def open_receiver(self, ticket: LinkTicket, paths: Sequence[DialPath] = ()) -> ReceiveLink:
         """The receiving end of a link; `paths` only if it is this end that dials."""
         with self._lock:
             self._require_new(ticket)
@@ -76,7 +83,8 @@ class Endpoint:
             return self._links.get(link)
 
     def attach(self, hello: LinkHello, sock: socket.socket) -> None:
-        """An accepted connection, whose hello has been read, belongs to this process. Takes over the socket."""
+        """An accepted connection, whose hello has been read, belongs to this process. Takes over
+        the socket."""
         unwanted: list[socket.socket] = []
         with self._lock:
             unwanted += self._sweep()
@@ -145,5 +153,5 @@ class Endpoint:
         """Forget links that are over; return early connections nobody came for."""
         for key in [key for key, link in self._links.items() if link.ended is not None]:
             del self._links[key]
-        late = [key for key, (since, _, _) in self._early.items() if self._clock() - since > _EARLY_S]
+        late = [key for key, (since, _, _) in self._early.items() if self._clock() - since > self.settings.early_s]
         return [self._early.pop(key)[2] for key in late]

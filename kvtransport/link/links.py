@@ -1,8 +1,10 @@
-"""The rim of a link that both ends share: sockets and threads around a `LinkMachine`, which decides everything.
+"""The rim of a link that both ends share: sockets and threads around a `LinkMachine`, which decides
+everything.
 
-One thread per connection dials or accepts it, shakes hands and then reads; the sending end adds one that writes.
-One thread per link keeps time and starts dials. `_lock` guards the machine and everything of the link but the
-sockets; nothing that can wait is done under it, and no caller's code is called.
+One thread per connection dials or accepts it, shakes hands and then reads; the sending end adds one
+that writes. One thread per link keeps time and starts dials. `_lock` guards the machine and
+everything of the link but the sockets; nothing that can wait is done under it, and no caller's code
+is called.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from ..wire.signals import Chunk, Signal
 from ..wire.sockets import dial, explain, fresh_nonce, hang_up, round_trip_s, shake_hands, tune
 from ..wire.tickets import LinkTicket
 from .dialling import DialAttempt, Dialler, DialPath
-from .lanes import CloseConnection, ConnectionStatistics, Event, LinkEnded, LinkMachine, PathStatistics, Released
+from .machine import ConnectionStatistics, LinkMachine, PathStatistics
+from .transfers import CloseConnection, LinkEnded, LinkEvent, Released
 
 __all__ = ["LinkConnection", "LinkStatistics", "ThreadedLink"]
 
-_GOODBYE_S = 0.5
 _JOIN_S = 5.0
 _NEAR_S = 0.002
 _SHORTEST_WAIT_S = 0.005
@@ -37,7 +39,8 @@ _SHORTEST_WAIT_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """What a link is doing. `failures`: label -> why its last dial failed, while it has not succeeded since."""
+    """What a link is doing. `failures`: label -> why its last dial failed, while it has not
+    succeeded since."""
 
     link: str
     ended: str | None
@@ -83,8 +86,10 @@ class ThreadedLink(ABC):
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        make_channel: Callable[..., Channel] = Channel,
     ) -> None:
         self.ticket = ticket
+        self._make_channel = make_channel
         self._machine = machine
         self._clock = clock
         self._lock = threading.Lock()
@@ -94,7 +99,7 @@ class ThreadedLink(ABC):
         self._wires: dict[int, LinkConnection] = {}
         self._raw: set[socket.socket] = set()  # not authenticated yet
         self._threads: set[threading.Thread] = set()
-        self._dialler = Dialler(rng or random.Random())
+        self._dialler = Dialler(machine.settings, rng or random.Random())
         self._dialler.set_paths(list(paths), clock())
         self._closed = False
         self._lost = self._bytes_out = self._bytes_in = 0
@@ -122,7 +127,8 @@ class ThreadedLink(ABC):
         return len(self._wires)
 
     def attach(self, sock: socket.socket, hello: LinkHello) -> None:
-        """Take over an accepted connection whose hello has been read. It joins the link once it has authenticated."""
+        """Take over an accepted connection whose hello has been read. It joins the link once it has
+        authenticated."""
         with self._lock:
             if self._closed or len(self._wires) + len(self._raw) >= self._machine.settings.max_connections:
                 sock.close()
@@ -131,8 +137,9 @@ class ThreadedLink(ABC):
             self._start(self._serve, "accept", sock, hello)
 
     def set_paths(self, paths: Sequence[DialPath]) -> None:
-        """Carry everything over these paths from now on, also what is under way: connections of other paths are
-        closed as soon as one of these is up, and what they had not confirmed is sent again."""
+        """Carry everything over these paths from now on, also what is under way: connections of
+        other paths are closed as soon as one of these is up, and what they had not confirmed is
+        sent again."""
         with self._lock:
             self._dialler.set_paths(list(paths), self._clock())
             self._timer.notify_all()
@@ -150,19 +157,20 @@ class ThreadedLink(ABC):
             return LinkStatistics(
                 link=self.ticket.link.hex(),
                 ended=self._machine.ended,
-                transfers=self._open_transfers(),
-                connections=self._machine.lane_statistics(now),
+                transfers=self._count_open(),
+                connections=self._machine.connection_statistics(now),
                 paths=self._machine.path_statistics(now),
                 bytes_sent=self._bytes_out + sum(wire.channel.bytes_out for wire in self._wires.values()),
                 bytes_received=self._bytes_in + sum(wire.channel.bytes_in for wire in self._wires.values()),
-                bytes_resent=self._resent(),
+                bytes_resent=self._count_resent(),
                 connections_lost=self._lost,
                 failures=dict(self._dialler.failures),
             )
 
     def close(self, reason: str = "") -> None:
-        """End the link: open transfers fail, the other side is told as far as it listens, every thread ends."""
-        with self._acting() as now:
+        """End the link: open transfers fail, the other side is told as far as it listens, every
+        thread ends."""
+        with self._use_machine() as now:
             self._machine.close(reason)
             self._dialler.set_paths([], now)
             self._closed = True
@@ -175,14 +183,14 @@ class ThreadedLink(ABC):
     # ---- what depends on who sends --------------------------------------------------------------------------
 
     @abstractmethod
-    def _open_transfers(self) -> int:
+    def _count_open(self) -> int:
         """How many transfers are open."""
 
-    def _resent(self) -> int:
+    def _count_resent(self) -> int:
         return 0
 
     @abstractmethod
-    def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
+    def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         """An event of a transfer, under the lock. What calls others goes into `later`."""
 
     def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
@@ -190,7 +198,7 @@ class ThreadedLink(ABC):
         later.append(release)
 
     @abstractmethod
-    def _began(self, wire: LinkConnection) -> None:
+    def _on_connection(self, wire: LinkConnection) -> None:
         """A connection has joined, under the lock."""
 
     def _send_soon(self) -> None:  # noqa: B027 (not every end has a use for it)
@@ -199,7 +207,7 @@ class ThreadedLink(ABC):
     def _flush(self) -> None:  # noqa: B027 (not every end has a use for it)
         """The same, the lock released."""
 
-    def _chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
+    def _take_chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
         raise KVProtocolError("a chunk does not come from a receiver")
 
     def _before_read(self, wire: LinkConnection) -> None:  # noqa: B027 (not every end has a use for it)
@@ -223,7 +231,7 @@ class ThreadedLink(ABC):
                 self._threads.discard(threading.current_thread())
 
     @contextmanager
-    def _acting(self) -> Iterator[float]:
+    def _use_machine(self) -> Iterator[float]:
         """Use the machine; then do what has come of it. Yields now."""
         later: list[Callable[[], None]] = []
         try:
@@ -231,18 +239,18 @@ class ThreadedLink(ABC):
                 try:
                     yield self._clock()
                 finally:
-                    self._settle(later)
+                    self._handle_events(later)
         finally:
             self._flush()
             for call in later:
                 call()
 
-    def _settle(self, later: list[Callable[[], None]]) -> None:
+    def _handle_events(self, later: list[Callable[[], None]]) -> None:
         """Act on the machine's events, under the lock."""
-        for event in self._machine.events():
+        for event in self._machine.take_events():
             match event:
-                case CloseConnection(lane):
-                    wire = self._wires.get(lane)
+                case CloseConnection(number):
+                    wire = self._wires.get(number)
                     if wire is not None:
                         hang_up(wire.sock)
                 case LinkEnded():
@@ -260,12 +268,12 @@ class ThreadedLink(ABC):
     def _keep_time(self) -> None:
         """The link's own thread: deadlines, keepalive, dialling."""
         while True:
-            with self._acting() as now:
+            with self._use_machine() as now:
                 self._machine.tick(now)
                 # A link that is over has no path left to prefer: its connections stay until they have said goodbye.
-                for lane in () if self._closed else self._dialler.leaving():
-                    self._machine.retire(lane, "its path is no longer used", now)
-                for attempt in self._dialler.due(now):
+                for number in () if self._closed else self._dialler.take_leaving():
+                    self._machine.retire(number, "its path is no longer used", now)
+                for attempt in self._dialler.take_due(now):
                     self._start(self._dial, "dial", attempt)
             self._on_time()
             with self._timer:
@@ -277,11 +285,12 @@ class ThreadedLink(ABC):
         self._wind_up()
 
     def _wind_up(self) -> None:
-        """The link is over. Connections end by themselves when both sides have said goodbye, or are ended."""
+        """The link is over. Connections end by themselves when both sides have said goodbye, or are
+        ended."""
         with self._changed:
             for sock in self._raw:
                 hang_up(sock)
-            self._changed.wait_for(lambda: not self._wires, _GOODBYE_S)
+            self._changed.wait_for(lambda: not self._wires, self._machine.settings.goodbye_s)
             for sock in (*self._raw, *(wire.sock for wire in self._wires.values())):
                 hang_up(sock)
 
@@ -289,9 +298,9 @@ class ThreadedLink(ABC):
         """Keepalive and what else is due, outside the lock."""
 
     def _dial(self, attempt: DialAttempt) -> None:
-        patience = self._machine.settings.authenticate_s
+        timeout = self._machine.settings.authenticate_s
         try:
-            sock = dial(attempt.path, patience)
+            sock = dial(attempt.path, timeout)
         except TransferError as error:
             self._dial_failed(attempt.slot, str(error))
             return
@@ -308,7 +317,7 @@ class ThreadedLink(ABC):
 
     def _dial_failed(self, slot: int, reason: str) -> None:
         with self._lock:
-            self._dialler.down(slot, reason, self._clock())
+            self._dialler.mark_down(slot, reason, self._clock())
             self._timer.notify_all()
 
     def _serve(self, sock: socket.socket, hello: LinkHello | None, attempt: DialAttempt | None = None) -> None:
@@ -319,7 +328,7 @@ class ThreadedLink(ABC):
             if attempt is None:
                 tune(sock)
             label = "" if attempt is None else attempt.path.label
-            channel = Channel(self.ticket, self._role, fresh_nonce(), hello=hello, label=label)
+            channel = self._make_channel(self.ticket, self._role, fresh_nonce(), hello=hello, label=label)
             shake_hands(sock, channel, self._machine.settings.authenticate_s)
             wire = self._join(sock, channel, attempt)
             if wire is not None:
@@ -329,26 +338,27 @@ class ThreadedLink(ABC):
         except OSError as error:
             reason = explain(error)
         finally:
-            self._part(sock, wire, attempt, reason)
+            self._leave(sock, wire, attempt, reason)
 
     def _join(self, sock: socket.socket, channel: Channel, attempt: DialAttempt | None) -> LinkConnection | None:
-        with self._acting() as now:
+        with self._use_machine() as now:
             self._raw.discard(sock)
             if self._closed:
                 return None
-            number = self._machine.connected(channel.label, now)
-            if attempt is not None and not self._dialler.up(attempt.slot, number):
-                self._machine.lost(number, now)
+            number = self._machine.add_connection(channel.label, now)
+            if attempt is not None and not self._dialler.mark_up(attempt.slot, number):
+                self._machine.remove_connection(number, now)
                 return None
             wire = LinkConnection(number, sock, channel, None if attempt is None else attempt.slot)
             self._wires[number] = wire
-            self._began(wire)
+            self._on_connection(wire)
             self._changed.notify_all()
             self._timer.notify_all()
             return wire
 
     def _read(self, wire: LinkConnection) -> None:
-        """Read until the connection ends. Raises what ended it; what the peer may not say ends the link first."""
+        """Read until the connection ends. Raises what ended it; what the peer may not say ends the
+        link first."""
         sock, channel, machine = wire.sock, wire.channel, self._machine
         try:
             while True:
@@ -359,35 +369,38 @@ class ThreadedLink(ABC):
                 channel.received(count)
                 now = self._clock()
                 with self._lock:
-                    machine.heard(wire.number, count, now)
+                    machine.note_heard(wire.number, count, now)
                 while (signal := channel.next_signal()) is not None:
                     if type(signal) is Chunk:
-                        self._chunk(wire, signal, now)
+                        self._take_chunk(wire, signal, now)
                     else:
-                        self._word(wire, signal, now)
+                        self._take_signal(wire, signal, now)
         except KVProtocolError as error:
             if not channel.damaged:
-                with self._acting():
-                    machine.violated(error)
+                with self._use_machine():
+                    machine.end_for_violation(error)
             raise
 
-    def _word(self, wire: LinkConnection, signal: Signal, now: float) -> None:
+    def _take_signal(self, wire: LinkConnection, signal: Signal, now: float) -> None:
         """Anything but a chunk."""
-        with self._acting():
-            self._machine.received(wire.number, signal, now)
+        with self._use_machine():
+            self._machine.receive(wire.number, signal, now)
 
-    def _part(self, sock: socket.socket, wire: LinkConnection | None, attempt: DialAttempt | None, reason: str) -> None:
-        """The connection is over: the machine is told first, then the number of its socket is given back."""
+    def _leave(
+        self, sock: socket.socket, wire: LinkConnection | None, attempt: DialAttempt | None, reason: str
+    ) -> None:
+        """The connection is over: the machine is told first, then the number of its socket is given
+        back."""
         hang_up(sock)
-        with self._acting() as now:
+        with self._use_machine() as now:
             self._raw.discard(sock)
             if wire is not None:
                 wire.dead = True
-                self._machine.lost(wire.number, now)
+                self._machine.remove_connection(wire.number, now)
                 self._lost += not self._closed
                 self._bytes_in += wire.channel.bytes_in
             if attempt is not None:
-                self._dialler.down(attempt.slot, reason or "the connection ended", now)
+                self._dialler.mark_down(attempt.slot, reason or "the connection ended", now)
             self._work.notify_all()
             self._timer.notify_all()
         if wire is not None and wire.writer is not None:

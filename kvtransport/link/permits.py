@@ -1,11 +1,12 @@
-"""Permission to have bytes forwarded: what a relay and its client agree on over the control plane, and the relay's
-books. Pure.
+"""Permission to have bytes forwarded: what a relay and its client agree on over the control plane,
+and the relay's books. Pure.
 
     client -> relay    "p2pKR/1\\n" permit(16) nonce(16) mac(16)      then whatever is to be forwarded
     relay  -> client   u8 code  u8 length  reason                     code 0: the rest of the connection is forwarded
 
-`mac` is HMAC-SHA256 of what precedes it under the permit's secret, cut to 16 bytes; a nonce serves once, so a hello
-that was overheard opens nothing. The relay never sees the keys of what it forwards.
+`mac` is HMAC-SHA256 of what precedes it under the permit's secret, cut to 16 bytes; a nonce serves
+once, so a hello that was overheard opens nothing. The relay never sees the keys of what it
+forwards.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _BURST_S = 0.05
 
 
 class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Forward to `(next_host, next_port)`, at most `byte_budget` bytes in both directions together and
-    `bytes_per_s` on average, until `expires_at` (seconds since 1970, on the relay's clock).
+    """Forward to `(next_host, next_port)`, at most `byte_budget` bytes in both directions together
+    and `bytes_per_s` on average, until `expires_at` (seconds since 1970, on the relay's clock).
     """
 
     permit: bytes
@@ -135,7 +136,8 @@ class RelayLedger:
         )
 
     def admit(self, permit: Permit, now: float) -> None:
-        """Let a permit be used from now on. One that is known keeps its books; its budget and expiry may grow."""
+        """Let a permit be used from now on. One that is known keeps its books; its budget and
+        expiry may grow."""
         self._sweep(now)
         known = self._accounts.get(permit.permit)
         if known is not None:
@@ -153,7 +155,8 @@ class RelayLedger:
         self._accounts.pop(permit, None)
 
     def enter(self, hello: bytes, now: float) -> Permit:
-        """A client has said hello. Raises RelayRefused with the reason; else `leave` must follow when it is gone."""
+        """A client has said hello. Raises RelayRefused with the reason; else `leave` must follow
+        when it is gone."""
         if len(hello) != RELAY_HELLO_BYTES or not hello.startswith(RELAY_MAGIC):
             self.strangers += 1
             raise RelayRefused(Refusal.FORGED, "this is no relay hello")
@@ -180,8 +183,8 @@ class RelayLedger:
             account.connections -= 1
 
     def spend(self, permit: bytes, size: int, now: float) -> float:
-        """Count `size` bytes about to be forwarded. Returns how many seconds to wait first; raises RelayRefused when
-        the permit is over.
+        """Count `size` bytes about to be forwarded. Returns how many seconds to wait first; raises
+        RelayRefused when the permit is over.
         """
         account = self._accounts.get(permit)
         if account is None:

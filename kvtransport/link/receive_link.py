@@ -1,4 +1,5 @@
-"""The receiving end of a link, for the threads of an engine process. Everything it decides is in `receiving`."""
+"""The receiving end of a link, for the threads of an engine process. Everything it decides is in
+`receiving`."""
 
 from __future__ import annotations
 
@@ -16,19 +17,15 @@ from ..wire.signals import Chunk, Signal, frame_of
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
 from .dialling import DialPath
-from .lanes import EndState, Event, FrameReady, LinkSettings, TransferComplete, TransferEnded
 from .links import LinkConnection, ThreadedLink
 from .receiving import ReceiveMachine, ReceiveProgress
+from .settings import LinkSettings
+from .transfers import EndState, FrameReady, LinkEvent, TransferComplete, TransferEnded
 
-__all__ = ["DEFAULT_WINDOW_BYTES", "IncomingTransfer", "ReceiveLink"]
+__all__ = ["IncomingTransfer", "ReceiveLink"]
 
-DEFAULT_WINDOW_BYTES = 64 * 1024 * 1024
-_CHUNKS_PER_PROGRESS = 4
-_BYTES_PER_PROGRESS = 128 * 1024
-_CONFIRM_WITHIN_MS = 2
 _WAKE_BYTES = 128 * 1024
 _FAST_S = 0.01
-_POOLED_BYTES = 64 * 1024 * 1024
 
 
 class _BufferPool:
@@ -58,7 +55,8 @@ class _BufferPool:
 
 
 class IncomingTransfer:
-    """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends exactly once."""
+    """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends
+    exactly once."""
 
     def __init__(self, link: ReceiveLink, ticket: TransferTicket, on_ready: Callable[[], None] | None) -> None:
         self.ticket = ticket
@@ -85,23 +83,27 @@ class IncomingTransfer:
         """Whether every frame has arrived. They may not have been taken yet."""
         return self._complete
 
-    def grant(self, window_bytes: int = DEFAULT_WINDOW_BYTES, first: int = 0) -> None:
-        """There is a place for the KV: so many bytes may be here that have not been taken and used. Nothing comes
-        before the first grant, which also says that the positions before `first` are here already."""
+    def grant(self, window_bytes: int | None = None, first: int = 0) -> None:
+        """There is a place for the KV: so many bytes may be here that have not been taken and used.
+        Nothing comes before the first grant, which also says that the positions before `first` are
+        here already. None: as many as the link's settings say."""
         self._link.grant(self, window_bytes, first)
 
     def __iter__(self) -> Iterator[KVFrame]:
-        """Every frame as it becomes whole, in any order. A payload is good until the next frame is asked for.
+        """Every frame as it becomes whole, in any order. A payload is good until the next frame is
+        asked for.
 
-        Ends when the sender's last frame has been taken; raises TransferError when the transfer fails.
+        Ends when the sender's last frame has been taken; raises TransferError when the transfer
+        fails.
         """
         while (frame := self.take()) is not None:
             yield frame[1]
-            self.consumed(frame[0])
+            self.consume(frame[0])
 
     def take(self, timeout: float | None = None) -> tuple[int, KVFrame] | None:
-        """The next whole frame with its number, None after the last; `consumed` must follow when its payload is no
-        longer looked at. Raises TransferTimeout after `timeout`, TransferError when the transfer has failed.
+        """The next whole frame with its number, None after the last; `consume` must follow when its
+        payload is no longer looked at. Raises TransferTimeout after `timeout`, TransferError when
+        the transfer has failed.
         """
         try:
             ready = self._ready.get(timeout=timeout)
@@ -114,9 +116,9 @@ class IncomingTransfer:
             raise TransferAborted(self._state.reason)
         return None
 
-    def consumed(self, frame: int) -> None:
+    def consume(self, frame: int) -> None:
         """The payload of a frame is no longer looked at: the sender may send as much more."""
-        self._link.consumed(self, frame)
+        self._link.consume(self, frame)
 
     def acknowledge(self) -> None:
         """All of it has been taken over: the transfer is delivered here, and soon at the sender.
@@ -128,7 +130,8 @@ class IncomingTransfer:
             raise TransferAborted(self._state.reason)
 
     def abort(self, reason: str) -> None:
-        """No more is wanted; the sender is told why. Never raises; an ended transfer stays as it is."""
+        """No more is wanted; the sender is told why. Never raises; an ended transfer stays as it
+        is."""
         self._link.abort(self, reason)
 
     def wait(self, timeout: float | None = None) -> EndState:
@@ -157,7 +160,8 @@ class IncomingTransfer:
 
 
 class ReceiveLink(ThreadedLink):
-    """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial itself."""
+    """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial
+    itself."""
 
     _role = LinkRole.RECEIVER
 
@@ -170,22 +174,22 @@ class ReceiveLink(ThreadedLink):
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        self._pool = _BufferPool(_POOLED_BYTES)
         settings = LinkSettings() if settings is None else settings
+        self._pool = _BufferPool(settings.pooled_bytes)
         self._receiver = ReceiveMachine(settings, ticket.lease_s, clock(), self._pool.take)
         self._transfers: dict[bytes, IncomingTransfer] = {}
         super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
 
     def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
-        """A transfer will come. `on_ready` is called by a thread of the link, that must not be held up, whenever a
-        frame has become whole or the transfer has ended.
+        """A transfer will come. `on_ready` is called by a thread of the link, that must not be held
+        up, whenever a frame has become whole or the transfer has ended.
 
         Raises TransferError if the link is over or the ticket is of another link.
         """
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
         incoming = IncomingTransfer(self, ticket, on_ready)
-        with self._acting() as now:
+        with self._use_machine() as now:
             self._receiver.expect(ticket.transfer, now + ticket.deadline_s, now)
             self._transfers[ticket.transfer] = incoming
             self._timer.notify_all()
@@ -193,26 +197,27 @@ class ReceiveLink(ThreadedLink):
 
     # ---- for Incoming ---------------------------------------------------------------------------------------
 
-    def grant(self, incoming: IncomingTransfer, window_bytes: int, first: int) -> None:
+    def grant(self, incoming: IncomingTransfer, window_bytes: int | None, first: int) -> None:
         """See `IncomingTransfer.grant`."""
-        with self._acting():
-            self._receiver.grant(incoming.ticket.transfer, window_bytes, first)
+        with self._use_machine():
+            window = self._receiver.settings.window_bytes if window_bytes is None else window_bytes
+            self._receiver.grant(incoming.ticket.transfer, window, first)
 
-    def consumed(self, incoming: IncomingTransfer, frame: int) -> None:
+    def consume(self, incoming: IncomingTransfer, frame: int) -> None:
         """See `IncomingTransfer.consumed`."""
-        with self._acting():
-            memory = self._receiver.consumed(incoming.ticket.transfer, frame)
+        with self._use_machine():
+            memory = self._receiver.consume(incoming.ticket.transfer, frame)
             if memory is not None:
                 self._pool.give(memory)
 
     def acknowledge(self, incoming: IncomingTransfer) -> None:
         """See `IncomingTransfer.acknowledge`."""
-        with self._acting():
+        with self._use_machine():
             self._receiver.acknowledge(incoming.ticket.transfer)
 
     def abort(self, incoming: IncomingTransfer, reason: str) -> None:
         """See `IncomingTransfer.abort`."""
-        with self._acting():
+        with self._use_machine():
             self._receiver.abort(incoming.ticket.transfer, reason)
 
     def progress(self, incoming: IncomingTransfer) -> ReceiveProgress:
@@ -230,10 +235,10 @@ class ReceiveLink(ThreadedLink):
 
     # ---- for LinkRim ----------------------------------------------------------------------------------------
 
-    def _open_transfers(self) -> int:
+    def _count_open(self) -> int:
         return len(self._transfers)
 
-    def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
+    def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         call: Callable[[], None] | None = None
         match event:
             case FrameReady(transfer):
@@ -253,40 +258,40 @@ class ReceiveLink(ThreadedLink):
         if call is not None:
             later.append(call)
 
-    def _began(self, wire: LinkConnection) -> None:
+    def _on_connection(self, wire: LinkConnection) -> None:
         wire.scratch = memoryview(bytearray(self._receiver.settings.chunk_bytes))
 
-    def _chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
+    def _take_chunk(self, wire: LinkConnection, chunk: Chunk, now: float) -> None:
         with self._lock:
-            placement = self._receiver.place(wire.number, chunk, now)
+            placement = self._receiver.place_chunk(wire.number, chunk, now)
         if placement is None:
             if len(wire.scratch) < chunk.length:
                 wire.scratch = memoryview(bytearray(chunk.length))
             wire.channel.open_payload(wire.scratch[: chunk.length])
             with self._lock:
-                self._receiver.dropped(wire.number)
+                self._receiver.skip_chunk(wire.number)
             return
         try:
             wire.channel.open_payload(placement.into)
         except KVProtocolError:
-            with self._acting():
-                self._receiver.spoiled(placement)
+            with self._use_machine():
+                self._receiver.reject_chunk(placement)
             raise
         later: list[Callable[[], None]] = []
         with self._lock:
-            self._receiver.placed(wire.number, placement, now)
+            self._receiver.finish_chunk(wire.number, placement, now)
             if self._receiver.has_events:
-                self._settle(later)
+                self._handle_events(later)
         for call in later:
             call()
 
     def _flush(self) -> None:
         """Say what is to be said on the connection that was heard last."""
-        if not self._receiver.has_words:
+        if not self._receiver.has_control:
             return
         with self._lock:
-            lanes = sorted(self._receiver.lanes.values(), key=lambda lane: -lane.heard_at)
-            wire = next((self._wires[lane.number] for lane in lanes if lane.number in self._wires), None)
+            heard = sorted(self._receiver.connections.values(), key=lambda each: -each.heard_at)
+            wire = next((self._wires[each.number] for each in heard if each.number in self._wires), None)
         if wire is not None:
             self._pump(wire)
 
@@ -297,18 +302,19 @@ class ReceiveLink(ThreadedLink):
             self._pump(wire)
 
     def _before_read(self, wire: LinkConnection) -> None:
-        """Confirm what has come: not each chunk while they come fast, but at once when no more does."""
-        lane = self._receiver.lanes.get(wire.number)
-        if lane is None:
+        """Confirm what has come: not each chunk while they come fast, but at once when no more
+        does."""
+        connection = self._receiver.connections.get(wire.number)
+        if connection is None:
             return
-        # On a long way the kernel opens the window only as bytes are taken out: waiting for more would starve it.
+        # On a long path the kernel opens the window only as bytes are taken out: waiting for more would starve it.
         if wire.near:
             self._mark(wire)
-        news = lane.handled - lane.told
-        if news >= _CHUNKS_PER_PROGRESS:
+        news, settings = connection.handled - connection.told, self._receiver.settings
+        if news >= settings.ack_chunks:
             self._pump(wire)
-        elif news or lane.bytes_in - lane.bytes_told >= _BYTES_PER_PROGRESS:
-            if wire.poll.poll(_CONFIRM_WITHIN_MS):
+        elif news or connection.bytes_in - connection.bytes_told >= settings.ack_bytes:
+            if wire.poll.poll(settings.ack_within_ms):
                 return
             self._pump(wire)
         if wire.wakes_at > 1:
@@ -317,8 +323,9 @@ class ReceiveLink(ThreadedLink):
             wire.poll.poll()
 
     def _mark(self, wire: LinkConnection) -> None:
-        """Let the kernel wake this thread when it is worth it. Each waking costs both sides more than the reading:
-        while chunks come fast it sleeps until one is whole, else the sender is to hear of every 128 KiB."""
+        """Let the kernel wake this thread when it is worth it. Each waking costs both sides more
+        than the reading: while chunks come fast it sleeps until one is whole, else the sender is to
+        hear of every 128 KiB."""
         now = self._clock()
         enough = max(wire.channel.missing, 1)
         if now - wire.read_at > _FAST_S:
@@ -329,13 +336,14 @@ class ReceiveLink(ThreadedLink):
             wire.wakes_at = enough
 
     def _pump(self, wire: LinkConnection) -> None:
-        """Send what there is. It is little, and goes without waiting: a sender that lets this pile up is gone."""
+        """Send what there is. It is little, and goes without waiting: a sender that lets this pile
+        up is gone."""
         with wire.sending:
             with self._lock:
                 if wire.dead:
                     return
                 now, signals = self._clock(), list[Signal]()
-                while (signal := self._receiver.next(wire.number, now)) is not None:
+                while (signal := self._receiver.next_signal(wire.number, now)) is not None:
                     signals.append(signal)
                 over = self._receiver.ended is not None
             try:

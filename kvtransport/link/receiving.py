@@ -1,40 +1,38 @@
-"""The receiving end of a link: which transfers are expected, where each chunk belongs, and how much may come. Pure.
+"""The receiving end of a link: which transfers are expected, where each chunk belongs, and how much
+may come. Pure.
 
-    chunk head --place--> where to decrypt --placed--> [frame whole: FrameReady] --consumed--> credit
-                  None: seen before, or of a transfer that is over: it is dropped
+    chunk head --place_chunk--> where to decrypt --finish_chunk--> [frame whole: FrameReady] --consume--> credit
+                  None: seen before, or of a transfer that is over: `skip_chunk`
 
-*Credit.* A transfer may send nothing until `grant` gives it a window: the bytes that may have arrived and not been
-consumed. The limit told to the sender is `consumed + window`, and only grows. A frame larger than the window widens
-it, else it could never arrive.
+*Credit.* A transfer may send nothing until `grant` gives it a window: the bytes that may have
+arrived and not been consumed. The limit told to the sender is `consumed + window`, and only grows.
+A frame larger than the window widens it, else it could never arrive.
 
-*Bounds.* What a peer can make this end hold, whatever it says under its own key: for each expected transfer its
-window and two frames, and one record for each frame that the charge has paid for; 1024 transfers that nobody expects
-yet; 64 labels.
+*Bounds.* What a peer can make this end hold, whatever it says under its own key: for each expected
+transfer its window and two frames, and one record for each frame that the charge has paid for; 1024
+transfers that nobody expects yet; 64 labels.
 """
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from ..errors import KVProtocolError, TransferError
+from ..errors import KVProtocolError
 from ..wire.frames import MAX_PAYLOAD_BYTES
 from ..wire.signals import MAX_CHUNK_BYTES, Abort, Chunk, Credit, End, Result, Signal, frame_of
-from .lanes import Connection, EndState, FrameReady, LinkMachine, LinkSettings, TransferComplete, TransferEnded
+from .machine import LinkMachine
 from .sending import FRAME_CHARGE, MAX_FRAMES_AHEAD
+from .settings import LinkSettings
+from .transfers import FrameReady, Transfer, TransferComplete, TransferEvent, TransferStatus
 
 __all__ = ["MIN_WINDOW_BYTES", "ChunkPlacement", "ReceiveMachine", "ReceiveProgress"]
 
 MIN_WINDOW_BYTES = MAX_CHUNK_BYTES + FRAME_CHARGE
-_MAX_REMEMBERED = 1024
-_MAX_OVER = 1 << 14
 _EMPTY, _CLAIMED, _DONE = range(3)
 
 
-class _Frame:
+class _IncomingFrame:
     """A frame that is coming in."""
 
     __slots__ = ("buffer", "damaged", "grid", "header", "index", "missing", "states", "total")
@@ -56,13 +54,14 @@ class _Frame:
 
 @dataclass(slots=True)
 class ChunkPlacement:
-    """Where a chunk is to be decrypted. Exactly one of `placed` and `spoiled` must follow."""
+    """Where a chunk is to be decrypted. Exactly one of `finish_chunk` and `reject_chunk` must
+    follow."""
 
     transfer: bytes
     into: memoryview
     frame: int
     slot: int
-    _frame: _Frame
+    target: _IncomingFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,11 @@ class ReceiveProgress:
     last_byte_at: float | None
 
 
-class _Incoming:
+class _ReceivingTransfer(Transfer):
     """A transfer at its receiver."""
 
     def __init__(self, transfer: bytes, deadline: float, now: float) -> None:
-        self.id = transfer
-        self.deadline = deadline
-        self.opened_at = now
-        self.state = EndState("open")
+        super().__init__(transfer, deadline, now)
         self.window = 0
         self.first = 0
         self.widest = 0
@@ -92,36 +88,25 @@ class _Incoming:
         self.started = 0
         self.limit = 0
         self.limit_told = 0
-        self.coming: dict[int, _Frame] = {}
-        self.waiting: dict[int, _Frame] = {}  # whole, not consumed yet
+        self.coming: dict[int, _IncomingFrame] = {}
+        self.waiting: dict[int, _IncomingFrame] = {}  # whole, not consumed yet
         self.before = 0  # every frame before this one is whole
         self.beyond: set[int] = set()
         self.frames = 0
         self.end: End | None = None
-        self.complete = False
         self.received = 0
         self.repeated = 0
-        self.by_path: dict[str, int] = {}
         self.first_byte_at: float | None = None
         self.last_byte_at: float | None = None
 
-    def whole(self, frame: int) -> bool:
+    def has_whole(self, frame: int) -> bool:
         return frame < self.before or frame in self.beyond
 
     def new_limit(self) -> int:
         return self.consumed + max(self.window, self.widest) if self.window else 0
 
 
-@dataclass(slots=True, eq=False)
-class Word:
-    """A credit or result on its way; said again if its connection dies, or is late."""
-
-    kind: Literal["credit", "result"]
-    transfer: bytes
-    repeated: bool = False
-
-
-class ReceiveMachine(LinkMachine[Word]):
+class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
     """See the module's text. `allocate(n)` gives a writable view of n bytes for a frame."""
 
     def __init__(
@@ -129,45 +114,32 @@ class ReceiveMachine(LinkMachine[Word]):
     ) -> None:
         super().__init__(settings, lease_s, now)
         self._allocate = allocate or (lambda size: memoryview(bytearray(size)))
-        self._transfers: dict[bytes, _Incoming] = {}
-        self._over: OrderedDict[bytes, None] = OrderedDict()
-        self._early_aborts: OrderedDict[bytes, str] = OrderedDict()
-        self._say: OrderedDict[tuple[Literal["credit", "result"], bytes], None] = OrderedDict()
-        self._results: dict[bytes, Result] = {}
-
-    def __repr__(self) -> str:
-        state = self.ended or "open"
-        held = sum(len(t.coming) + len(t.waiting) for t in self._transfers.values())
-        return f"<ReceiveMachine {state} lanes={len(self.lanes)} transfers={len(self._transfers)} frames={held}>"
 
     # ---- transfers ------------------------------------------------------------------------------------------
 
     def expect(self, transfer: bytes, deadline: float, now: float) -> None:
-        """A transfer will come, and must have ended by `deadline`. Raises TransferError if the link is over."""
-        if transfer in self._transfers or transfer in self._over:
-            raise KVProtocolError(f"transfer {transfer.hex()} has been used before")
-        if self.ended is not None:
-            raise TransferError(f"the link is over: {self.ended}")
-        self._transfers[transfer] = _Incoming(transfer, deadline, now)
-        reason = self._early_aborts.pop(transfer, None)
-        if reason is not None:
-            self._settle(self._transfers[transfer], EndState("failed", reason))
+        """A transfer will come, and must have ended by `deadline`. Raises TransferError if the link
+        is over."""
+        self._begin(_ReceivingTransfer(transfer, deadline, now))
 
     def grant(self, transfer: bytes, window_bytes: int, first: int = 0) -> None:
-        """Let the transfer have so many bytes here that are not consumed yet; may be raised, not lowered. The first
-        grant also says that the positions before `first` are not wanted; some may have been cut into frames by then."""
+        """Let the transfer have so many bytes here that are not consumed yet; may be raised, not
+        lowered. The first grant also says that the positions before `first` are not wanted; some
+        may have been cut into frames by then."""
         if window_bytes < MIN_WINDOW_BYTES:
             raise ValueError(f"a window of {window_bytes} bytes; at least {MIN_WINDOW_BYTES}, a chunk, must fit")
-        incoming = self._open(transfer)
+        incoming = self.transfers.get_open(transfer)
         if incoming is not None:
-            if not incoming.window:
+            if incoming.status is TransferStatus.WAITING:
                 incoming.first = first
+            self.transfers.apply(incoming, TransferEvent.GRANTED)
             incoming.window = max(incoming.window, window_bytes)
             self._update_limit(incoming)
 
-    def consumed(self, transfer: bytes, frame: int) -> memoryview | None:
-        """The payload of a frame from `FrameReady` is no longer looked at. Returns its memory, to be used again."""
-        incoming = self._transfers.get(transfer)
+    def consume(self, transfer: bytes, frame: int) -> memoryview | None:
+        """The payload of a frame from `FrameReady` is no longer looked at. Returns its memory, to
+        be used again."""
+        incoming = self.transfers.get(transfer)
         done = None if incoming is None else incoming.waiting.pop(frame, None)
         if incoming is not None and done is not None:
             incoming.consumed += done.charge
@@ -175,33 +147,16 @@ class ReceiveMachine(LinkMachine[Word]):
         return None if done is None else done.buffer
 
     def acknowledge(self, transfer: bytes) -> None:
-        """Everything has been taken over: the transfer is delivered, and the sender is told."""
-        incoming = self._open(transfer)
-        if incoming is None:
-            return
-        if not incoming.complete:
-            raise KVProtocolError("not everything has arrived: there is nothing to acknowledge")
-        self._settle(incoming, EndState("delivered"))
-        self._tell(transfer, Result(transfer, True, ""))
-
-    def abort(self, transfer: bytes, reason: str) -> None:
-        """No more is wanted; the sender is told why."""
-        if self._open(transfer) is not None:
-            self._fail(transfer, reason)
-
-    def forget(self, transfer: bytes) -> None:
-        """Drop the record of an ended transfer."""
-        incoming = self._transfers.get(transfer)
-        if incoming is not None and incoming.state.name != "open":
-            del self._transfers[transfer]
-
-    def state(self, transfer: bytes) -> EndState | None:
-        incoming = self._transfers.get(transfer)
-        return None if incoming is None else incoming.state
+        """Everything has been taken over: the transfer is delivered, and the sender is told. Raises
+        KVProtocolError before everything has arrived."""
+        incoming = self.transfers.get_open(transfer)
+        if incoming is not None:
+            self._end_transfer(incoming, TransferEvent.ACKNOWLEDGED)
+            self._say_last(Result(transfer, True, ""))
 
     def progress(self, transfer: bytes) -> ReceiveProgress | None:
         """A view of one transfer."""
-        incoming = self._transfers.get(transfer)
+        incoming = self.transfers.get(transfer)
         if incoming is None:
             return None
         return ReceiveProgress(
@@ -218,35 +173,30 @@ class ReceiveMachine(LinkMachine[Word]):
         """Payload bytes reserved for frames that are coming or wait to be consumed."""
         return sum(
             frame.total
-            for transfer in self._transfers.values()
+            for transfer in self.transfers.list_known()
             for frames in (transfer.coming, transfer.waiting)
             for frame in frames.values()
         )
 
-    @property
-    def has_words(self) -> bool:
-        """Whether there is something to say on any connection."""
-        return bool(self._say)
-
     # ---- chunks ---------------------------------------------------------------------------------------------
 
-    def place(self, number: int, chunk: Chunk, now: float) -> ChunkPlacement | None:
-        """Where the payload of a chunk belongs. None: decrypt it anywhere, then say `dropped`."""
-        lane, incoming = self.lanes.get(number), self._transfers.get(chunk.transfer)
-        if lane is None or self.ended is not None:
+    def place_chunk(self, number: int, chunk: Chunk, now: float) -> ChunkPlacement | None:
+        """Where the payload of a chunk belongs. None: decrypt it anywhere, then say `skip_chunk`."""
+        connection, incoming = self.connections.get(number), self.transfers.get(chunk.transfer)
+        if connection is None or self.ended is not None:
             return None
         if incoming is None:
-            if chunk.transfer not in self._over:
+            if not self.transfers.is_over(chunk.transfer):
                 raise KVProtocolError("a chunk of a transfer that has no credit")
             return None
-        if incoming.state.name != "open":
+        if not incoming.is_open:
             return None
-        if incoming.whole(chunk.frame):
+        if incoming.has_whole(chunk.frame):
             incoming.repeated += chunk.length
             return None
-        frame = incoming.coming.get(chunk.frame) or self._begin(incoming, chunk)
+        frame = incoming.coming.get(chunk.frame) or self._start_frame(incoming, chunk)
         if (frame.total, frame.grid, frame.header) != (chunk.total, chunk.grid, chunk.header):
-            raise KVProtocolError(f"frame {chunk.frame} is described in two ways")
+            raise KVProtocolError(f"frame {chunk.frame} is described twice, differently")
         slot = chunk.offset >> chunk.grid
         if frame.states[slot] != _EMPTY:
             incoming.repeated += chunk.length
@@ -258,120 +208,82 @@ class ReceiveMachine(LinkMachine[Word]):
             chunk.transfer, frame.buffer[chunk.offset : chunk.offset + chunk.length], chunk.frame, slot, frame
         )
 
-    def placed(self, number: int, placement: ChunkPlacement, now: float) -> None:
+    def finish_chunk(self, number: int, placement: ChunkPlacement, now: float) -> None:
         """A chunk has been decrypted where it belongs."""
-        lane, frame = self.lanes.get(number), placement._frame  # noqa: SLF001 (a value of this module)
-        if lane is not None:
-            lane.handled += 1
+        connection, frame = self.connections.get(number), placement.target
+        if connection is not None:
+            connection.handled += 1
         frame.states[placement.slot] = _DONE
         frame.missing -= 1
-        incoming = self._open(placement.transfer)
+        incoming = self.transfers.get_open(placement.transfer)
         if incoming is None:
             return
         size = len(placement.into)
         incoming.received += size
-        label = "" if lane is None else lane.label
+        label = "" if connection is None else connection.label
         incoming.by_path[label] = incoming.by_path.get(label, 0) + size
         incoming.last_byte_at = now
         if not frame.missing:
-            self._whole(incoming, frame)
+            self._finish_frame(incoming, frame)
 
-    def spoiled(self, placement: ChunkPlacement) -> None:
-        """A chunk did not open: its place is empty again. Its connection is to be given up, so it comes once more."""
-        frame = placement._frame  # noqa: SLF001 (a value of this module)
+    def reject_chunk(self, placement: ChunkPlacement) -> None:
+        """A chunk did not open: its place is empty again. Its connection is to be given up, so it
+        comes once more."""
+        frame = placement.target
         frame.states[placement.slot] = _EMPTY
         if frame.damaged:
             # A second copy came while this one was being opened, and has been confirmed and dropped.
-            self._fail(placement.transfer, f"frame {frame.index} was damaged on its way, twice")
+            self.abort(placement.transfer, f"frame {frame.index} was damaged in flight, twice")
 
-    def dropped(self, number: int) -> None:
+    def skip_chunk(self, number: int) -> None:
         """A chunk that `place` had no place for has been read."""
-        lane = self.lanes.get(number)
-        if lane is not None:
-            lane.handled += 1
+        connection = self.connections.get(number)
+        if connection is not None:
+            connection.handled += 1
 
     def check_integrity(self) -> None:
         """Limits only grow and are never overrun; what has ended holds nothing."""
-        for transfer in self._transfers.values():
+        for transfer in self.transfers.list_known():
             if transfer.limit_told > transfer.limit or transfer.received > transfer.started:
                 raise AssertionError(f"{transfer.id.hex()}: limits or sums went backwards")
             if transfer.started > transfer.limit + MAX_PAYLOAD_BYTES + FRAME_CHARGE:
                 raise AssertionError(f"{transfer.id.hex()} has begun {transfer.started} on {transfer.limit}")
-            if transfer.state.name != "open" and transfer.coming:
-                raise AssertionError(f"{transfer.id.hex()} is {transfer.state} and still expects frames")
+            if not transfer.is_open and transfer.coming:
+                raise AssertionError(f"{transfer.id.hex()} is {transfer.status} and still expects frames")
             if len(transfer.beyond) + len(transfer.coming) > 2 * MAX_FRAMES_AHEAD:
                 raise AssertionError(f"{transfer.id.hex()} remembers {len(transfer.beyond)} frames")
 
-    # ---- what LinkMachine asks for --------------------------------------------------------------------------
-
-    def _next_item(self, lane: Connection[Word], now: float) -> Signal | None:
-        while self._say and self._prompt(lane, now):
-            (kind, transfer), _ = self._say.popitem(last=False)
-            signal: Signal | None = self._results.get(transfer)
-            if kind == "credit":
-                incoming = self._open(transfer)
-                signal = None if incoming is None else Credit(transfer, incoming.limit, incoming.first)
-                if incoming is not None:
-                    incoming.limit_told = incoming.limit
-            if signal is not None:
-                lane.carries(Word(kind, transfer), 0, now)
-                return signal
-        return None
+    # ---- for LinkMachine ------------------------------------------------------------------------------------
 
     def _take(self, signal: Signal, now: float) -> None:
         match signal:
             case End():
-                self._end_of(signal)
+                self._take_end(signal)
             case Abort(transfer, reason):
-                incoming = self._transfers.get(transfer)
-                text = f"the other side gave up: {reason}"
-                if incoming is None and transfer not in self._over:
-                    self._early_aborts[transfer] = text
-                    if len(self._early_aborts) > _MAX_REMEMBERED:
-                        self._early_aborts.popitem(last=False)
-                elif incoming is not None and incoming.state.name == "open":
-                    self._settle(incoming, EndState("failed", text))
+                self._take_refusal(transfer, reason)
             case _:
                 raise KVProtocolError(f"{type(signal).__name__} does not come from a sender")
 
-    def _confirmed(self, lane: Connection[Word], item: Word, size: int, now: float) -> None:
-        if item.kind == "result":
-            self._results.pop(item.transfer, None)
+    def _news(self, transfer: bytes) -> Credit | None:
+        incoming = self.transfers.get_open(transfer)
+        if incoming is None:
+            return None
+        incoming.limit_told = incoming.limit
+        return Credit(transfer, incoming.limit, incoming.first)
 
-    def _say_again(self, item: Word) -> None:
-        self._say[item.kind, item.transfer] = None
+    def _refusal(self, transfer: bytes, reason: str) -> Result:
+        return Result(transfer, False, reason)
 
-    def _overdue(self, item: Word) -> None:
-        if not item.repeated:
-            item.repeated = True
-            self._say_again(item)
-
-    def _busy(self) -> bool:
-        return any(transfer.state.name == "open" for transfer in self._transfers.values())
-
-    def _next_deadline(self) -> float:
-        return min((t.deadline for t in self._transfers.values() if t.state.name == "open"), default=math.inf)
-
-    def _open_transfers(self) -> list[tuple[bytes, float]]:
-        return [(t.id, t.deadline) for t in self._transfers.values() if t.state.name == "open"]
-
-    def _since(self, transfer: bytes) -> float:
-        return self._transfers[transfer].opened_at
-
-    def _fail(self, transfer: bytes, reason: str) -> None:
-        incoming = self._open(transfer)
-        if incoming is not None:
-            self._settle(incoming, EndState("failed", reason))
-            self._tell(transfer, Result(transfer, False, reason))
+    def _drop_held(self, transfer: _ReceivingTransfer) -> None:
+        # Whole frames that wait stay until they are consumed: somebody may be reading them.
+        transfer.coming.clear()
+        transfer.beyond.clear()
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _open(self, transfer: bytes) -> _Incoming | None:
-        incoming = self._transfers.get(transfer)
-        return incoming if incoming is not None and incoming.state.name == "open" else None
-
-    def _begin(self, incoming: _Incoming, chunk: Chunk) -> _Frame:
-        """The first chunk of a frame: everything that could be wrong with it, before memory is reserved."""
+    def _start_frame(self, incoming: _ReceivingTransfer, chunk: Chunk) -> _IncomingFrame:
+        """The first chunk of a frame: everything that could be wrong with it, before memory is
+        reserved."""
         if incoming.end is not None and chunk.frame >= incoming.end.frames:
             raise KVProtocolError(f"frame {chunk.frame} of a transfer of {incoming.end.frames}")
         if chunk.frame - incoming.before >= MAX_FRAMES_AHEAD:
@@ -385,12 +297,12 @@ class ReceiveMachine(LinkMachine[Word]):
             raise KVProtocolError(f"frame {chunk.frame} overruns the credit of {incoming.limit_told} bytes")
         frame_of(chunk.header, memoryview(b"\0"))
         incoming.started += charge
-        frame = incoming.coming[chunk.frame] = _Frame(chunk, self._allocate(chunk.total))
+        frame = incoming.coming[chunk.frame] = _IncomingFrame(chunk, self._allocate(chunk.total))
         incoming.widest = max(incoming.widest, charge)
         self._update_limit(incoming)
         return frame
 
-    def _whole(self, incoming: _Incoming, frame: _Frame) -> None:
+    def _finish_frame(self, incoming: _ReceivingTransfer, frame: _IncomingFrame) -> None:
         incoming.frames += 1
         incoming.waiting[frame.index] = incoming.coming.pop(frame.index)
         incoming.beyond.add(frame.index)
@@ -400,47 +312,34 @@ class ReceiveMachine(LinkMachine[Word]):
         self._events.append(FrameReady(incoming.id, frame.index, frame.header, frame.buffer))
         self._check_complete(incoming)
 
-    def _end_of(self, end: End) -> None:
-        incoming = self._transfers.get(end.transfer)
+    def _take_end(self, end: End) -> None:
+        incoming = self.transfers.get(end.transfer)
         if incoming is None:
-            if end.transfer not in self._over:
+            if not self.transfers.is_over(end.transfer):
                 raise KVProtocolError("the end of a transfer that has no credit")
             return
-        if incoming.state.name != "open":
+        if not incoming.is_open:
             return
         if incoming.end is not None and incoming.end != end:
-            raise KVProtocolError("a transfer ends in two ways")
+            raise KVProtocolError("a transfer ends twice, differently")
         highest = max((*incoming.coming, *incoming.beyond, incoming.before - 1))
         if highest >= end.frames:
             raise KVProtocolError(f"the end of {end.frames} frames after frame {highest}")
         incoming.end = end
         self._check_complete(incoming)
 
-    def _check_complete(self, incoming: _Incoming) -> None:
+    def _check_complete(self, incoming: _ReceivingTransfer) -> None:
         end = incoming.end
-        if end is not None and incoming.before == end.frames and not incoming.complete:
-            incoming.complete = True
+        if end is not None and incoming.before == end.frames and incoming.status is not TransferStatus.COMPLETE:
+            self.transfers.apply(incoming, TransferEvent.COMPLETED)
             self._events.append(TransferComplete(incoming.id, end.tokens, end.frames))
 
-    def _update_limit(self, incoming: _Incoming) -> None:
-        """Raise the limit. The sender is told by eighths of the window; and at once when nothing waits here whose
-        consumption would tell it later, and what it has left could be less than its next chunk needs."""
+    def _update_limit(self, incoming: _ReceivingTransfer) -> None:
+        """Raise the limit. The sender is told by eighths of the window; and at once when nothing
+        waits here whose consumption would tell it later, and what it has left could be less than
+        its next chunk needs."""
         incoming.limit = max(incoming.limit, incoming.new_limit())
         news = incoming.limit - incoming.limit_told
         starves = not incoming.waiting and incoming.limit_told - incoming.started < MIN_WINDOW_BYTES
-        if incoming.state.name == "open" and news and (starves or news * 8 >= incoming.window):
-            self._say["credit", incoming.id] = None
-
-    def _tell(self, transfer: bytes, result: Result) -> None:
-        self._results[transfer] = result
-        self._say["result", transfer] = None
-
-    def _settle(self, incoming: _Incoming, state: EndState) -> None:
-        """The one place where a transfer ends. Whole frames that wait stay until they are consumed."""
-        incoming.state = state
-        incoming.coming.clear()
-        incoming.beyond.clear()
-        self._over[incoming.id] = None
-        if len(self._over) > _MAX_OVER:
-            self._over.popitem(last=False)
-        self._events.append(TransferEnded(incoming.id, state))
+        if incoming.is_open and news and (starves or news * 8 >= incoming.window):
+            self._say("news", incoming.id)

@@ -1,7 +1,9 @@
-"""A relay: any node forwards ciphertext between two others, within the permits that it has given out.
+"""A relay: any node forwards ciphertext between two others, within the permits that it has given
+out.
 
-The rim around `permits.RelayLedger`: two threads per connection move bytes inside the kernel (`splice`), so nothing
-is copied to this process, and nothing here could be read: the keys are those of the two ends.
+The rim around `permits.RelayLedger`: two threads per connection move bytes inside the kernel
+(`splice`), so nothing is copied to this process, and nothing here could be read: the keys are those
+of the two ends.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _JOIN_S = 5.0
 
 
 class Relay:
-    """Forwards connections that bring a permit. Hand it accepted sockets that begin with `RELAY_MAGIC`."""
+    """Forwards connections that bring a permit. Hand it accepted sockets that begin with
+    `RELAY_MAGIC`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time, max_connections: int = 256) -> None:
         self._ledger = RelayLedger()
@@ -152,7 +155,8 @@ class Relay:
         back.join()
 
     def _pour(self, source: socket.socket, sink: socket.socket, permit: bytes) -> None:
-        """One direction. An end of file is passed on; anything else that goes wrong ends both directions."""
+        """One direction. An end of file is passed on; anything else that goes wrong ends both
+        directions."""
         reader, writer = os.pipe()
         try:
             with suppress(OSError):  # a smaller pipe serves as well

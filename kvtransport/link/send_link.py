@@ -1,4 +1,5 @@
-"""The sending end of a link, for the threads of an engine process. Everything it decides is in `sending`."""
+"""The sending end of a link, for the threads of an engine process. Everything it decides is in
+`sending`."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from collections.abc import Callable, Sequence
 
 from ..errors import TransferAborted, TransferError, TransferTimeout
 from ..routing.report import TransferTimes
-from ..wire.channel import CHUNK_OVERHEAD_BYTES, LinkRole
+from ..wire.channel import CHUNK_OVERHEAD_BYTES, Channel, LinkRole
 from ..wire.frames import KVFrame
 from ..wire.signals import Ack, Chunk, Signal
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
 from .budget import ByteBudget
 from .dialling import DialPath
-from .lanes import EndState, Event, LinkSettings, TransferEnded, TransferGranted
 from .links import LinkConnection, ThreadedLink
 from .sending import SendMachine, SendProgress
+from .settings import LinkSettings
+from .transfers import EndState, LinkEvent, TransferEnded, TransferGranted
 
 __all__ = ["OutgoingTransfer", "SendLink"]
 
@@ -63,7 +65,8 @@ class OutgoingTransfer:
         return self._first
 
     def wait_for_credit(self, timeout: float) -> int:
-        """The first position that the receiver wants, once it has a place for the KV: before that nothing is sent.
+        """The first position that the receiver wants, once it has a place for the KV: before that
+        nothing is sent.
 
         Raises TransferTimeout after `timeout` seconds, TransferError once the transfer has failed.
         """
@@ -74,11 +77,12 @@ class OutgoingTransfer:
         return self._first
 
     def send(self, frame: KVFrame, *, release: Callable[[], None] | None = None, timeout: float | None = None) -> None:
-        """Queue a frame. Its payload must not change until `release` is called, by a thread of the link: when the
-        receiver has it, or when the transfer ends.
+        """Queue a frame. Its payload must not change until `release` is called, by a thread of the
+        link: when the receiver has it, or when the transfer ends.
 
-        Without `timeout` this never waits: when too much is held already, the transfer is aborted. With one it waits
-        so long for room. Raises TransferError once the transfer has failed; the frame is then released.
+        Without `timeout` this never waits: when too much is held already, the transfer is aborted.
+        With one it waits so long for room. Raises TransferError once the transfer has failed; the
+        frame is then released.
         """
         self._link.push(self, frame, release, timeout)
 
@@ -131,6 +135,7 @@ class SendLink(ThreadedLink):
         budget: ByteBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        make_channel: Callable[..., Channel] = Channel,
     ) -> None:
         settings = LinkSettings() if settings is None else settings
         self._sender = SendMachine(settings, ticket.lease_s, clock())
@@ -141,17 +146,18 @@ class SendLink(ThreadedLink):
         self._picked = 0  # chunks that were given to connections, all in all
         self._sealing: dict[int, int] = {}  # connection -> number of the chunk whose memory it reads now
         self._unsealed: list[tuple[int, Callable[[], None]]] = []  # releases that wait for chunks up to a number
-        super().__init__(ticket, self._sender, paths, clock=clock, rng=rng)
+        super().__init__(ticket, self._sender, paths, clock=clock, rng=rng, make_channel=make_channel)
 
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
-        """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that must not be held up.
+        """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that
+        must not be held up.
 
         Raises TransferError if the link is over or the ticket is of another link.
         """
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
         outgoing = OutgoingTransfer(self, ticket, on_end)
-        with self._acting() as now:
+        with self._use_machine() as now:
             self._sender.open(ticket.transfer, now + ticket.deadline_s, now)
             self._transfers[ticket.transfer] = outgoing
             self._timer.notify_all()
@@ -170,7 +176,7 @@ class SendLink(ThreadedLink):
             elif outgoing.state.name == "open":
                 raise TransferTimeout(f"no room for {size} bytes within {timeout:g} s")
             self._refuse(outgoing, release)
-        with self._acting() as now:
+        with self._use_machine() as now:
             self._budgeted += size
             taken = self._sender.push(outgoing.ticket.transfer, frame, now, release)
         if not taken:
@@ -178,13 +184,13 @@ class SendLink(ThreadedLink):
 
     def finish(self, outgoing: OutgoingTransfer, tokens: int) -> float:
         """See `OutgoingTransfer.finish`. Returns when that was."""
-        with self._acting() as now:
+        with self._use_machine() as now:
             self._sender.finish(outgoing.ticket.transfer, tokens)
         return now
 
     def abort(self, outgoing: OutgoingTransfer, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
-        with self._acting():
+        with self._use_machine():
             self._sender.abort(outgoing.ticket.transfer, reason)
 
     def progress(self, outgoing: OutgoingTransfer) -> SendProgress:
@@ -213,13 +219,13 @@ class SendLink(ThreadedLink):
 
     # ---- for LinkRim ----------------------------------------------------------------------------------------
 
-    def _open_transfers(self) -> int:
+    def _count_open(self) -> int:
         return len(self._transfers)
 
-    def _resent(self) -> int:
+    def _count_resent(self) -> int:
         return self._sender.bytes_resent
 
-    def _handle(self, event: Event, later: list[Callable[[], None]]) -> None:
+    def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         if isinstance(event, TransferGranted):
             outgoing = self._transfers.get(event.transfer)
             if outgoing is not None:
@@ -233,7 +239,8 @@ class SendLink(ThreadedLink):
                 later.append(outgoing._end(event.state, last, now))  # noqa: SLF001 (the other half of this class)
 
     def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
-        """Not while a connection reads it: its owner will write something else there, which is not for this peer."""
+        """Not while a connection reads it: its owner will write something else there, which is not
+        for this peer."""
         if self._sealing:
             self._unsealed.append((self._picked, release))
         else:
@@ -253,18 +260,18 @@ class SendLink(ThreadedLink):
             self._budgeted -= freed
             self._budget.give(freed)
         if self._idle and self._sender.has_work:
-            # Chunks go to whoever wakes; words only to connections that are not late.
-            self._work.notify(len(self._wires) if self._sender.has_words else 1)
+            # Chunks go to whoever wakes; control signals only to connections that are not late.
+            self._work.notify(len(self._wires) if self._sender.has_control else 1)
 
-    def _began(self, wire: LinkConnection) -> None:
+    def _on_connection(self, wire: LinkConnection) -> None:
         wire.writer = self._start(self._write, "write", wire)
 
     def _on_time(self) -> None:
         with self._work:
             self._work.notify_all()
 
-    def _word(self, wire: LinkConnection, signal: Signal, now: float) -> None:
-        super()._word(wire, signal, now)
+    def _take_signal(self, wire: LinkConnection, signal: Signal, now: float) -> None:
+        super()._take_signal(wire, signal, now)
         if type(signal) is not Ack:
             # Something has to be said on this very connection: a pong, a confirmation.
             with self._work:
@@ -283,7 +290,7 @@ class SendLink(ThreadedLink):
             while True:
                 if wire.dead:
                     return False
-                signal = self._sender.next(wire.number, self._clock())
+                signal = self._sender.next_signal(wire.number, self._clock())
                 if signal is not None:
                     break
                 if self._sender.ended is not None:

@@ -1,29 +1,34 @@
-"""The sending end of a link: transfers, their frames cut into chunks, and which connection takes which. Pure.
+"""The sending end of a link: transfers, their frames cut into chunks, and which connection takes
+which. Pure.
 
-    push(frame) --> queue of its transfer --DRR over transfers--> next(connection) --> in flight --Progress--> released
-                        ^ resend <---------------- the connection died, was retired, or is overtaken
+    push(frame) --> queue of its transfer --DRR over transfers--> next_signal --> in flight --Ack--> released
+                        ^ resend <-------- the connection died, was retired, or is overtaken
 
-*Work stealing.* Nothing is assigned to a connection before it asks: whichever has room takes the next chunk, so fast
-and slow connections, and two paths, share a transfer in proportion to what they carry.
+*Work stealing.* Nothing is assigned to a connection before it asks: whichever has room takes the
+next chunk, so fast and slow connections, and two paths, share a transfer in proportion to what they
+carry.
 
-*Fairness.* Deficit round robin over the transfers that have something to send and credit for it: each gets the same
-bytes per round, whatever the size of its frames, and one that comes late sends on its first turn.
+*Fairness.* Deficit round robin over the transfers that have something to send and credit for it:
+each gets the same bytes per round, whatever the size of its frames, and one that comes late sends
+on its first turn.
 
-*Credit.* A chunk goes only when the receiver's limit covers all of it. The charge of a transfer is its payload bytes
-plus `FRAME_CHARGE` for each frame, counted in the order of its frames; a resent chunk is not charged again.
+*Credit.* A chunk goes only when the receiver's limit covers all of it. The charge of a transfer is
+its payload bytes plus `FRAME_CHARGE` for each frame, counted in the order of its frames; a resent
+chunk is not charged again.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import KVProtocolError, TransferError
+from ..errors import KVProtocolError
 from ..wire.frames import KVFrame
 from ..wire.signals import Abort, Chunk, Credit, End, Result, Signal, frame_header
-from .lanes import Connection, EndState, LinkMachine, LinkSettings, Released, TransferEnded, TransferGranted
+from .machine import Connection, LinkMachine
+from .settings import LinkSettings
+from .transfers import Released, Transfer, TransferEvent, TransferGranted, TransferStatus, next_status
 
 __all__ = ["FRAME_CHARGE", "MAX_FRAMES_AHEAD", "OutgoingChunk", "SendMachine", "SendProgress"]
 
@@ -31,13 +36,10 @@ FRAME_CHARGE = 1024
 """What a frame costs of the credit besides its payload: the receiver keeps a record of each."""
 
 MAX_FRAMES_AHEAD = 1 << 16
-"""How far the newest frame on the way may be ahead of the oldest unconfirmed one."""
-
-_MAX_EARLY = 1024
-_MAX_OVER = 1 << 14
+"""How far the newest frame in flight may be ahead of the oldest unconfirmed one."""
 
 
-class _Source:
+class _OutgoingFrame:
     """A frame that is being sent, and its memory."""
 
     __slots__ = ("cut", "header", "index", "release", "remaining", "total", "view")
@@ -57,7 +59,7 @@ class OutgoingChunk:
 
     __slots__ = ("copies", "done", "length", "offset", "source", "transfer")
 
-    def __init__(self, transfer: _Outgoing, source: _Source, offset: int, length: int) -> None:
+    def __init__(self, transfer: _SendingTransfer, source: _OutgoingFrame, offset: int, length: int) -> None:
         self.transfer = transfer
         self.source = source
         self.offset = offset
@@ -85,20 +87,16 @@ class SendProgress:
     blocked_s: float
 
 
-class _Outgoing:
+class _SendingTransfer(Transfer):
     """A transfer at its sender."""
 
     def __init__(self, transfer: bytes, deadline: float, now: float) -> None:
-        self.id = transfer
-        self.deadline = deadline
-        self.opened_at = now
-        self.state = EndState("open")
-        self.uncut: deque[_Source] = deque()
-        self.held: OrderedDict[int, _Source] = OrderedDict()  # not confirmed yet
+        super().__init__(transfer, deadline, now)
+        self.uncut: deque[_OutgoingFrame] = deque()
+        self.held: OrderedDict[int, _OutgoingFrame] = OrderedDict()  # not confirmed yet
         self.resend: deque[OutgoingChunk] = deque()
         self.frames = 0
         self.tokens: int | None = None
-        self.end_said = False
         self.credit = 0
         self.charged = 0
         self.in_ring = False
@@ -106,14 +104,13 @@ class _Outgoing:
         self.queued = 0
         self.acknowledged = 0
         self.resent = 0
-        self.by_path: dict[str, int] = {}
         self.first_push_at: float | None = None
         self.first_sent_at: float | None = None
         self.last_acknowledged_at: float | None = None
         self.blocked_since: float | None = None
         self.blocked_s = 0.0
 
-    def next_size(self, chunk_bytes: int) -> int:
+    def measure_next(self, chunk_bytes: int) -> int:
         """Bytes of the next chunk that may go now; 0 if none may."""
         while self.resend and self.resend[0].done:
             self.resend.popleft()
@@ -127,117 +124,73 @@ class _Outgoing:
         allowed = self.charged + self._charge(source, size) <= self.credit and ahead < MAX_FRAMES_AHEAD
         return size if allowed else 0
 
-    def take(self, size: int) -> OutgoingChunk:
-        """The chunk that `next_size` has measured."""
+    def cut_next(self, size: int) -> OutgoingChunk:
+        """The chunk that `measure_next` has measured."""
         if self.resend:
             return self.resend.popleft()
         source = self.uncut[0]
         self.charged += self._charge(source, size)
-        piece = OutgoingChunk(self, source, source.cut, size)
+        chunk = OutgoingChunk(self, source, source.cut, size)
         source.cut += size
         if source.cut == source.total:
             self.uncut.popleft()
-        return piece
+        return chunk
 
-    def _charge(self, source: _Source, size: int) -> int:
+    def _charge(self, source: _OutgoingFrame, size: int) -> int:
         return size + (FRAME_CHARGE if source.cut == 0 else 0)
 
 
-@dataclass(slots=True, eq=False)
-class _Word:
-    """A control signal on its way; said again if its connection dies, or is late."""
-
-    signal: End | Abort
-    repeated: bool = False
-
-
-Cargo = OutgoingChunk | _Word
-
-
-@dataclass(slots=True)
-class _Early:
-    """What the receiver has said of a transfer that this end has not opened yet."""
-
-    credit: int = 0
-    first: int = 0
-    refused: str | None = None
-
-
-class SendMachine(LinkMachine[Cargo]):
-    """See the module's text. Every call on an unknown or ended transfer is harmless, except `open` of a known one."""
+class SendMachine(LinkMachine[_SendingTransfer]):
+    """See the module's text. Every call on an unknown or ended transfer is harmless, except `open`
+    of a known one."""
 
     def __init__(self, settings: LinkSettings, lease_s: float, now: float) -> None:
         super().__init__(settings, lease_s, now)
-        self._transfers: dict[bytes, _Outgoing] = {}
-        self._over: OrderedDict[bytes, None] = OrderedDict()
-        self._early: OrderedDict[bytes, _Early] = OrderedDict()
-        self._ring: deque[_Outgoing] = deque()
-        self._words: deque[_Word] = deque()
+        self._ring: deque[_SendingTransfer] = deque()  # transfers that could send now
         self.bytes_held = 0
         self.bytes_resent = 0
-
-    def __repr__(self) -> str:
-        state = self.ended or "open"
-        return f"<SendMachine {state} lanes={len(self.lanes)} transfers={len(self._transfers)} held={self.bytes_held}>"
 
     # ---- transfers ------------------------------------------------------------------------------------------
 
     def open(self, transfer: bytes, deadline: float, now: float) -> None:
-        """Begin a transfer that must have ended by `deadline`. Raises TransferError if the link is over."""
-        if transfer in self._transfers or transfer in self._over:
-            raise KVProtocolError(f"transfer {transfer.hex()} has been used before")
-        if self.ended is not None:
-            raise TransferError(f"the link is over: {self.ended}")
-        outgoing = self._transfers[transfer] = _Outgoing(transfer, deadline, now)
-        early = self._early.pop(transfer, None)
-        if early is not None:
-            if early.credit:
-                self._grant(outgoing, early.credit, early.first)
-            if early.refused is not None:
-                self._fail(transfer, early.refused)
+        """Begin a transfer that must have ended by `deadline`. Raises TransferError if the link is
+        over."""
+        sending = _SendingTransfer(transfer, deadline, now)
+        news = self._begin(sending)
+        if news.credit and sending.is_open:
+            self._grant(sending, news.credit, news.first)
 
     def push(self, transfer: bytes, frame: KVFrame, now: float, release: Callable[[], None] | None = None) -> bool:
-        """Queue a frame, whose payload must not change until it is released: at its confirmation or the transfer's end.
+        """Queue a frame, whose payload must not change until it is released: at its confirmation or
+        the transfer's end.
 
         False if it was not taken: the transfer has ended.
         """
-        outgoing = self._transfers.get(transfer)
-        if outgoing is None or outgoing.state.name != "open":
+        outgoing = self.transfers.get_open(transfer)
+        if outgoing is None:
             return False
         if outgoing.tokens is not None:
             raise KVProtocolError("a frame after the end of its transfer")
-        source = _Source(outgoing.frames, frame, release)
+        source = _OutgoingFrame(outgoing.frames, frame, release)
         outgoing.frames += 1
         outgoing.uncut.append(source)
         outgoing.held[source.index] = source
         outgoing.queued += source.total
         outgoing.first_push_at = now if outgoing.first_push_at is None else outgoing.first_push_at
         self.bytes_held += source.total
-        self._enter(outgoing, now)
+        self._queue(outgoing, now)
         return True
 
     def finish(self, transfer: bytes, tokens: int) -> None:
         """No frame follows. The transfer is delivered when the receiver says so."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is not None and outgoing.tokens is None and outgoing.state.name == "open":
+        outgoing = self.transfers.get_open(transfer)
+        if outgoing is not None and outgoing.tokens is None:
             outgoing.tokens = tokens
-            self._say_end(outgoing)
-
-    def abort(self, transfer: bytes, reason: str) -> None:
-        """Give a transfer up; the receiver is told why."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is not None and outgoing.state.name == "open":
-            self._fail(transfer, reason)
-
-    def forget(self, transfer: bytes) -> None:
-        """Drop the record of an ended transfer."""
-        outgoing = self._transfers.get(transfer)
-        if outgoing is not None and outgoing.state.name != "open":
-            del self._transfers[transfer]
+            self._complete_if_cut(outgoing)
 
     def progress(self, transfer: bytes, now: float) -> SendProgress | None:
         """A view of one transfer."""
-        outgoing = self._transfers.get(transfer)
+        outgoing = self.transfers.get(transfer)
         if outgoing is None:
             return None
         waiting = 0.0 if outgoing.blocked_since is None else now - outgoing.blocked_since
@@ -254,85 +207,78 @@ class SendMachine(LinkMachine[Cargo]):
         )
 
     def payload(self, number: int) -> memoryview:
-        """The bytes of the chunk that `next` has just given to a connection."""
-        piece = self.lanes[number].flight[-1][0]
-        assert isinstance(piece, OutgoingChunk)
-        assert piece.source.view is not None
-        return piece.source.view[piece.offset : piece.offset + piece.length]
-
-    @property
-    def has_words(self) -> bool:
-        """Whether there is more than chunks to send."""
-        return bool(self._words)
+        """The bytes of the chunk that `next_signal` has just given to a connection."""
+        chunk = self.connections[number].flight[-1][0]
+        assert isinstance(chunk, OutgoingChunk)
+        assert chunk.source.view is not None
+        return chunk.source.view[chunk.offset : chunk.offset + chunk.length]
 
     @property
     def has_work(self) -> bool:
         """Whether any connection would be given something."""
-        return bool(self._ring or self._words)
+        return bool(self._ring) or self.has_control
 
     def check_integrity(self) -> None:
-        """Bytes held are those of frames held; nothing is held by what has ended; the ring holds what may send."""
-        held = sum(source.total for transfer in self._transfers.values() for source in transfer.held.values())
+        """Bytes held are those of frames held; nothing is held by what has ended; the ring holds
+        what may send."""
+        held = sum(source.total for transfer in self.transfers.list_known() for source in transfer.held.values())
         if held != self.bytes_held:
             raise AssertionError(f"{self.bytes_held} bytes counted as held, {held} are")
-        for transfer in self._transfers.values():
-            if transfer.state.name != "open" and (transfer.held or transfer.resend or transfer.uncut):
-                raise AssertionError(f"{transfer.id.hex()} is {transfer.state} and still holds frames")
+        for transfer in self.transfers.list_known():
+            if not transfer.is_open and (transfer.held or transfer.resend or transfer.uncut):
+                raise AssertionError(f"{transfer.id.hex()} is {transfer.status} and still holds frames")
             if transfer.charged > transfer.credit:
                 raise AssertionError(f"{transfer.id.hex()} sent {transfer.charged} on a credit of {transfer.credit}")
-            idle = not transfer.in_ring and transfer.state.name == "open"
-            if idle and transfer.next_size(self.settings.chunk_bytes):
+            idle = not transfer.in_ring and transfer.is_open
+            if idle and transfer.measure_next(self.settings.chunk_bytes):
                 raise AssertionError(f"{transfer.id.hex()} could send and is not asked")
         if len(set(map(id, self._ring))) != len(self._ring):
             raise AssertionError("a transfer is in the ring twice")
 
-    # ---- what LinkMachine asks for --------------------------------------------------------------------------
+    # ---- chunks ---------------------------------------------------------------------------------------------
 
-    def _next_item(self, lane: Connection[Cargo], now: float) -> Signal | None:
-        if self._words and self._prompt(lane, now):
-            word = self._words.popleft()
-            lane.carries(word, 0, now)
-            return word.signal
-        if lane.retired:
+    def _next_record(self, connection: Connection, now: float) -> Signal | None:
+        return super()._next_record(connection, now) or self._next_chunk(connection, now)
+
+    def _next_chunk(self, connection: Connection, now: float) -> Chunk | None:
+        chunk = self._pull(now) or self._overtake(connection, now)
+        if chunk is None:
             return None
-        piece = self._pull(now) or self._overtake(lane, now)
-        if piece is None:
-            return None
-        piece.copies += 1
-        transfer, source = piece.transfer, piece.source
+        chunk.copies += 1
+        transfer, source = chunk.transfer, chunk.source
         if transfer.first_sent_at is None:
             transfer.first_sent_at = now
-        lane.carries(piece, piece.length, now)
+        connection.carry(chunk, chunk.length, now)
         grid = self.settings.chunk_bytes.bit_length() - 1
-        return Chunk(transfer.id, source.index, piece.offset, source.total, grid, source.header, piece.length)
+        return Chunk(transfer.id, source.index, chunk.offset, source.total, grid, source.header, chunk.length)
 
     def _pull(self, now: float) -> OutgoingChunk | None:
         """Deficit round robin over the ring."""
         step = self.settings.chunk_bytes
         while self._ring:
             transfer = self._ring[0]
-            size = transfer.next_size(step)
+            size = transfer.measure_next(step)
             if not size:
                 self._ring.popleft()
                 transfer.in_ring = False
-                self._enter(transfer, now)
+                self._queue(transfer, now)
             elif transfer.deficit < size:
                 transfer.deficit += step
                 self._ring.rotate(-1)
             else:
                 transfer.deficit -= size
-                piece = transfer.take(size)
-                if not transfer.uncut:
-                    self._say_end(transfer)
-                return piece
+                chunk = transfer.cut_next(size)
+                self._complete_if_cut(transfer)
+                return chunk
         return None
 
-    def _overtake(self, lane: Connection[Cargo], now: float) -> OutgoingChunk | None:
-        """The chunk that another connection has had longest, if that is too long and this one is idle."""
+    def _overtake(self, connection: Connection, now: float) -> OutgoingChunk | None:
+        """The chunk that another connection has had longest, if that is too long and this one is
+        idle."""
         late = now - self.settings.hedge_s
         best: tuple[float, OutgoingChunk] | None = None
-        for other in self.lanes.values():
-            if other is lane:
+        for other in self.connections.values():
+            if other is connection:
                 continue
             for item, _, sent_at in other.flight:
                 if sent_at > late or (best is not None and sent_at >= best[0]):
@@ -344,157 +290,127 @@ class SendMachine(LinkMachine[Cargo]):
         self._count_resent(best[1])
         return best[1]
 
-    def _take(self, signal: Signal, now: float) -> None:
-        match signal:
-            case Credit():
-                self._credit(signal, now)
-            case Result(transfer, delivered, reason):
-                self._result(transfer, delivered, reason, now)
-            case _:
-                raise KVProtocolError(f"{type(signal).__name__} does not come from a receiver")
-
-    def _credit(self, credit: Credit, now: float) -> None:
-        outgoing = self._transfers.get(credit.transfer)
-        if outgoing is None:
-            early = self._remember(credit.transfer)
-            if early is not None and credit.limit > early.credit:
-                early.credit, early.first = credit.limit, credit.first
-            return
-        if outgoing.state.name == "open" and credit.limit > outgoing.credit:
-            self._grant(outgoing, credit.limit, credit.first)
-            if outgoing.blocked_since is not None:
-                outgoing.blocked_s += now - outgoing.blocked_since
-                outgoing.blocked_since = None
-            self._enter(outgoing, now)
-            self._say_end(outgoing)
-
-    def _grant(self, outgoing: _Outgoing, limit: int, first: int) -> None:
-        if not outgoing.credit:
-            self._events.append(TransferGranted(outgoing.id, first))
-        outgoing.credit = limit
-
-    def _result(self, transfer: bytes, delivered: bool, reason: str, now: float) -> None:
-        outgoing = self._transfers.get(transfer)
-        if outgoing is None:
-            early = self._remember(transfer)
-            if early is not None and not delivered:
-                early.refused = f"the other side gave up: {reason}"
-        elif outgoing.state.name == "open":
-            if not delivered:
-                self._settle(outgoing, EndState("failed", f"the other side gave up: {reason}"))
-            elif not outgoing.end_said:
-                raise KVProtocolError("a transfer was acknowledged before its end was sent")
-            else:
-                self._all_confirmed(outgoing, now)
-                self._settle(outgoing, EndState("delivered"))
-
-    def _all_confirmed(self, outgoing: _Outgoing, now: float) -> None:
-        """The receiver has everything, although some connections have not said so yet."""
-        for lane in self.lanes.values():
-            for item, size, _ in lane.flight:
-                if isinstance(item, OutgoingChunk) and item.transfer is outgoing:
-                    self._confirmed(lane, item, size, now)
-
-    def _remember(self, transfer: bytes) -> _Early | None:
-        if transfer in self._over:
-            return None
-        early = self._early.setdefault(transfer, _Early())
-        if len(self._early) > _MAX_EARLY:
-            self._early.popitem(last=False)
-        return early
-
-    def _confirmed(self, lane: Connection[Cargo], item: Cargo, size: int, now: float) -> None:
-        if isinstance(item, _Word):
+    def _confirm(self, connection: Connection, item: object, size: int, now: float) -> None:
+        if not isinstance(item, OutgoingChunk):
+            super()._confirm(connection, item, size, now)
             return
         transfer, source = item.transfer, item.source
-        if item.done or transfer.state.name != "open":
+        if item.done or not transfer.is_open:
             return
         item.done = True
         transfer.acknowledged += size
-        transfer.by_path[lane.label] = transfer.by_path.get(lane.label, 0) + size
+        transfer.by_path[connection.label] = transfer.by_path.get(connection.label, 0) + size
         transfer.last_acknowledged_at = now
         source.remaining -= size
         if not source.remaining:
             del transfer.held[source.index]
-            self._let_go(source)
-            self._enter(transfer)
+            self._release(source)
+            # The oldest unconfirmed frame has moved on: one that was too far ahead may go now.
+            self._queue(transfer)
 
-    def _say_again(self, item: Cargo) -> None:
-        if isinstance(item, _Word):
-            self._words.append(item)
+    def _return_unconfirmed(self, item: object) -> None:
+        if not isinstance(item, OutgoingChunk):
+            super()._return_unconfirmed(item)
             return
         item.copies -= 1
-        if not item.done and not item.copies and item.transfer.state.name == "open":
+        # Another copy may be under way, and is then as good.
+        if not item.done and not item.copies and item.transfer.is_open:
             item.transfer.resend.append(item)
             self._count_resent(item)
-            self._enter(item.transfer)
+            self._queue(item.transfer)
 
-    def _overdue(self, item: Cargo) -> None:
-        if isinstance(item, _Word) and not item.repeated:
-            item.repeated = True
-            self._words.append(item)
+    def _count_resent(self, chunk: OutgoingChunk) -> None:
+        chunk.transfer.resent += chunk.length
+        self.bytes_resent += chunk.length
 
-    def _count_resent(self, piece: OutgoingChunk) -> None:
-        piece.transfer.resent += piece.length
-        self.bytes_resent += piece.length
+    # ---- what the receiver says -----------------------------------------------------------------------------
 
-    def _busy(self) -> bool:
-        return any(transfer.state.name == "open" for transfer in self._transfers.values())
+    def _take(self, signal: Signal, now: float) -> None:
+        match signal:
+            case Credit():
+                self._take_credit(signal, now)
+            case Result(transfer, True, _):
+                self._take_delivered(transfer, now)
+            case Result(transfer, False, reason):
+                self._take_refusal(transfer, reason)
+            case _:
+                raise KVProtocolError(f"{type(signal).__name__} does not come from a receiver")
 
-    def _next_deadline(self) -> float:
-        return min((t.deadline for t in self._transfers.values() if t.state.name == "open"), default=math.inf)
+    def _take_credit(self, credit: Credit, now: float) -> None:
+        sending = self.transfers.get(credit.transfer)
+        if sending is None:
+            news = self.transfers.note_early(credit.transfer)
+            if news is not None and credit.limit > news.credit:
+                news.credit, news.first = credit.limit, credit.first
+        elif sending.is_open and credit.limit > sending.credit:
+            self._grant(sending, credit.limit, credit.first)
+            if sending.blocked_since is not None:
+                sending.blocked_s += now - sending.blocked_since
+                sending.blocked_since = None
+            self._queue(sending, now)
+            self._complete_if_cut(sending)
 
-    def _open_transfers(self) -> list[tuple[bytes, float]]:
-        return [(t.id, t.deadline) for t in self._transfers.values() if t.state.name == "open"]
+    def _grant(self, sending: _SendingTransfer, limit: int, first: int) -> None:
+        if sending.status is TransferStatus.WAITING:
+            self._events.append(TransferGranted(sending.id, first))
+        self.transfers.apply(sending, TransferEvent.GRANTED)
+        sending.credit = limit
 
-    def _since(self, transfer: bytes) -> float:
-        return self._transfers[transfer].opened_at
+    def _take_delivered(self, transfer: bytes, now: float) -> None:
+        sending = self.transfers.get_open(transfer)
+        if sending is None:
+            return
+        next_status(sending.status, TransferEvent.ACKNOWLEDGED)  # before anything is changed by what cannot be
+        # The receiver has everything, although some connections have not said so yet.
+        for connection in self.connections.values():
+            for item, size, _ in connection.flight:
+                if isinstance(item, OutgoingChunk) and item.transfer is sending:
+                    self._confirm(connection, item, size, now)
+        self._end_transfer(sending, TransferEvent.ACKNOWLEDGED)
 
-    def _fail(self, transfer: bytes, reason: str) -> None:
-        outgoing = self._transfers[transfer]
-        if outgoing.state.name == "open":
-            self._words.append(_Word(Abort(transfer, reason)))
-            self._settle(outgoing, EndState("failed", reason))
+    # ---- for LinkMachine ------------------------------------------------------------------------------------
+
+    def _news(self, transfer: bytes) -> End | None:
+        sending = self.transfers.get_open(transfer)
+        return None if sending is None else End(transfer, sending.tokens or 0, sending.frames)
+
+    def _refusal(self, transfer: bytes, reason: str) -> Abort:
+        return Abort(transfer, reason)
+
+    def _drop_held(self, transfer: _SendingTransfer) -> None:
+        for source in transfer.held.values():
+            self._release(source)
+        transfer.held.clear()
+        transfer.uncut.clear()
+        transfer.resend.clear()
 
     def wake_at(self, now: float) -> float:
         """As LinkMachine's; and when an idle connection may overtake."""
         at = super().wake_at(now)
-        if any(lane.flight for lane in self.lanes.values()) and len(self.lanes) > 1:
+        if any(each.flight for each in self.connections.values()) and len(self.connections) > 1:
             at = min(at, now + self.settings.hedge_s / 2)
         return at
 
-    def _settle(self, outgoing: _Outgoing, state: EndState) -> None:
-        """The one place where a transfer ends."""
-        outgoing.state = state
-        for source in outgoing.held.values():
-            self._let_go(source)
-        outgoing.held.clear()
-        outgoing.uncut.clear()
-        outgoing.resend.clear()
-        self._over[outgoing.id] = None
-        if len(self._over) > _MAX_OVER:
-            self._over.popitem(last=False)
-        self._events.append(TransferEnded(outgoing.id, state))
-
-    def _let_go(self, source: _Source) -> None:
+    def _release(self, source: _OutgoingFrame) -> None:
         source.view = None
         self.bytes_held -= source.total
         if source.release is not None:
             self._events.append(Released(source.release))
             source.release = None
 
-    def _enter(self, transfer: _Outgoing, now: float | None = None) -> None:
-        """With `now` it is noted since when it waits for more credit; the first says that the receiver is there."""
-        if not transfer.in_ring and transfer.next_size(self.settings.chunk_bytes):
+    def _queue(self, transfer: _SendingTransfer, now: float | None = None) -> None:
+        """Put a transfer in the ring if it could send. With `now` it is noted since when it waits
+        for more credit; the first credit says that the receiver is there.
+        """
+        if not transfer.in_ring and transfer.measure_next(self.settings.chunk_bytes):
             transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes  # to send on its first turn
             self._ring.append(transfer)
         elif now is not None and transfer.uncut and transfer.credit and not transfer.in_ring:
             transfer.blocked_since = now if transfer.blocked_since is None else transfer.blocked_since
 
-    def _say_end(self, transfer: _Outgoing) -> None:
-        """End goes once everything has been cut, and not before the receiver has been heard of: it has to know the
-        transfer by then."""
-        if transfer.tokens is None or transfer.end_said or transfer.uncut or not transfer.credit:
-            return
-        transfer.end_said = True
-        self._words.append(_Word(End(transfer.id, transfer.tokens, transfer.frames)))
+    def _complete_if_cut(self, transfer: _SendingTransfer) -> None:
+        """End goes once everything has been cut, and not before the receiver has been heard of: it
+        has to know the transfer by then."""
+        if transfer.status is TransferStatus.MOVING and transfer.tokens is not None and not transfer.uncut:
+            self.transfers.apply(transfer, TransferEvent.COMPLETED)
+            self._say("news", transfer.id)

@@ -1,5 +1,5 @@
-"""Both ends of a link, their machines and channels, over connections that exist only in virtual time: what protocol
-tests, schedules and the fuzzer run on. No socket, no clock, no thread.
+"""Both ends of a link, their machines and channels, over connections that exist only in virtual
+time: what protocol tests, schedules and the fuzzer run on. No socket, no clock, no thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from ..wire.channel import Channel, LinkHello, LinkRole
 from ..wire.frames import KVFrame
 from ..wire.signals import Chunk, LinkGreeting, Signal, frame_of
 from ..wire.tickets import LinkTicket
-from .lanes import CloseConnection, EndState, Event, FrameReady, LinkSettings, Released, TransferComplete, TransferEnded
 from .receiving import ReceiveMachine
 from .sending import SendMachine
+from .settings import LinkSettings
+from .transfers import CloseConnection, EndState, FrameReady, LinkEvent, Released, TransferComplete, TransferEnded
 
 __all__ = ["SimulatedLink", "SimulatedWire"]
 
@@ -24,13 +25,14 @@ _STEP_S = 0.001
 
 @dataclass(slots=True)
 class SimulatedWire:
-    """One connection: `rate` bytes per second each way, `delay` seconds one way. While `stalled` nothing moves."""
+    """One connection: `rate` bytes per second in each direction, `delay` seconds one direction.
+    While `stalled` nothing moves."""
 
     label: str
     rate: float
     delay: float
     channels: dict[LinkRole, Channel]
-    lanes: dict[LinkRole, int] = field(default_factory=dict)
+    numbers: dict[LinkRole, int] = field(default_factory=dict)
     flying: dict[LinkRole, deque[tuple[float, bytes]]] = field(default_factory=dict)  # by who sent it
     allowance: dict[LinkRole, float] = field(default_factory=dict)
     alive: bool = True
@@ -38,7 +40,8 @@ class SimulatedWire:
 
 
 class SimulatedLink:
-    """A `SendMachine` and a `ReceiveMachine`. `run` moves time on; what comes out is collected by transfer."""
+    """A `SendMachine` and a `ReceiveMachine`. `run` moves time on; what comes out is collected by
+    transfer."""
 
     def __init__(self, seed: int = 0, settings: LinkSettings | None = None, lease_s: float = 60.0) -> None:
         self.random = random.Random(seed)
@@ -70,19 +73,19 @@ class SimulatedLink:
         second.next_signal()
         wire = SimulatedWire(label, rate, delay, {dials: first, accepts: second})
         for role in LinkRole:
-            wire.lanes[role] = self.machine(role).connected(label, self.now)
+            wire.numbers[role] = self.machine(role).add_connection(label, self.now)
             wire.flying[role] = deque()
             wire.allowance[role] = 0.0
         self.wires.append(wire)
         return wire
 
     def kill(self, wire: SimulatedWire) -> None:
-        """The connection breaks; both ends notice at once, and what was on its way is gone."""
+        """The connection breaks; both ends notice at once, and what was in flight is gone."""
         if wire.alive:
             wire.alive = False
             self.wires.remove(wire)
             for role in LinkRole:
-                self.machine(role).lost(wire.lanes[role], self.now)
+                self.machine(role).remove_connection(wire.numbers[role], self.now)
 
     def machine(self, role: LinkRole) -> SendMachine | ReceiveMachine:
         """That end's machine."""
@@ -122,7 +125,8 @@ class SimulatedLink:
                 self._handle(role, event)
 
     def check(self) -> None:
-        """Invariants of both machines, and of what came out: one end for each transfer, frames as they were sent."""
+        """Invariants of both machines, and of what came out: one end for each transfer, frames as
+        they were sent."""
         self.sender.check_integrity()
         self.receiver.check_integrity()
         for key, states in self.ends.items():
@@ -139,10 +143,10 @@ class SimulatedLink:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _tagged(self, role: LinkRole) -> list[tuple[LinkRole, Event]]:
-        return [(role, event) for event in self.machine(role).events()]
+    def _tagged(self, role: LinkRole) -> list[tuple[LinkRole, LinkEvent]]:
+        return [(role, event) for event in self.machine(role).take_events()]
 
-    def _handle(self, role: LinkRole, event: Event) -> None:
+    def _handle(self, role: LinkRole, event: LinkEvent) -> None:
         match event:
             case TransferEnded(transfer, state):
                 self.ends.setdefault((role, transfer), []).append(state)
@@ -150,26 +154,27 @@ class SimulatedLink:
                 frame = frame_of(header, payload)
                 self.arrived.setdefault(transfer, []).append((frame, bytes(payload)))
                 if self.consume:
-                    self.receiver.consumed(transfer, index)
+                    self.receiver.consume(transfer, index)
             case TransferComplete(transfer):
                 self.complete.add(transfer)
                 if self.acknowledge:
                     self.receiver.acknowledge(transfer)
             case Released():
                 self.released += 1
-            case CloseConnection(lane):
-                for wire in [wire for wire in self.wires if wire.lanes[role] == lane]:
+            case CloseConnection(number):
+                for wire in [wire for wire in self.wires if wire.numbers[role] == number]:
                     self.kill(wire)
 
     def _transmit(self, wire: SimulatedWire, role: LinkRole) -> None:
-        """Seal as many records as the rate of the connection allows in one step, at least one when it is idle."""
+        """Seal as many records as the rate of the connection allows in one step, at least one when
+        it is idle."""
         wire.allowance[role] = min(wire.allowance[role] + wire.rate * _STEP_S, max(wire.rate * _STEP_S, 1.0))
         machine, channel = self.machine(role), wire.channels[role]
         while wire.allowance[role] > 0:
-            signal = machine.next(wire.lanes[role], self.now)
+            signal = machine.next_signal(wire.numbers[role], self.now)
             if signal is None:
                 return
-            payload = self.sender.payload(wire.lanes[role]) if isinstance(signal, Chunk) else None
+            payload = self.sender.payload(wire.numbers[role]) if isinstance(signal, Chunk) else None
             data = bytes(channel.seal(signal, payload))
             wire.allowance[role] -= len(data)
             wire.flying[role].append((self.now + wire.delay + len(data) / wire.rate, data))
@@ -180,41 +185,41 @@ class SimulatedLink:
         while wire.alive and wire.flying[role] and wire.flying[role][0][0] <= self.now:
             data = memoryview(wire.flying[role].popleft()[1])
             while data and wire.alive:
-                piece = data[: self.random.randint(1, 8192)]
-                piece = piece[: len(wire.channels[there].space())]
-                data = data[len(piece) :]
-                self._arrive(wire, there, piece)
+                data_read = data[: self.random.randint(1, 8192)]
+                data_read = data_read[: len(wire.channels[there].space())]
+                data = data[len(data_read) :]
+                self._arrive(wire, there, data_read)
 
-    def _arrive(self, wire: SimulatedWire, role: LinkRole, piece: memoryview) -> None:
+    def _arrive(self, wire: SimulatedWire, role: LinkRole, data_read: memoryview) -> None:
         channel, machine = wire.channels[role], self.machine(role)
-        wire.channels[role].space()[: len(piece)] = piece
-        channel.received(len(piece))
-        machine.heard(wire.lanes[role], len(piece), self.now)
+        wire.channels[role].space()[: len(data_read)] = data_read
+        channel.received(len(data_read))
+        machine.note_heard(wire.numbers[role], len(data_read), self.now)
         try:
             while (signal := channel.next_signal()) is not None:
                 self._signal(wire, role, signal)
         except KVProtocolError as error:
             if not channel.damaged:
-                machine.violated(error)
+                machine.end_for_violation(error)
             self.kill(wire)
 
     def _signal(self, wire: SimulatedWire, role: LinkRole, signal: Signal) -> None:
         if not isinstance(signal, Chunk):
-            self.machine(role).received(wire.lanes[role], signal, self.now)
+            self.machine(role).receive(wire.numbers[role], signal, self.now)
             return
         if role is LinkRole.SENDER:
             raise KVProtocolError("a chunk does not come from a receiver")
-        placement = self.receiver.place(wire.lanes[role], signal, self.now)
+        placement = self.receiver.place_chunk(wire.numbers[role], signal, self.now)
         if placement is None:
             wire.channels[role].open_payload(bytearray(signal.length))
-            self.receiver.dropped(wire.lanes[role])
+            self.receiver.skip_chunk(wire.numbers[role])
             return
         try:
             wire.channels[role].open_payload(placement.into)
         except KVProtocolError:
-            self.receiver.spoiled(placement)
+            self.receiver.reject_chunk(placement)
             raise
-        self.receiver.placed(wire.lanes[role], placement, self.now)
+        self.receiver.finish_chunk(wire.numbers[role], placement, self.now)
 
 
 def _pour(channel: Channel, data: bytes) -> None:

@@ -6,8 +6,8 @@
                                                         with gate.wait(5) as ends:
                                                             sample = receive_burst(ends)
 
-Either box may dial, whichever can. Both get the same sample, as the receiver counted it. Blocking, for threads;
-failures are TransferErrors.
+Either box may dial, whichever can. Both get the same sample, as the receiver counted it. Blocking,
+for threads; failures are TransferErrors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .estimates import BurstSample
 
 __all__ = ["BurstEnds", "BurstGate", "accept_burst", "dial_burst", "read_burst_hello", "receive_burst", "send_burst"]
 
-_PIECE = 256 * 1024
+_BLOCK_BYTES = 256 * 1024
 _LOOK_S = 0.02
 _GRACE_S = 2.0
 _TURN_S = 0.2  # how long a thread stays inside one call
@@ -65,7 +65,8 @@ class BurstEnds:
         self.close()
 
     def hang_up(self) -> None:
-        """Wake the threads inside the sockets. What has not been sent yet will not be: nobody wants it any more."""
+        """Wake the threads inside the sockets. What has not been sent yet will not be: nobody wants
+        it any more."""
         for sock in self.socks:
             with suppress(OSError):  # closed or gone already
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
@@ -80,7 +81,8 @@ class BurstEnds:
 
 @final
 class BurstGate:
-    """Collects the connections of one burst at the box that listens. Threads may attach at the same time."""
+    """Collects the connections of one burst at the box that listens. Threads may attach at the same
+    time."""
 
     def __init__(self, ticket: BurstTicket) -> None:
         self.ticket = ticket
@@ -97,8 +99,8 @@ class BurstGate:
         return len(self._socks) == self.ticket.streams
 
     def attach(self, sock: socket.socket, hello: BurstHello) -> None:
-        """Takes the socket of an accepted connection over. ProtocolError, and a closed socket, if it does not belong
-        here, comes twice, or too late.
+        """Takes the socket of an accepted connection over. ProtocolError, and a closed socket, if
+        it does not belong here, comes twice, or too late.
         """
         try:
             hello.check(self.ticket)
@@ -154,7 +156,8 @@ def dial_burst(ticket: BurstTicket, host: str, port: int, timeout: float) -> Bur
 
 
 def accept_burst(listener: socket.socket, ticket: BurstTicket, timeout: float) -> BurstEnds:
-    """All connections of a burst from a listener that serves nothing else; what does not belong is hung up on."""
+    """All connections of a burst from a listener that serves nothing else; what does not belong is
+    hung up on."""
     gate = BurstGate(ticket)
     until = time.monotonic() + timeout
     try:
@@ -178,13 +181,13 @@ def accept_burst(listener: socket.socket, ticket: BurstTicket, timeout: float) -
 
 
 def send_burst(ends: BurstEnds) -> BurstSample:
-    """Send on all connections until the receiver has seen enough, and return what it saw. The connections are used
-    up.
+    """Send on all connections until the receiver has seen enough, and return what it saw. The
+    connections are used up.
     """
     stop, sent = threading.Event(), [0] * len(ends.socks)
-    payload = os.urandom(_PIECE)  # nothing on the way can compress it
+    payload = os.urandom(_BLOCK_BYTES)  # no box in between can compress it
     # More than the receiver will count, so that no stream runs dry before the end.
-    limit = ends.ticket.max_bytes + len(sent) * _PIECE
+    limit = ends.ticket.max_bytes + len(sent) * _BLOCK_BYTES
     threads = [
         threading.Thread(target=_pour, args=(sock, payload, index, sent, limit, stop), name=f"burst-send-{index}")
         for index, sock in enumerate(ends.socks)
@@ -197,8 +200,8 @@ def send_burst(ends: BurstEnds) -> BurstSample:
 
 
 def receive_burst(ends: BurstEnds) -> BurstSample:
-    """Receive until the rate has settled, the time is over or the bytes are, and tell the sender what was seen. The
-    connections are used up.
+    """Receive until the rate has settled, the time is over or the bytes are, and tell the sender
+    what was seen. The connections are used up.
     """
     ticket = ends.ticket
     meter, lock, stop = BurstMeter(ticket.streams, ticket.rtt_s), threading.Lock(), threading.Event()
@@ -232,8 +235,8 @@ def receive_burst(ends: BurstEnds) -> BurstSample:
 
 @contextmanager
 def _running(ends: BurstEnds, threads: list[threading.Thread], stop: threading.Event) -> Iterator[None]:
-    """The threads run inside; afterwards they have ended and the sockets are closed, in this order: a socket's number
-    must not be another's while a thread still uses it.
+    """The threads run inside; afterwards they have ended and the sockets are closed, in this order:
+    a socket's number must not be another's while a thread still uses it.
     """
     for sock in ends.socks:
         sock.settimeout(_TURN_S)
@@ -274,7 +277,7 @@ def _pour(sock: socket.socket, payload: bytes, index: int, sent: list[int], limi
 
 
 def _drain(sock: socket.socket, index: int, meter: BurstMeter, lock: threading.Lock, stop: threading.Event) -> None:
-    buffer = bytearray(_PIECE)
+    buffer = bytearray(_BLOCK_BYTES)
     try:
         while not stop.is_set():
             try:
@@ -296,12 +299,12 @@ def _receive(sock: socket.socket, count: int, until: float) -> bytes:
         if time.monotonic() >= until:
             raise TransferTimeout("the burst's receiver did not say what it saw")
         try:
-            piece = sock.recv(count - len(data))
+            read = sock.recv(count - len(data))
         except TimeoutError:
             continue
         except OSError as error:
             raise ConnectionClosed(f"the burst's receiver hung up: {error.strerror or error}") from None
-        if not piece:
+        if not read:
             raise ConnectionClosed("the burst's receiver hung up without a result")
-        data += piece
+        data += read
     return bytes(data)

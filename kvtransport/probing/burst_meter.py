@@ -1,4 +1,5 @@
-"""What a burst has shown so far: bytes per stream in bins of 50 ms, and the steady rate without slow start. Pure."""
+"""What a burst has shown so far: bytes per stream in bins of 50 ms, and the steady rate without
+slow start. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["BIN_S", "BurstMeter"]
 
 BIN_S = 0.05
 _RAMPED = 0.85
-"""Slow start is over at this part of the rate that the burst has come to."""
+"""Slow start is over at this share of the rate that the burst has come to."""
 
 _STEADY = 0.10
 """A rate is stable when the two halves of its steady part differ by less."""
@@ -20,8 +21,9 @@ _STEADY = 0.10
 
 @final
 class BurstMeter:
-    """Counts from the first byte on. `rtt_s` is what the link's round trip is thought to be: a stream that its window
-    holds up sends one window per round trip, so nothing shorter than two of them says what it carries.
+    """Counts from the first byte on. `rtt_s` is what the link's round trip is thought to be: a
+    stream that its window holds up sends one window per round trip, so nothing shorter than two of
+    them says what it carries.
     """
 
     def __init__(self, streams: int, rtt_s: float) -> None:

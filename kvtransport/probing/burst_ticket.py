@@ -4,9 +4,10 @@
     from the sending side                               bytes without meaning, as many as go through
     from the receiving side, on connection 0            "p2pBR/1\\n" u32 length  result (MessagePack)  mac(32)
 
-The box that will receive agrees to a burst over the authenticated control plane, which is where the ticket travels.
-Each mac is HMAC-SHA256 under the ticket's key, so a stranger can neither make a box receive floods nor tell anybody
-what was measured. An id serves for one burst, an index for one connection.
+The box that will receive agrees to a burst over the authenticated control plane, which is where the
+ticket travels. Each mac is HMAC-SHA256 under the ticket's key, so a stranger can neither make a box
+receive floods nor tell anybody what was measured. An id serves for one burst, an index for one
+connection.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ _MAX_BYTES = 4_000_000_000
 
 
 class BurstTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At most `max_bytes` over `streams` connections within `seconds` of the first byte, begun within `lease_s`.
+    """At most `max_bytes` over `streams` connections within `seconds` of the first byte, begun
+    within `lease_s`.
 
-    `rtt_s` is what the round trip is thought to be: the receiver judges by it when the rate has settled.
+    `rtt_s` is what the round trip is thought to be: the receiver judges by it when the rate has
+    settled.
     """
 
     burst: bytes
@@ -108,7 +111,8 @@ class BurstHello(msgspec.Struct, frozen=True):
 def issue_burst(
     *, streams: int, seconds: float, max_bytes: int, rtt_s: float, random: Callable[[int], bytes]
 ) -> BurstTicket:
-    """A fresh ticket. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`, except in tests."""
+    """A fresh ticket. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`, except in
+    tests."""
     return BurstTicket(random(_ID_BYTES), random(_KEY_BYTES), streams, seconds, max_bytes, rtt_s)
 
 
@@ -119,7 +123,8 @@ def pack_hello(ticket: BurstTicket, index: int) -> bytes:
 
 
 def parse_hello(data: bytes) -> BurstHello:
-    """The hello in the first `BURST_HELLO_BYTES` of a connection, not yet checked against its ticket."""
+    """The hello in the first `BURST_HELLO_BYTES` of a connection, not yet checked against its
+    ticket."""
     if len(data) != BURST_HELLO_BYTES or not data.startswith(BURST_MAGIC):
         raise KVProtocolError(f"not a burst connection: it begins with {data[: len(BURST_MAGIC)]!r}")
     _, burst, index = _HELLO.unpack_from(data)
@@ -136,7 +141,8 @@ def pack_result(ticket: BurstTicket, sample: BurstSample) -> bytes:
 
 
 def result_bytes(head: bytes) -> int:
-    """How many bytes follow the head of a result, bounded, so that the caller may reserve that much."""
+    """How many bytes follow the head of a result, bounded, so that the caller may reserve that
+    much."""
     if len(head) != RESULT_HEAD_BYTES or not head.startswith(_RESULT_MAGIC):
         raise KVProtocolError(f"not a burst's result: it begins with {head[: len(_RESULT_MAGIC)]!r}")
     length = int(_RESULT.unpack(head)[1])

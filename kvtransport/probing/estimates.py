@@ -1,13 +1,16 @@
-"""What is believed of one directed link, from pings, bursts and every real transfer: with history, decay, confidence.
+"""What is believed of one directed link, from pings, bursts and every real transfer: with history,
+decay, confidence.
 
-*Decay.* A sample's weight halves every `half_life_s`. *Confidence* is N / (N + 1) for the weight N that is left,
-lowered by the spread of the samples, so it grows with evidence and fades with age. *Change.* A sample far from the
-rest changes nothing by itself; two slow ones in a row (three fast ones) replace what was believed: a link that has
-got worse is believed quickly, a single slow transfer is not.
+*Decay.* A sample's weight halves every `half_life_s`. *Confidence* is N / (N + 1) for the weight N
+that is left, lowered by the spread of the samples, so it grows with evidence and fades with age.
+*Change.* A sample far from the rest changes nothing by itself; two slow ones in a row (three fast
+ones) replace what was believed: a link that has got worse is believed quickly, a single slow
+transfer is not.
 
-*What a rate proves.* A transfer that the link did not hold up only shows that the link carries at least that much. One
-that moved n windows per round trip was held up by its windows: it tells what one stream carries, and of the capacity
-again only a lower bound. All others, and bursts of enough streams, measure the capacity.
+*What a rate proves.* A transfer that the link did not hold up only shows that the link carries at
+least that much. One that moved n windows per round trip was held up by its windows: it tells what
+one stream carries, and of the capacity again only a lower bound. All others, and bursts of enough
+streams, measure the capacity.
 """
 
 from __future__ import annotations
@@ -32,15 +35,8 @@ __all__ = [
     "TransferSample",
 ]
 
-_WINDOW_BOUND = 0.85
-"""A transfer at this part of n windows per round trip is taken to be held up by its windows."""
-
-_LOSSY = 1e-3  # at this loss a stream may fall short of its window without the link being full
-_JOIN_S = 0.1  # stretches of a transfer with no longer gap between them are one
 _MAX_BYTES = 1 << 50
-_SETTLED_S = 5.0  # so long, confidence hardly fades
-_SETTLED_WITHIN = 0.1  # paths change for gains of 10 % and more
-_NOT_YET_SHARE = 0.7  # of the confidence, while samples contradict what is believed
+_DOUBT_SHARE = 0.7  # of the confidence, while samples contradict what is believed
 
 
 class SampleKind(StrEnum):
@@ -58,7 +54,8 @@ class SampleKind(StrEnum):
 class TransferSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stretch of a real transfer: bytes that arrived in so many seconds over so many streams.
 
-    `link_limited`: there was always something to send and room for it, so that the link set the pace.
+    `link_limited`: there was always something to send and room for it, so that the link set the
+    pace.
     """
 
     bytes: int
@@ -78,8 +75,8 @@ class TransferSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class BurstSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a burst of `streams` streams measured, as the receiver counted it.
 
-    `gbps` is the steady rate, slow start left out; `per_stream_gbps` the same for each stream. `stable`: the rate had
-    settled. `ended` says why it stopped.
+    `gbps` is the steady rate, slow start left out; `per_stream_gbps` the same for each stream.
+    `stable`: the rate had settled. `ended` says why it stopped.
     """
 
     bytes: int
@@ -113,10 +110,16 @@ class HistoryEntry:
 class EstimateSettings:
     """How an estimate follows its samples.
 
-    `half_life_s`: how soon a rate loses half its weight; shorter follows drift faster and is less sure.
-    `rtt_half_life_s`: the same for pings. `rtt_window_s`: how long the least round trip counts.
-    `slow_in_a_row`, `fast_in_a_row`: samples that replace what was believed.
-    `least_bytes`, `least_s`: transfers below either, or below three round trips, are too short to tell a rate.
+    `half_life_s`: how soon a rate loses half its weight; shorter follows drift faster and is less
+    sure. `rtt_half_life_s`: the same for pings. `rtt_window_s`: how long the least round trip
+    counts. `slow_in_a_row`, `fast_in_a_row`: samples that replace what was believed. `least_bytes`,
+    `least_s`: transfers below either, or below three round trips, are too short to tell a rate.
+    `window_share`: a transfer at this share of n windows per round trip is taken to be held up by
+    its windows. `lossy`: at this loss one stream may fall short of its window without the link
+    being full. `join_s`: stretches of a transfer with no longer gap between them count as one.
+    `stable_s`, `stable_within`: figures that moved by less within that time are told unchanged, so
+    that what was chosen by them is kept. Larger saves work and follows later. `history`:
+    observations kept for whoever looks.
     """
 
     half_life_s: float = 600.0
@@ -127,6 +130,11 @@ class EstimateSettings:
     least_bytes: int = 1_000_000
     least_s: float = 0.05
     failures_to_unreachable: int = 3
+    window_share: float = 0.85
+    lossy: float = 1e-3
+    join_s: float = 0.1
+    stable_s: float = 5.0
+    stable_within: float = 0.1
     history: int = 256
 
     def __post_init__(self) -> None:
@@ -139,8 +147,9 @@ class EstimateSettings:
 
 
 @dataclass(slots=True)
-class _Series:
-    """A positive quantity seen again and again: decayed mean and spread of its logarithm, and who contradicts it."""
+class _DecayedSeries:
+    """A positive quantity seen again and again: decayed mean and spread of its logarithm, and who
+    contradicts it."""
 
     half_life_s: float
     slow_in_a_row: int
@@ -168,7 +177,7 @@ class _Series:
         self._merge(x, weight)
         return False
 
-    def at_least(self, value: float, weight: float, now: float) -> None:
+    def add_lower_bound(self, value: float, weight: float, now: float) -> None:
         """Take in a lower bound: it says nothing unless it is more than was believed."""
         if self.weight <= 0.0:
             self.floor = True
@@ -196,13 +205,14 @@ class _Series:
         """In [0, 1]: by weight left, spread, and whether the latest samples contradict it."""
         if self.weight <= 0.0:
             return 0.0
-        left = self.weight * self._faded(now)
+        left = self.weight * self._fade_factor(now)
         variance = self.square / self.weight
-        doubted = _NOT_YET_SHARE if self.doubts else 1.0
+        doubted = _DOUBT_SHARE if self.doubts else 1.0
         return left / (left + 1.0) / (1.0 + variance / 0.25) * doubted
 
     def _tolerance(self) -> float:
-        """How far from the mean a sample is still of the same kind: a factor 1.35, or more where they spread."""
+        """How far from the mean a sample is still of the same kind: a factor 1.35, or more where
+        they spread."""
         return min(max(log(1.35), 2.5 * sqrt(self.square / self.weight)), log(3.0))
 
     def _merge(self, x: float, weight: float) -> None:
@@ -221,35 +231,36 @@ class _Series:
             self._merge(x, weight)
 
     def _age(self, now: float) -> None:
-        factor = self._faded(now)
+        factor = self._fade_factor(now)
         self.weight *= factor
         self.square *= factor
         self.at = max(self.at, now)
 
-    def _faded(self, now: float) -> float:
+    def _fade_factor(self, now: float) -> float:
         return float(0.5 ** (max(now - self.at, 0.0) / self.half_life_s)) if self.weight > 0.0 else 1.0
 
 
 @final
 class LinkEstimator:
-    """One directed link. `prior`: what to believe until something is measured (`figures.prior`, or inferred)."""
+    """One directed link. `prior`: what to believe until something is measured (`figures.prior`, or
+    inferred)."""
 
     def __init__(self, prior: LinkFigures, settings: EstimateSettings | None = None) -> None:
         self.settings = one = settings or EstimateSettings()
         self._prior = prior
-        self._rtt = _Series(one.rtt_half_life_s, one.fast_in_a_row, one.fast_in_a_row)
+        self._rtt = _DecayedSeries(one.rtt_half_life_s, one.fast_in_a_row, one.fast_in_a_row)
         self._lost = self._pings = 0.0
         self._pinged_at = 0.0
         self._jitter_s = prior.jitter_s
         self._least: deque[tuple[float, float]] = deque()  # (at, rtt), both rising: the minimum of a window
-        self._single = _Series(one.half_life_s, one.slow_in_a_row, one.fast_in_a_row)
-        self._capacity = _Series(one.half_life_s, one.slow_in_a_row, one.fast_in_a_row)
+        self._single = _DecayedSeries(one.half_life_s, one.slow_in_a_row, one.fast_in_a_row)
+        self._capacity = _DecayedSeries(one.half_life_s, one.slow_in_a_row, one.fast_in_a_row)
         self._stretch: tuple[float, TransferSample] | None = None
         self._failures = 0
         self._samples = 0
         self._history: deque[HistoryEntry] = deque(maxlen=one.history)
-        self._settled: LinkFigures | None = None
-        self._settled_at = 0.0
+        self._stable: LinkFigures | None = None
+        self._stable_at = 0.0
         self._heard = False  # something, since then
 
     def __repr__(self) -> str:
@@ -268,17 +279,17 @@ class LinkEstimator:
         self._lost = self._lost * factor + (rtt_s is None)
         self._pinged_at = max(self._pinged_at, now)
         if rtt_s is None:
-            self._note(now, SampleKind.LOST_PING, 0.0)
+            self._record(now, SampleKind.LOST_PING, 0.0)
             return
         if not (isfinite(rtt_s) and rtt_s > 0.0):
             raise FiguresError(f"ping.rtt_s is {rtt_s}; it must be positive")
         self._failures = 0
-        self._note(now, SampleKind.PING, rtt_s)
+        self._record(now, SampleKind.PING, rtt_s)
         before = self._rtt.value if self._rtt.known else rtt_s
         self._jitter_s += (abs(rtt_s - before) - self._jitter_s) / 4.0
         if self._rtt.add(rtt_s, 1.0, now):
-            # Another way through the network: what one stream carries follows from the round trip.
-            self._note(now, SampleKind.CHANGED, self._rtt.value)
+            # Another path through the internet: what one stream carries follows from the round trip.
+            self._record(now, SampleKind.CHANGED, self._rtt.value)
             self._least.clear()
             self._single.reset()
         while self._least and self._least[-1][1] >= rtt_s:
@@ -293,7 +304,7 @@ class LinkEstimator:
         gbps = gbps_of(sample.bytes, sample.seconds)
         rtt_s = self._rtt.value if self._rtt.known else self._prior.rtt_s
         if sample.link_limited:
-            sample = self._stretched(sample, now)
+            sample = self._join_stretch(sample, now)
             if sample.bytes < self.settings.least_bytes or sample.seconds < max(self.settings.least_s, 3.0 * rtt_s):
                 # Too short: it tells neither what the link carries nor what it does not. What follows may join it.
                 self._stretch = (now, sample)
@@ -314,7 +325,7 @@ class LinkEstimator:
     def on_unreachable(self, *, now: float) -> None:
         """The target could not be dialled over this link."""
         self._failures, self._heard = self._failures + 1, True
-        self._note(now, SampleKind.UNREACHABLE, float(self._failures))
+        self._record(now, SampleKind.UNREACHABLE, float(self._failures))
 
     def figures(self, now: float) -> LinkFigures:
         """What is believed now."""
@@ -328,7 +339,7 @@ class LinkEstimator:
             rtt_min_s=min(least, default=rtt_s),
             jitter_s=self._jitter_s,
             loss=self._loss,
-            one_stream_gbps=min(self._single_now(), capacity),
+            one_stream_gbps=min(self._one_stream_now(), capacity),
             capacity_gbps=capacity,
             usd_per_gb=prior.usd_per_gb,
             rtt_confidence=max(self._rtt.confidence(now), prior.rtt_confidence if not self._rtt.known else 0.0),
@@ -339,15 +350,15 @@ class LinkEstimator:
             reason=self._reason(now)[:200],
         )
 
-    def settled(self, now: float) -> LinkFigures:
-        """The figures, and the same object again until they are news: what follows from them still holds then. They
-        are up to a tenth off what `figures` says."""
-        before = self._settled
-        if before is None or self._heard or now - self._settled_at >= _SETTLED_S:
+    def stable_figures(self, now: float) -> LinkFigures:
+        """The figures, and the same object again until they are news: what follows from them still
+        holds then. They are up to a tenth off what `figures` says."""
+        before = self._stable
+        if before is None or self._heard or now - self._stable_at >= self.settings.stable_s:
             found = self.figures(now)
-            if before is None or not before.alike(found, _SETTLED_WITHIN):
-                before = self._settled = found
-            self._settled_at, self._heard = now, False
+            if before is None or not before.alike(found, self.settings.stable_within):
+                before = self._stable = found
+            self._stable_at, self._heard = now, False
         return before
 
     def history(self) -> tuple[HistoryEntry, ...]:
@@ -358,7 +369,7 @@ class LinkEstimator:
     def _loss(self) -> float:
         return self._lost / self._pings if self._pings else self._prior.loss
 
-    def _single_now(self) -> float:
+    def _one_stream_now(self) -> float:
         if self._single.known and not self._single.floor:
             return self._single.value
         modelled = one_stream_gbps(self._rtt.value) if self._rtt.known else self._prior.one_stream_gbps
@@ -377,12 +388,13 @@ class LinkEstimator:
             return prior.capacity_gbps, prior.rate_confidence, prior.capacity_is_floor
         return value, max(self._capacity.confidence(now), prior.rate_confidence), True
 
-    def _stretched(self, sample: TransferSample, now: float) -> TransferSample:
-        """The sample with the one before it, if that was too short to tell and this one goes on where it ended."""
+    def _join_stretch(self, sample: TransferSample, now: float) -> TransferSample:
+        """The sample with the one before it, if that was too short to tell and this one goes on
+        where it ended."""
         if self._stretch is None:
             return sample
         ended, before = self._stretch
-        if before.streams != sample.streams or now - sample.seconds - ended > _JOIN_S:
+        if before.streams != sample.streams or now - sample.seconds - ended > self.settings.join_s:
             return sample
         return TransferSample(
             bytes=before.bytes + sample.bytes,
@@ -396,24 +408,24 @@ class LinkEstimator:
         each = gbps / streams
         rtt_s = self._rtt.value if self._rtt.known else self._prior.rtt_s
         window = self._single.value if self._single.known and not self._single.floor else one_stream_gbps(rtt_s)
-        by_window = each >= _WINDOW_BOUND * window or (streams == 1 and self._loss >= _LOSSY)
+        by_window = each >= self.settings.window_share * window or (streams == 1 and self._loss >= self.settings.lossy)
         if limited and (streams == 1 or by_window):
-            self._note(now, SampleKind.ONE_STREAM, each)
+            self._record(now, SampleKind.ONE_STREAM, each)
             if self._single.floor:
                 self._single.reset()
             if self._single.add(each, weight, now):
-                self._note(now, SampleKind.CHANGED, self._single.value)
+                self._record(now, SampleKind.CHANGED, self._single.value)
         else:
-            self._single.at_least(each, weight, now)
+            self._single.add_lower_bound(each, weight, now)
         if not limited or by_window:
-            self._note(now, SampleKind.AT_LEAST, gbps)
-            self._capacity.at_least(gbps, weight, now)
+            self._record(now, SampleKind.AT_LEAST, gbps)
+            self._capacity.add_lower_bound(gbps, weight, now)
             return
-        self._note(now, SampleKind.CAPACITY, gbps)
+        self._record(now, SampleKind.CAPACITY, gbps)
         if self._capacity.floor:
             self._capacity.reset()
         if self._capacity.add(gbps, weight, now):
-            self._note(now, SampleKind.CHANGED, self._capacity.value)
+            self._record(now, SampleKind.CHANGED, self._capacity.value)
 
     def _reason(self, now: float) -> str:
         if self._capacity.known:
@@ -424,5 +436,5 @@ class LinkEstimator:
             return f"round trip measured, capacity of {self._prior.source}: {self._prior.reason}"
         return self._prior.reason
 
-    def _note(self, now: float, kind: SampleKind, value: float) -> None:
+    def _record(self, now: float, kind: SampleKind, value: float) -> None:
         self._history.append(HistoryEntry(now, kind, value))

@@ -1,10 +1,12 @@
-"""What is known of a box and of a directed link at one moment: frozen values that travel in gossip, and the two
-formulas that every estimate rests on.
+"""What is known of a box and of a directed link at one moment: frozen values that travel in gossip,
+and the two formulas that every estimate rests on.
 
-Units: seconds, bytes, US dollars, and Gb/s of 10**9 bits, as links are sold. GB is 10**9 bytes, as traffic is billed.
+Units: seconds, bytes, US dollars, and Gb/s of 10**9 bits, as links are sold. GB is 10**9 bytes, as
+traffic is billed.
 
-One TCP stream moves a window per round trip, and a sender in a container cannot raise that window: about 2.6 MB
-(Linux's default `tcp_wmem`; measured between clouds and reproduced on an emulated link). So between continents
+One TCP stream moves a window per round trip, and a sender in a container cannot raise that window:
+about 2.6 MB (Linux's default `tcp_wmem`; measured between clouds and reproduced on an emulated
+link). So between continents
 
     one stream  = min(capacity, 2.6 MB / rtt)          n streams = min(capacity, n * one stream)
 """
@@ -71,7 +73,8 @@ def one_stream_gbps(rtt_s: float) -> float:
 def streams_for(target_gbps: float, rtt_s: float, single_gbps: float | None = None) -> int:
     """Streams that carry the target: clamp(ceil(target_gbps * rtt_ms / 20), 1, 64).
 
-    More where one stream was measured to carry less than its window (loss does that): `single_gbps`.
+    More where one stream was measured to carry less than its window (loss does that):
+    `single_gbps`.
     """
     wanted = ceil(target_gbps * rtt_s * 1e3 / _STREAM_GBPS_MS)
     if single_gbps is not None and single_gbps > 0:
@@ -82,10 +85,11 @@ def streams_for(target_gbps: float, rtt_s: float, single_gbps: float | None = No
 class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A directed link: what it does, how sure that is, and why it is believed.
 
-    `rtt_s` is smoothed, `rtt_min_s` the least seen lately. `one_stream_gbps` and `capacity_gbps` (n streams) are
-    payload rates. `usd_per_gb` is what a gigabyte costs over this link alone, where that is not what its boxes are
-    billed otherwise (0 inside a site, say); None for the boxes' own prices. `rtt_confidence` and `rate_confidence` lie
-    in [0, 1]. `capacity_is_floor`: no transfer was ever held up by the link, so it may carry more.
+    `rtt_s` is smoothed, `rtt_min_s` the least seen lately. `one_stream_gbps` and `capacity_gbps` (n
+    streams) are payload rates. `usd_per_gb` is what a gigabyte costs over this link alone, where
+    that is not what its boxes are billed otherwise (0 inside a site, say); None for the boxes' own
+    prices. `rtt_confidence` and `rate_confidence` lie in [0, 1]. `capacity_is_floor`: no transfer
+    was ever held up by the link, so it may carry more.
     """
 
     rtt_s: float
@@ -117,14 +121,16 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise FiguresError(f"link.reason has {len(self.reason)} characters; at most {_MAX_REASON} are allowed")
 
     def bounded(self, up_gbps: float | None, down_gbps: float | None) -> Self:
-        """The same link between boxes with these caps: a pair carries at most min(up of one, down of the other)."""
+        """The same link between boxes with these caps: a pair carries at most min(up of one, down
+        of the other)."""
         caps = [cap for cap in (up_gbps, down_gbps) if cap is not None]
         limit = min((self.capacity_gbps, *caps))
         return msgspec.structs.replace(self, capacity_gbps=limit, one_stream_gbps=min(self.one_stream_gbps, limit))
 
     def alike(self, other: LinkFigures, within: float) -> bool:
-        """Whether it makes no difference which of the two is believed: rates, round trip and confidence are as good as
-        the same, up to that fraction, and the rest of what paths are chosen by is equal."""
+        """Whether it makes no difference which of the two is believed: rates, round trip and
+        confidence are as good as the same, up to that fraction, and the rest of what paths are
+        chosen by is equal."""
         pairs = (
             (self.rtt_s, other.rtt_s),
             (self.one_stream_gbps, other.one_stream_gbps),
@@ -139,10 +145,12 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class BoxFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A box's own limits and prices, shared by everything it sends or receives. None: not known, so no limit.
+    """A box's own limits and prices, shared by everything it sends or receives. None: not known, so
+    no limit.
 
-    `relay_gbps`: what it forwards for others at most (its CPU, or its owner's will); 0 for a box that does not relay.
-    `relay_budget_bytes`: bytes that it may still forward today; None without limit.
+    `relay_gbps`: what it forwards for others at most (its CPU, or its owner's will); 0 for a box
+    that does not relay. `relay_budget_bytes`: bytes that it may still forward today; None without
+    limit.
     """
 
     up_gbps: float | None = None
@@ -170,8 +178,8 @@ def rate_gbps(link: LinkFigures, streams: int) -> float:
 def prior(
     rtt_ms: float, single_gbps: float, multi_gbps: float, *, usd_per_gb: float | None = None, reason: str = "prior"
 ) -> LinkFigures:
-    """What to believe of a link before anything is measured: a plain row (round trip, one stream, n streams), such as
-    the classes of `sims/data/wan_links.csv`.
+    """What to believe of a link before anything is measured: a plain row (round trip, one stream, n
+    streams), such as the classes of `sims/data/wan_links.csv`.
     """
     return LinkFigures(
         rtt_s=rtt_ms / 1e3,

@@ -1,16 +1,19 @@
-"""When a box measures which of its links: small pings all the time, short bursts now and then. Pure: no socket, no
-clock; the rim asks `step` what is due, does it (`burst`), and says how it went.
+"""When a box measures which of its links: small pings all the time, short bursts now and then.
+Pure: no socket, no clock; the rim asks `step` what is due, does it (`burst`), and says how it went.
 
 Bursts measure what n streams carry, so they must not meet each other, nor serving, nor the wallet:
 
-- A box takes part in one burst at a time. Whoever wants one reserves itself, then asks the other side, which may
+- A box takes part in one burst at a time. Whoever wants one reserves itself, then asks the other
+  side, which may
   refuse and say when to ask again.
-- While KV moves or the engine works, bursts wait, but never longer than `postpone_s` past their time; then they run
+- While KV moves or the engine works, bursts wait, but never longer than `postpone_s` past their
+  time; then they run
   shortened. Real transfers over a link count as its burst, so a link in use is hardly ever probed.
 - Their bytes are paid from a daily allowance. It is never overdrawn, whatever is overdue.
 
-In a large network only representatives measure: of each site the same few boxes in everybody's eyes (those with the
-least hash), and every other box just its link to one of its own site. `sites.infer` fills in the rest.
+In a large network only representatives measure: of each site the same few boxes in everybody's eyes
+(those with the least hash), and every other box just its link to one of its own site. `sites.infer`
+fills in the rest.
 """
 
 from __future__ import annotations
@@ -46,9 +49,6 @@ __all__ = [
 MAX_BURST_S = 10.0
 MAX_BURST_BYTES = 4_000_000_000
 _DAY_S = 86_400.0
-_FAILURES_TO_UNREACHABLE = 3
-_LEAST_STREAMS = 4
-"""A burst has at least so many streams: one stream shows its window, not the link."""
 
 
 class DeferReason(StrEnum):
@@ -63,22 +63,39 @@ class DeferReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
-    """How much measuring there is.
+    """How much measuring there is. The defaults are those of `wan`.
 
-    `ping_every_s` per link, stretched so that a box never sends more than `pings_per_s`. `burst_every_s` per link that
-    no transfer has measured meanwhile. `postpone_s`: how long past its time serving may put a burst off.
-    `burst_bytes`, `least_burst_bytes`: a burst costs at most the first; below the second it is not worth starting.
-    `usd_per_day`: what this box may spend on bursts. `everybody_below`: up to so many peers, every link is measured.
+    ping_every_s              seconds between two pings on a link, stretched so that a box never
+    pings_per_s               sends more than this. More sees changes sooner and wakes more boxes.
+    backoff_limit_s           the longest gap between pings to a peer that does not answer.
+    failures_to_unreachable   pings in a row without an answer that put bursts off.
+    burst_every_s             seconds between two bursts on a link that no transfer has measured.
+                              Shorter follows drift sooner and costs traffic.
+    retry_s                   seconds until a burst that was refused or put off is tried again.
+    postpone_s                how long past its time serving may put a burst off.
+    burst_s, burst_rtts       a burst takes burst_s and so many round trips, at most
+    burst_limit_s             this. Longer is surer behind slow start and disturbs longer.
+    burst_bytes               what a burst may move at most,
+    least_burst_bytes         and below this it is not worth starting.
+    least_streams             streams of a burst at least: one shows its window, not the link.
+    usd_per_day               what this box may spend on bursts; never overdrawn.
+    representatives           boxes of a site that measure for all of it, in a network of more than
+    everybody_below           so many peers. Up to that every link is measured.
     """
 
     ping_every_s: float = 5.0
     pings_per_s: float = 20.0
     backoff_limit_s: float = 300.0
+    failures_to_unreachable: int = 3
     burst_every_s: float = 900.0
     retry_s: float = 20.0
     postpone_s: float = 1800.0
+    burst_s: float = 0.5
+    burst_rtts: float = 10.0
+    burst_limit_s: float = 3.0
     burst_bytes: int = 256_000_000
     least_burst_bytes: int = 4_000_000
+    least_streams: int = 4
     usd_per_day: float = 0.10
     representatives: int = 2
     everybody_below: int = 8
@@ -94,13 +111,28 @@ class ProbeSettings:
                 f"probe.least_burst_bytes is {self.least_burst_bytes}; it must be in [1, burst_bytes] "
                 f"({self.burst_bytes})"
             )
-        if self.representatives < 1:
-            raise FiguresError(f"probe.representatives is {self.representatives}; it must be at least 1")
+        for name in ("representatives", "failures_to_unreachable", "least_streams"):
+            if getattr(self, name) < 1:
+                raise FiguresError(f"probe.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0.0 < self.burst_s <= self.burst_limit_s <= MAX_BURST_S:
+            raise FiguresError(f"probe.burst_s is {self.burst_s}; it must be in (0, burst_limit_s <= {MAX_BURST_S:g}]")
+
+    @classmethod
+    def wan(cls) -> ProbeSettings:
+        """Boxes in different places, whose traffic is billed."""
+        return cls()
+
+    @classmethod
+    def lan(cls) -> ProbeSettings:
+        """Boxes in one place: traffic is free and links hardly change, but a box that is gone
+        should be seen soon."""
+        return cls(ping_every_s=1.0, backoff_limit_s=30.0, burst_every_s=3600.0, burst_s=0.2, usd_per_day=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A peer, its site, what is believed of the link to it, and what this box pays for a GB sent there."""
+    """A peer, its site, what is believed of the link to it, and what this box pays for a GB sent
+    there."""
 
     peer: str
     site: str
@@ -148,8 +180,8 @@ class DeferredBurst:
 
 @dataclass(frozen=True, slots=True)
 class ProbeStep:
-    """What is due: ping these peers; ask for this burst, if any. The box is reserved for the burst until
-    `on_burst_done` or `on_refused`.
+    """What is due: ping these peers; ask for this burst, if any. The box is reserved for the burst
+    until `on_burst_done` or `on_refused`.
     """
 
     pings: tuple[str, ...] = ()
@@ -184,7 +216,7 @@ class _Peer:
     link: PeerLink
     ping_at: float
     burst_at: float  # the next try
-    due_since: float  # its time: what its patience counts from
+    due_since: float  # its time: what postpone_s counts from
     failures: int = 0
 
 
@@ -197,7 +229,8 @@ class _Reservation:
 
 
 def representatives(sites: Mapping[str, str], count: int) -> dict[str, tuple[str, ...]]:
-    """Site -> its representatives, given box -> site. All boxes that know the same boxes name the same ones."""
+    """Site -> its representatives, given box -> site. All boxes that know the same boxes name the
+    same ones."""
     by_site: dict[str, list[str]] = {}
     for box, site in sites.items():
         by_site.setdefault(site, []).append(box)
@@ -242,7 +275,7 @@ class ProbeScheduler:
 
     def step(self, activity: Activity, *, now: float) -> ProbeStep:
         """What is due. Call it at `wake_at` or later; pings and the burst returned count as begun."""
-        self._expire(now)
+        self._expire_reservation(now)
         pings = tuple(sorted(peer for peer, one in self._peers.items() if one.ping_at <= now))
         for peer in pings:
             self._peers[peer].ping_at = now + self._ping_gap(self._peers[peer])
@@ -251,9 +284,9 @@ class ProbeScheduler:
         burst: BurstRequest | None = None
         deferred: list[DeferredBurst] = []
         for peer in sorted(due, key=lambda peer: (self._peers[peer].due_since, peer)):
-            reason = self._obstacle(peer, activity, now)
+            reason = self._find_obstacle(peer, activity, now)
             if reason is None:
-                burst = self._begin(peer, activity, now)
+                burst = self._begin_burst(peer, activity, now)
             else:
                 deferred.append(DeferredBurst(peer, reason))
                 self._put_off(self._peers[peer], reason, now)
@@ -278,7 +311,7 @@ class ProbeScheduler:
     def on_measured(self, peer: str, *, now: float) -> None:
         """A real transfer has just measured the link to `peer`: no burst is needed for a while."""
         if (one := self._peers.get(peer)) is not None:
-            one.burst_at = one.due_since = now + self._jittered(self.settings.burst_every_s)
+            one.burst_at = one.due_since = now + self._jitter(self.settings.burst_every_s)
 
     def on_burst_done(self, peer: str, size: int, *, succeeded: bool, now: float) -> None:
         """The burst with `peer` is over, on either side of it; `size` bytes were sent."""
@@ -292,7 +325,7 @@ class ProbeScheduler:
         self._burst_bytes += size
         if (one := self._peers.get(peer)) is not None and peer in self._targets:
             gap = self.settings.burst_every_s if succeeded else self.settings.retry_s
-            one.burst_at = one.due_since = now + self._jittered(gap)
+            one.burst_at = one.due_since = now + self._jitter(gap)
 
     def on_refused(self, peer: str, retry_s: float, *, now: float) -> None:
         """The other side cannot take part now. Its time to wait is kept within reason."""
@@ -303,26 +336,26 @@ class ProbeScheduler:
         self._usd += held.usd
         self._refused += 1
         if (one := self._peers.get(peer)) is not None:
-            one.burst_at = now + self._jittered(min(max(retry_s, 1.0), self.settings.burst_every_s))
+            one.burst_at = now + self._jitter(min(max(retry_s, 1.0), self.settings.burst_every_s))
 
     def on_asked(
         self, request: BurstRequest, peer: str, activity: Activity, *, usd_per_gb: float, now: float
     ) -> BurstRefusal | None:
-        """`peer` wants to send this box a burst, for which the box pays `usd_per_gb`. None reserves it: the burst may
-        begin.
+        """`peer` wants to send this box a burst, for which the box pays `usd_per_gb`. None reserves
+        it: the burst may begin.
         """
-        self._expire(now)
+        self._expire_reservation(now)
         if request.max_bytes > self.settings.burst_bytes:
             return BurstRefusal(DeferReason.TOO_MUCH, self.settings.burst_every_s)
         if self._reserved is not None:
             wait = max(self._reserved.until - now, 0.1)
-            return BurstRefusal(DeferReason.RESERVED, self._jittered(min(wait, self.settings.retry_s)))
+            return BurstRefusal(DeferReason.RESERVED, self._jitter(min(wait, self.settings.retry_s)))
         last = self._overdue_granted.get(peer, -inf)
         may_disturb = request.overdue and now - last >= self.settings.postpone_s
         if not activity.idle and not may_disturb:
-            return BurstRefusal(DeferReason.BUSY, self._jittered(self.settings.retry_s))
+            return BurstRefusal(DeferReason.BUSY, self._jitter(self.settings.retry_s))
         usd = request.max_bytes / GB * usd_per_gb
-        self._earn(now)
+        self._add_allowance(now)
         if usd > self._usd:
             missing = (usd - self._usd) / max(self.settings.usd_per_day, 1e-12) * _DAY_S
             return BurstRefusal(
@@ -356,25 +389,28 @@ class ProbeScheduler:
             return frozenset(peer for some in chosen.values() for peer in some if peer != self._me)
         return frozenset(chosen[self._site][:1])
 
-    def _obstacle(self, peer: str, activity: Activity, now: float) -> DeferReason | None:
+    def _find_obstacle(self, peer: str, activity: Activity, now: float) -> DeferReason | None:
         one = self._peers[peer]
-        if one.failures >= _FAILURES_TO_UNREACHABLE:
+        if one.failures >= self.settings.failures_to_unreachable:
             return DeferReason.UNREACHABLE
         if self._reserved is not None:
             return DeferReason.RESERVED
         if not activity.idle and now < one.due_since + self.settings.postpone_s:
             return DeferReason.BUSY
-        if self._affordable(one.link, now) < self.settings.least_burst_bytes:
+        if self._affordable_bytes(one.link, now) < self.settings.least_burst_bytes:
             return DeferReason.BUDGET
         return None
 
-    def _begin(self, peer: str, activity: Activity, now: float) -> BurstRequest:
+    def _begin_burst(self, peer: str, activity: Activity, now: float) -> BurstRequest:
         one = self._peers[peer]
         figures = one.link.figures
         # Twice what is believed, so that a link that has become better shows it.
-        streams = max(streams_for(2.0 * figures.capacity_gbps, figures.rtt_s, figures.one_stream_gbps), _LEAST_STREAMS)
-        seconds = min(0.5 + 10.0 * figures.rtt_s, 3.0)
-        size = min(2.0 * bytes_per_s(figures.capacity_gbps) * seconds, self._affordable(one.link, now))
+        streams = max(
+            streams_for(2.0 * figures.capacity_gbps, figures.rtt_s, figures.one_stream_gbps),
+            self.settings.least_streams,
+        )
+        seconds = min(self.settings.burst_s + self.settings.burst_rtts * figures.rtt_s, self.settings.burst_limit_s)
+        size = min(2.0 * bytes_per_s(figures.capacity_gbps) * seconds, self._affordable_bytes(one.link, now))
         if not activity.idle:
             seconds, size = seconds / 2.0, size / 2.0
         max_bytes = int(max(size, self.settings.least_burst_bytes))
@@ -385,36 +421,37 @@ class ProbeScheduler:
         return BurstRequest(peer, streams, seconds, max_bytes, overdue=now >= one.due_since + self.settings.postpone_s)
 
     def _put_off(self, one: _Peer, reason: DeferReason, now: float) -> None:
-        """Set the next try, so that nobody wakes for nothing. A reserved box tries again when it is free."""
-        wait = self._jittered(self.settings.retry_s)
+        """Set the next try, so that nobody wakes for nothing. A reserved box tries again when it is
+        free."""
+        wait = self._jitter(self.settings.retry_s)
         if reason is DeferReason.BUSY:
             one.burst_at = min(now + wait, one.due_since + self.settings.postpone_s)
         elif reason is not DeferReason.RESERVED:
             one.burst_at = now + wait
 
-    def _affordable(self, link: PeerLink, now: float) -> float:
-        self._earn(now)
+    def _affordable_bytes(self, link: PeerLink, now: float) -> float:
+        self._add_allowance(now)
         if link.usd_per_gb <= 0.0:
             return float(self.settings.burst_bytes)
         return min(float(self.settings.burst_bytes), self._usd / link.usd_per_gb * GB)
 
-    def _earn(self, now: float) -> None:
+    def _add_allowance(self, now: float) -> None:
         """The allowance flows in evenly and is kept for a day at most."""
         earned = max(now - self._usd_at, 0.0) / _DAY_S * self.settings.usd_per_day
         self._usd = min(self._usd + earned, self.settings.usd_per_day)
         self._usd_at = max(self._usd_at, now)
 
-    def _expire(self, now: float) -> None:
+    def _expire_reservation(self, now: float) -> None:
         held = self._reserved
         if held is not None and now >= held.until:
             # Whoever held it has vanished. What it may have sent stays paid for.
             self._reserved = None
             if (one := self._peers.get(held.peer)) is not None:
-                one.burst_at = now + self._jittered(self.settings.retry_s)
+                one.burst_at = now + self._jitter(self.settings.retry_s)
 
     def _ping_gap(self, one: _Peer) -> float:
         gap = max(self.settings.ping_every_s, len(self._peers) / self.settings.pings_per_s)
-        return self._jittered(min(gap * 2.0 ** min(one.failures, 16), max(self.settings.backoff_limit_s, gap)))
+        return self._jitter(min(gap * 2.0 ** min(one.failures, 16), max(self.settings.backoff_limit_s, gap)))
 
-    def _jittered(self, seconds: float) -> float:
+    def _jitter(self, seconds: float) -> float:
         return seconds * self._rng.uniform(0.9, 1.1)

@@ -1,8 +1,8 @@
 """Links that nobody has measured, filled in from those that somebody has.
 
-With n boxes there are n * (n - 1) links; measuring representatives of each site is enough, because what two boxes of
-two sites have between them is mostly what the sites have, bounded by the boxes' own caps. Every figure filled in
-says so, and from what.
+With n boxes there are n * (n - 1) links; measuring representatives of each site is enough, because
+what two boxes of two sites have between them is mostly what the sites have, bounded by the boxes'
+own caps. Every figure filled in says so, and from what.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def infer(
 ) -> dict[tuple[str, str], LinkFigures]:
     """Figures for those wanted links that are not measured and of whose sites some other link is.
 
-    `sites`: box -> site. A link takes the medians of the measured links between the same two sites in the same
-    direction, else in the reverse one; its rates are bounded by its own boxes' caps. Whether it is reachable is never
-    taken from another link. Links about which nothing is known are left out: the caller has a prior for them.
+    `sites`: box -> site. A link takes the medians of the measured links between the same two sites
+    in the same direction, else in the reverse one; its rates are bounded by its own boxes' caps.
+    Whether it is reachable is never taken from another link. Links about which nothing is known are
+    left out: the caller has a prior for them.
     """
     groups: dict[tuple[str, str], list[LinkFigures]] = {}
     for (a, b), figures in sorted(measured.items()):
@@ -45,17 +46,17 @@ def infer(
             raise FiguresError(f"a link from {a} to itself was asked for")
         if (a, b) in measured or a not in sites or b not in sites:
             continue
-        way = (sites[a], sites[b])
+        direction = (sites[a], sites[b])
         share = _SHARE
-        if way not in groups:
-            way, share = (way[1], way[0]), _REVERSED_SHARE
-        if way in groups:
+        if direction not in groups:
+            direction, share = (direction[1], direction[0]), _REVERSED_SHARE
+        if direction in groups:
             up, down = boxes.get(a, _UNKNOWN).up_gbps, boxes.get(b, _UNKNOWN).down_gbps
-            filled[a, b] = _typical(groups[way], way, share).bounded(up, down)
+            filled[a, b] = _typical(groups[direction], direction, share).bounded(up, down)
     return filled
 
 
-def _typical(group: list[LinkFigures], way: tuple[str, str], share: float) -> LinkFigures:
+def _typical(group: list[LinkFigures], direction: tuple[str, str], share: float) -> LinkFigures:
     rates = [one.capacity_gbps for one in group]
     middle = median(rates)
     # Links that disagree among themselves say little about one more of them.
@@ -78,11 +79,12 @@ def _typical(group: list[LinkFigures], way: tuple[str, str], share: float) -> Li
         rate_confidence=share * known * agreement * median(one.rate_confidence for one in group),
         capacity_is_floor=median_low(one.capacity_is_floor for one in group),
         source=Source.INFERRED,
-        reason=f"median of {len(group)} measured {kind} from {way[0]} to {way[1]}"[:200],
+        reason=f"median of {len(group)} measured {kind} from {direction[0]} to {direction[1]}"[:200],
     )
 
 
 def _window_share(group: list[LinkFigures], rtt_s: float) -> float:
-    """What a window carries at this round trip, if all of the group's single streams were held down by capacity."""
+    """What a window carries at this round trip, if all of the group's single streams were held down
+    by capacity."""
     held_down = all(one.one_stream_gbps >= 0.99 * one.capacity_gbps for one in group)
     return one_stream_gbps(rtt_s) if held_down else 0.0

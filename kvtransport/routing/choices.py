@@ -1,8 +1,9 @@
 """What `choose` said, for as long as everything that it followed from stays the same.
 
-A path is chosen for every prompt that leaves, and working one out takes longer the more boxes could forward it; between
-two prompts hardly anything changes. So choices are kept by what went into them. Only sizes are taken together: those
-that agree in their first three binary digits, less than a quarter apart, share what was found for the first of them.
+A path is chosen for every prompt that leaves, and working one out takes longer the more boxes could
+forward it; between two prompts hardly anything changes. So choices are kept by what went into them.
+Only sizes are taken together: those that agree in their first three binary digits, less than a
+quarter apart, share what was found for the first of them.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class ChoiceCache:
         current: frozenset[str | None] | None = None,
         warm: frozenset[str | None] = frozenset(),
     ) -> PathChoice:
-        """As `paths.choose`. The tables of `network` count as unchanged while they are the same objects: they must not
-        be changed in place."""
+        """As `paths.choose`. The tables of `network` count as unchanged while they are the same
+        objects: they must not be changed in place."""
         basis = _Basis(
             job.source, job.target, job.relays, job.usd_per_s, job.max_usd_per_gb, current, warm, network.flows
         )

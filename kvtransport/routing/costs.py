@@ -1,5 +1,6 @@
-"""What traffic costs. Rented boxes are billed by the gigabyte for what they send and again for what they receive, so
-a byte is paid for at both ends of every hop: twice on a direct path, four times through a relay.
+"""What traffic costs. Rented boxes are billed by the gigabyte for what they send and again for what
+they receive, so a byte is paid for at both ends of every hop: twice on a direct path, four times
+through a relay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class HopCost:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What one transfer cost. `payload_bytes` arrived; `billed_bytes` counts every byte each time it was billed."""
+    """What one transfer cost. `payload_bytes` arrived; `billed_bytes` counts every byte each time
+    it was billed."""
 
     payload_bytes: int
     hops: tuple[HopCost, ...]
@@ -50,16 +52,16 @@ class TransferCost:
         return self.usd / (self.payload_bytes / GB) if self.payload_bytes else 0.0
 
     def paid_by(self, box: str) -> float:
-        """The part of it that this box's owner is billed for, in dollars."""
+        """What this box's owner is billed for, in dollars."""
         up = fsum(hop.usd_up for hop in self.hops if hop.source == box)
         return up + fsum(hop.usd_down for hop in self.hops if hop.target == box)
 
     def explain(self) -> str:
         """One line for people."""
-        ways = ", ".join(f"{hop.source} > {hop.target} {hop.bytes / 1e6:.1f} MB" for hop in self.hops)
+        hops = ", ".join(f"{hop.source} > {hop.target} {hop.bytes / 1e6:.1f} MB" for hop in self.hops)
         return (
             f"${self.usd:.6f} for {self.payload_bytes / 1e6:.1f} MB (${self.usd_per_gb:.4f}/GB; "
-            f"{self.billed_bytes / 1e6:.1f} MB billed): {ways or 'nothing sent'}"
+            f"{self.billed_bytes / 1e6:.1f} MB billed): {hops or 'nothing sent'}"
         )
 
 
@@ -68,8 +70,8 @@ def hop_prices(
 ) -> tuple[float, float]:
     """Dollars per GB that the source is billed and that the target is billed, for one hop.
 
-    A price of the link itself goes before those of its boxes, and is the source's. A box without figures is taken to
-    be free.
+    A price of the link itself goes before those of its boxes, and is the source's. A box without
+    figures is taken to be free.
     """
     if link is not None and link.usd_per_gb is not None:
         return link.usd_per_gb, 0.0
@@ -79,7 +81,8 @@ def hop_prices(
 def path_usd_per_gb(
     boxes: Mapping[str, BoxFigures], links: Mapping[tuple[str, str], LinkFigures], stops: Sequence[str]
 ) -> float:
-    """What all boxes along `stops` together pay for a gigabyte: (source, target) or (source, relay, target)."""
+    """What all boxes along `stops` together pay for a gigabyte: (source, target) or (source, relay,
+    target)."""
     return fsum(sum(hop_prices(boxes, a, b, links.get((a, b)))) for a, b in pairwise(stops))
 
 
@@ -91,8 +94,9 @@ def transfer_cost(
     *,
     payload_bytes: int | None = None,
 ) -> TransferCost:
-    """What a transfer between `ends` (source, target) cost, from the bytes that really went over each path: `None` is
-    the direct one, a box's name the relay through it. `payload_bytes`: what of it was wanted, if some was sent twice.
+    """What a transfer between `ends` (source, target) cost, from the bytes that really went over
+    each path: `None` is the direct one, a box's name the relay through it. `payload_bytes`: what of
+    it was wanted, if some was sent twice.
     """
     hops: list[HopCost] = []
     for via, size in sorted(bytes_by_via.items(), key=lambda item: item[0] or ""):

@@ -1,17 +1,20 @@
-"""Whether a prompt's KV should leave layer by layer while later layers compute, or in one piece after prefill.
+"""Whether a prompt's KV should leave layer by layer while later layers compute, or all at once
+after prefill.
 
-Layer by layer hides the transfer behind prefill but costs something at each hand-over: the engine is held up while a
-group of layers is taken from it, for some time whatever its size, and each frame has a fixed price to encode and
-record. For small prompts that is more than what is hidden. Nothing here is a constant: hold-up, frame and prefill costs
-are measured and decay, the link is given as measured. For P seconds of prefill, L layers in G groups, B bytes, rate R,
-hold-up h of a group (and H of all layers at once, which is less than G * h)::
+Layer by layer hides the transfer behind prefill but costs something for each group of layers: the
+engine is held up while a group of layers is taken from it, for some time whatever its size, and
+each frame has a fixed price to encode and record. For small prompts that is more than what is
+hidden. Nothing here is a constant: hold-up, frame and prefill costs are measured and decay, the
+link is given as measured. For P seconds of prefill, L layers in G groups, B bytes, rate R, hold-up
+h of a group (and H of all layers at once, which is less than G * h)::
 
     a group is ready every        c = P / G + h
     and takes in the pipeline     s = max(encode, B / (G * R)),  its first bytes min of the two more
     all has left after            max(c + G * s, G * c + s) + min(...)
     visible                       that - P + rtt
 
-In one piece is the same with one hand-over, of H, after prefill, and L frames in the pipeline at once.
+All at once is the same with one group, of hold-up H, after prefill, and L frames in the pipeline at
+once.
 """
 
 from __future__ import annotations
@@ -50,9 +53,10 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class SendDecision:
-    """What to do with one prompt, and the predicted seconds that each way adds to its first token.
+    """What to do with one prompt, and the predicted seconds that either adds to its first token.
 
-    `layers_per_group`: how many layers to hand over at once when layer by layer; all of them when in one piece.
+    `layers_per_group`: how many layers leave together when layer by layer; all of them when all at
+    once.
     """
 
     mode: SendMode
@@ -64,7 +68,8 @@ class SendDecision:
 
 @dataclass(slots=True)
 class _Line:
-    """y = fixed + slope * x by least squares over samples whose weight halves every `half_life` samples."""
+    """y = fixed + slope * x by least squares over samples whose weight halves every `half_life`
+    samples."""
 
     keep: float
     n: float = 0.0
@@ -81,7 +86,8 @@ class _Line:
         self.xy = self.xy * self.keep + x * y
 
     def fit(self) -> tuple[float, float]:
-        """Fixed part and slope, neither negative. All of it is slope while only one x has been seen."""
+        """Fixed part and slope, neither negative. All of it is slope while only one x has been
+        seen."""
         spread = self.n * self.xx - self.x * self.x
         if spread <= 1e-9 * self.n * self.xx:
             return 0.0, self.y / self.x if self.x else 0.0
@@ -96,7 +102,8 @@ class _Line:
 
 @final
 class LayerwiseEstimator:
-    """Of one engine. Half the weight of a measurement is gone after `half_life` further ones of its kind."""
+    """Of one engine. Half the weight of a measurement is gone after `half_life` further ones of its
+    kind."""
 
     def __init__(self, shape: KVShape, *, half_life: float = 64.0) -> None:
         if not (isfinite(half_life) and half_life > 0.0):
@@ -123,7 +130,7 @@ class LayerwiseEstimator:
         self._frames.add(_positive("frame.payload_bytes", payload_bytes), _duration("frame.seconds", seconds))
 
     def on_hold_up(self, tokens: int, layers: int, seconds: float) -> None:
-        """To hand over so many tokens of a group of layers held the engine up for so long."""
+        """Taking so many tokens of a group of layers held the engine up for so long."""
         size = _positive("hold_up.tokens", tokens) * _positive("hold_up.layers", layers)
         self._hold_ups.add(size, _duration("hold_up.seconds", seconds))
 
@@ -131,7 +138,7 @@ class LayerwiseEstimator:
         """How to send the KV of a prompt of so many tokens over this link with so many streams."""
         _positive("decide.tokens", tokens)
         if missing := self._missing():
-            # Layer by layer measures all of it; in one piece would never show what a hand-over costs.
+            # Layer by layer measures all of it; all at once would never show what a group costs.
             return SendDecision(SendMode.LAYERWISE, 1, inf, inf, f"not measured yet: {missing}")
         rate = bytes_per_s(rate_gbps(link, streams))
         if rate <= 0.0:
@@ -150,16 +157,18 @@ class LayerwiseEstimator:
         return SendDecision(SendMode.SERIALISED, self.shape.layers, seconds, whole, why)
 
     def prefill_s(self, tokens: int) -> float:
-        """How long a prefill of so many tokens takes, by all that were measured; 0 before the first."""
+        """How long a prefill of so many tokens takes, by all that were measured; 0 before the
+        first."""
         fixed, token = self._prefill.fit()
         return fixed + token * tokens
 
     def held_up_s(self, tokens: int, size: int) -> float:
-        """How long the engine is held up in all by handing over that prompt in groups of `size` layers."""
+        """How long the engine is held up in all by taking that prompt in groups of `size` layers."""
         return ceil(self.shape.layers / size) * self._hold_up(tokens, size)
 
     def threshold(self, link: LinkFigures, streams: int, *, up_to: int = 1 << 20) -> int | None:
-        """The shortest prompt, in tokens, that is better sent layer by layer on this link; None up to `up_to`."""
+        """The shortest prompt, in tokens, that is better sent layer by layer on this link; None up
+        to `up_to`."""
         if self.decide(up_to, link, streams).mode is SendMode.SERIALISED:
             return None
         low, high = 0, up_to
@@ -200,7 +209,7 @@ class LayerwiseEstimator:
 
 
 def _group_sizes(layers: int) -> list[int]:
-    """1, 2, 4, ... layers at once, always at least two groups: one would be in one piece."""
+    """1, 2, 4, ... layers at once, always at least two groups: one would be all at once."""
     return [1 << power for power in range(layers.bit_length()) if 1 << power < layers] or [1]
 
 

@@ -1,17 +1,21 @@
-"""Which way KV goes from one box to another: directly with n streams, through one relay, or striped over two paths.
+"""Which path KV takes from one box to another: direct with n streams, through one relay, or striped
+over two paths.
 
-`choose` predicts for each candidate when the last byte has arrived (`prediction`) and what it is billed (`costs`) and
-takes the best, by these rules:
+`choose` predicts for each candidate when the last byte has arrived (`prediction`) and what it is
+billed (`costs`) and takes the best, by these rules:
 
-- A path through a relay must be more than 25 % faster than the direct one, or the direct one must be impossible. Gains
+- A path through a relay must be more than 25 % faster than the direct one, or the direct one must
+  be impossible. Gains
   are discounted by what is known: with confidence c in both, a gain of factor g counts as g**c.
 - Two paths at once must be 10 % better than the best single one.
-- With `usd_per_s`, every second saved may cost that much more than the direct path does, and no more. With
+- With `usd_per_s`, every second saved may cost that much more than the direct path does, and no
+  more. With
   `max_usd_per_gb`, dearer paths are out, whatever they would save.
-- What is in use stays until something is 15 % better; a relay in use stays while it is not slower than direct.
+- What is in use stays until something is 15 % better; a relay in use stays while it is not slower
+  than direct.
 
-The answer lists every candidate with its figures and why it was not taken. Plain code over values: no clock, no
-randomness, the same answer whatever the order of the candidates.
+The answer lists every candidate with its figures and why it was not taken. Plain code over values:
+no clock, no randomness, the same answer whatever the order of the candidates.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from ..errors import FiguresError, TransferError
 from ..probing.figures import BoxFigures, LinkFigures, bytes_per_s, rate_gbps, streams_for
 from .costs import GB, path_usd_per_gb
 from .prediction import ArrivalCurve, arrival_curve, striped_seconds
+from .settings import PathSettings
 
 __all__ = [
     "Candidate",
@@ -39,17 +44,6 @@ __all__ = [
     "RunningTransfer",
     "choose",
 ]
-
-RELAY_GAIN = 1.25
-STRIPE_GAIN = 1.10
-SWITCH_GAIN = 1.15
-HOPELESS = 4.0
-"""A relay whose legs allow no better than this times the direct path's time is not looked at further: it could not
-make a stripe with the direct path 25 % faster either.
-"""
-
-STRIPED_RELAYS = 3
-"""Stripes are tried over the direct path and this many of the best relays."""
 
 _UNKNOWN = BoxFigures()
 
@@ -78,7 +72,7 @@ class CandidateVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunningTransfer:
-    """Another transfer that is under way, and the Gb/s it was last seen to move."""
+    """Another transfer that is running, and the Gb/s it was last seen to move."""
 
     source: str
     target: str
@@ -88,7 +82,8 @@ class RunningTransfer:
 
 @dataclass(frozen=True, slots=True)
 class NetworkView:
-    """What is known when a path is chosen. `flows` are the other transfers, without the one in question."""
+    """What is known when a path is chosen. `flows` are the other transfers, without the one in
+    question."""
 
     links: Mapping[tuple[str, str], LinkFigures]
     boxes: Mapping[str, BoxFigures] = field(default_factory=dict)
@@ -97,7 +92,8 @@ class NetworkView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathQuery:
-    """What is to be moved. `relays` are the boxes that may forward; None for every box with figures for both legs.
+    """What is to be moved. `relays` are the boxes that may forward; None for every box with figures
+    for both legs.
 
     `usd_per_s`: dollars that a second saved is worth; None when money does not matter.
     `max_usd_per_gb`: paths that cost more are never taken.
@@ -122,8 +118,8 @@ class PathQuery:
 
 @dataclass(frozen=True, slots=True)
 class KVPath:
-    """One path: direct (`via` None) or through a relay, with its number of streams and the rate expected of it.
-    `rtt_s` is the sum over its hops.
+    """One path: direct (`via` None) or through a relay, with its number of streams and the rate
+    expected of it. `rtt_s` is the sum over its hops.
     """
 
     source: str
@@ -140,7 +136,8 @@ class KVPath:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way, with what is predicted of it: seconds = alpha_s + bytes / rate. `limit` is what holds its rate down."""
+    """One path or two, with what is predicted of it: seconds = alpha_s + bytes / rate. `limit` is
+    what holds its rate down."""
 
     paths: tuple[KVPath, ...]
     seconds: float
@@ -202,21 +199,24 @@ def choose(
     observed: Mapping[str | None, float] | None = None,
     warm: frozenset[str | None] = frozenset(),
     unsteady: frozenset[str | None] = frozenset(),
+    settings: PathSettings | None = None,
 ) -> PathChoice:
-    """The best way for this job. Paths are named by their relay, None for the direct one.
+    """The best paths for this query. Paths are named by their relay, None for the direct one.
 
-    `current`: the paths in use now. `observed`: Gb/s that paths were just seen to move, which goes before what the
-    figures of their links promise; 0 for one that stalls. `warm`: paths whose connections have carried bytes lately.
-    `unsteady`: paths that were just in trouble, which may not be one of two: chunks stuck on one of them come last.
-    Raises NoPath when nothing is possible, FiguresError when nothing is known of the direct link.
+    `current`: the paths in use now. `observed`: Gb/s that paths were just seen to move, which goes
+    before what the figures of their links say; 0 for one that stalls. `warm`: paths whose
+    connections have carried bytes lately. `unsteady`: paths that were just in trouble, which may
+    not be one of two: chunks stuck on one of them come last. Raises NoPath when nothing is
+    possible, FiguresError when nothing is known of the direct link.
     """
-    sight = _ResidualNetwork(job, network, observed or {}, warm)
-    direct = sight.single(None)
-    give_up_s = HOPELESS * direct.candidate.seconds
-    singles = [direct, *(sight.single(via, give_up_s=give_up_s) for via in sight.relays())]
+    settings = settings or PathSettings()
+    residual = _ResidualNetwork(job, network, observed or {}, warm)
+    direct = residual.predict_single(None)
+    give_up_s = settings.give_up_factor * direct.candidate.seconds
+    singles = [direct, *(residual.predict_single(via, give_up_s=give_up_s) for via in residual.list_relays())]
     steady = [option for option in singles if not option.candidate.vias & unsteady]
-    options = [*singles, *_stripes(sight, steady, current)]
-    return _decide(job, [option.candidate for option in options], current)
+    options = [*singles, *_list_stripes(residual, steady, current, settings)]
+    return _pick(job, [option.candidate for option in options], current, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class _ResidualNetwork:
                 self._add("down", b, "", flow.gbps)
                 self._add("link", a, b, flow.gbps)
 
-    def relays(self) -> list[str]:
+    def list_relays(self) -> list[str]:
         """Boxes that may forward, sorted: the order of the caller's tables must not matter."""
         ends = (self.job.source, self.job.target)
         if self.job.relays is not None:
@@ -259,7 +259,7 @@ class _ResidualNetwork:
         near = {b for a, b in links if a == ends[0]}
         return sorted(box for box in near.difference(ends) if (box, ends[1]) in links)
 
-    def share(self, what: str, a: str, b: str, cap: float | None) -> float:
+    def share_of(self, what: str, a: str, b: str, cap: float | None) -> float:
         """What is left of a cap: the unused part, or a fair share of it where that is more."""
         if cap is None:
             return inf
@@ -267,14 +267,16 @@ class _ResidualNetwork:
         return max(cap - used, cap / (flows + 1))
 
     def ends_gbps(self) -> tuple[float, str]:
-        """What the sender may still send and the receiver receive, and which of the two is the limit."""
+        """What the sender may still send and the receiver receive, and which of the two is the
+        limit."""
         source, target = self.job.source, self.job.target
-        up = self.share("up", source, "", self._box(source).up_gbps)
-        down = self.share("down", target, "", self._box(target).down_gbps)
+        up = self.share_of("up", source, "", self._box(source).up_gbps)
+        down = self.share_of("down", target, "", self._box(target).down_gbps)
         return (up, "sender up") if up <= down else (down, "receiver down")
 
-    def single(self, via: str | None, *, give_up_s: float = inf) -> _Option:
-        """The direct path, or the one through `via`, of which no more is worked out once it needs `give_up_s`."""
+    def predict_single(self, via: str | None, *, give_up_s: float = inf) -> _Option:
+        """The direct path, or the one through `via`, of which no more is worked out once it needs
+        `give_up_s`."""
         job, links = self.job, self.network.links
         stops = (job.source, job.target) if via is None else (job.source, via, job.target)
         pairs = list(pairwise(stops))
@@ -283,12 +285,12 @@ class _ResidualNetwork:
             missing = next(f"{a} > {b}" for a, b in pairs if (a, b) not in links)
             if via is None:
                 raise FiguresError(f"nothing is known of the link {missing}: give measured, inferred or prior figures")
-            return _impossible(job, via, CandidateVerdict.UNMEASURED, f"no figures for {missing}")
+            return _impossible_option(job, via, CandidateVerdict.UNMEASURED, f"no figures for {missing}")
         dead = next((f"{a} > {b}" for (a, b), leg in zip(pairs, legs, strict=True) if not leg.reachable), None)
         if dead is not None:
-            return _impossible(job, via, CandidateVerdict.UNREACHABLE, dead)
+            return _impossible_option(job, via, CandidateVerdict.UNREACHABLE, dead)
         if via is not None and not self._may_relay(via):
-            return _impossible(job, via, CandidateVerdict.NO_BUDGET, f"{via} may not forward {job.bytes} bytes")
+            return _impossible_option(job, via, CandidateVerdict.NO_BUDGET, f"{via} may not forward {job.bytes} bytes")
         alpha = sum(leg.rtt_s for leg in legs)
         at_best = alpha + job.bytes / bytes_per_s(max(min(leg.capacity_gbps for leg in legs), 1e-9))
         if at_best >= give_up_s and via not in self.observed:
@@ -304,7 +306,7 @@ class _ResidualNetwork:
         if via in self.observed:
             gbps, limit = self.observed[via], "observed"
         if gbps <= 0.0:
-            return _impossible(job, via, CandidateVerdict.UNREACHABLE, f"{limit} leaves nothing")
+            return _impossible_option(job, via, CandidateVerdict.UNREACHABLE, f"{limit} leaves nothing")
         shape = arrival_curve(bytes_per_s(gbps), alpha, warm=via in self.warm)
         seconds = shape.seconds_for(job.bytes)
         confidence = 1.0 if via in self.observed else min(leg.rate_confidence for leg in legs)
@@ -314,8 +316,9 @@ class _ResidualNetwork:
         taken = Candidate((path,), seconds, alpha_s, gbps, usd, limit, confidence, CandidateVerdict.TAKEN)
         return _Option(taken, (shape,))
 
-    def stripe(self, one: _Option, two: _Option) -> _Option:
-        """Two paths at once: their rates add up as far as the sender's and the receiver's shares go."""
+    def predict_stripe(self, one: _Option, two: _Option) -> _Option:
+        """Two paths at once: their rates add up as far as the sender's and the receiver's shares
+        go."""
         size = self.job.bytes
         ends, limit = self.ends_gbps()
         a, b = one.candidate.paths[0], two.candidate.paths[0]
@@ -337,12 +340,12 @@ class _ResidualNetwork:
         limits = [self.ends_gbps()]
         names = ["link"] if via is None else ["first leg", "second leg"]
         for (a, b), leg, name in zip(pairs, legs, names, strict=True):
-            limits.append((self.share("link", a, b, leg.capacity_gbps), name))
+            limits.append((self.share_of("link", a, b, leg.capacity_gbps), name))
         if via is not None:
             box = self._box(via)
-            limits.append((self.share("down", via, "", box.down_gbps), "relay down"))
-            limits.append((self.share("up", via, "", box.up_gbps), "relay up"))
-            limits.append((self.share("relay", via, "", box.relay_gbps), "relay limit"))
+            limits.append((self.share_of("down", via, "", box.down_gbps), "relay down"))
+            limits.append((self.share_of("up", via, "", box.up_gbps), "relay up"))
+            limits.append((self.share_of("relay", via, "", box.relay_gbps), "relay limit"))
         return limits
 
     def _may_relay(self, via: str) -> bool:
@@ -363,13 +366,16 @@ def _streams(leg: LinkFigures, gbps: float) -> int:
     return streams_for(target, leg.rtt_s, leg.one_stream_gbps)
 
 
-def _impossible(job: PathQuery, via: str | None, verdict: CandidateVerdict, detail: str) -> _Option:
+def _impossible_option(job: PathQuery, via: str | None, verdict: CandidateVerdict, detail: str) -> _Option:
     path = KVPath(job.source, job.target, via, 0, 0.0)
     return _Option(Candidate((path,), inf, inf, 0.0, 0.0, "", 0.0, verdict, detail))
 
 
-def _stripes(
-    sight: _ResidualNetwork, singles: list[_Option], current: frozenset[str | None] | None
+def _list_stripes(
+    residual: _ResidualNetwork,
+    singles: list[_Option],
+    current: frozenset[str | None] | None,
+    settings: PathSettings,
 ) -> Iterable[_Option]:
     """Pairs worth a closer look: of the direct path and the best relays, and the pair in use."""
     possible = [option for option in singles if option.possible]
@@ -377,21 +383,23 @@ def _stripes(
         (option for option in possible if None not in option.candidate.vias),
         key=lambda option: (option.candidate.seconds, option.candidate.label),
     )
-    kept = [option for option in possible if None in option.candidate.vias] + relays[:STRIPED_RELAYS]
-    in_use = [option for option in relays[STRIPED_RELAYS:] if current and option.candidate.vias < current]
+    kept = [option for option in possible if None in option.candidate.vias] + relays[: settings.striped_relays]
+    in_use = [option for option in relays[settings.striped_relays :] if current and option.candidate.vias < current]
     best = min((option.candidate.seconds for option in possible), default=inf)
-    ends = bytes_per_s(sight.ends_gbps()[0])
+    ends = bytes_per_s(residual.ends_gbps()[0])
     for one, two in combinations([*kept, *in_use], 2):
         rate = min(ends, one.curves[0].rate + two.curves[0].rate)
         start = min(one.curves[0].start_s, two.curves[0].start_s)
         # Even finishing together from the earlier start on, would it be better by what two paths must be?
-        if (start + sight.job.bytes / rate) * STRIPE_GAIN < best or (
+        if (start + residual.job.bytes / rate) * settings.stripe_gain < best or (
             current == one.candidate.vias | two.candidate.vias
         ):
-            yield sight.stripe(one, two)
+            yield residual.predict_stripe(one, two)
 
 
-def _decide(job: PathQuery, candidates: list[Candidate], current: frozenset[str | None] | None) -> PathChoice:
+def _pick(
+    job: PathQuery, candidates: list[Candidate], current: frozenset[str | None] | None, settings: PathSettings
+) -> PathChoice:
     price = job.usd_per_s
     limit = None if job.max_usd_per_gb is None else job.max_usd_per_gb * job.bytes / GB
     judged = [
@@ -403,11 +411,14 @@ def _decide(job: PathQuery, candidates: list[Candidate], current: frozenset[str 
     direct = next((one for one in judged if one.vias == {None} and one.verdict is CandidateVerdict.TAKEN), None)
     if direct is not None:
         judged = [
-            _against(direct, one, price, current) if one.verdict is CandidateVerdict.TAKEN else one for one in judged
+            _judge_against_direct(direct, one, job, current, settings.relay_gain)
+            if one.verdict is CandidateVerdict.TAKEN
+            else one
+            for one in judged
         ]
 
     def worth(one: Candidate) -> tuple[float, float, int, str]:
-        seconds = _discounted(direct, one) if direct is not None else one.seconds
+        seconds = _discounted_seconds(direct, one) if direct is not None else one.seconds
         return seconds + (one.usd / price if price else 0.0), one.usd, len(one.paths), one.label
 
     able = [one for one in judged if one.verdict is CandidateVerdict.TAKEN]
@@ -416,16 +427,21 @@ def _decide(job: PathQuery, candidates: list[Candidate], current: frozenset[str 
         raise NoPath(f"no path from {job.source} to {job.target}: {text}", tuple(judged))
     best = min((one for one in able if len(one.paths) == 1), key=worth, default=None)
     pair = min((one for one in able if len(one.paths) > 1), key=worth, default=None)
-    if best is None or (pair is not None and worth(pair)[0] * STRIPE_GAIN < worth(best)[0]):
+    if best is None or (pair is not None and worth(pair)[0] * settings.stripe_gain < worth(best)[0]):
         best = pair
     kept = next((one for one in able if current is not None and one.vias == current), None)
-    if best is not None and kept is not None and kept is not best and worth(best)[0] * SWITCH_GAIN >= worth(kept)[0]:
+    if (
+        best is not None
+        and kept is not None
+        and kept is not best
+        and worth(best)[0] * settings.switch_gain >= worth(kept)[0]
+    ):
         best, reason = kept, CandidateVerdict.KEPT_CURRENT
     else:
         reason = CandidateVerdict.SLOWER
     assert best is not None
     others = [
-        one if one.verdict is not CandidateVerdict.TAKEN else _passed_over(one, best, reason)
+        one if one.verdict is not CandidateVerdict.TAKEN else _explain_rejection(one, best, reason)
         for one in judged
         if one is not best
     ]
@@ -433,7 +449,7 @@ def _decide(job: PathQuery, candidates: list[Candidate], current: frozenset[str 
     return PathChoice(best.paths, best.seconds, best.usd, (best, *others))
 
 
-def _passed_over(one: Candidate, best: Candidate, reason: CandidateVerdict) -> Candidate:
+def _explain_rejection(one: Candidate, best: Candidate, reason: CandidateVerdict) -> Candidate:
     if one.seconds >= best.seconds:
         return replace(
             one, verdict=CandidateVerdict.SLOWER, detail=f"{one.seconds / best.seconds:.2f}x the time of {best.label}"
@@ -446,34 +462,35 @@ def _passed_over(one: Candidate, best: Candidate, reason: CandidateVerdict) -> C
     return replace(one, verdict=CandidateVerdict.NOT_WORTH_IT, detail=f"{gain}, ${one.usd - best.usd:+.6f}")
 
 
-def _slower(one: Candidate, than: Candidate) -> Candidate:
+def _mark_slower(one: Candidate, than: Candidate) -> Candidate:
     ratio = f"{one.seconds / than.seconds:.2f}x the time of {than.label}"
     return replace(one, verdict=CandidateVerdict.SLOWER, detail=f"{one.detail}, {ratio}" if one.detail else ratio)
 
 
-def _discounted(direct: Candidate, one: Candidate) -> float:
-    """Its seconds, with a gain over direct believed only as far as both are known: a factor g counts as g**c."""
+def _discounted_seconds(direct: Candidate, one: Candidate) -> float:
+    """Its seconds, with a gain over direct believed only as far as both are known: a factor g
+    counts as g**c."""
     if one.seconds >= direct.seconds:
         return one.seconds
     confidence = min(direct.confidence, one.confidence)
     return float(direct.seconds * (one.seconds / direct.seconds) ** confidence)
 
 
-def _against(
-    direct: Candidate, one: Candidate, price: float | None, current: frozenset[str | None] | None
+def _judge_against_direct(
+    direct: Candidate, one: Candidate, job: PathQuery, current: frozenset[str | None] | None, relay_gain: float
 ) -> Candidate:
     """A candidate that uses a relay, judged against the direct path."""
     if one is direct:
         return one
     if one.seconds > direct.seconds:
-        return _slower(one, direct)
-    seconds = _discounted(direct, one)
-    if one.vias != current and seconds * RELAY_GAIN >= direct.seconds:
+        return _mark_slower(one, direct)
+    seconds = _discounted_seconds(direct, one)
+    if one.vias != current and seconds * relay_gain >= direct.seconds:
         gain = f"{direct.seconds / one.seconds:.2f}x as fast"
         if one.confidence < 1.0 or direct.confidence < 1.0:
             gain += f", counted as {direct.seconds / seconds:.2f}x"
-        return replace(one, verdict=CandidateVerdict.SMALL_GAIN, detail=f"{gain}; more than {RELAY_GAIN}x is needed")
+        return replace(one, verdict=CandidateVerdict.SMALL_GAIN, detail=f"{gain}; more than {relay_gain}x is needed")
     saved, extra = direct.seconds - seconds, one.usd - direct.usd
-    if price is not None and extra > price * saved:
+    if job.usd_per_s is not None and extra > job.usd_per_s * saved:
         return replace(one, verdict=CandidateVerdict.NOT_WORTH_IT, detail=f"{saved:.3f} s for ${extra:.6f} more")
     return one

@@ -1,9 +1,11 @@
-"""How long bytes take over one path or two: the `alpha + bytes / beta` of ThunderServe's Eq. 1, with alpha worked out.
+"""How long bytes take over one path or two: the `alpha + bytes / beta` of ThunderServe's Eq. 1,
+with alpha worked out.
 
-A warm path sends at its rate from the first byte, and the acknowledgement comes a round trip after the last:
-alpha = rtt. A cold one first shakes hands (TCP, then hello and welcome: two round trips) and then doubles its rate
-every round trip from an initial window of ten segments, as TCP's slow start does; the bytes missed meanwhile belong
-to alpha as well. Everything here is monotone: a shorter round trip or a higher rate never makes a time longer.
+A warm path sends at its rate from the first byte, and the acknowledgement comes a round trip after
+the last: alpha = rtt. A cold one first shakes hands (TCP, then hello and welcome: two round trips)
+and then doubles its rate every round trip from an initial window of ten segments, as TCP's slow
+start does; the bytes missed meanwhile belong to alpha as well. Everything here is monotone: a
+shorter round trip or a higher rate never makes a time longer.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _HALVINGS = 26
 
 @dataclass(frozen=True, slots=True)
 class ArrivalCurve:
-    """Bytes that have arrived over a path by time t: none until `start_s`, then growing from `first` bytes/s,
-    doubling every `rtt_s`, up to `rate` bytes/s.
+    """Bytes that have arrived over a path by time t: none until `start_s`, then growing from
+    `first` bytes/s, doubling every `rtt_s`, up to `rate` bytes/s.
     """
 
     start_s: float
@@ -64,8 +66,8 @@ class ArrivalCurve:
 def arrival_curve(rate: float, alpha_s: float, *, warm: bool) -> ArrivalCurve:
     """The curve of a path of `rate` bytes/s whose round trips sum to `alpha_s`.
 
-    A relay splits a cold path's slow start in two shorter ones, which chained may beat the long one. That is not
-    counted for it: connections are kept warm, and a relay has to be worth it then.
+    A relay splits a cold path's slow start in two shorter ones, which chained may beat the long
+    one. That is not counted for it: connections are kept warm, and a relay has to be worth it then.
     """
     if warm or rate <= 0.0:
         return ArrivalCurve(alpha_s, alpha_s, rate, rate)
@@ -76,7 +78,8 @@ def arrival_curve(rate: float, alpha_s: float, *, warm: bool) -> ArrivalCurve:
 
 
 def striped_seconds(one: ArrivalCurve, two: ArrivalCurve, size: float, cap: float) -> float:
-    """When `size` bytes have arrived over two paths that finish together and share `cap` bytes/s at their ends."""
+    """When `size` bytes have arrived over two paths that finish together and share `cap` bytes/s at
+    their ends."""
     best = min(one.seconds_for(size), two.seconds_for(size))
     start = min(one.start_s, two.start_s)
     floor = start + size / cap if cap > 0.0 else inf

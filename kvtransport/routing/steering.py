@@ -1,13 +1,15 @@
-"""Watches the paths of a running transfer and says when to change them. Pure: fed with what was acknowledged and when.
+"""Watches the paths of a running transfer and says when to change them. Pure: fed with what was
+acknowledged and when.
 
-A path is *stalled* when nothing has been acknowledged for a while although there was something to send, *degraded* when
-over a whole window it moved less than half of what was expected of it. Then, and now and again without cause, the
-paths are chosen anew for the bytes that remain, with what was observed in place of what was believed.
+A path is *stalled* when nothing has been acknowledged for a while although there was something to
+send, *degraded* when over a whole window it moved less than half of what was expected of it. Then,
+and now and again without cause, the paths are chosen anew for the bytes that remain, with what was
+observed in place of what was believed.
 
-What keeps it from flapping: a path is judged only after it has had time to ramp up; `choose` keeps what is in use
-unless something is 15 % better; a path that was in trouble is believed to still have the rate it had then for `hold_s`,
-twice as long each further time, and is not made one of two meanwhile; after each change the next one without cause must
-wait twice as long.
+What keeps it from flapping: a path is judged only after it has had time to ramp up; `choose` keeps
+what is in use unless something is better by `switch_gain`; a path that was in trouble is believed
+to still have the rate it had then for `hold_s`, twice as long each further time, and is not made
+one of two meanwhile; after each change the next one without cause must wait twice as long.
 """
 
 from __future__ import annotations
@@ -15,18 +17,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import inf
 from typing import final
 
-from ..errors import FiguresError
 from ..probing.figures import gbps_of
 from .paths import KVPath, NetworkView, NoPath, PathChoice, PathQuery, choose
+from .settings import SteeringSettings
 
-__all__ = ["PathChange", "PathController", "SteeringSettings", "Trigger", "TriggerKind"]
-
-
-_RAMP_RTTS = 10.0
-"""Three round trips to connect and greet, seven doublings to a full window: until then a new path is not judged."""
+__all__ = ["PathChange", "PathController", "Trigger", "TriggerKind"]
 
 
 class TriggerKind(StrEnum):
@@ -39,7 +36,8 @@ class TriggerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """What was seen of the path through `via` (None: the direct one) over the last `over_s` seconds."""
+    """What was seen of the path through `via` (None: the direct one) over the last `over_s`
+    seconds."""
 
     kind: TriggerKind
     via: str | None
@@ -67,31 +65,8 @@ class PathChange:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteeringSettings:
-    """How soon a path is given up. Longer means fewer changes and more time lost on a bad path.
-
-    `window_s`, `stall_s`: both at least, and longer on long paths (4 and 5 round trips). `slow_part`: below this part
-    of the expected rate a path is degraded. `look_s`: how often a better path is looked for without cause.
-    """
-
-    window_s: float = 1.0
-    stall_s: float = 1.0
-    slow_part: float = 0.5
-    look_s: float = 5.0
-    hold_s: float = 30.0
-    hold_limit_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("window_s", "stall_s", "look_s", "hold_s", "hold_limit_s"):
-            if not 0.0 < getattr(self, name) < inf:
-                raise FiguresError(f"steering.{name} is {getattr(self, name)}; it must be positive")
-        if not 0.0 < self.slow_part < 1.0:
-            raise FiguresError(f"steering.slow_part is {self.slow_part}; it must be in (0, 1)")
-
-
 @dataclass(slots=True)
-class _Watched:
+class _WatchedPath:
     """One path in use. `points` are (time, bytes acknowledged) while there was something to send."""
 
     path: KVPath
@@ -103,10 +78,10 @@ class _Watched:
     points: deque[tuple[float, int]] = field(default_factory=deque)
 
     def window_s(self, settings: SteeringSettings) -> float:
-        return max(settings.window_s, 4.0 * self.path.rtt_s)
+        return max(settings.window_s, settings.window_rtts * self.path.rtt_s)
 
     def stall_s(self, settings: SteeringSettings) -> float:
-        return max(settings.stall_s, 5.0 * self.path.rtt_s)
+        return max(settings.stall_s, settings.stall_rtts * self.path.rtt_s)
 
     def rate(self, now: float) -> tuple[float, float]:
         """Gb/s since the oldest point, and how long that is."""
@@ -115,10 +90,11 @@ class _Watched:
         begun, had = self.points[0]
         return gbps_of(self.acked - had, now - begun), now - begun
 
-    def lately(self, now: float, settings: SteeringSettings) -> float:
-        """Gb/s over the last part of the window: what a path has come to that got worse within it."""
-        part = now - max(self.window_s(settings) / 4.0, 2.0 * self.path.rtt_s)
-        begun, had = next((point for point in self.points if point[0] >= part), self.points[-1])
+    def recent_rate(self, now: float, settings: SteeringSettings) -> float:
+        """Gb/s over the last quarter of the window: what a path has come to that got worse within
+        it."""
+        since = now - max(self.window_s(settings) / 4.0, 2.0 * self.path.rtt_s)
+        begun, had = next((point for point in self.points if point[0] >= since), self.points[-1])
         return gbps_of(self.acked - had, now - begun) if now > begun else self.rate(now)[0]
 
 
@@ -142,7 +118,7 @@ class PathController:
         self._job = job
         self._acked: dict[str | None, int] = {}
         self._penalties: dict[str | None, _Penalty] = {}
-        self._watched: dict[str | None, _Watched] = {}
+        self._watched: dict[str | None, _WatchedPath] = {}
         self._look_at = now + self.settings.look_s
         self._watch(choice, now)
 
@@ -155,8 +131,8 @@ class PathController:
         return max(self._job.bytes - sum(self._acked.values()), 0)
 
     def on_progress(self, via: str | None, acked_bytes: int, backlog_bytes: int, *, now: float) -> None:
-        """So many bytes have been acknowledged over this path since the transfer began, and so many are waiting for it
-        or under way on it. A path is judged only while something is.
+        """So many bytes have been acknowledged over this path since the transfer began, and so many
+        are waiting for it or in flight on it. A path is judged only while something is.
         """
         known = self._acked.get(via, 0)
         self._acked[via] = max(acked_bytes, known)
@@ -176,18 +152,19 @@ class PathController:
             one.points.popleft()
 
     def step(self, network: NetworkView, *, now: float) -> PathChange | None:
-        """What to change, if anything. `network` as it is known now, without this transfer's own flow."""
+        """What to change, if anything. `network` as it is known now, without this transfer's own
+        flow."""
         if self.remaining == 0:
             return None
-        trigger = self._trouble(now)
+        trigger = self._find_trouble(now)
         if trigger is None:
             if now < self._look_at:
                 return None
-            if not all(self._judged(one, now) for one in self._watched.values()):
+            if not all(self._is_judged(one, now) for one in self._watched.values()):
                 # What its paths can do is not known while they have little to send.
                 self._look_at = now + self.settings.look_s
                 return None
-            trigger = Trigger(TriggerKind.BETTER, self.choice.paths[0].via, *self._worst(now))
+            trigger = Trigger(TriggerKind.BETTER, self.choice.paths[0].via, *self._measure_first(now))
         return self._change(network, trigger, now)
 
     def wake_at(self) -> float:
@@ -201,46 +178,46 @@ class PathController:
         return min(times)
 
     def _watch(self, choice: PathChoice, now: float) -> None:
-        watched: dict[str | None, _Watched] = {}
+        watched: dict[str | None, _WatchedPath] = {}
         for path in choice.paths:
             before = self._watched.get(path.via)
-            judged_from = now + _RAMP_RTTS * path.rtt_s if before is None else max(before.judged_from, now)
+            judged_from = now + self.settings.ramp_rtts * path.rtt_s if before is None else max(before.judged_from, now)
             backlog = before.backlog if before is not None else 0
             acked = self._acked.get(path.via, 0)
-            watched[path.via] = _Watched(path, path.gbps, judged_from, now, acked, backlog)
+            watched[path.via] = _WatchedPath(path, path.gbps, judged_from, now, acked, backlog)
         self._watched = watched
 
-    def _trouble(self, now: float) -> Trigger | None:
+    def _find_trouble(self, now: float) -> Trigger | None:
         """The first path that stalls, else the first that is degraded."""
         slow: Trigger | None = None
         for via, one in sorted(self._watched.items(), key=lambda item: item[0] or ""):
             silent = now - max(one.moved_at, one.judged_from)
             if one.backlog > 0 and silent >= one.stall_s(self.settings):
                 return Trigger(TriggerKind.STALLED, via, 0.0, one.expected_gbps, silent)
-            if not self._judged(one, now):
+            if not self._is_judged(one, now):
                 continue
             gbps, over = one.rate(now)
             # After an alarm that nothing could be done about, it may have come back.
             one.expected_gbps = min(max(one.expected_gbps, gbps), one.path.gbps)
-            if slow is None and gbps < self.settings.slow_part * one.expected_gbps:
+            if slow is None and gbps < self.settings.slow_share * one.expected_gbps:
                 slow = Trigger(
-                    TriggerKind.DEGRADED, via, min(gbps, one.lately(now, self.settings)), one.expected_gbps, over
+                    TriggerKind.DEGRADED, via, min(gbps, one.recent_rate(now, self.settings)), one.expected_gbps, over
                 )
         return slow
 
-    def _judged(self, one: _Watched, now: float) -> bool:
+    def _is_judged(self, one: _WatchedPath, now: float) -> bool:
         return one.rate(now)[1] >= one.window_s(self.settings)
 
-    def _worst(self, now: float) -> tuple[float, float, float]:
+    def _measure_first(self, now: float) -> tuple[float, float, float]:
         one = self._watched[self.choice.paths[0].via]
         gbps, over = one.rate(now)
         return gbps, one.expected_gbps, over
 
-    def _observed(self, trigger: Trigger, now: float) -> dict[str | None, float]:
+    def _observed_rates(self, trigger: Trigger, now: float) -> dict[str | None, float]:
         """What the paths in use really move, and what those that were left moved when they were."""
         seen = {via: one.gbps for via, one in self._penalties.items() if one.until > now}
         for via, one in self._watched.items():
-            if self._judged(one, now):
+            if self._is_judged(one, now):
                 seen[via] = one.rate(now)[0]
         if trigger.kind is not TriggerKind.BETTER:
             seen[trigger.via] = trigger.observed_gbps
@@ -248,14 +225,22 @@ class PathController:
 
     def _change(self, network: NetworkView, trigger: Trigger, now: float) -> PathChange | None:
         job = replace(self._job, bytes=self.remaining)
-        self._look_at = now + self._patience()
-        observed = self._observed(trigger, now)
+        self._look_at = now + self._look_gap()
+        observed = self._observed_rates(trigger, now)
         if trigger.kind is not TriggerKind.BETTER:
             self._penalise(trigger, now)
         current = frozenset(self._watched)
         unsteady = frozenset(via for via, one in self._penalties.items() if one.until > now)
         try:
-            choice = choose(job, network, current=current, observed=observed, warm=current, unsteady=unsteady)
+            choice = choose(
+                job,
+                network,
+                current=current,
+                observed=observed,
+                warm=current,
+                unsteady=unsteady,
+                settings=self.settings.paths,
+            )
         except NoPath:
             choice = self.choice  # nothing else is possible: wait for this one to move again
         if choice.vias == current:
@@ -270,7 +255,7 @@ class PathController:
         self._watch(choice, now)
         made = PathChange(choice, job.bytes, trigger, now)
         self.changes = (*self.changes, made)
-        self._look_at = now + self._patience()
+        self._look_at = now + self._look_gap()
         return made
 
     def _penalise(self, trigger: Trigger, now: float) -> None:
@@ -278,5 +263,5 @@ class PathController:
         hold = self.settings.hold_s if before is None else min(2.0 * before.hold_s, self.settings.hold_limit_s)
         self._penalties[trigger.via] = _Penalty(trigger.observed_gbps, now + hold, hold)
 
-    def _patience(self) -> float:
+    def _look_gap(self) -> float:
         return float(self.settings.look_s * 2.0 ** min(len(self.changes), 10))

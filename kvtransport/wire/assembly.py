@@ -1,8 +1,8 @@
-"""Which part of a prompt's KV has arrived: pure bookkeeping over (layer, head, token) intervals.
+"""How much of a prompt's KV has arrived: pure bookkeeping over (layer, head, token) intervals.
 
-Frames come in any order and in any cut along the three axes. For each layer and head there is one sorted
-list of disjoint token intervals, neighbours merged, so a transfer in order keeps one interval per head and
-`add` costs a few comparisons.
+Frames come in any order and in any cut along the three axes. For each layer and head there is one
+sorted list of disjoint token intervals, neighbours merged, so a transfer in order keeps one
+interval per head and `add` costs a few comparisons.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["Assembly"]
 
 
 class Assembly:
-    """Expects every layer of `layers`, heads `[0, heads)` and positions `[first, first + tokens)`, each
-    exactly once.
+    """Expects every layer of `layers`, heads `[0, heads)` and positions `[first, first + tokens)`,
+    each exactly once.
     """
 
     def __init__(self, layers: range, heads: int, tokens: int, *, first: int = 0) -> None:
@@ -48,18 +48,18 @@ class Assembly:
         self._missing -= frame.heads * frame.tokens
 
     def complete_tokens(self) -> int:
-        """Length of the longest run from the first position on that every layer and head has: what survives
-        a broken transfer.
+        """Length of the longest run from the first position on that every layer and head has: what
+        survives a broken transfer.
         """
         return min(self._prefix(*intervals) for intervals in self._present.values())
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._missing == 0
 
     @property
-    def part(self) -> float:
-        """Which part of everything is there, in [0, 1]."""
+    def fraction(self) -> float:
+        """How much of everything is there, in [0, 1]."""
         return 1.0 - self._missing / (len(self._present) * (self._end - self._first))
 
     def check_integrity(self) -> None:

@@ -1,5 +1,5 @@
-"""One connection of a link as a pure machine: bytes in, signals out; signals in, sealed bytes out. No socket, no
-clock.
+"""One connection of a link as a pure machine: bytes in, signals out; signals in, sealed bytes out.
+No socket, no clock.
 
     dialling side                                   accepting side
     hello    "p2pKV/2\\n" link(16) nonce(16) role(1) 0(7)  ->
@@ -8,14 +8,15 @@ clock.
 
     record  =  sealed head (54 + 16)  [sealed payload (n + 16)]
 
-*Keys.* HKDF-SHA256 of the link's secret, salted with both nonces, over the whole hello: one key for each direction.
-Each side adds a fresh nonce of its own, so a hello that somebody replays leads to keys nobody has, and no nonce of
-the cipher serves twice. The first record of each side is its `LinkGreeting`; what does not open is not from the peer.
+*Keys.* HKDF-SHA256 of the link's secret, salted with both nonces, over the whole hello: one key for
+each direction. Each side adds a fresh nonce of its own, so a hello that somebody replays leads to
+keys nobody has, and no nonce of the cipher serves twice. The first record of each side is its
+`LinkGreeting`; what does not open is not from the peer.
 
-*Records.* AES-256-GCM with a counter as nonce, one count for head and payload alike, so a record that is replayed,
-left out, put elsewhere or reflected fails to open. The head is sealed apart from the payload: neither is copied to
-join the two, and nobody reserves memory for a payload whose head has not proved itself. There is no plain text on
-the wire after the nonces, lengths included.
+*Records.* AES-256-GCM with a counter as nonce, one count for head and payload alike, so a record
+that is replayed, left out, put elsewhere or reflected fails to open. The head is sealed apart from
+the payload: neither is copied to join the two, and nobody reserves memory for a payload whose head
+has not proved itself. There is no plain text on the wire after the nonces, lengths included.
 
 *Rekeying.* See `ciphers`.
 """
@@ -69,7 +70,8 @@ class LinkRole(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkHello:
-    """The first bytes of a connection, from the side that dials: which link, and which end of it dials."""
+    """The first bytes of a connection, from the side that dials: which link, and which end of it
+    dials."""
 
     link: bytes
     nonce: bytes
@@ -93,13 +95,14 @@ def parse_link_hello(data: bytes) -> LinkHello:
 class Channel:
     """The wire of one connection, at one of its ends.
 
-    Reading: put bytes into `space()`, say how many with `received`, then take signals from `next_signal` until there
-    is none. A `Chunk` leaves its payload sealed until `open_payload` says where to; the next signal comes after.
-    Writing: `opening` first, then `seal`. Reading and writing share nothing but the keys, so one thread may do each
-    once the handshake is over.
+    Reading: put bytes into `space()`, say how many with `received`, then take signals from
+    `next_signal` until there is none. A `Chunk` leaves its payload sealed until `open_payload` says
+    where to; the next signal comes after. Writing: `opening` first, then `seal`. Reading and
+    writing share nothing but the keys, so one thread may do each once the handshake is over.
 
-    The first ProtocolError is final. `damaged` then tells bytes that do not open, which anybody on the path can
-    cause and which cost the connection, from signals that the peer must not send, which cost the link.
+    The first ProtocolError is final. `damaged` then tells bytes that do not open, which anybody on
+    the path can cause and which cost the connection, from signals that the peer must not send,
+    which cost the link.
     """
 
     def __init__(
@@ -154,7 +157,8 @@ class Channel:
         return sum(cipher.rekeyed for cipher in (self._sealer, self._opener) if cipher is not None)
 
     def opening(self) -> bytes:
-        """What this side sends first: hello, or welcome and greeting. The dialling side greets when it is welcomed."""
+        """What this side sends first: hello, or welcome and greeting. The dialling side greets when
+        it is welcomed."""
         data = self._hello.pack() if self.dials else _WELCOME_MAGIC + self._nonce
         self.bytes_out += len(data)
         return data if self.dials else data + bytes(self.seal(LinkGreeting("")))
@@ -162,8 +166,8 @@ class Channel:
     def space(self) -> memoryview:
         """Where the next bytes belong; never empty while `next_signal` has nothing.
 
-        Never more than one head beyond the record that is being read: a chunk is decrypted where it came to lie
-        in here, and hardly anything is ever moved.
+        Never more than one head beyond the record that is being read: a chunk is decrypted where it
+        came to lie in here, and hardly anything is ever moved.
         """
         last = self._start + self._need + SEALED_HEAD_BYTES
         if last > len(self._in):
@@ -204,7 +208,8 @@ class Channel:
         return None
 
     def open_payload(self, into: memoryview | bytearray) -> None:
-        """Decrypt the payload of the chunk that `next_signal` has returned, straight to where it belongs."""
+        """Decrypt the payload of the chunk that `next_signal` has returned, straight to where it
+        belongs."""
         assert self._opener is not None
         assert self._chunk
         try:
@@ -216,7 +221,8 @@ class Channel:
         self._consume(SEALED_HEAD_BYTES)
 
     def seal(self, signal: Signal, payload: memoryview | None = None) -> memoryview:
-        """The record to send, in a buffer that is good until the next call. A chunk comes with its payload."""
+        """The record to send, in a buffer that is good until the next call. A chunk comes with its
+        payload."""
         if self._sealer is None:
             raise RuntimeError("nothing can be sealed before the handshake")
         head, text = pack(signal)

@@ -1,7 +1,8 @@
-"""AES-256-GCM for one direction of a connection: a counter as nonce, and a key that is replaced in time.
+"""AES-256-GCM for one direction of a connection: a counter as nonce, and a key that is replaced in
+time.
 
-After 2**22 seals or 32 GiB under a key, far inside the bounds of GCM (RFC 8446 section 5.5), both ends replace it by
-HKDF-Expand of itself: who gets hold of a key cannot read what went before.
+After 2**22 seals or 32 GiB under a key, far inside the bounds of GCM (RFC 8446 section 5.5), both
+ends replace it by HKDF-Expand of itself: who gets hold of a key cannot read what went before.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The unit in which KV travels: keys and values of one layer, some heads and some tokens.
 
-Ranges are half-open: heads `[head_first, head_last)` of the whole model, token positions `[start, start +
-tokens)` of the prompt. So a frame means the same whatever tensor or pipeline parallelism either side runs. Its bytes
-on the wire are in `signals`.
+Ranges are half-open: heads `[head_first, head_last)` of the whole model, token positions `[start,
+start + tokens)` of the prompt. So a frame means the same whatever tensor or pipeline parallelism
+either side runs. Its bytes on the wire are in `signals`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...kernels.codecs import codec_from_wire
 from ...kernels.errors import PayloadError
-from ...kernels.format import codec_from_wire, dtype_from_wire
+from ...kernels.format import dtype_from_wire
 from ..errors import KVProtocolError
 
 __all__ = ["MAX_PAYLOAD_BYTES", "MAX_REASON_BYTES", "KVFrame"]
@@ -26,8 +27,8 @@ _MAX_POSITION = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class KVFrame:
-    """Keys and values of one layer, some heads and some tokens. `payload` is what `kernels.codec` wrote; it
-    is not copied.
+    """Keys and values of one layer, some heads and some tokens. `payload` is what `kernels.codec`
+    wrote; it is not copied.
     """
 
     layer: int

@@ -1,21 +1,24 @@
-"""An encrypted pipe for messages, both ways, over one connection: what the stages of a replica say to each other.
+"""An encrypted pipe for messages, in both directions over one connection: what the stages of a
+replica say to each other.
 
     dialling side                                   accepting side
     hello, as of a KV link (`channel`)      ->
                                             <-      welcome, greeting
     greeting, records                       ->      <-  records
 
-    record   =  sealed head (16 + 16)  [sealed part (n + 16)] ...
-    message  =  table of sizes (u32 each), buffers; each begins at a multiple of 16; cut into parts of 128 KiB
+    record   =  sealed head (16 + 16)  [sealed block (n + 16)] ...
+    message  =  table of sizes (u32 each), buffers; each begins at a multiple of 16; cut into blocks of 128 KiB
 
-A message is some buffers: they arrive apart, aligned, in one piece of memory that nobody else uses. What is large is
-encrypted where it lies and decrypted where it belongs; a part fits a core's cache.
+A message is some buffers: they arrive apart, aligned, in one area of memory that nobody else uses.
+What is large is encrypted where it lies and decrypted where it belongs; a block fits a core's
+cache.
 
-Keys are derived as those of a link are, from the ticket's secret and fresh nonces of both sides, under a name of
-their own. The greeting proves both ends before anything they announce is believed.
+Keys are derived as those of a link are, from the ticket's secret and fresh nonces of both sides,
+under a name of their own. The greeting proves both ends before anything they announce is believed.
 
-*Alive.* Each side says something at least every `beat_s`, for which a thread must nearly always be in `receive`: a peer
-that computes for long is not taken for lost, and one that has gone without a word is, after `lost_s`.
+*Alive.* Each side says something at least every `beat_s`, for which a thread must nearly always be
+in `receive`: a peer that computes for long is not taken for lost, and one that has gone without a
+word is, after `lost_s`.
 """
 
 from __future__ import annotations
@@ -64,15 +67,16 @@ _WELCOME_MAGIC = b"p2pPI/1\n"
 _INFO = b"p2pserve pipe/1 keys "
 _HEAD = struct.Struct("<BxHIQ")  # kind, buffers, 0, bytes that follow
 _SEALED_HEAD_BYTES = _HEAD.size + TAG_BYTES
-_PART_BYTES = 128 << 10
-_SEALED_PART_BYTES = _PART_BYTES + TAG_BYTES
+_BLOCK_BYTES = 128 << 10
+_SEALED_BLOCK_BYTES = _BLOCK_BYTES + TAG_BYTES
 _ALIGNMENT = 16
 _GOODBYE_S = 0.5  # how long a `close` waits for the connection to take its reason
 
 
 @dataclass(frozen=True, slots=True)
 class PipeSettings:
-    """Both ends need the same `bounds`; a shorter `lost_s` finds a dead box sooner and forgives a bad line less.
+    """Both ends need the same `bounds`; a shorter `lost_s` finds a dead box sooner and forgives a
+    bad line less.
 
     `clock` measures both times; how often it is looked at is up to the kernel's, every `beat_s`.
     """
@@ -95,7 +99,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a record announces: `size` bytes follow, tags not counted. A message has `buffers`, a close its reason."""
+    """What a record announces: `size` bytes follow, tags not counted. A message has `buffers`, a
+    close its reason."""
 
     kind: Kind
     buffers: int = 0
@@ -191,7 +196,8 @@ def _exchange_nonces(sock: socket.socket, ticket: LinkTicket, hello: LinkHello, 
 
 @final
 class Pipe:
-    """One end. Any thread may `send` and `close`; one thread at a time, and at nearly all times, is in `receive`.
+    """One end. Any thread may `send` and `close`; one thread at a time, and at nearly all times, is
+    in `receive`.
 
     The first error is final: both calls raise it from then on, and `ended` says it.
     """
@@ -205,9 +211,9 @@ class Pipe:
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._sending, self._receiving, self._state = threading.Lock(), threading.Lock(), threading.Lock()
-        self._out = bytearray(_SEALED_HEAD_BYTES + _SEALED_PART_BYTES)
-        self._joined = bytearray(_PART_BYTES)
-        self._in = memoryview(bytearray(2 * (_SEALED_HEAD_BYTES + _SEALED_PART_BYTES)))
+        self._out = bytearray(_SEALED_HEAD_BYTES + _SEALED_BLOCK_BYTES)
+        self._joined = bytearray(_BLOCK_BYTES)
+        self._in = memoryview(bytearray(2 * (_SEALED_HEAD_BYTES + _SEALED_BLOCK_BYTES)))
         self._first = self._last = 0
         self._head = bytearray(_HEAD.size)
         self._spoke = self._heard = settings.clock()
@@ -235,17 +241,18 @@ class Pipe:
         return self._sealer.rekeyed + self._opener.rekeyed
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """One message; returns when the kernel has all of it. The buffers are of bytes. Raises TransferError."""
+        """One message; returns when the kernel has all of it. The buffers are of bytes. Raises
+        TransferError."""
         views = [memoryview(buffer) for buffer in buffers]
-        pieces, size = _laid_out(views)
+        laid_out, size = _laid_out(views)
         if len(views) > MAX_BUFFERS or size > self._settings.max_bytes:
             raise KVProtocolError(f"a message of {len(views)} buffers and {size} bytes: too large for a pipe")
         with self._sending:
-            self._say(Head(Kind.MESSAGE, len(views), size), pieces)
+            self._say(Head(Kind.MESSAGE, len(views), size), laid_out)
 
     def receive(self) -> list[memoryview]:
-        """The buffers of the next message. Raises TransferError; TransferAborted with the peer's reason when it has
-        closed the pipe."""
+        """The buffers of the next message. Raises TransferError; TransferAborted with the peer's
+        reason when it has closed the pipe."""
         message = self.receive_within(math.inf)
         assert message is not None
         return message
@@ -253,8 +260,9 @@ class Pipe:
     def receive_within(
         self, wait_s: float, look_s: float = 0.0, meanwhile: Callable[[], object] = os.sched_yield
     ) -> list[memoryview] | None:
-        """The same; None if no message begins within `wait_s`. For the first `look_s` of that this thread does not
-        sleep, but calls `meanwhile` again and again: it goes on sooner, and on a core that is awake."""
+        """The same; None if no message begins within `wait_s`. For the first `look_s` of that this
+        thread does not sleep, but calls `meanwhile` again and again: it goes on sooner, and on a
+        core that is awake."""
         with self._receiving:
             self._raise_if_ended()
             try:
@@ -266,7 +274,8 @@ class Pipe:
                 raise self._end(ConnectionClosed(f"the connection failed: {explain(error)}")) from None
 
     def wait_gone(self, wait_s: float) -> bool:
-        """Whether the connection has ended by then; what came before may be unread. Any thread may call this."""
+        """Whether the connection has ended by then; what came before may be unread. Any thread may
+        call this."""
         descriptor = self._sock.fileno()
         if self._ended is not None or descriptor < 0:
             return True
@@ -288,15 +297,15 @@ class Pipe:
 
     # ---- writing: under the lock `_sending` ------------------------------------------------------------------
 
-    def _say(self, head: Head, pieces: Iterable[Buffer]) -> None:
+    def _say(self, head: Head, buffers: Iterable[Buffer]) -> None:
         self._raise_if_ended()
         out = memoryview(self._out)
         self._sealer.seal(head.pack(), out[:_SEALED_HEAD_BYTES])
         filled = _SEALED_HEAD_BYTES
         try:
-            for part in self._parts(pieces, head.size):
-                end = filled + len(part) + TAG_BYTES
-                self._sealer.seal(part, out[filled:end])
+            for block in self._blocks(buffers, head.size):
+                end = filled + len(block) + TAG_BYTES
+                self._sealer.seal(block, out[filled:end])
                 self._write(out[:end])
                 filled = 0
             if filled:
@@ -309,33 +318,34 @@ class Pipe:
         self.bytes_out += len(data)
         self._spoke = self._settings.clock()
 
-    def _parts(self, pieces: Iterable[Buffer], size: int) -> Iterator[bytes | memoryview]:
-        """The same bytes, cut anew. What fills a part is not copied, the rest is joined."""
-        if size <= _PART_BYTES:  # nearly all messages
+    def _blocks(self, buffers: Iterable[Buffer], size: int) -> Iterator[bytes | memoryview]:
+        """The same bytes, cut anew. What fills a block is not copied, the rest is joined."""
+        if size <= _BLOCK_BYTES:  # nearly all messages
             if size:
-                yield b"".join(pieces)
+                yield b"".join(buffers)
             return
         joined = memoryview(self._joined)
         filled = 0
-        for piece in pieces:
-            view = memoryview(piece)
+        for buffer in buffers:
+            view = memoryview(buffer)
             while view:
-                if not filled and len(view) >= _PART_BYTES:
-                    yield view[:_PART_BYTES]
-                    view = view[_PART_BYTES:]
+                if not filled and len(view) >= _BLOCK_BYTES:
+                    yield view[:_BLOCK_BYTES]
+                    view = view[_BLOCK_BYTES:]
                     continue
-                count = min(_PART_BYTES - filled, len(view))
+                count = min(_BLOCK_BYTES - filled, len(view))
                 joined[filled : filled + count] = view[:count]
                 filled, view = filled + count, view[count:]
-                if filled == _PART_BYTES:
+                if filled == _BLOCK_BYTES:
                     yield joined
                     filled = 0
         if filled:
             yield joined[:filled]
 
     def _beat(self, now: float) -> None:
-        """Say that this side is alive, unless something else says so: a send that is under way, or bytes of one that
-        still fill the kernel's buffer. So the thread that reads never waits for one that writes."""
+        """Say that this side is alive, unless something else says so: a send that is under way, or
+        bytes of one that still fill the kernel's buffer. So the thread that reads never waits for
+        one that writes."""
         if now - self._spoke < self._settings.beat_s or not self._sending.acquire(blocking=False):
             return
         try:
@@ -376,9 +386,9 @@ class Pipe:
             match head.kind:
                 case Kind.MESSAGE:
                     data = memoryview(bytearray(head.size))
-                    for first in range(0, head.size, _PART_BYTES):
-                        part = data[first : first + _PART_BYTES]
-                        self._opener.open(self._take(len(part) + TAG_BYTES), part)
+                    for first in range(0, head.size, _BLOCK_BYTES):
+                        block = data[first : first + _BLOCK_BYTES]
+                        self._opener.open(self._take(len(block) + TAG_BYTES), block)
                     return split(data, head.buffers)
                 case Kind.CLOSE:
                     reason = bytearray(head.size)
@@ -455,17 +465,17 @@ class Pipe:
 def _laid_out(views: Sequence[memoryview]) -> tuple[list[Buffer], int]:
     """Table and buffers with the gaps between them, and how many bytes that is."""
     table = struct.pack(f"<{len(views)}I", *map(len, views))
-    pieces: list[Buffer] = []
+    laid_out: list[Buffer] = []
     size = 0
     contents: list[Buffer] = [table, *views]
-    for piece in contents:
-        pieces.append(piece)
-        size += len(piece)
+    for content in contents:
+        laid_out.append(content)
+        size += len(content)
         gap = -size % _ALIGNMENT
         if gap:
-            pieces.append(bytes(gap))
+            laid_out.append(bytes(gap))
             size += gap
-    return pieces, size
+    return laid_out, size
 
 
 def split(data: memoryview, count: int) -> list[memoryview]:

@@ -1,12 +1,12 @@
-"""What the two ends of a link say to each other on its connections: one fixed head per record, and a payload
-where there is one.
+"""What the two ends of a link say to each other on its connections: one fixed head per record, and
+a payload where there is one.
 
 Little-endian, no padding. Every head has 54 bytes::
 
     u8 kind | u8 grid | u16 0 | u32 payload bytes | 16 bytes transfer | 30 bytes of the kind's own
 
     from the sender of KV
-      1 Chunk     u32 frame | u32 offset | u32 total | 18 bytes frame header      payload: a piece of the frame
+      1 Chunk     u32 frame | u32 offset | u32 total | 18 bytes frame header      payload: bytes of the frame
       2 End       u32 tokens | u32 frames
       3 Abort                                                                     payload: reason, UTF-8
     from the receiver
@@ -19,13 +19,15 @@ Little-endian, no padding. Every head has 54 bytes::
       9 Greeting                                                                  payload: label, UTF-8
      10 Goodbye                                                                   payload: reason, UTF-8
 
-A frame is cut on a grid of `2 ** grid` bytes: a chunk begins at a multiple of it and ends at the next one or with
-the frame, so a chunk that comes twice is known by its offset. The frame header is that of `messages`::
+A frame is cut on a grid of `2 ** grid` bytes: a chunk begins at a multiple of it and ends at the
+next one or with the frame, so a chunk that comes twice is known by its offset. The frame header is
+that of `messages`::
 
     u16 layer | u16 head_first | u16 head_last | u32 start | u32 tokens | u8 codec | u8 dtype | u16 head_dim
 
-Chunk, End, Abort, Credit and Result are *reliable*: each end counts those it has dealt with on each connection and
-says so with Progress; what a connection had not confirmed when it died is said again on another.
+Chunk, End, Abort, Credit and Result are *reliable*: each end counts those it has dealt with on each
+connection and says so with Progress; what a connection had not confirmed when it died is said again
+on another.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ HEAD_BYTES = _CHUNK.size
 
 
 class Chunk(NamedTuple):
-    """`length` bytes at `offset` of the payload, `total` bytes long, of frame number `frame` of a transfer."""
+    """`length` bytes at `offset` of the payload, `total` bytes long, of frame number `frame` of a
+    transfer."""
 
     transfer: bytes
     frame: int
@@ -92,7 +95,8 @@ class Chunk(NamedTuple):
 
 
 class End(NamedTuple):
-    """The transfer has `frames` frames, numbered from 0, covering `tokens` positions. They may still be on the way."""
+    """The transfer has `frames` frames, numbered from 0, covering `tokens` positions. They may
+    still be in flight."""
 
     transfer: bytes
     tokens: int
@@ -107,8 +111,8 @@ class Abort(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """The sender may have sent chunks for up to `limit` bytes of charge since the transfer began (see `receiving`).
-    The receiver has the positions before `first` already."""
+    """The sender may have sent chunks for up to `limit` bytes of charge since the transfer began
+    (see `receiving`). The receiver has the positions before `first` already."""
 
     transfer: bytes
     limit: int
@@ -124,7 +128,8 @@ class Result(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """`records` reliable records of this connection have been dealt with, and `bytes` read from it in all."""
+    """`records` reliable records of this connection have been dealt with, and `bytes` read from it
+    in all."""
 
     records: int
     bytes: int
@@ -143,7 +148,8 @@ class Pong(NamedTuple):
 
 
 class LinkGreeting(NamedTuple):
-    """The first record of each side: proves that it holds the link's secret. The dialling side names the path."""
+    """The first record of each side: proves that it holds the link's secret. The dialling side
+    names the path."""
 
     label: str
 
@@ -210,7 +216,8 @@ def pack(signal: Signal) -> tuple[bytes, bytes]:
 
 
 def payload_bytes(head: bytes | bytearray, largest: int) -> int:
-    """How many bytes of payload follow a head. More than `largest`, or than its kind may have, is an error."""
+    """How many bytes of payload follow a head. More than `largest`, or than its kind may have, is
+    an error."""
     kind, grid, zero, length, _ = _PREFIX.unpack_from(head)
     if kind == CHUNK_KIND:
         allowed = MAX_CHUNK_BYTES

@@ -1,4 +1,5 @@
-"""Sockets of a link: dialling, options, and the handshake. Blocking, for threads; what fails is a TransferError."""
+"""Sockets of a link: dialling, options, and the handshake. Blocking, for threads; what fails is a
+TransferError."""
 
 from __future__ import annotations
 
@@ -33,13 +34,14 @@ _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module has no name 
 _RTT_AT = 68  # tcpi_rtt, microseconds, in struct tcp_info
 _USER_TIMEOUT_MS = 15_000
 _UNSENT_BYTES = 1024 * 1024
-"""Above this many unsent bytes in its kernel buffer a connection takes no new chunk: what it cannot send now is
-better taken by another one.
+"""Above this many unsent bytes in its kernel buffer a connection takes no new chunk: what it cannot
+send now is better taken by another one.
 """
 
 
 def tune(sock: socket.socket, congestion: str = "", pace_bytes_s: int = 0) -> None:
-    """Options of a data connection. SO_SNDBUF and SO_RCVBUF are never touched: setting them ends autotuning."""
+    """Options of a data connection. SO_SNDBUF and SO_RCVBUF are never touched: setting them ends
+    autotuning."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -58,7 +60,8 @@ def pace(sock: socket.socket, bytes_s: int) -> None:
 
 
 def dial(path: DialPath, timeout: float) -> socket.socket:
-    """A connection to the other end, through the path's relay if it has one: the next bytes are the link's own."""
+    """A connection to the other end, through the path's relay if it has one: the next bytes are the
+    link's own."""
     try:
         sock = socket.create_connection((path.host, path.port), timeout)
     except OSError as error:
@@ -81,7 +84,8 @@ def dial(path: DialPath, timeout: float) -> socket.socket:
 
 
 def read_link_hello(sock: socket.socket, timeout: float) -> LinkHello:
-    """The hello of an accepted connection. Not a byte more is read, so that the socket can be handed on."""
+    """The hello of an accepted connection. Not a byte more is read, so that the socket can be
+    handed on."""
     try:
         data = receive_exactly(sock, LINK_HELLO_BYTES, time.monotonic() + timeout)
     except OSError as error:
@@ -90,22 +94,24 @@ def read_link_hello(sock: socket.socket, timeout: float) -> LinkHello:
 
 
 def receive_exactly(sock: socket.socket, count: int, until: float) -> bytes:
-    """`count` bytes by the moment `until` of the monotonic clock; TransferTimeout if they do not come."""
+    """`count` bytes by the moment `until` of the monotonic clock; TransferTimeout if they do not
+    come."""
     data = bytearray()
     while len(data) < count:
         _wait_until(sock, until)
         try:
-            piece = sock.recv(count - len(data))
+            read = sock.recv(count - len(data))
         except TimeoutError:
             raise TransferTimeout(f"{len(data)} of {count} bytes came in time") from None
-        if not piece:
+        if not read:
             raise ConnectionClosed(f"the other side closed the connection after {len(data)} of {count} bytes")
-        data += piece
+        data += read
     return bytes(data)
 
 
 def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
-    """Until both ends have proved themselves. Leaves the socket blocking, without a timeout of its own."""
+    """Until both ends have proved themselves. Leaves the socket blocking, without a timeout of its
+    own."""
     until = time.monotonic() + timeout
     try:
         _wait_until(sock, until)
@@ -128,13 +134,15 @@ def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """The kernel's smoothed round trip of a connection, its handshake included; infinite where it does not say."""
+    """The kernel's smoothed round trip of a connection, its handshake included; infinite where it
+    does not say."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4) if hasattr(socket, "TCP_INFO") else b""
     return struct.unpack_from("I", info, _RTT_AT)[0] / 1e6 if len(info) == _RTT_AT + 4 else math.inf
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Wake every thread inside the socket. Its number stays taken until `close`: nobody reads another's bytes."""
+    """Wake every thread inside the socket. Its number stays taken until `close`: nobody reads
+    another's bytes."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

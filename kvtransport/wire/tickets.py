@@ -1,7 +1,7 @@
 """Tickets: permission and key for a link, and the name of a transfer on it.
 
-The side that receives KV issues them; they reach the other side over the authenticated control stream and nowhere
-else.
+The side that receives KV issues them; they reach the other side over the authenticated control
+stream and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...kernels.format import Codec
+from ...kernels.codecs import codec_named
+from ...kernels.errors import CodecError
 from ..errors import TicketError
 
 __all__ = [
@@ -32,11 +33,12 @@ _LEASE_MAX_S = 86_400.0
 
 
 class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Permission and key for a link: any number of connections between one sending and one receiving process.
+    """Permission and key for a link: any number of connections between one sending and one
+    receiving process.
 
-    Both processes hold the same ticket. Keys of connections are derived from `secret` with fresh nonces of both
-    ends (`channel`), so one ticket serves for every connection and redial. The link ends when it has carried no
-    transfer for `lease_s` seconds.
+    Both processes hold the same ticket. Keys of connections are derived from `secret` with fresh
+    nonces of both ends (`channel`), so one ticket serves for every connection and redial. The link
+    ends when it has carried no transfer for `lease_s` seconds.
     """
 
     link: bytes
@@ -59,7 +61,8 @@ class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names one transfer on a link: its id, what its frames are coded in, and the seconds it may take at each end."""
+    """Names one transfer on a link: its id, what its frames are coded in, and the seconds it may
+    take at each end."""
 
     transfer: bytes
     link: bytes
@@ -71,14 +74,17 @@ class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TicketError(f"transfer id {self.transfer.hex()!r}: it must have {TRANSFER_ID_BYTES} bytes, not all 0")
         if len(self.link) != LINK_ID_BYTES:
             raise TicketError(f"link id has {len(self.link)} bytes; it must have {LINK_ID_BYTES}")
-        if self.codec not in tuple(Codec):
-            raise TicketError(f"codec {self.codec[:64]!r} is unknown; known are {', '.join(Codec)}")
+        try:
+            codec_named(self.codec)
+        except CodecError as error:
+            raise TicketError(str(error)) from None
         if not (math.isfinite(self.deadline_s) and 0 < self.deadline_s <= _DEADLINE_MAX_S):
             raise TicketError(f"deadline of {self.deadline_s} s is not in (0, {_DEADLINE_MAX_S:g}]")
 
 
 def issue_link(lease_s: float, random: Callable[[int], bytes]) -> LinkTicket:
-    """A fresh ticket for a link. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`, except in tests."""
+    """A fresh ticket for a link. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`,
+    except in tests."""
     return LinkTicket(link=random(LINK_ID_BYTES), secret=random(KEY_BYTES), lease_s=lease_s)
 
 

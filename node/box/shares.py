@@ -27,13 +27,14 @@ from .fitting import (
 from .hardware import Hardware
 from .home import NodeError
 
-__all__ = ["EngineKnobs", "Share", "choose_limits", "share_of"]
+__all__ = ["EngineSettings", "Share", "choose_limits", "share_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineKnobs:
+class EngineSettings:
     """Settings of a node's engine; see `engine.protocol.EngineConfig` for what they cost."""
 
+    backend: str = "vllm"  # the engine: a name of `engine.backends`
     dtype: str = "auto"
     kv_cache_mib: int | None = None
     max_batched_tokens: int | None = None  # None: by the device
@@ -43,7 +44,7 @@ class EngineKnobs:
     threads: int = 0  # 0: all cores but one
     tp: int | None = None  # None: all GPUs
     memory_gib: float | None = None  # for weights and KV; None: what the box has
-    emulate: str | None = None  # GPUs that are only modelled, like 4xA40; None: the box's own
+    emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
 
 
@@ -60,7 +61,7 @@ class Share:
     kv_cache_mib: int | None = None
 
 
-def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> Share:
+def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineSettings) -> Share:
     """As many layers as there is room for: with fewer than all, the box is to be a stage. Unless the owner says how
     long requests may be, all layers go before long requests. Raises NodeError."""
     tp = _choose_tp(model, hardware, knobs)
@@ -89,7 +90,7 @@ def share_of(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> Share:
     return Share(layers, tp, choose_limits(knobs, tokens, requests, longest), kv_cache_mib)
 
 
-def _choose_tp(model: ModelInfo, hardware: Hardware, knobs: EngineKnobs) -> int:
+def _choose_tp(model: ModelInfo, hardware: Hardware, knobs: EngineSettings) -> int:
     """How many workers share each layer. Raises NodeError."""
     tp = knobs.tp or default_tp(hardware, model)
     if not can_share(model, tp):
@@ -110,7 +111,7 @@ def _fit_layers(model: ModelInfo, room: Room, max_model_len: int | None, tp: int
     return layers_that_fit(model, room, tp=tp, max_model_len=STAGE_MODEL_LEN), None
 
 
-def choose_limits(knobs: EngineKnobs, tokens: int, requests: int, longest: int | None = None) -> BatchLimits:
+def choose_limits(knobs: EngineSettings, tokens: int, requests: int, longest: int | None = None) -> BatchLimits:
     """So many tokens and requests in a step, and a request of that length, unless the owner says otherwise. A request
     that decodes takes a token, so there are no more requests than tokens. Raises NodeError."""
     tokens = knobs.max_batched_tokens or tokens

@@ -33,7 +33,8 @@ from ...kvtransport.wire.sockets import read_link_hello
 from ...kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..engine import protocol
 from ..models import ModelError, ModelInfo, open_model
-from ..replica.engine_link import EngineError, EngineLink, ForkServer, open_fork_server
+from ..replica.engine_link import EngineError, EngineLink, ForkServerClient
+from ..replica.fork_server import open_fork_server
 
 Mode = Literal["auto", "layerwise", "serialised"]
 
@@ -55,7 +56,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class OverlapReport:
     """All figures of a run. `auto`: prompt tokens -> what the engine chose on the unthrottled link."""
 
     model: str
@@ -91,7 +92,7 @@ class _Engine:
         self._news.set()
         self._news = trio.Event()
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.EngineMessage) -> None:
         assert self.link is not None
         self.link.send(message)
 
@@ -119,7 +120,7 @@ class _Bench:
         self._codec = codec
         self._vocabulary = model.shape.vocabulary
         self._rng = random.Random(1)
-        self._all = protocol.Slice(first_layer=0, last_layer=model.layers, first_head=0, last_head=model.kv_heads)
+        self._all = protocol.KvSlice(first_layer=0, last_layer=model.layers, first_head=0, last_head=model.kv_heads)
         self._link: LinkTicket = issue_link(LEASE_S, secrets.token_bytes)
 
     def prompt(self, tokens: int) -> tuple[int, ...]:
@@ -161,7 +162,7 @@ def _submit(request: str, prompt: tuple[int, ...], **hand_off: object) -> protoc
     return protocol.Submit(**values)  # type: ignore[arg-type]
 
 
-async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> Report:
+async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     await bench.prefill_s(tokens)  # both engines warm, the link dialled
     whole = await bench.hand_off(tokens, "layerwise", 0)
     prefill_s = statistics.median([await bench.prefill_s(tokens) for _ in range(repeats)])
@@ -174,7 +175,7 @@ async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: 
     for length in AUTO_TOKENS:
         if length <= tokens:
             auto[length] = (await bench.hand_off(length, "auto", 0)).mode
-    return Report(
+    return OverlapReport(
         model=model,
         codec=codec,
         prompt_tokens=tokens,
@@ -220,13 +221,13 @@ async def _listener(decode: _Engine) -> AsyncIterator[int]:
         nursery.cancel_scope.cancel()
 
 
-async def _start(server: ForkServer, config: protocol.EngineConfig) -> _Engine:
+async def _start(server: ForkServerClient, config: protocol.EngineConfig) -> _Engine:
     engine = _Engine()
     engine.link = await server.start_engine(config, engine.on_message)
     return engine
 
 
-async def run(model: str, codec: str, tokens: int, repeats: int) -> Report:
+async def run(model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     """Start two engines and measure. Raises ModelError, EngineError or TransferError."""
     opened = open_model(model)
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
@@ -239,7 +240,7 @@ async def run(model: str, codec: str, tokens: int, repeats: int) -> Report:
                 return await _measure(bench, model, codec, tokens, repeats)
 
 
-def table(report: Report) -> str:
+def table(report: OverlapReport) -> str:
     """For people."""
     lines = [
         f"{report.model}, {report.prompt_tokens} tokens, {report.codec}: prefill {report.prefill_s:.3f} s",
@@ -265,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.tokens < 2 or options.repeats < 1:
         parser.error("--tokens must be at least 2 and --repeats at least 1")
-    report: Report | None = None
+    report: OverlapReport | None = None
     try:
         report = trio.run(run, options.model, options.codec, options.tokens, options.repeats)
     except* (ModelError, EngineError, TransferError, ValueError) as errors:

@@ -31,7 +31,7 @@ class Outbox:
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="agent-writer", daemon=True).start()
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.EngineMessage) -> None:
         """Send a message, or queue it."""
         data = protocol.frame(message)
         with self._lock:

@@ -11,7 +11,7 @@ This module imports neither torch nor vLLM: the agent loads it.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -20,11 +20,12 @@ from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
 from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
+from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, TransferSettings
 
 MAX_MESSAGE: Final = 64 << 20
 HOST_SHARE: Final = 64  # of a box's memory, for the KV that an engine sends, and as much for what it receives
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-HowToLeave = Literal["auto", "layerwise", "serialised"]
+WantedSendMode = Literal["auto", "layerwise", "serialised"]
 Figure = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
 _LENGTH: Final = struct.Struct("<I")
 
@@ -33,7 +34,7 @@ class EngineProtocolError(Exception):
     """The other end of an engine's socket sent something that is not a message."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+class EngineMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     """Base of all messages of this protocol."""
 
 
@@ -91,7 +92,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     partition: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] = ()
     stage: Count = 0
     pipes: tuple[PipeEnd, ...] = ()
-    emulation: Emulation | None = None  # None: a real engine, which loads `model`
+    transfers: TransferSettings = TRANSFER_DEFAULTS
+    pipeline: PipelineSettings = PIPELINE_DEFAULTS
+    backend: str = "vllm"  # the engine: a name of `backends`
+    options: dict[str, Any] = {}  # for that engine alone, which knows their type
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,14 +128,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ignore_eos: bool = False
 
 
-class Rank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker of an engine: pipeline stage and place in the tensor-parallel group of that stage."""
 
     stage: Count = 0
     tp: Count = 0
 
 
-class Slice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KvSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rectangle of a model's KV: layers `[first_layer, last_layer)` and KV heads `[first_head, last_head)`, both as
     numbered in the whole model."""
 
@@ -166,31 +170,31 @@ class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decide it.
     """
 
-    rank: Rank = Rank()
-    slice: Slice
+    rank: WorkerRank = WorkerRank()
+    slice: KvSlice
     ticket: TransferTicket
     link: LinkTicket
     paths: tuple[DialPath, ...]
     gbps: Figure
     rtt_s: Figure
-    pacing: HowToLeave = "auto"
+    pacing: WantedSendMode = "auto"
 
 
 class Inlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one worker of this replica receives from one worker of another, and on which link."""
 
-    rank: Rank = Rank()
-    slice: Slice
+    rank: WorkerRank = WorkerRank()
+    slice: KvSlice
     ticket: TransferTicket
     link: LinkTicket
 
 
-class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
     """Run a request. With `send`, its prompt's KV is pushed over these outlets.
 
     With `receive`, the first `receive_tokens` positions of KV are expected from another engine at these inlets, and
     are computed here as far as they do not arrive. All tickets of a request name the same transfer; each, its link.
-    `told_first`: that engine writes the first token too. Once all KV is here, the request waits for `FirstToken`, or
+    `told_first`: that engine writes the first token too. Once all KV is here, the request waits for `SetFirstToken`, or
     for `AbortTransfer`, after which it writes its own.
     """
 
@@ -216,7 +220,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
             raise ValueError("who writes the first token elsewhere has read all of the prompt")
 
 
-class FirstToken(Message, frozen=True, kw_only=True, tag="first-token"):
+class SetFirstToken(EngineMessage, frozen=True, kw_only=True, tag="first-token"):
     """What another engine has written first for a request that waits for it: go on from there. The answer begins with
     this token all the same. It comes too late for a request that is being computed, because its KV has not come as a
     whole; that one begins with a token of its own."""
@@ -225,44 +229,44 @@ class FirstToken(Message, frozen=True, kw_only=True, tag="first-token"):
     token: Count
 
 
-class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+class Cancel(EngineMessage, frozen=True, kw_only=True, tag="cancel"):
     """Forget a request, whatever its state."""
 
     request: str
 
 
-class AbortTransfer(Message, frozen=True, kw_only=True, tag="abort-transfer"):
+class AbortTransfer(EngineMessage, frozen=True, kw_only=True, tag="abort-transfer"):
     """No more KV will come for this transfer: compute what is missing."""
 
     transfer: bytes
     reason: str
 
 
-class SetPaths(Message, frozen=True, kw_only=True, tag="set-paths"):
+class SetLinkPaths(EngineMessage, frozen=True, kw_only=True, tag="set-paths"):
     """Another way for a link, for what is under way on it too."""
 
     link: bytes
     paths: tuple[DialPath, ...]
 
 
-class CloseLink(Message, frozen=True, kw_only=True, tag="close-link"):
+class CloseLink(EngineMessage, frozen=True, kw_only=True, tag="close-link"):
     """A link will not be used again: its peer is gone."""
 
     link: bytes
     reason: str
 
 
-class LimitSteps(Message, frozen=True, kw_only=True, tag="limit-steps"):
+class LimitSteps(EngineMessage, frozen=True, kw_only=True, tag="limit-steps"):
     """From now on a step computes so many tokens at most, but never more than the engine was started with; 0: that."""
 
     tokens: Count
 
 
-class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+class Stop(EngineMessage, frozen=True, kw_only=True, tag="stop"):
     """Leave at once."""
 
 
-class Ready(Message, frozen=True, kw_only=True, tag="ready"):
+class EngineReady(EngineMessage, frozen=True, kw_only=True, tag="ready"):
     """The model is loaded. Figures are the engine's own; `tflops` and `memory_gbps` were measured just now."""
 
     pid: int
@@ -282,13 +286,13 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     async_scheduling: bool = False
 
 
-class StartFailed(Message, frozen=True, kw_only=True, tag="start-failed"):
+class StartFailed(EngineMessage, frozen=True, kw_only=True, tag="start-failed"):
     """The model could not be loaded. `reason` is one line for the user."""
 
     reason: str
 
 
-class EngineFailed(Message, frozen=True, kw_only=True, tag="failed"):
+class EngineFailed(EngineMessage, frozen=True, kw_only=True, tag="failed"):
     """The process ends, because a replica that spans boxes is broken. `reason` is one line for the user."""
 
     reason: str
@@ -332,7 +336,7 @@ class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     samples: tuple[StepSample, ...]
 
 
-class Step(Message, frozen=True, kw_only=True, tag="step"):
+class Step(EngineMessage, frozen=True, kw_only=True, tag="step"):
     """One message for all requests that a step moved. `iterations` comes with one every 100 ms, and when the engine
     has nothing more to do."""
 
@@ -341,7 +345,7 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     iterations: Iterations | None = None
 
 
-class TransferReport(Message, frozen=True, kw_only=True, tag="transfer"):
+class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     """How a transfer ended, from the sending engine.
 
     `mode` is layerwise or serialised, `paths` the KV bytes that went each way, `blocked_s` how long it waited for the
@@ -376,7 +380,7 @@ class PathReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rtt_s: Figure | None
 
 
-class LinkReport(Message, frozen=True, kw_only=True, tag="link"):
+class LinkReport(EngineMessage, frozen=True, kw_only=True, tag="link"):
     """How a link with open transfers gets on, several times a second. `waiting_bytes`: queued and not yet confirmed;
     `blocked`: all that could be sent waits for the receiver's credit."""
 
@@ -387,36 +391,36 @@ class LinkReport(Message, frozen=True, kw_only=True, tag="link"):
     blocked: bool
 
 
-ToEngine = Submit | FirstToken | Cancel | AbortTransfer | SetPaths | CloseLink | LimitSteps | Stop
-FromEngine = Ready | StartFailed | EngineFailed | Step | TransferReport | LinkReport
+ToEngine = Submit | SetFirstToken | Cancel | AbortTransfer | SetLinkPaths | CloseLink | LimitSteps | Stop
+FromEngine = EngineReady | StartFailed | EngineFailed | Step | TransferReport | LinkReport
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Spawn(Message, frozen=True, kw_only=True, tag="spawn"):
+class Spawn(EngineMessage, frozen=True, kw_only=True, tag="spawn"):
     """To the fork server, with two descriptors: message socket and descriptor socket of the new engine."""
 
     engine: int
     config: EngineConfig
 
 
-class Preloaded(Message, frozen=True, kw_only=True, tag="preloaded"):
-    """From the fork server: vLLM is imported, engines start quickly from now on."""
+class Preloaded(EngineMessage, frozen=True, kw_only=True, tag="preloaded"):
+    """From the fork server: its engine is imported (`version`), so that processes start quickly from now on."""
 
     pid: int
     version: str
     seconds: float
 
 
-class PreloadFailed(Message, frozen=True, kw_only=True, tag="preload-failed"):
-    """From the fork server: vLLM cannot be imported here."""
+class PreloadFailed(EngineMessage, frozen=True, kw_only=True, tag="preload-failed"):
+    """From the fork server: its engine cannot be imported here."""
 
     reason: str
 
 
-class EngineExited(Message, frozen=True, kw_only=True, tag="exited"):
+class EngineExited(EngineMessage, frozen=True, kw_only=True, tag="exited"):
     """From the fork server: an engine process is gone. `status` is as of `os.waitstatus_to_exitcode`."""
 
     engine: int
@@ -429,12 +433,12 @@ spawn = msgspec.msgpack.Decoder(Spawn)
 fork_server_event = msgspec.msgpack.Decoder(ForkServerEvent)
 
 
-def pack(message: Message) -> bytes:
+def pack(message: EngineMessage) -> bytes:
     """One message without a frame, for packet sockets."""
     return _encoder.encode(message)
 
 
-def frame(message: Message) -> bytes:
+def frame(message: EngineMessage) -> bytes:
     """One message with its length in front, for stream sockets."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE:

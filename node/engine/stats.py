@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @final
-class Thinned(Generic[T]):
+class SpreadSample(Generic[T]):
     """At most `limit` of the values added, evenly spread: whenever there are too many, every other one goes."""
 
     def __init__(self, limit: int) -> None:
@@ -46,7 +46,7 @@ class Thinned(Generic[T]):
 
 
 @final
-class Tally:
+class StepTotals:
     """Sums over steps, until they are taken."""
 
     def __init__(self) -> None:
@@ -54,13 +54,13 @@ class Tally:
         self._clear()
 
     def __repr__(self) -> str:
-        return f"<Tally of {self._steps} steps>"
+        return f"<StepTotals of {self._steps} steps>"
 
     def _clear(self) -> None:
         self._steps = self._preemptions = self._prefill = self._decode = self._context = 0
         self._seconds = self._longest = 0.0
-        self._prefills: Thinned[StepSample] = Thinned(SAMPLES_KEPT)
-        self._decodes: Thinned[StepSample] = Thinned(SAMPLES_KEPT)
+        self._prefills: SpreadSample[StepSample] = SpreadSample(SAMPLES_KEPT)
+        self._decodes: SpreadSample[StepSample] = SpreadSample(SAMPLES_KEPT)
 
     def add(self, step: StepSample, preempted: int) -> None:
         """Count a step, before which so many requests had lost their blocks."""
@@ -109,7 +109,7 @@ class StepMeter:
         self, scheduler: Any, clock: Callable[[], float], on_step: Callable[[StepSample], None], *, concurrent: bool
     ) -> None:
         """`on_step` is told of each step that has ended, unless it computed nothing."""
-        self.tally = Tally()
+        self.tally = StepTotals()
         self._clock = clock
         self._on_step = on_step
         self._concurrent = concurrent
@@ -136,7 +136,7 @@ class StepMeter:
         if self._ended is not None and not self._concurrent:
             began = max(began, self._ended)
         if scheduled.total_num_scheduled_tokens:
-            step = sample_of(scheduled, now - began)
+            step = describe_step(scheduled, now - began)
             self.tally.add(step, len(scheduled.preempted_req_ids or ()))
             self._on_step(step)
             self._ended = now
@@ -145,7 +145,7 @@ class StepMeter:
         return result
 
 
-def sample_of(scheduled: Any, seconds: float) -> StepSample:
+def describe_step(scheduled: Any, seconds: float) -> StepSample:
     """What vLLM's `SchedulerOutput` has let requests compute."""
     counts: dict[str, int] = scheduled.num_scheduled_tokens
     decoding = prefilling = context = 0

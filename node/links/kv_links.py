@@ -14,7 +14,7 @@ import trio
 
 from ...bootstrap import PeerId
 from ...kvtransport.wire.tickets import LinkTicket, issue_link
-from ..engine.protocol import Rank
+from ..engine.protocol import WorkerRank
 
 LEASE_S = 600.0  # connections of a link that carries nothing for so long are closed; the next transfer dials again
 
@@ -23,8 +23,8 @@ class Ends(NamedTuple):
     """Between whom a link is: the node at the other end, and the workers that send and receive."""
 
     peer: PeerId
-    source: Rank
-    target: Rank
+    source: WorkerRank
+    target: WorkerRank
 
 
 Ask = Callable[[Ends], Awaitable[LinkTicket]]

@@ -18,7 +18,8 @@ import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, Unreachable
 from ...bootstrap.methods import Messenger
-from ...kernels.format import Codec, WireDtype, payload_bytes
+from ...kernels.codecs import codec_named
+from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
 from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.link.permits import Permit
@@ -36,7 +37,7 @@ from ..methods import LINK_OPEN, RELAY_OPEN
 from ..models import ModelInfo
 from .kv_links import Ends, OutgoingLinks
 
-__all__ = ["MAX_TRANSFER_S", "KvWays", "WaySettings"]
+__all__ = ["MAX_TRANSFER_S", "KvWays", "LinkSettings"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": Wir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaySettings:
+class LinkSettings:
     """What the box's owner says of it: its site, its caps and prices, and what a path may cost."""
 
     site: str = ""
@@ -106,7 +107,7 @@ class KvWays:
     def __init__(
         self,
         *,
-        settings: WaySettings,
+        settings: LinkSettings,
         messenger: Messenger,
         where: Callable[[PeerId], Address | None],
         set_paths: Callable[[bytes, tuple[DialPath, ...]], None],
@@ -213,7 +214,7 @@ class KvWays:
     def network(self, without: bytes = b"") -> NetworkView:
         """Everything known, and what flows from here now; `without` leaves one link's own flow out."""
         now = self._clock()
-        own = {peer: estimator.settled(now) for peer, estimator in self._estimators.items()}
+        own = {peer: estimator.stable_figures(now) for peer, estimator in self._estimators.items()}
         if self._known is None or own != self._own_links:
             self._own_links, self._known = own, self._known_with(own)
         flows = tuple(
@@ -226,19 +227,19 @@ class KvWays:
 
     # ---- a transfer -----------------------------------------------------------------------------------------
 
-    async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
+    async def outlet(self, ticketed: messages.TicketedSlice, service: str, tokens: int) -> protocol.Outlet:
         """The link for a part of a prompt of so many tokens, and the paths to take.
 
         Raises NetworkError when the link cannot be had, TransferError when there is no path.
         """
         self._service = service
-        piece, ticket = part.piece, part.ticket
-        ends = Ends(PeerId(piece.target_peer), piece.source, piece.target)
+        rank_slice, ticket = ticketed.rank_slice, ticketed.ticket
+        ends = Ends(PeerId(rank_slice.target_peer), rank_slice.source, rank_slice.target)
         link = await self._link(ends, ticket.link)
         job = PathQuery(
             source=self.own,
             target=ends.peer,
-            bytes=self._kv_bytes(ticket.codec, tokens, piece.slice),
+            bytes=self._kv_bytes(ticket.codec, tokens, rank_slice.slice),
             usd_per_s=self.settings.usd_per_s,
             max_usd_per_gb=self.settings.max_usd_per_gb,
         )
@@ -253,8 +254,8 @@ class KvWays:
         controller = PathController(job, choice, now=now)
         self._ways[link.link] = _Way(ends, job, choices, choice, controller, seen, seen, waiting, at, now)
         return protocol.Outlet(
-            rank=piece.source,
-            slice=piece.slice,
+            rank=rank_slice.source,
+            slice=rank_slice.slice,
             # What the receiver may ask for is bounded here too: our engine holds the prompt's blocks for so long.
             ticket=msgspec.structs.replace(ticket, deadline_s=min(ticket.deadline_s, MAX_TRANSFER_S)),
             link=link,
@@ -361,14 +362,19 @@ class KvWays:
         opened = await self._messenger.request(ends.peer, LINK_OPEN, body, ASK_TIMEOUT_S)
         return opened.link
 
-    def _kv_bytes(self, codec: str, tokens: int, piece: protocol.Slice) -> int:
+    def _kv_bytes(self, codec: str, tokens: int, held: protocol.KvSlice) -> int:
         model = self._model
         if model is None:
             return max(1, tokens)
         one = payload_bytes(
-            Codec(codec), self._dtype, start=0, tokens=tokens, heads=len(piece.heads), head_dim=model.head_dim
+            codec_named(codec),
+            self._dtype,
+            start=0,
+            tokens=tokens,
+            heads=len(held.heads),
+            head_dim=model.head_dim,
         )
-        return one * len(piece.layers)
+        return one * len(held.layers)
 
     def _relays(self, target: PeerId) -> frozenset[str]:
         """Members that forward, that both ends have figures of, and that have not refused lately."""

@@ -7,17 +7,17 @@ layers.
 from .checkpoint import Checkpoint, LayerRange
 from .errors import ModelError
 from .info import ModelInfo, WeightSizes
-from .opening import BUNDLED, Model, open_model, read_json
-from .progress import Progress, ProgressLine, Report, TerminalProgress
+from .opening import BUNDLED, OpenedModel, open_model, read_json
+from .progress import DownloadProgress, ProgressLine, Report, TerminalProgress
 
 __all__ = [
     "BUNDLED",
     "Checkpoint",
+    "DownloadProgress",
     "LayerRange",
-    "Model",
     "ModelError",
     "ModelInfo",
-    "Progress",
+    "OpenedModel",
     "ProgressLine",
     "Report",
     "TerminalProgress",

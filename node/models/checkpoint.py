@@ -84,7 +84,7 @@ class LayerRange:
                 return True
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True):
+class WeightFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file of a checkpoint: its size and the bytes of each part that lies in it."""
 
     file: str
@@ -108,7 +108,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """All shards of a model. `float_bytes` and `tied` as in `WeightSizes`."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[WeightFile, ...]
     float_bytes: int
     tied: bool
 
@@ -125,7 +125,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
                 by_dtype[tensor.dtype] += tensor.bytes
                 has_output = has_output or _OUTPUT.search(name) is not None
             shards.append(
-                Shard(
+                WeightFile(
                     file=file,
                     file_bytes=sizes[file],
                     layers={part: size for part, size in parts.items() if isinstance(part, int)},
@@ -141,7 +141,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             tied=tied or not has_output,  # a checkpoint without the matrix of the head can only mean that
         )
 
-    def needed(self, layers: LayerRange) -> tuple[Shard, ...]:
+    def needed(self, layers: LayerRange) -> tuple[WeightFile, ...]:
         """The shards that hold something of these layers, or of what comes with them."""
         return tuple(s for s in self.shards if any(layers.needs(part, tied=self.tied) for part in s.parts()))
 

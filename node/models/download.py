@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff, httpx
 
-from .progress import Progress, Report
+from .progress import DownloadProgress, Report
 
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each next try, while tries in a row bring nothing
 
@@ -55,7 +55,7 @@ class StoppedError(Exception):
 
 
 @final
-class Meter:
+class DownloadMeter:
     """Counts the bytes of a download that runs in several threads, and reports them one call at a time."""
 
     def __init__(self, total_bytes: int, report: Report | None) -> None:
@@ -75,7 +75,7 @@ class Meter:
                 raise StoppedError
             self._done_bytes += count
             if self._report is not None:
-                self._report(Progress(done_bytes=self._done_bytes, total_bytes=self._total_bytes, file=file))
+                self._report(DownloadProgress(done_bytes=self._done_bytes, total_bytes=self._total_bytes, file=file))
 
     def pause(self, seconds: float) -> None:
         """Wait, but no longer than the download goes on."""
@@ -86,7 +86,7 @@ class Meter:
         self._stopped.set()
 
 
-def fetch(file: RemoteFile, blob: Path, meter: Meter) -> None:
+def fetch(file: RemoteFile, blob: Path, meter: DownloadMeter) -> None:
     """Bring a file to `blob`; one that came corrupt is fetched once more.
 
     Raises CorruptError, IncompleteError, HfHubHTTPError, OSError, StoppedError, and what the meter's report raises.
@@ -124,7 +124,7 @@ def _locked(stream: BinaryIO) -> Iterator[None]:
         fcntl.flock(stream, fcntl.LOCK_UN)
 
 
-def _complete(file: RemoteFile, stream: BinaryIO, meter: Meter) -> None:
+def _complete(file: RemoteFile, stream: BinaryIO, meter: DownloadMeter) -> None:
     """Append what is lacking. Tries go on for as long as they bring something."""
     waits = iter(WAITS_S)
     while (have := stream.seek(0, os.SEEK_END)) < file.size:
@@ -147,7 +147,7 @@ def _complete(file: RemoteFile, stream: BinaryIO, meter: Meter) -> None:
         meter.pause(wait_s)
 
 
-def _append(file: RemoteFile, stream: BinaryIO, have: int, meter: Meter) -> None:
+def _append(file: RemoteFile, stream: BinaryIO, have: int, meter: DownloadMeter) -> None:
     """One request for all that is lacking; writes what comes of it."""
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     if have:

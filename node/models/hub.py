@@ -37,7 +37,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import disable_progress_bars, httpx
 
 from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, LayerRange, Tensor, read_header, read_index
-from .download import CorruptError, IncompleteError, Meter, RemoteFile, fetch, is_whole
+from .download import CorruptError, DownloadMeter, IncompleteError, RemoteFile, fetch, is_whole
 from .errors import ModelError
 from .progress import Report
 
@@ -177,7 +177,7 @@ class Repository:
         with _explained(self.name, self._api.endpoint):
             missing = [file for file in files if not is_whole(self._blob(file), file)]
             self._check_space(missing)
-            meter = Meter(sum(file.size for file in files), report)
+            meter = DownloadMeter(sum(file.size for file in files), report)
             for file in files:
                 if file not in missing:
                     meter.add(file.size, file.path)
@@ -210,7 +210,7 @@ class Repository:
             fresh.replace(link)  # in one step: somebody else may be making the same link
 
 
-def _in_threads(files: Iterable[RemoteFile], blob: Callable[[RemoteFile], Path], meter: Meter) -> None:
+def _in_threads(files: Iterable[RemoteFile], blob: Callable[[RemoteFile], Path], meter: DownloadMeter) -> None:
     """Fetch the files, several at a time. The first error ends all, and is raised."""
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         try:

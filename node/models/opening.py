@@ -20,7 +20,7 @@ BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
 
 @final
-class Model:
+class OpenedModel:
     """A model in Hugging Face format that has been looked at.
 
     `folder` has its configuration and tokenizer; of a model from a hub, weights are there only once `fetch` has run.
@@ -36,7 +36,7 @@ class Model:
         self._source = source
 
     def __repr__(self) -> str:
-        return f"<Model {self.info.service} in {self.folder}>"
+        return f"<OpenedModel {self.info.service} in {self.folder}>"
 
     def fetch(self, first: int = 0, last: int | None = None, report: Report | None = None) -> Path:
         """Have the weights of layers `[first, last)`, and what comes with them, in `folder`; return it.
@@ -50,7 +50,7 @@ class Model:
         return self.folder
 
 
-def open_model(name: str) -> Model:
+def open_model(name: str) -> OpenedModel:
     """Resolve `name` (a folder, `bundled`, or a Hugging Face id) and check it. Raises ModelError.
 
     Of a model on a hub, the configuration and the tokenizer are fetched and the headers of the weights are read. See
@@ -71,7 +71,7 @@ def open_model(name: str) -> Model:
     return _open_repository(name)
 
 
-def _open_folder(name: str, folder: Path) -> Model:
+def _open_folder(name: str, folder: Path) -> OpenedModel:
     config = _checked_config(name, folder)
     _check_tokenizer(name, folder)
     checkpoint = local_checkpoint(folder, name, tied=_tied(config))
@@ -82,7 +82,7 @@ def _open_folder(name: str, folder: Path) -> Model:
     return _described(name, service, folder, config, checkpoint, None)
 
 
-def _open_repository(name: str) -> Model:
+def _open_repository(name: str) -> OpenedModel:
     from .hub import find  # the hub's library takes half a second, which a local folder need not pay
 
     repository = find(name)
@@ -96,13 +96,13 @@ def _open_repository(name: str) -> Model:
 
 def _described(
     name: str, service: str, folder: Path, config: dict[str, Any], checkpoint: Checkpoint, source: Repository | None
-) -> Model:
+) -> OpenedModel:
     layers = layer_count(config, name)
     try:
         weights = checkpoint.weights(layers)
     except ValueError as error:
         raise ModelError(f"model {name}: {error} in its safetensors files") from error
-    return Model(describe(name, service, config, weights, layers), folder, config, checkpoint, source)
+    return OpenedModel(describe(name, service, config, weights, layers), folder, config, checkpoint, source)
 
 
 def _checked_config(name: str, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ TERMINAL_INTERVAL_S = 0.2  # a bar that is rewritten in place
 LOG_INTERVAL_S = 10.0  # lines that stay
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class DownloadProgress(msgspec.Struct, frozen=True, kw_only=True):
     """A download: bytes that are here, of all that are wanted, and the file that the latest of them belong to."""
 
     done_bytes: Bytes
@@ -26,7 +26,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return 100 * self.done_bytes // self.total_bytes if self.total_bytes else 100
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[DownloadProgress], None]
 """Called from the threads of a download, one call at a time. What it raises stops the download."""
 
 
@@ -43,7 +43,7 @@ class ProgressLine:
         self._due_at = 0.0
         self._finished = False
 
-    def line(self, progress: Progress, now: float) -> str | None:
+    def line(self, progress: DownloadProgress, now: float) -> str | None:
         """The line for this moment (seconds of any clock), or None while none is due."""
         finished = progress.done_bytes >= progress.total_bytes
         if self._start is None:
@@ -72,7 +72,7 @@ class TerminalProgress:
         self._in_place = stream.isatty()
         self._line = ProgressLine(TERMINAL_INTERVAL_S if self._in_place else LOG_INTERVAL_S)
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: DownloadProgress) -> None:
         """Write a line if one is due."""
         text = self._line.line(progress, self._clock())
         if text is None:

@@ -6,33 +6,17 @@ does. So nothing is left behind however the agent ends, and the death of an engi
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
 import msgspec
 import trio
 
-from ..box.hardware import cuda_environment
 from ..engine import protocol
 
-# What an engine process must find in its environment before vLLM is imported.
-ENGINE_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in our process
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "HF_HUB_OFFLINE": "1",  # the agent has fetched the model
-    "TRANSFORMERS_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-}
 EXIT_STATUS_WAIT_S = 1.0
 
 
@@ -49,7 +33,7 @@ class EngineLost(EngineError):
 
 
 @final
-class ForkServer:
+class ForkServerClient:
     """Connection to a fork server, this node's own or one shared by the nodes of a box."""
 
     def __init__(self, channel: trio.socket.SocketType, nursery: trio.Nursery, log: Path | None) -> None:
@@ -61,7 +45,7 @@ class ForkServer:
         self._ready = trio.Event()
         self._failure: str | None = None
         self.preload_s: float | None = None
-        self.version = ""  # vLLM's, once it is ready
+        self.version = ""  # of what it has imported, once it is ready
 
     @property
     def gone(self) -> bool:
@@ -129,73 +113,6 @@ class ForkServer:
                         link.note_exit(status)
 
 
-@asynccontextmanager
-async def open_fork_server(
-    *, log: Path | None, threads: int, channel: int | None = None, emulated: bool = False
-) -> AsyncIterator[ForkServer]:
-    """A fork server for the body; `channel` is the descriptor of a shared one, else one is started: `emulated`, one
-    without vLLM, for emulated engines only.
-
-    Leaving the body ends every engine started through it.
-    """
-    if channel is not None:
-        async with _connected(socket.socket(fileno=channel), log) as server:
-            yield server
-        return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = await start_fork_server_process([theirs], log=log, threads=threads, emulated=emulated)
-    theirs.close()
-    try:
-        async with _connected(ours, log) as server:
-            yield server
-    finally:
-        with trio.CancelScope(shield=True), trio.move_on_after(5):
-            await process.wait()
-        if process.returncode is None:
-            process.kill()
-
-
-def fork_server_command(
-    channels: list[socket.socket], *, log: Path | None, threads: int, emulated: bool = False
-) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of a fork server on the far ends of `channels`, which it must inherit."""
-    environment = {**os.environ, **ENGINE_ENVIRONMENT, **cuda_environment(), "OMP_NUM_THREADS": str(threads)}
-    # Weight files are mapped and read once: nothing is gained from more allocator arenas than threads.
-    environment.setdefault("MALLOC_ARENA_MAX", "4")
-    if log is not None:
-        environment["P2PSERVE_ENGINE_LOG"] = str(log)
-    descriptors = [str(channel.fileno()) for channel in channels]
-    options = ["--emulated"] if emulated else []
-    return [sys.executable, "-m", "p2pserve.node.engine.forkserver", *options, *descriptors], environment
-
-
-async def start_fork_server_process(
-    channels: list[socket.socket], *, log: Path | None, threads: int, emulated: bool = False
-) -> trio.Process:
-    """Start a fork server on the far ends of `channels`, which the caller closes afterwards."""
-    command, environment = fork_server_command(channels, log=log, threads=threads, emulated=emulated)
-    return await trio.lowlevel.open_process(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[channel.fileno() for channel in channels],
-        env=environment,
-        start_new_session=True,  # Ctrl-C in the terminal is for the agent, which hangs up when it is done
-    )
-
-
-@asynccontextmanager
-async def _connected(channel: socket.socket, log: Path | None) -> AsyncIterator[ForkServer]:
-    async with trio.open_nursery() as nursery:
-        server = ForkServer(trio.socket.from_stdlib_socket(channel), nursery, log)
-        nursery.start_soon(server.serve)
-        try:
-            yield server
-        finally:
-            nursery.cancel_scope.cancel()
-            channel.close()
-
-
 @final
 class EngineLink:
     """One engine process. `ready` describes it once it has started."""
@@ -210,13 +127,13 @@ class EngineLink:
         sockets.setblocking(False)  # the event loop waits for no engine
         self._sockets = sockets
         self._on_message = on_message
-        self._outbox_send, self._outbox = trio.open_memory_channel[protocol.Message](float("inf"))
+        self._outbox_send, self._outbox = trio.open_memory_channel[protocol.EngineMessage](float("inf"))
         self._started = trio.Event()
         self._gone = trio.Event()
         self._exited = trio.Event()
         self._failure: str | None = None
         self._status: int | None = None
-        self.ready: protocol.Ready | None = None
+        self.ready: protocol.EngineReady | None = None
 
     def __repr__(self) -> str:
         state = "gone" if self._gone.is_set() else "ready" if self.ready else "starting"
@@ -227,7 +144,7 @@ class EngineLink:
         """Whether requests may be submitted."""
         return self.ready is not None and not self._gone.is_set()
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.EngineMessage) -> None:
         """Queue a message. Raises EngineLost."""
         if self._gone.is_set():
             raise EngineLost("the engine process is gone")
@@ -329,7 +246,7 @@ class EngineLink:
             self.close()
             return
         match message:
-            case protocol.Ready():
+            case protocol.EngineReady():
                 self.ready = message
                 self._started.set()
             case protocol.StartFailed(reason=reason):

@@ -6,7 +6,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -16,76 +15,41 @@ from ...bootstrap import Address, PeerId
 from ...bootstrap.network import Network
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
-from ..box.emulation import Cards, EmulatedModel, emulated_model, emulated_tp, parse_cards
-from ..box.fitting import requests_at_once, step_tokens_on
 from ..box.hardware import Hardware
 from ..box.home import NodeError
-from ..box.shares import EngineKnobs, Share, choose_limits, share_of
+from ..box.shares import EngineSettings, Share, share_of
 from ..engine import protocol
-from ..engine.emulated.engine import EmulationError, modelled
+from ..engine.backend import ServedModel
 from ..links.kv_ways import KvWays
-from ..models import Model, Progress, TerminalProgress, open_model
-from ..requests.text import TextModel
-from .hand_off import HandOffs
+from ..models import DownloadProgress, TerminalProgress
+from .kv_transfers import KvTransfers
 from .place import Place, place_in
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
 
 __all__ = [
-    "EngineKnobs",
+    "EngineSettings",
     "Host",
-    "Offer",
     "Share",
     "describe_length",
     "engine_config",
-    "look_at",
     "share_of",
     "step_limit",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a box has to serve with: the model, its tokenizer, and how much of it fits."""
-
-    model: Model | EmulatedModel
-    text: TextModel
-    share: Share
-
-
-def look_at(name: str, hardware: Hardware, knobs: EngineKnobs) -> Offer:
-    """Find the model and see how much of it fits; blocks. Raises ModelError, NodeError or GpuError."""
-    if knobs.emulate is not None:
-        return _look_at_emulated(name, hardware, parse_cards(knobs.emulate, knobs.emulate_specs), knobs)
-    model = open_model(name)
-    share = share_of(model.info, hardware, knobs)
-    return Offer(model, TextModel(model.folder), share)
-
-
-def _look_at_emulated(name: str, hardware: Hardware, cards: Cards, knobs: EngineKnobs) -> Offer:
-    model = emulated_model(name, cards)
-    tp = emulated_tp(hardware, knobs.tp, model.info)
-    try:
-        capacity, _ = modelled(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
-    except EmulationError as error:
-        raise NodeError(f"emulate: {error}") from error
-    limits = choose_limits(knobs, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))
-    share = Share(model.info.layers, tp, limits, knobs.kv_cache_mib)
-    return Offer(model, TextModel(model.folder), share)
-
-
-def describe_length(offer: Offer, knobs: EngineKnobs) -> str | None:
+def describe_length(served: ServedModel, knobs: EngineSettings) -> str | None:
     """For people, where nobody has said how long requests may be, and the model's own length does not fit."""
-    info, longest = offer.model.info, offer.share.limits.max_model_len
+    info, longest = served.model.info, served.share.limits.max_model_len
     if longest is None or knobs.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
 
 
-def engine_config(offer: Offer, hardware: Hardware, knobs: EngineKnobs, log: Path) -> protocol.EngineConfig:
+def engine_config(served: ServedModel, hardware: Hardware, knobs: EngineSettings, log: Path) -> protocol.EngineConfig:
     """The settings of this box's engine processes, whatever part of the model they get."""
-    model, share = offer.model, offer.share
+    model, share = served.model, served.share
     config = protocol.EngineConfig(
         model=str(model.folder),
         dtype=knobs.dtype,
@@ -96,7 +60,8 @@ def engine_config(offer: Offer, hardware: Hardware, knobs: EngineKnobs, log: Pat
         async_scheduling=knobs.async_scheduling,
         threads=knobs.threads or max(1, hardware.cores - 1),
         log_file=str(log),
-        emulation=model.emulation if isinstance(model, EmulatedModel) else None,
+        backend=knobs.backend,
+        options=dict(served.options),
     )
     return with_limits(config, share.limits)
 
@@ -115,19 +80,19 @@ class Host:
 
     def __init__(
         self,
-        offer: Offer,
+        served: ServedModel,
         config: protocol.EngineConfig,
         *,
         network: Network,
         ways: KvWays,
         where: Callable[[PeerId], Address | None],
     ) -> None:
-        model = self._model = offer.model
+        model = self._model = served.model
         self._config = config
         self._own = network.peer_id
-        self.share = offer.share
-        hand_offs = HandOffs(model=model.info, ways=ways, messenger=network)
-        self.worker = Worker(service=model.info.service, hand_offs=hand_offs, messenger=network)
+        self.share = served.share
+        transfers = KvTransfers(model=model.info, ways=ways, messenger=network)
+        self.worker = Worker(service=model.info.service, transfers=transfers, messenger=network)
         self._stages = Stages(
             service=model.info.service,
             messenger=network,
@@ -175,7 +140,7 @@ class Host:
         told = -1
         called_off = False
 
-        def report(progress: Progress) -> None:
+        def report(progress: DownloadProgress) -> None:
             nonlocal told
             if called_off:
                 raise NodeError("the download has been called off")

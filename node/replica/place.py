@@ -8,12 +8,12 @@ from typing import final
 from ...bootstrap import PeerId
 from ...coordinator import Phase, Plan, PlanError, Replica, Stage
 from ...kvtransport.errors import FiguresError
-from ...kvtransport.link.reslice import ShardLayout, reslice
-from ...kvtransport.link.reslice import ShardRank as LayoutRank
-from ..engine.protocol import Rank, Slice
-from ..messages import Part, Piece
+from ...kvtransport.routing.reslice import ShardLayout, reslice
+from ...kvtransport.routing.reslice import ShardRank as LayoutRank
+from ..engine.protocol import KvSlice, WorkerRank
+from ..messages import RankSlice, TicketedSlice
 
-__all__ = ["Place", "PlaceError", "check_sends", "pieces_between", "place_in"]
+__all__ = ["Place", "PlaceError", "check_sends", "place_in", "slices_between"]
 
 
 class PlaceError(ValueError):
@@ -67,50 +67,50 @@ def place_in(plan: Plan | None, own: PeerId, service: str) -> Place | None:
     return Place(replica.stages, replica.peers.index(own))
 
 
-def pieces_between(
+def slices_between(
     prefill: tuple[Stage, ...], decode: tuple[Stage, ...], *, layers: int, kv_heads: int
-) -> tuple[Piece, ...]:
+) -> tuple[RankSlice, ...]:
     """What each worker of one replica sends to each of the other, of a model with so many layers and KV heads.
 
     Raises PlaceError for stages that are not a replica of it.
     """
     try:
-        pieces = reslice(_layout(prefill, layers, kv_heads), _layout(decode, layers, kv_heads))
+        slices = reslice(_layout(prefill, layers, kv_heads), _layout(decode, layers, kv_heads))
     except FiguresError as error:
         raise PlaceError(f"prefill: {error}") from error
     return tuple(
-        Piece(
-            source_peer=prefill[piece.source.stage].peer,
-            source=Rank(stage=piece.source.stage, tp=piece.source.tp),
-            target_peer=decode[piece.target.stage].peer,
-            target=Rank(stage=piece.target.stage, tp=piece.target.tp),
-            slice=Slice(
-                first_layer=piece.layers.start,
-                last_layer=piece.layers.stop,
-                first_head=piece.heads.start,
-                last_head=piece.heads.stop,
+        RankSlice(
+            source_peer=prefill[found.source.stage].peer,
+            source=WorkerRank(stage=found.source.stage, tp=found.source.tp),
+            target_peer=decode[found.target.stage].peer,
+            target=WorkerRank(stage=found.target.stage, tp=found.target.tp),
+            slice=KvSlice(
+                first_layer=found.layers.start,
+                last_layer=found.layers.stop,
+                first_head=found.heads.start,
+                last_head=found.heads.stop,
             ),
         )
-        for piece in pieces
+        for found in slices
     )
 
 
-def check_sends(parts: tuple[Part, ...], place: Place, *, kv_heads: int) -> None:
-    """Raise PlaceError unless this replica's workers hold what `parts` want from them, of one transfer, for others."""
+def check_sends(slices: tuple[TicketedSlice, ...], place: Place, *, kv_heads: int) -> None:
+    """Raise PlaceError unless this replica's workers hold what `slices` want from them, of one transfer, for others."""
     layout = _layout(place.stages, place.stages[-1].last_layer, kv_heads)
     peers = {stage.peer for stage in place.stages}
-    if len({part.ticket.transfer for part in parts}) != 1:
-        raise PlaceError("parts: they are of different transfers")
-    for part in parts:
-        piece, rank = part.piece, LayoutRank(part.piece.source.stage, part.piece.source.tp)
-        if piece.target_peer in peers:
-            raise PlaceError(f"parts: {piece.target_peer} prefills here; name another replica to decode")
-        if rank not in layout.ranks or piece.source_peer != place.stages[rank.stage].peer:
-            raise PlaceError(f"parts: {piece.source_peer} has no worker {rank.tp} of stage {rank.stage} here")
+    if len({ticketed.ticket.transfer for ticketed in slices}) != 1:
+        raise PlaceError("slices: they are of different transfers")
+    for ticketed in slices:
+        found, rank = ticketed.rank_slice, LayoutRank(ticketed.rank_slice.source.stage, ticketed.rank_slice.source.tp)
+        if found.target_peer in peers:
+            raise PlaceError(f"slices: {found.target_peer} prefills here; name another replica to decode")
+        if rank not in layout.ranks or found.source_peer != place.stages[rank.stage].peer:
+            raise PlaceError(f"slices: {found.source_peer} has no worker {rank.tp} of stage {rank.stage} here")
         if not (
-            _within(piece.slice.layers, layout.layers_of(rank)) and _within(piece.slice.heads, layout.heads_of(rank))
+            _within(found.slice.layers, layout.layers_of(rank)) and _within(found.slice.heads, layout.heads_of(rank))
         ):
-            raise PlaceError(f"parts: worker {rank.tp} of stage {rank.stage} does not hold {piece.slice}")
+            raise PlaceError(f"slices: worker {rank.tp} of stage {rank.stage} does not hold {found.slice}")
 
 
 def _layout(stages: tuple[Stage, ...], layers: int, kv_heads: int) -> ShardLayout:
@@ -128,5 +128,5 @@ def _layout(stages: tuple[Stage, ...], layers: int, kv_heads: int) -> ShardLayou
         raise PlaceError(f"stages: {error}") from error
 
 
-def _within(part: range, whole: range) -> bool:
-    return whole.start <= part.start and part.stop <= whole.stop
+def _within(inner: range, whole: range) -> bool:
+    return whole.start <= inner.start and inner.stop <= whole.stop

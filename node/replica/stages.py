@@ -24,7 +24,7 @@ from ..methods import STAGE_LOADED, STAGE_OPEN
 from .engine_link import EngineStartError
 from .place import Place
 
-__all__ = ["Call", "Stages", "limits_of", "with_limits", "with_stage"]
+__all__ = ["StageCall", "Stages", "limits_of", "with_limits", "with_stage"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ NOT_YET = "not-yet"
 
 
 @final
-class Call:
+class StageCall:
     """A head's wish for the process of a stage, until it is answered. `pipes` are the stage's ends, `limits` those of
     the whole replica."""
 
@@ -79,7 +79,7 @@ class Stages:
         self._where = where
         self._random = random
         self._expecting: Place | None = None
-        self._call: Call | None = None  # nobody has begun to fulfil it
+        self._call: StageCall | None = None  # nobody has begun to fulfil it
         self._called = trio.Event()
         self.on_call: Callable[[], None] = lambda: None
         self.on_loaded: Callable[[], None] = lambda: None
@@ -143,7 +143,7 @@ class Stages:
             self._expecting = place
             self._refuse("the plan has changed")
 
-    async def called(self) -> Call:
+    async def called(self) -> StageCall:
         """Wait until the head of the expected place wants a process. For one waiter at a time."""
         while self._call is None:
             self._called = trio.Event()
@@ -159,7 +159,7 @@ class Stages:
         if not all(end.stage < len(body.stages) and end.stage != body.stage for end in body.pipes):
             raise RemoteError("invalid", "pipes: they lead to stages that do not exist")
         try:
-            call = Call(self._dialling(place, place.index, body.pipes), body.limits)
+            call = StageCall(self._dialling(place, place.index, body.pipes), body.limits)
         except EngineStartError as error:
             raise RemoteError("no-address", str(error)) from error
         self._refuse("the head has asked anew")

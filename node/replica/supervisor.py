@@ -21,12 +21,13 @@ import msgspec
 import trio
 
 from ..engine import protocol
-from ..engine.trials.selftest import require_known_to_work
+from ..engine.backends import find_backend
 from ..messages import EngineAdvert
 from ..models import ModelError
-from .engine_link import EngineLink, EngineStartError, ForkServer, open_fork_server
+from .engine_link import EngineLink, EngineStartError, ForkServerClient
+from .fork_server import OpenForkServer, open_fork_server
 from .place import Place
-from .stages import Call, Stages, limits_of, with_limits, with_stage
+from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
 
 MAX_FAILURES = 5
@@ -57,6 +58,7 @@ class Supervisor:
         log: Path,
         channel: int | None,
         on_change: Callable[[EngineAdvert], None],
+        open_server: OpenForkServer = open_fork_server,
     ) -> None:
         self._config = config
         self._worker = worker
@@ -65,6 +67,7 @@ class Supervisor:
         self._log = log
         self._channel = channel
         self._on_change = on_change
+        self._open_server = open_server
         self._place: Place | None = None
         self._life = trio.CancelScope()  # of one engine process, from its preparation to its end
         self._changed = trio.Event()
@@ -73,7 +76,7 @@ class Supervisor:
         self._failures = 0  # in a row
         self._failure = ""  # the last of them
         self._starts = 0
-        self._ready: protocol.Ready | None = None
+        self._ready: protocol.EngineReady | None = None
         self._link: EngineLink | None = None
         self._advert: EngineAdvert | None = None
         stages.on_call = self._on_call
@@ -102,16 +105,16 @@ class Supervisor:
     async def run(self) -> None:
         """Serve until cancelled. Raises EngineStartError when the very first start fails on a box that serves alone:
         nothing runs yet, and the user is watching."""
-        threads, emulated = self._config.threads, self._config.emulation is not None
+        threads, backend = self._config.threads, self._config.backend
         while True:
             channel, self._channel = self._channel, None
-            async with open_fork_server(log=self._log, threads=threads, channel=channel, emulated=emulated) as server:
+            async with self._open_server(log=self._log, threads=threads, channel=channel, backend=backend) as server:
                 while not server.gone:
                     await self._run_once(server)
 
     # ---- one life of an engine --------------------------------------------------------------------------------
 
-    async def _run_once(self, server: ForkServer) -> None:
+    async def _run_once(self, server: ForkServerClient) -> None:
         """Wait for something to run, and run it until it ends or something else is to run."""
         self._changed = trio.Event()
         place = self._place
@@ -128,7 +131,7 @@ class Supervisor:
             await self._link.wait_gone()  # its memory is needed for what comes now
         self._link = None
 
-    async def _live(self, server: ForkServer, place: Place) -> str | None:
+    async def _live(self, server: ForkServerClient, place: Place) -> str | None:
         """Prepare, start and serve; returns what went wrong, for people, or None for a stage that ended with its head.
 
         That it ended is then for the head to deal with: it knows why, and counts.
@@ -136,7 +139,7 @@ class Supervisor:
         alone = len(place.stages) == 1
         state = "loading" if not alone else "restarting" if self._starts else "starting"
         config = self._config
-        call: Call | None = None
+        call: StageCall | None = None
         link: EngineLink | None = None
 
         def say(detail: str) -> None:
@@ -145,8 +148,7 @@ class Supervisor:
         say(self._failure)
         try:
             folder = await self._fetch(place, say)
-            if self._config.emulation is None:
-                await require_known_to_work(server)
+            await find_backend(config.backend).self_test(server)
             if place.is_head:
                 pipes = await self._stages.open_others(place, limits_of(config), say) if not alone else ()
             else:
@@ -173,7 +175,7 @@ class Supervisor:
                 link.close()
                 self._worker.engine_lost(link.exit_text())
 
-    async def _serve(self, link: EngineLink, place: Place, call: Call | None) -> str | None:
+    async def _serve(self, link: EngineLink, place: Place, call: StageCall | None) -> str | None:
         """From the start of an engine process to its end; as `_live` returns it."""
         started = trio.current_time()
         self._starts += 1

@@ -16,7 +16,7 @@ from .. import messages, methods
 from ..engine import protocol
 from ..learning import Learner
 from .engine_link import EngineLink, EngineLost
-from .hand_off import Ended, HandOffs
+from .kv_transfers import Ended, KvTransfers
 from .place import Place
 
 UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
@@ -35,12 +35,12 @@ class _Job:
 class Worker:
     """The engine's side of requests. Called from the agent's event loop.
 
-    `hand_offs` agrees with other boxes how KV passes between the engines.
+    `transfers` agrees with other boxes how KV passes between the engines.
     """
 
-    def __init__(self, *, service: str, hand_offs: HandOffs, messenger: Messenger) -> None:
+    def __init__(self, *, service: str, transfers: KvTransfers, messenger: Messenger) -> None:
         self._service = service
-        self._hand_offs = hand_offs
+        self._hand_offs = transfers
         self._messenger = messenger
         self._engine: EngineLink | None = None
         self._pipes: frozenset[bytes] = frozenset()
@@ -108,7 +108,7 @@ class Worker:
 
     def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         """Take other ways for what the engine sends over a link."""
-        self._send(protocol.SetPaths(link=link, paths=paths))
+        self._send(protocol.SetLinkPaths(link=link, paths=paths))
 
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
         """Queue a request; with `receive_tokens`, first make tickets for its KV."""
@@ -119,11 +119,11 @@ class Worker:
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = _Job(gateway, body.request)
         inlets: tuple[protocol.Inlet, ...] = ()
-        parts: tuple[messages.Part, ...] = ()
+        slices: tuple[messages.TicketedSlice, ...] = ()
         try:
             if body.receive_tokens and body.prefill:
-                inlets, parts = await self._hand_offs.receive(body)
-                job.transfer = parts[0].ticket.transfer
+                inlets, slices = await self._hand_offs.receive(body)
+                job.transfer = slices[0].ticket.transfer
             self._submit(
                 job,
                 self._decodes,
@@ -143,17 +143,17 @@ class Worker:
             if isinstance(error, NetworkError) and not isinstance(error, RemoteError):
                 raise RemoteError("no-stage", f"a stage of this replica does not answer: {error}") from error
             raise
-        return messages.DecodeOpened(parts=parts)
+        return messages.DecodeOpened(slices=slices)
 
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
-        """Compute a prompt's KV and push it where the parts say; tell the gateway the first token if it is wanted."""
+        """Compute a prompt's KV and push it where the slices say; tell the gateway the first token if it is wanted."""
         self._engine_for(body.service)
         _refuse_known(body.request, self._prefills)
-        transfer = body.parts[0].ticket.transfer
+        transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
         job = self._prefills[body.request] = _Job(gateway, body.request, transfer, writes=body.sampling is not None)
         try:
-            outlets = await self._hand_offs.send(body.parts, len(body.prompt))
+            outlets = await self._hand_offs.send(body.slices, len(body.prompt))
             self._submit(
                 job,
                 self._prefills,
@@ -170,7 +170,7 @@ class Worker:
             if self._prefills.get(body.request) is job:
                 del self._prefills[body.request]
             if isinstance(error, NetworkError | TransferError) and not isinstance(error, RemoteError):
-                decode = body.parts[0].piece.target_peer
+                decode = body.slices[0].rank_slice.target_peer
                 raise RemoteError("no-path", f"no KV can be pushed to {decode}: {error}") from error
             raise
         return messages.Opened()
@@ -179,7 +179,7 @@ class Worker:
         """The answer to this request has begun at its prefill node."""
         job = self._decodes.get(body.request)
         if job is not None and job.gateway == gateway and job.transfer is not None:
-            told = protocol.FirstToken(request=_decode_id(body.request), token=body.token)
+            told = protocol.SetFirstToken(request=_decode_id(body.request), token=body.token)
             self._send(told)
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
@@ -230,7 +230,7 @@ class Worker:
                 self._on_ended(self._hand_offs.on_report(message))
             case protocol.LinkReport():
                 self._hand_offs.on_link_report(message)
-            case protocol.Ready() | protocol.StartFailed():
+            case protocol.EngineReady() | protocol.StartFailed():
                 pass  # the link has dealt with these
 
     def _on_tokens(self, output: protocol.NewTokens) -> None:
@@ -341,7 +341,7 @@ class Worker:
         self._send(protocol.AbortTransfer(transfer=transfer, reason=reason))
         self._hand_offs.abort(transfer, reason)
 
-    def _send(self, message: protocol.Message) -> None:
+    def _send(self, message: protocol.EngineMessage) -> None:
         if self._engine is not None and self._engine.running:
             self._engine.send(message)
 

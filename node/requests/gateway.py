@@ -1,57 +1,50 @@
 """The gateway of a node: it takes clients' requests and owns each one until its last token.
 
-Engines come and go; the gateway keeps prompt and tokens so far. When the engine that decodes a request is
-lost, the request goes to another one with its tokens as part of the prompt, and the client's stream continues.
-When the engine that prefills is lost, the decode engine is told to compute the prompt itself.
-
-The engine that reads all of a prompt also writes the first token of the answer, which the client is shown at once; the
-decode engine is told, and begins with it. What the client has seen is what counts: should the decode engine begin with
-another token all the same, the request is tried again from the one that was shown.
+What happens to a request is decided by its `RequestMachine`. Here messages become its events, and
+its actions messages.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from typing import final
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import assert_never, final
 
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
-from ...bootstrap.methods import Body, Messenger, Notice
-from ...coordinator import Demand, DemandMeter, NoRoute, Router, RoutingSettings
+from ...bootstrap.methods import Answer, Body, Messenger, Method, Notice
+from ...coordinator import Demand, DemandMeter, NoRoute, Route, Router, RoutingSettings
+from ...coordinator.requests import (
+    Action,
+    CancelTransfer,
+    CancelWork,
+    EndRequest,
+    FindRoute,
+    OpenDecode,
+    OpenPrefill,
+    PassFirstToken,
+    Ready,
+    RequestMachine,
+    RequestSettings,
+    ShowTokens,
+)
 from .. import messages
-from ..methods import CHUNK, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
+from ..methods import ANSWER, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
 from ..models import ModelInfo
 from ..view import NetworkView, Queue
-from .attempt import Attempt, Chosen, Event, First, Progress
+from .opened import OpenedRequest
 from .request import LiveRequest, check, tokenize
 from .text import PromptError, TextModel
 
+__all__ = ["SHORT_BYTES", "Gateway"]
+
 _log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0
-NO_ENGINE_GRACE_S = 5.0  # how long a request waits for an engine when none is even starting
 SHORT_BYTES = 512  # of a prompt that is tokenised sooner (0.25 ms) than a thread takes it up and answers
-MAX_FAILURES = 3
-"""Engines in a row that fail with a request before they add to its answer. It may be what ends them, and there are
-other requests: so it is given up."""
-FIGURES_GRACE_S = 0.5  # how long an answer waits for the transfer's report, which travels another way
-
-
-class _Refused(Exception):
-    """An engine says that it can never serve this request: another one would say the same."""
-
-
-@final
-class Connections:
-    """How a gateway reaches peers, this node too, and hears that the view of the network has changed."""
-
-    def __init__(self, messenger: Messenger, wait_changed: Callable[[], Awaitable[None]]) -> None:
-        self.messenger = messenger
-        self.wait_changed = wait_changed
 
 
 @final
@@ -60,6 +53,7 @@ class Gateway:
 
     Args:
         view: the network, kept up to date by the agent.
+        messenger: reaches peers, this node too.
         nursery: runs one task per request; cancelling it ends them all.
         routing: the policy that requests are routed by.
     """
@@ -68,107 +62,120 @@ class Gateway:
         self,
         *,
         view: NetworkView,
-        connections: Connections,
+        messenger: Messenger,
         model: ModelInfo,
         text: TextModel,
         nursery: trio.Nursery,
         routing: RoutingSettings | None = None,
+        settings: RequestSettings | None = None,
     ) -> None:
-        self._routing = routing or RoutingSettings()
         self._view = view
-        self._connections = connections
+        self._messenger = messenger
         self._model = model
         self._text = text
         self._nursery = nursery
-        self._attempts: dict[str, Attempt] = {}
-        self._scopes: dict[tuple[PeerId, str], trio.CancelScope] = {}
+        self._routing = routing or RoutingSettings()
+        self._settings = settings or RequestSettings()
+        self._tokenizing: dict[tuple[PeerId, str], bool] = {}  # requests; whether their clients still want them
+        self._requests: dict[tuple[PeerId, str], OpenedRequest] = {}
+        self._attempts: dict[str, OpenedRequest] = {}  # by the id that the replicas know
         self._meter = DemandMeter()
         self._router: Router | None = None  # of the latest plan
-        self._tokenizing = trio.CapacityLimiter(2)
+        self._threads = trio.CapacityLimiter(2)
         self._draining = False
 
     def __repr__(self) -> str:
-        return f"<Gateway {self._model.service} requests={len(self._scopes)}>"
+        return f"<Gateway {self._model.service} requests={len(self._requests)}>"
 
     @property
     def idle(self) -> bool:
         """Whether no client waits for an answer."""
-        return not self._scopes
+        return not self._requests and not self._tokenizing
 
     @property
     def demand(self) -> Demand | None:
         """What clients have asked for lately; it changes only when that is news."""
         return self._meter.demand(trio.current_time())
 
+    @property
+    def queues(self) -> dict[PeerId, Queue]:
+        """What this gateway has at each node."""
+        queues: defaultdict[PeerId, Queue] = defaultdict(Queue)
+        for request in self._requests.values():
+            for replica, unread in request.machine.list_work():
+                requests, tokens = queues[PeerId(replica)]
+                queues[PeerId(replica)] = Queue(requests + 1, tokens + unread)
+        return queues
+
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
         self._draining = True
 
+    # ---- clients --------------------------------------------------------------------------------------------
+
     async def generate(self, client: PeerId, role: Role, body: messages.Generate) -> messages.Generating:
-        """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for the user."""
+        """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for
+        the user."""
+        return await self._accept(client, body, ())
+
+    async def continue_answer(self, client: PeerId, role: Role, body: messages.ContinueGenerate) -> messages.Generating:
+        """Accept a request whose gateway was lost in mid-answer: the first chunk repeats the text
+        so far, the tokens are new. Raises RemoteError."""
+        return await self._accept(client, body.generate, body.tokens)
+
+    async def _accept(
+        self, client: PeerId, body: messages.Generate, so_far: tuple[messages.Token, ...]
+    ) -> messages.Generating:
         if self._draining:
             raise RemoteError("draining", "this node is leaving; send the request to another one")
         if body.service is not None and body.service not in (self._model.service, self._model.name):
             raise RemoteError("invalid", f"service: {body.service} is not served here; {self._model.service} is")
-        if (client, body.request) in self._scopes:
+        key = client, body.request
+        if key in self._requests or key in self._tokenizing:
             raise RemoteError("invalid", f"request: the id {body.request} is in use")
         now = trio.current_time()
-        progress = Progress(client, now, now + body.deadline_s)
-        # From here on the client may stop the request, also while its prompt is still being tokenised.
-        scope = self._scopes[client, body.request] = trio.CancelScope(deadline=progress.deadline)
+        # The client may stop the request from here on, while its prompt is being tokenised.
+        self._tokenizing[key] = True
         try:
-            size, longest = check(body), self._max_model_len()
-            if size <= SHORT_BYTES:
-                prompt, max_tokens = tokenize(body, self._text, longest)
-            else:
-                # Seconds for megabytes of text: not on the event loop, and only a few at a time.
-                prompt, max_tokens = await trio.to_thread.run_sync(
-                    tokenize, body, self._text, longest, limiter=self._tokenizing
-                )
-        except BaseException as error:
-            del self._scopes[client, body.request]
-            if isinstance(error, PromptError):
-                raise RemoteError("invalid", str(error)) from error
-            raise
-        live = LiveRequest(body, prompt, max_tokens, self._text.decoder())
-        self._meter.began(trio.current_time(), len(prompt))
-        self._nursery.start_soon(self._serve, live, progress, scope, name=f"request {body.request}")
-        return messages.Generating(service=self._model.service, prompt_tokens=len(prompt))
+            live = await self._tokenized(body, so_far)
+        except PromptError as error:
+            raise RemoteError("invalid", str(error)) from error
+        finally:
+            is_wanted = self._tokenizing.pop(key)
+        self._meter.began(trio.current_time(), len(live.prompt))
+        if is_wanted:
+            self._begin(client, body, live, now)
+        return messages.Generating(service=self._model.service, prompt_tokens=len(live.prompt))
 
-    def stop(self, client: PeerId, role: Role, body: messages.StopRequest) -> None:
-        """The client wants no more of this request."""
-        scope = self._scopes.get((client, body.request))
-        if scope is not None:
-            scope.cancel()
+    def _begin(self, client: PeerId, body: messages.Generate, live: LiveRequest, arrived: float) -> None:
+        deadline = arrived + body.deadline_s
+        machine = RequestMachine(
+            live,
+            service=self._model.service,
+            prompt_tokens=len(live.prompt),
+            now=arrived,
+            deadline=deadline,
+            settings=self._settings,
+        )
+        request = OpenedRequest(client, body.request, live, machine, deadline)
+        self._requests[client, body.request] = request
+        self._step(request, machine.start)
+        self._nursery.start_soon(self._see_through, request, name=f"request {body.request}")
 
-    def on_adverts(self) -> None:
-        """The view has new adverts."""
-        self._view.weigh_reports(self._queues())
-
-    def peer_lost(self, peer: PeerId) -> None:
-        """A client, or a node that worked for us, is gone."""
-        for (client, _), scope in self._scopes.items():
-            if client == peer:
-                scope.cancel()
-        for attempt in self._attempts.values():
-            if peer in (attempt.decode, attempt.prefill):
-                attempt.send.send_nowait(peer)
-
-    def on_tokens(self, peer: PeerId, role: Role, body: messages.Tokens) -> None:
-        """News from a decode node, or the first token from a prefill node."""
-        attempt = self._attempts.get(body.request)
-        if attempt is None:
-            return
-        if attempt.decode == peer:
-            attempt.send.send_nowait(body)
-        elif attempt.prefill == peer and attempt.route.prefill_writes and body.tokens:
-            attempt.send.send_nowait(First(body))
-
-    def on_prefill_ended(self, peer: PeerId, role: Role, body: messages.PrefillEnded) -> None:
-        """News from a prefill node."""
-        attempt = self._attempts.get(body.request)
-        if attempt is not None and attempt.prefill == peer:
-            attempt.send.send_nowait(body)
+    async def _tokenized(self, body: messages.Generate, so_far: tuple[messages.Token, ...]) -> LiveRequest:
+        """Raises PromptError."""
+        vocabulary = self._model.shape.vocabulary
+        if (worst := max(so_far, default=0)) >= vocabulary:  # the engine would refuse it
+            raise PromptError(f"tokens: {worst} is no token of this model, which has {vocabulary}")
+        size, longest = check(body), self._max_model_len()
+        if size <= SHORT_BYTES:
+            prompt, max_tokens = tokenize(body, self._text, longest)
+        else:
+            # Seconds for megabytes of text: not on the event loop, and only a few at a time.
+            prompt, max_tokens = await trio.to_thread.run_sync(
+                tokenize, body, self._text, longest, limiter=self._threads
+            )
+        return LiveRequest(body, prompt, max_tokens, self._text, so_far)
 
     def _max_model_len(self) -> int:
         lengths = [
@@ -181,287 +188,191 @@ class Gateway:
         ]
         return min([self._model.max_model_len, *lengths])
 
-    async def _serve(self, live: LiveRequest, progress: Progress, scope: trio.CancelScope) -> None:
-        error = ""
+    def stop(self, client: PeerId, role: Role, body: messages.StopRequest) -> None:
+        """The client wants no more of this request."""
+        key = client, body.request
+        if key in self._tokenizing:
+            self._tokenizing[key] = False
+        if (request := self._requests.get(key)) is not None:
+            self._step(request, request.machine.stop)
+
+    # ---- the network ----------------------------------------------------------------------------------------
+
+    def network_changed(self) -> None:
+        """The view has other adverts, or another plan."""
+        self._view.weigh_reports(self.queues)
+        for request in list(self._requests.values()):
+            self._step(request, request.machine.network_changed)
+
+    def peer_lost(self, peer: PeerId) -> None:
+        """A client, or a node that worked for us, is gone."""
+        for key in self._tokenizing:
+            if key[0] == peer:
+                self._tokenizing[key] = False
+        engine = self._view.starts(peer)
+        for request in list(self._requests.values()):
+            if request.client == peer:
+                self._step(request, request.machine.stop)
+            else:
+                self._step(request, partial(request.machine.peer_lost, peer, engine))
+
+    def on_tokens(self, peer: PeerId, role: Role, body: messages.Tokens) -> None:
+        """News from a decode node, or the first token from a prefill node."""
+        request = self._attempts.get(body.request)
+        if request is None or request.opening is None:
+            return
+        machine, attempt = request.machine, request.opening.attempt
+        if peer == request.opening.prefill:
+            self._step(request, lambda now: machine.first_token(attempt, body.tokens, body.finish, now))
+        elif peer != request.opening.decode:
+            return
+        elif body.refused:
+            self._step(request, lambda now: machine.refused(attempt, body.refused, now))
+        elif body.failed:
+            engine = self._view.starts(peer)
+            self._step(request, lambda now: machine.decode_failed(attempt, body.failed, engine, now))
+        else:
+            cached = body.cached_tokens
+            self._step(request, lambda now: machine.decoded(attempt, body.tokens, body.finish, now, cached=cached))
+
+    def on_prefill_ended(self, peer: PeerId, role: Role, body: messages.PrefillEnded) -> None:
+        """News from a prefill node."""
+        request = self._attempts.get(body.request)
+        if request is None or request.opening is None or request.opening.prefill != peer:
+            return
+        machine, attempt, engine = request.machine, request.opening.attempt, self._view.starts(peer)
+        if machine.is_prefilling and not body.failed and body.figures is not None:
+            request.transfer = body.figures
+        self._step(request, lambda now: machine.prefill_ended(attempt, body.failed, engine, now))
+
+    # ---- one request ----------------------------------------------------------------------------------------
+
+    async def _see_through(self, request: OpenedRequest) -> None:
+        """Wake the machine of a request whenever it wants to be, until it is over."""
+        while not request.is_over:
+            request.changed = trio.Event()
+            with trio.move_on_at(request.wake_at) as scope:
+                await request.changed.wait()
+            if scope.cancelled_caught:
+                self._step(request, request.machine.wake)
+
+    def _step(self, request: OpenedRequest, event: Callable[[float], Ready]) -> None:
+        """One event of a request, and all that it asks for."""
+        if request.is_over:
+            return
         try:
-            with scope:
-                while live.finish is None:
-                    await self._attempt(live, progress)
-        except (NoRoute, _Refused) as ended:
-            error = str(ended)
+            pending = deque(event(trio.current_time()))
+            while pending:
+                pending.extend(self._carry_out(request, pending.popleft()))
+            request.note_wake_at()
         except Exception as bug:
             # One request's trouble must not end the node. The client hears of it, and the log has the traceback.
-            _log.exception("request %s", live.id)
-            error = f"internal error: {type(bug).__name__}"
-        finally:
-            del self._scopes[progress.client, live.id]
-        if live.finish is not None:
-            self._meter.ended(len(live.prompt), len(live.tokens))
-        if live.finish is None and not error:
-            if trio.current_time() < progress.deadline:
-                return  # the client has gone, or wants no more
-            error = f"deadline: the answer was not complete after {progress.deadline - progress.arrived:.1f} s"
-            if progress.recovered:
-                error += f" ({'; '.join(progress.recovered)})"
-        self._notify(
-            progress.client,
-            messages.Chunk(
-                request=live.id,
-                finish="error" if error else live.finish,
-                error=error,
-                figures=progress.figures(live, trio.current_time()),
-            ),
-        )
+            _log.exception("request %s", request.id)
+            for replica, _ in request.machine.list_work():
+                self._tell(PeerId(replica), REQUEST_STOP, messages.StopRequest(request=request.attempt))
+            self._end(request, EndRequest("error", f"internal error: {type(bug).__name__}", None))
 
-    async def _attempt(self, live: LiveRequest, progress: Progress) -> None:
-        """Run the request on one route until it is finished or the route has failed."""
-        chosen = await self._choose(live, progress)
-        progress.attempts += 1
-        send, receive = trio.open_memory_channel[Event](float("inf"))
-        plan = self._view.plan
-        progress.codec = plan.codec if plan is not None else progress.codec
-        tokens = len(live.prompt) + len(live.tokens)
-        unread = {chosen.decode: tokens - chosen.split}
-        if chosen.prefill is not None:
-            unread[chosen.prefill] = chosen.split
-        attempt = Attempt(secrets.token_hex(12), chosen, progress.codec, send, receive, unread)
-        self._attempts[attempt.id] = attempt
-        progress.route = (attempt.prefill, attempt.decode)
-        complete = False
-        try:
-            if await self._open(attempt, live, progress):
-                complete = await self._follow(attempt, live, progress)
-        finally:
-            del self._attempts[attempt.id]
-            stop = messages.StopRequest(request=attempt.id)
-            if not complete:
-                self._tell(attempt.decode, REQUEST_STOP, stop)
-            if attempt.prefill is not None and attempt.prefill_open:
-                self._tell(attempt.prefill, REQUEST_STOP, stop)
+    def _carry_out(self, request: OpenedRequest, action: Action) -> Ready:
+        """Returns what follows at once."""
+        machine, attempt, now = request.machine, request.attempt, trio.current_time()
+        match action:
+            case FindRoute():
+                try:
+                    return machine.routed(self._route(action, now), now)
+                except NoRoute as error:
+                    return machine.not_routed(str(error), now, is_hopeful=self._view.hopeful(self._model.service))
+            case OpenDecode():
+                plan = self._view.plan
+                assert plan is not None  # the route is from it
+                self._attempts.pop(attempt, None)
+                asked = request.begin_attempt(action, secrets.token_hex(12), plan, now)
+                self._attempts[request.attempt] = request
+                self._nursery.start_soon(self._open_decode, request, action, asked)
+            case OpenPrefill():
+                self._nursery.start_soon(self._open_prefill, request, action, request.prefill_open(action))
+            case ShowTokens(text, tokens):
+                chunk = messages.AnswerUpdate(request=request.id, text=text, tokens=tuple(tokens))
+                if not self._tell(request.client, ANSWER, chunk):
+                    # A client that is gone, or does not read, must not get an answer with a gap.
+                    return machine.stop(now)
+            case PassFirstToken(_, decode, token):
+                self._tell(PeerId(decode), DECODE_FIRST, messages.FirstToken(request=attempt, token=token))
+            case CancelTransfer(_, decode, reason):
+                self._tell(PeerId(decode), TRANSFER_STOP, messages.StopTransfer(request=attempt, reason=reason))
+            case CancelWork(_, replica):
+                request.stop_asking()
+                self._tell(PeerId(replica), REQUEST_STOP, messages.StopRequest(request=attempt))
+            case EndRequest():
+                self._end(request, action)
+            case _:
+                assert_never(action)
+        return ()
 
-    async def _choose(self, live: LiveRequest, progress: Progress) -> Chosen:
-        """Route the request; waits for an engine while one may come. Raises NoRoute."""
-        give_up = trio.current_time() + NO_ENGINE_GRACE_S
-        while True:
-            try:
-                return self._route(live, progress)
-            except NoRoute as error:
-                if self._view.hopeful(self._model.service):
-                    give_up = trio.current_time() + NO_ENGINE_GRACE_S
-                elif trio.current_time() >= give_up:
-                    reasons = f" ({'; '.join(progress.recovered)})" if progress.recovered else ""
-                    raise NoRoute(f"no engine is left for {self._model.service}{reasons}: {error}") from error
-            with trio.move_on_after(1.0):
-                await self._connections.wait_changed()
-
-    def _route(self, live: LiveRequest, progress: Progress) -> Chosen:
-        view, plan = self._view, self._view.plan
-        if plan is None or plan.service != self._model.service:
+    def _route(self, wanted: FindRoute, now: float) -> Route:
+        """Raises NoRoute."""
+        view, plan, service = self._view, self._view.plan, self._model.service
+        if plan is None or plan.service != service:
             raise NoRoute("the coordinator has made no plan for it yet")
         unusable = {
             replica.head
             for replica in plan.replicas
-            if not view.serving(replica, plan.service)
-            or progress.failed.get(PeerId(replica.head)) == view.starts(PeerId(replica.head))
+            if not view.serving(replica, service)
+            or wanted.blamed.get(replica.head) == view.starts(PeerId(replica.head))
         }
-        tokens = len(live.prompt) + len(live.tokens)
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._routing)
-        self._router.report(view.loads(self._queues()))
-        found = self._router.route(tokens, frozenset(unusable), now=trio.current_time())
-        decode = plan.replica(found.decode)
-        prefill = plan.replica(found.prefill) if found.prefill is not None else None
-        assert decode is not None  # the router names replicas of the plan
-        if prefill is None:
-            return Chosen(PeerId(decode.head), None, (), 0, False)
-        whole = found.split >= tokens
-        if whole and live.left == 1:  # written by whoever reads the prompt: nobody else is needed
-            return Chosen(PeerId(prefill.head), None, (), 0, False)
-        return Chosen(PeerId(decode.head), PeerId(prefill.head), prefill.stages, found.split, whole)
+        self._router.report(view.loads(self.queues))
+        return self._router.route(wanted.tokens, frozenset(unusable), now=now)
 
-    async def _open(self, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
+    async def _open_decode(self, request: OpenedRequest, opening: OpenDecode, asked: messages.DecodeOpen) -> None:
         """Decode side first: it must have blocks and tickets before the first layer leaves."""
-        prompt, sampling = live.replay()
-        deadline_s = max(0.05, progress.deadline - trio.current_time())
+        opened = await self._ask(request, opening.attempt, opening.decode, DECODE_OPEN, asked)
+        if opened is not None:
+            request.slices = opened.slices
+            decode_opened = partial(request.machine.decode_opened, receives=bool(opened.slices))
+            self._step(request, partial(decode_opened, opening.attempt))
+
+    async def _open_prefill(self, request: OpenedRequest, opening: OpenPrefill, asked: messages.PrefillOpen) -> None:
+        await self._ask(request, opening.attempt, opening.prefill, PREFILL_OPEN, asked)
+
+    async def _ask(
+        self, request: OpenedRequest, attempt: int, replica: str, method: Method[Body, Answer], body: Body
+    ) -> Answer | None:
+        """None where it fails, which the machine is told, and where the attempt is over before there is an answer."""
+        if attempt != request.asks_for:
+            return None
+        peer = PeerId(replica)
+        with trio.CancelScope() as request.asking:
+            try:
+                return await self._messenger.request(peer, method, body, self._settings.open_timeout_s)
+            except NetworkError as error:
+                failed = partial(request.machine.open_failed, attempt, replica, str(error), self._view.starts(peer))
+                self._step(request, failed)
+        return None
+
+    def _end(self, request: OpenedRequest, end: EndRequest) -> None:
+        request.is_over = True
+        request.changed.set()
+        request.stop_asking()
+        self._attempts.pop(request.attempt, None)
+        del self._requests[request.client, request.id]
+        live = request.live
+        if live.finish is not None:
+            self._meter.ended(len(live.prompt), live.count)
+        if end.finish is None:
+            return  # the client has gone, or wants no more
+        chunk = messages.AnswerUpdate(
+            request=request.id,
+            text=live.take_rest(),
+            finish=end.finish,
+            error=end.error,
+            figures=request.figures(end.record),
+        )
+        self._tell(request.client, ANSWER, chunk)
+
+    def _tell(self, peer: PeerId, notice: Notice[Body], body: Body) -> bool:
         try:
-            opened = await self._connections.messenger.request(
-                attempt.decode,
-                DECODE_OPEN,
-                messages.DecodeOpen(
-                    request=attempt.id,
-                    service=self._model.service,
-                    prompt=prompt,
-                    sampling=sampling,
-                    deadline_s=deadline_s,
-                    receive_tokens=attempt.route.split,
-                    codec=attempt.codec,
-                    prefill=attempt.route.stages,
-                    told_first=attempt.route.prefill_writes,
-                ),
-                OPEN_TIMEOUT_S,
-            )
-        except NetworkError as error:
-            self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {error}")
-            return False
-        if attempt.prefill is None or not opened.parts:
-            return True
-        attempt.prefill_open = True  # from now on it may be at work, whether or not its answer gets here
-        try:
-            await self._connections.messenger.request(
-                attempt.prefill,
-                PREFILL_OPEN,
-                messages.PrefillOpen(
-                    request=attempt.id,
-                    service=self._model.service,
-                    prompt=prompt[: attempt.route.split],
-                    deadline_s=deadline_s,
-                    parts=opened.parts,
-                    sampling=sampling if attempt.route.prefill_writes else None,
-                ),
-                OPEN_TIMEOUT_S,
-            )
-        except NetworkError as error:
-            self._tell(attempt.prefill, REQUEST_STOP, messages.StopRequest(request=attempt.id))
-            self._without_kv(attempt, progress, str(error))
-        return True
-
-    async def _follow(self, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
-        """Pass tokens on until the answer is complete (True) or the decode node has failed (False)."""
-        async for event in attempt.events:
-            match event:
-                case messages.PrefillEnded():
-                    self._on_prefill(event, attempt, progress)
-                case messages.Tokens(refused=refused) if refused:
-                    raise _Refused(f"the engine refuses the request: {refused}")
-                case messages.Tokens(failed=failed) if failed:
-                    self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)}: {failed}")
-                    progress.failures += 1
-                    if progress.failures == MAX_FAILURES:
-                        reasons = "; ".join(progress.recovered)
-                        raise NoRoute(f"given up: {MAX_FAILURES} engines in a row failed with it ({reasons})")
-                    return False
-                case First(told):
-                    self._on_first(told, attempt, live, progress)
-                    if live.finish is not None:
-                        return False  # the decode node has nothing to do, and does not know
-                case messages.Tokens():
-                    if not self._on_decoded(event, attempt, live, progress):
-                        return False
-                    if live.finish is not None:
-                        await self._await_figures(attempt, progress)
-                        return event.finish is not None
-                case str() if event == attempt.decode:
-                    self._blame(progress, attempt.decode, f"decode node {_short(attempt.decode)} was lost")
-                    return False
-                case str():
-                    if attempt.prefill_open:  # else its part was over
-                        self._without_kv(attempt, progress, "it was lost")
-        return False
-
-    def _on_first(self, told: messages.Tokens, attempt: Attempt, live: LiveRequest, progress: Progress) -> None:
-        """The client sees the first token, and the decode node hears of it."""
-        if attempt.decoding or not attempt.prefill_open:
-            return  # the decode node does without this prefill, and has begun or is about to
-        attempt.unread[attempt.route.prefill or attempt.decode] = 0
-        attempt.shown = told.tokens[:1]
-        self._show(attempt.shown, told.finish, live, progress)
-        if live.finish is None:
-            first = messages.FirstToken(request=attempt.id, token=attempt.shown[0])
-            self._tell(attempt.decode, DECODE_FIRST, first)
-
-    def _on_decoded(self, event: messages.Tokens, attempt: Attempt, live: LiveRequest, progress: Progress) -> bool:
-        """The client sees what is new. False when that would contradict what it has seen."""
-        if event.finish == "deadline":
-            return True  # the request's own deadline is the same moment and says it better
-        tokens = event.tokens
-        if tokens and not attempt.decoding:
-            attempt.decoding = True
-            attempt.unread[attempt.decode] = 0
-            shown = len(attempt.shown)
-            if tokens[:shown] != attempt.shown:
-                progress.recovered.append(
-                    f"decode node {_short(attempt.decode)}: it began with another token than prefill node "
-                    f"{_short(attempt.route.prefill or attempt.decode)}"
-                )
-                return False
-            tokens = tokens[shown:]
-            if progress.cached_tokens is None:
-                progress.cached_tokens = event.cached_tokens
-        if tokens:
-            progress.failures = 0
-        self._show(tokens, event.finish, live, progress)
-        return True
-
-    def _show(
-        self, tokens: tuple[messages.Token, ...], finish: str | None, live: LiveRequest, progress: Progress
-    ) -> None:
-        """Add to the answer."""
-        if tokens:
-            progress.last_token = trio.current_time()
-            if progress.first_token is None:
-                progress.first_token = progress.last_token
-        before = len(live.tokens)
-        text = live.on_tokens(tokens, finish)
-        tokens = tuple(live.tokens[before:])
-        if tokens or text:
-            self._notify(progress.client, messages.Chunk(request=live.id, text=text, tokens=tokens))
-
-    def _on_prefill(self, event: messages.PrefillEnded, attempt: Attempt, progress: Progress) -> None:
-        if not attempt.prefill_open:
-            return  # it was given up before it said so
-        self._prefill_over(attempt)
-        if event.failed:
-            self._without_kv(attempt, progress, event.failed)
-        elif event.figures is not None:
-            progress.transfer = event.figures
-
-    def _without_kv(self, attempt: Attempt, progress: Progress, reason: str) -> None:
-        """The prefill node has failed: let the decode node compute what it did not get."""
-        self._prefill_over(attempt)
-        assert attempt.prefill is not None
-        attempt.unread[attempt.decode] += attempt.route.split
-        self._blame(progress, attempt.prefill, f"prefill node {_short(attempt.prefill)}: {reason}")
-        stop = messages.StopTransfer(request=attempt.id, reason=reason)
-        self._tell(attempt.decode, TRANSFER_STOP, stop)
-
-    def _prefill_over(self, attempt: Attempt) -> None:
-        """The prefill node has no more to do with it: routes that are chosen from now on may count on that."""
-        attempt.prefill_open = False
-        if attempt.prefill is not None:
-            attempt.unread.pop(attempt.prefill, None)
-
-    def _queues(self) -> dict[PeerId, Queue]:
-        """What this gateway has at each node."""
-        queues: defaultdict[PeerId, Queue] = defaultdict(Queue)
-        for attempt in self._attempts.values():
-            for peer, unread in attempt.unread.items():
-                requests, tokens = queues[peer]
-                queues[peer] = Queue(requests + 1, tokens + unread)
-        return queues
-
-    async def _await_figures(self, attempt: Attempt, progress: Progress) -> None:
-        with trio.move_on_after(FIGURES_GRACE_S):
-            while attempt.prefill_open:
-                event = await attempt.events.receive()
-                if isinstance(event, messages.PrefillEnded):
-                    self._on_prefill(event, attempt, progress)
-
-    def _blame(self, progress: Progress, peer: PeerId, what: str) -> None:
-        progress.failed[peer] = self._view.starts(peer)
-        progress.recovered.append(what)
-
-    def _notify(self, client: PeerId, chunk: messages.Chunk) -> None:
-        scope = self._scopes.get((client, chunk.request))
-        if not self._tell(client, CHUNK, chunk) and scope is not None:
-            scope.cancel()  # a client that is gone, or does not read, must not get an answer with a gap
-
-    def _tell(self, peer: PeerId, notice: Notice[Body], message: Body) -> bool:
-        try:
-            self._connections.messenger.notify(peer, notice, message)
+            self._messenger.notify(peer, notice, body)
         except PeerLost:
             return False
         return True
-
-
-def _short(peer: PeerId) -> str:
-    return f"..{peer[-6:]}"

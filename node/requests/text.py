@@ -18,7 +18,8 @@ class PromptError(Exception):
 
 @final
 class TextModel:
-    """Tokenizer and chat template of a model folder. Raises ModelError when one of them cannot be read."""
+    """Tokenizer and chat template of a model folder. Raises ModelError when one of them cannot be
+    read."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -37,6 +38,8 @@ class TextModel:
             raise ModelError(f"model {folder.name}: the chat template cannot be read: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token for token, description in added.items() if description.special}
+        self.end_tokens = _end_tokens(folder)
+        """Those that end an answer."""
 
     @property
     def vocabulary(self) -> int:
@@ -75,13 +78,24 @@ class TextModel:
 
 
 def _template_text(setting: object, file: Path) -> str | None:
-    """The template among a tokenizer's settings (one, or several by name), else the one in a file of its own."""
+    """The template among a tokenizer's settings (one, or several by name), else the one in a file
+    of its own."""
     if isinstance(setting, list):
         named = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
         setting = named.get("default")
     if isinstance(setting, str):
         return setting
     return file.read_text("utf-8") if file.is_file() else None
+
+
+def _end_tokens(folder: Path) -> frozenset[int]:
+    """The model's own, and those of its generation settings."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        value = read_json(file, folder.name).get("eos_token_id") if file.is_file() else None
+        found.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
+    return frozenset(found)
 
 
 def _compile(template: str) -> jinja2.Template:
@@ -108,7 +122,8 @@ _WINDOW = 8  # tokens of left context that decide how a token is written
 
 @final
 class TextDecoder:
-    """Tokens in, text out. A character that is not complete yet is held back until it is, or until the end."""
+    """Tokens in, text out. A character that is not complete yet is held back until it is, or until
+    the end."""
 
     def __init__(self, tokenizer: Tokenizer, special: set[int]) -> None:
         self._tokenizer = tokenizer
@@ -137,10 +152,11 @@ class TextDecoder:
 
 @final
 class StopFinder:
-    """Cuts an answer at the stop string that is complete first, also one that is spread over several pieces.
+    """Cuts an answer at the stop string that is complete first, also one that is spread over
+    several pieces.
 
-    Of several that end at the same character the longest counts. So the cut does not depend on how the text
-    came in pieces, which differs between engines.
+    Of several that end at the same character the longest counts. So the cut does not depend on how
+    the text came in pieces, which differs between engines.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:

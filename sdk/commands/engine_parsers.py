@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
-from .option_values import count, figure, positive
+from ...node.engine.backends import BACKENDS
+from ...node.engine.emulated.backend import EMULATED
+from .option_values import figure, positive
 
 __all__ = ["add_engine_options"]
+
+
+class _Emulate(argparse.Action):
+    """Stores the GPUs, and takes the engine that models them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.engine = EMULATED.name
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +79,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("prefill", "decode", "mixed"),
         help="the only thing that this box is to do (default: what the planner finds best, which may change)",
     )
+    engine.add_argument("--engine", choices=tuple(BACKENDS), default="vllm", help="what runs the model (default: vllm)")
     engine.add_argument(
         "--emulate",
         metavar="GPUS",
+        action=_Emulate,
         help="serve with GPUs that are only modelled, like 4xA40: real network, modelled time, made-up answers; "
         "--model may then be one whose dimensions are known, like llama-30b",
     )
@@ -73,6 +93,4 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="dense",
         help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or measured ones",
     )
-    engine.add_argument(
-        "--threads", type=count, default=0, metavar="N", help="of a CPU engine (default: all cores but one)"
-    )
+    engine.add_argument("--threads", type=positive, metavar="N", help="of a CPU engine (default: all cores but one)")

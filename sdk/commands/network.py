@@ -14,6 +14,7 @@ import msgspec
 
 from ...node.messages import RequestFigures
 from ..client import Client
+from ..environment import network_address
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
@@ -123,13 +124,8 @@ def set_up_logging(arguments: Namespace) -> None:
 
 
 def network_target(arguments: Namespace) -> str:
-    """The address or token of --bootstrap. Raises UsageError."""
-    if not arguments.bootstrap:
-        raise UsageError(
-            "bootstrap: give --bootstrap with the token that `p2pserve bootstrap` printed, or set P2PSERVE_BOOTSTRAP"
-        )
-    where: str = arguments.bootstrap.strip()
-    return where
+    """The address or token of --bootstrap. Raises InvalidAddress."""
+    return network_address(arguments.bootstrap, arguments.token)[0]
 
 
 def _read_input(arguments: Namespace) -> tuple[str | None, list[dict[str, str]] | None]:
@@ -151,6 +147,8 @@ def _read_input(arguments: Namespace) -> tuple[str | None, list[dict[str, str]] 
 
 
 def _read(path: Path, name: str) -> str:
+    if str(path) == "-" and sys.stdin is None:
+        raise UsageError(f"{name}: standard input is closed")
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:

@@ -17,13 +17,14 @@ import trio
 from ...bootstrap import parse_address
 from ...coordinator import Phase
 from ...kvtransport.probing.figures import BoxFigures
-from ...node.agent import EngineKnobs, NodeSettings, Started, leave_node, run_node
+from ...node.agent import EngineSettings, NodeSettings, Started, leave_node, run_node
 from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
 from ...node.engine.gpucheck.run import run_check, write_report
 from ...node.engine.gpucheck.verdicts import table
 from ...node.engine.trials.selftest import check_installation, selftest_log
-from ...node.links.kv_ways import WaySettings
+from ...node.links.kv_ways import LinkSettings
+from ...node.replica.fork_server import open_fork_server
 from ..errors import UsageError
 from .network import network_target
 
@@ -55,7 +56,7 @@ def selftest(arguments: Namespace) -> int:
     if arguments.full:
         return _check_gpu(arguments)
     require_engine(probe(), os.environ)
-    verdict = trio.run(check_installation)
+    verdict = trio.run(check_installation, open_fork_server)
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(verdict)))
     elif verdict.passed:
@@ -88,7 +89,19 @@ NODE_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
 }
 
 
+def _check_tp(arguments: Namespace) -> None:
+    """Refuse more GPUs than this box has before it joins. Raises UsageError."""
+    if arguments.tp is None or arguments.tp == 1 or arguments.model is None or arguments.emulate is not None:
+        return
+    gpus = len(probe().gpus)
+    if not gpus:
+        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has none; leave --tp out")
+    if arguments.tp > gpus:
+        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
+
+
 def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettings:
+    _check_tp(arguments)
     listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
     return NodeSettings(
         home=home,
@@ -98,7 +111,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
         token=arguments.token if where is not None else None,
         model=arguments.model,
         codec=arguments.codec,
-        ways=WaySettings(
+        ways=LinkSettings(
             site=arguments.site,
             box=BoxFigures(
                 up_gbps=arguments.up_gbps,
@@ -110,16 +123,17 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
             usd_per_s=arguments.usd_per_s,
             max_usd_per_gb=arguments.max_usd_per_gb,
         ),
-        engine=EngineKnobs(
+        engine=EngineSettings(
             dtype=arguments.dtype,
             kv_cache_mib=arguments.kv_cache_mib,
             max_batched_tokens=arguments.max_batched_tokens,
             max_requests=arguments.max_requests,
             max_model_len=arguments.max_model_len,
             async_scheduling=arguments.async_scheduling,
-            threads=arguments.threads,
+            threads=arguments.threads or 0,
             tp=arguments.tp,
             memory_gib=arguments.memory_gib,
+            backend=arguments.engine,
             emulate=arguments.emulate,
             emulate_specs=arguments.emulate_specs,
         ),

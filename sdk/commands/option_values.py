@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["count", "figure", "positive", "seconds"]
+__all__ = ["Listed", "count", "figure", "positive", "seconds"]
 
 
 def positive(text: str) -> int:
@@ -37,6 +37,22 @@ def seconds(text: str) -> float:
     if not 0 < value < 1e7:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return value
+
+
+class Listed(argparse.Action):
+    """An option that may be given several times: its values end as one text, with commas between them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Add a value; the first one replaces the default."""
+        given: list[str] = [*getattr(namespace, f"_{self.dest}", ()), str(values)]
+        setattr(namespace, f"_{self.dest}", given)
+        setattr(namespace, self.dest, ",".join(given))
 
 
 # argparse names the function in its message when it raises ValueError.

@@ -16,8 +16,8 @@ from ...coordinator.planning.model.cluster import Cluster, ClusterError
 from ...coordinator.planning.model.cluster_file import packaged_cluster, parse_cluster
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.slo import parse_slo
-from ...coordinator.planning.model.workload import KV_BITS, Service, Workload, WorkloadError
-from ...kernels.format import Codec
+from ...coordinator.planning.model.workload import Service, Workload, WorkloadError
+from ...kernels.codecs import codec_named
 from ...sims.workloads import AZURE, azure, read_requests, workload_of
 from ..errors import UsageError
 
@@ -30,10 +30,11 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
     """What the options ask for. Raises UsageError, or the planner's own errors, with one line."""
     specs = Specs(arguments.specs)
     if arguments.cluster is None:
-        raise UsageError("cluster: give --cluster FILE, or --live for the running network")
+        live = ", or --live for the running network" if hasattr(arguments, "live") else ""  # `sim` has no such option
+        raise UsageError(f"cluster: give --cluster FILE{live}")
     cluster = read_cluster(arguments.cluster, specs)
-    codec = Codec(arguments.codec)
-    services = tuple(replace(item, codec=codec.value, kv_bits=KV_BITS[codec.value]) for item in _services(arguments))
+    codec = codec_named(arguments.codec)
+    services = tuple(replace(item, codec=codec.name, kv_bits=codec.bits) for item in _services(arguments))
     known = {box.id for box in cluster.boxes}
     for box in (*(text.partition("=")[0] for text in arguments.pin), *arguments.exclude):
         if box not in known:

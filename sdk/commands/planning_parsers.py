@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from ...kernels.format import Codec
+from ...kernels.codecs import CODEC_NAMES
 from .option_values import count
 
 __all__ = ["SPECS", "add_live_option", "add_plan_options", "add_sim_options"]
@@ -38,7 +38,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         default=SPECS[0],
         help="which figures of the GPUs count (default: measured)",
     )
-    add("--codec", choices=tuple(codec.value for codec in Codec), default="kv4", help="how KV travels (default: kv4)")
+    add("--codec", choices=CODEC_NAMES, default="kv4", help="how KV travels (default: kv4)")
     add("--pin", action="append", default=[], metavar="BOX=PHASE", help="a box does only prefill, decode or mixed")
     add("--exclude", action="append", default=[], metavar="BOX", help="a box that may not be used")
     add(

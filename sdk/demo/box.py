@@ -29,7 +29,7 @@ import psutil
 import trio
 
 from ...coordinator import Phase
-from ...node.replica.engine_link import fork_server_command
+from ...node.replica.fork_server import fork_server_command
 from ..errors import DemoFailed
 
 __all__ = ["Box", "Greeting", "open_box"]
@@ -73,9 +73,9 @@ class Box:
     def __repr__(self) -> str:
         return f"<Box {self.home} processes={len(self._children)}>"
 
-    async def start_fork_server(self, channels: int, *, emulated: bool = False) -> None:
-        """Start the fork server all engines come from, with this many channels for `take_channel`; `emulated`: one
-        without vLLM.
+    async def start_fork_server(self, channels: int, *, backend: str = "vllm") -> None:
+        """Start the fork server all engines come from, with this many channels for `take_channel`; it
+        preloads this backend.
 
         One more stays here: the server must not end before it has seen the last of its engines end.
         """
@@ -85,7 +85,7 @@ class Box:
             self._channels.append(ours)
             theirs.append(other)
         log = self.home / "fork-server.log"
-        command, environment = fork_server_command(theirs, log=log, threads=1, emulated=emulated)
+        command, environment = fork_server_command(theirs, log=log, threads=1, backend=backend)
         # vLLM leaves a temporary file behind for each engine.
         environment["TMPDIR"] = str(self.home)
         descriptors = tuple(other.fileno() for other in theirs)

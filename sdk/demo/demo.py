@@ -27,8 +27,9 @@ from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
 from ...node.engine import protocol
 from ...node.messages import Generate, Status
-from ...node.models import BUNDLED, Model, TerminalProgress, open_model
-from ...node.replica.engine_link import EngineLink, open_fork_server
+from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
+from ...node.replica.engine_link import EngineLink
+from ...node.replica.fork_server import open_fork_server
 from ...node.requests.request import tokenize
 from ...node.requests.text import PromptError, TextModel
 from ..client import AsyncClient
@@ -122,7 +123,7 @@ def run_demo(arguments: Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def prepare(settings: DemoSettings, model: Model) -> list[Asked]:
+def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
     """The requests of the demo. Raises InvalidRequest or PromptError for a prompt that cannot be served."""
     text = TextModel(model.folder)
     first, second = _code_prompts(text, model.info.max_model_len - settings.max_tokens)
@@ -150,7 +151,9 @@ def _code_prompts(text: TextModel, room: int) -> tuple[str, str]:
     raise PromptError("max_tokens: they leave no room for a prompt; give fewer")
 
 
-def _ask(name: str, what: str | list[dict[str, str]], settings: DemoSettings, model: Model, text: TextModel) -> Asked:
+def _ask(
+    name: str, what: str | list[dict[str, str]], settings: DemoSettings, model: OpenedModel, text: TextModel
+) -> Asked:
     prompt, messages = (what, None) if isinstance(what, str) else (None, what)
     body: Generate = build_request(prompt, messages, {"max_tokens": settings.max_tokens})
     tokens, _ = tokenize(body, text, model.info.max_model_len)
@@ -161,7 +164,7 @@ def _ask(name: str, what: str | list[dict[str, str]], settings: DemoSettings, mo
 class Demo:
     """One run. `stage` says what it is doing, for the error when time runs out."""
 
-    def __init__(self, settings: DemoSettings, model: Model, asked: list[Asked], console: Console) -> None:
+    def __init__(self, settings: DemoSettings, model: OpenedModel, asked: list[Asked], console: Console) -> None:
         self._settings = settings
         self._model = model
         self._asked = asked

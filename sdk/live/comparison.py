@@ -31,11 +31,12 @@ from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.planning.model.cluster import Box, Cluster
 from ...coordinator.planning.model.cluster_file import card_link_gbps
 from ...coordinator.planning.model.workload import Service
-from ...kernels.format import Codec, WireDtype, payload_bytes
+from ...kernels.codecs import CODEC_NAMES, codec_named
+from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.probing.figures import Source
-from ...node.box.emulation import Cards, emulated_model, parse_cards
+from ...node.engine.emulated.model import Cards, emulated_model, parse_cards
 from ...node.messages import Status
-from ...sims.engine.values import EngineSettings
+from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
 from ...sims.scenario import PlanChange, ServiceRun, SimSettings
 from ...sims.workloads import AZURE, azure, draw, workload_of
@@ -124,7 +125,7 @@ def simulated(
 ) -> Outcomes:
     """The same requests in the simulator, with engines and hand-over as nodes have them, and other plans when those
     had: a node holds the whole model, so that it goes on with its engine whatever its phase."""
-    engine = EngineSettings(
+    engine = SimEngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
     settings = SimSettings(engine=engine)
@@ -160,7 +161,7 @@ def service_of(settings: LiveSettings, trace: Trace, name: str) -> Service:
 def kv_bits(codec: str, model: ModelShape) -> float:
     """Bits on the wire for one element of a long prompt's KV."""
     tokens, heads, dim = 1024, model.kv_heads, model.head_dim
-    size = payload_bytes(Codec(codec), WireDtype.BF16, start=0, tokens=tokens, heads=heads, head_dim=dim)
+    size = payload_bytes(codec_named(codec), WireDtype.BF16, start=0, tokens=tokens, heads=heads, head_dim=dim)
     return size * 8 / (2 * tokens * heads * dim)
 
 
@@ -245,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
         "machine adds to a first token weighs less then)",
     )
     add("--model", default="qwen2.5-14b", help="one whose dimensions are known (default: qwen2.5-14b)")
-    add("--codec", choices=tuple(codec.value for codec in Codec), default="kv4", help="default: kv4")
+    add("--codec", choices=CODEC_NAMES, default="kv4", help="default: kv4")
     add("--workload", choices=tuple(AZURE), default="conversation", help="Azure's lengths (default: conversation)")
     add("--requests", type=int, default=80, metavar="N", help="default: 80")
     add("--rate", type=float, default=1.0, metavar="R", help="requests per second, Poisson (default: 1)")

@@ -76,7 +76,7 @@ class LiveRun:
 async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
     """Start the network, warm it up, replay the trace and end everything. Raises DemoFailed or ClientError."""
     async with open_box(watch_memory=False) as box:
-        await box.start_fork_server(settings.nodes, emulated=True)
+        await box.start_fork_server(settings.nodes, backend="emulated")
         bootstrap = await box.start_bootstrap(settings.codec)
         async with AsyncClient(bootstrap.tokens["client"]) as client:
             plan = await _start(box, client, bootstrap.tokens["worker"], settings, say)

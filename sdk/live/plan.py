@@ -13,13 +13,13 @@ import msgspec
 from rich.console import Console
 
 from ...coordinator import Phase, Plan
-from ...coordinator.network_plan import best_phases, routed_as
-from ...coordinator.network_problem import NetworkProblem, network_problem
-from ...coordinator.planning.lower.flow import fill, solve
+from ...coordinator.network_plan import search_phases, solver_for_shares
+from ...coordinator.network_problem import NetworkProblem, build_network_problem
+from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
 from ...coordinator.planning.model.problem import Proposal, Solution
 from ...coordinator.planning.model.slo import read_slo
-from ...coordinator.planning.upper.light import reschedule
-from ...kernels.format import Codec
+from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
+from ...kernels.codecs import DEFAULT
 from ...node.view import NetworkView
 from ..client import Client
 from ..commands.network import network_target
@@ -67,9 +67,9 @@ def run_live_plan(arguments: Namespace) -> int:
     view = NetworkView.of_status(status)
     service = _service(view, arguments.model)
     plan = status.plan if status.plan is not None and status.plan.service == service else None
-    network = network_problem(
+    network = build_network_problem(
         view.boxes(service), view.links(), view.demands(service),
-        service=service, codec=plan.codec if plan is not None else Codec.KV4.value, previous=plan, slo=slo, rate=rate,
+        service=service, codec=plan.codec if plan is not None else DEFAULT.name, previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
     if network is None:
         raise RequestFailed(f"no box of the network is ready to serve {service}: see `p2pserve status`")
@@ -96,9 +96,9 @@ def _service(view: NetworkView, wanted: str | None) -> str:
 def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
     """The plan as it would do now, and the best found: starting afresh or from the plan, whatever is better."""
     running = _running(network, plan)
-    starts = [best_phases(network)]
+    starts = [search_phases(network)]
     if running is not None and len(running) == len(network.heads):
-        starts.append(reschedule(network.problem, network.evaluator, running, margin=0.0).solution)
+        starts.append(reschedule_lightly(network.problem, network.evaluator, running, margin=0.0).solution)
     solution = max(starts, key=lambda start: network.evaluator.score(start).objective)
     epoch, version = plan.number if plan is not None else (0, 0)
     best = network.evaluator.propose(solution, epoch=epoch, version=version + 1)[0]
@@ -127,11 +127,13 @@ def _expected(network: NetworkProblem, plan: Plan, running: Solution) -> Proposa
     there = {replica.id for replica in plan.replicas} & set(network.ids(running))
     left = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= there]
     total = sum(pair.weight for pair in left)
-    served = [network.evaluator.orchestrate(running, solver=solver)[0].flow.served for solver in (fill, solve)]
-    routes = [routed_as(network, running, left, rate / total) for rate in served if total and rate]
-    return network.evaluator.propose(running, epoch=plan.epoch, version=plan.version, solvers=routes or (fill, solve))[
-        0
+    served = [
+        network.evaluator.orchestrate(running, solver=solver)[0].flow.served for solver in (solve_greedy, solve_exact)
     ]
+    routes = [solver_for_shares(network, running, left, rate / total) for rate in served if total and rate]
+    return network.evaluator.propose(
+        running, epoch=plan.epoch, version=plan.version, solvers=routes or (solve_greedy, solve_exact)
+    )[0]
 
 
 def live_json(found: LivePlans) -> dict[str, Any]:

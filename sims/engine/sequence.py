@@ -14,127 +14,133 @@ __all__ = ["DecodeBatch", "Sequence"]
 class Sequence:
     """A request as one engine sees it; the engine changes it.
 
-    `known` tokens are there (the prompt, and what was written so far), KV is there of `computed` of them, and `left`
-    are to be written. `fresh`: none has been written anywhere. `hands_over`: this engine reads the known tokens, and
-    gives their KV away. `incoming` > 0: somebody else reads the first so many tokens, whose KV is to come.
+    It has `known` tokens (the prompt, and those generated so far), the KV of `computed` of them,
+    and `left` tokens to generate. `fresh`: none has been generated anywhere. `sends_kv`: this
+    engine only prefills, and the KV is transferred to another one. `external` > 0: another engine
+    prefills the first so many tokens, whose KV is transferred to here.
     """
 
     __slots__ = (
-        "blocks", "computed", "ends_at", "fresh", "hands_over", "incoming", "key", "known", "left", "ticket"
+        "blocks", "computed", "ends_at", "external", "fresh", "key", "known", "left", "sends_kv", "turn"
     )  # fmt: skip
 
     def __init__(
-        self, key: int, known: int, left: int, *, fresh: bool = True, hands_over: bool = False, incoming: int = 0
+        self, key: int, known: int, left: int, *, fresh: bool = True, sends_kv: bool = False, external: int = 0
     ) -> None:
         self.key = key
         self.known = known
         self.left = left
         self.fresh = fresh
-        self.hands_over = hands_over
-        self.incoming = incoming
+        self.sends_kv = sends_kv
+        self.external = external
         self.computed = 0
-        self.blocks = 0  # that it holds; of a decoding one, `computed` tells
-        self.ends_at = 0  # the batch's step that writes its last token
-        self.ticket = -1  # its place in the order of joining the batch; -1: it does not decode
+        self.blocks = 0  # held; those of a decoding one follow from `computed`
+        self.ends_at = 0  # the batch's step that generates its last token
+        self.turn = -1  # its place in the order of joining the batch; -1: not in it
 
     def __repr__(self) -> str:
-        return f"<Sequence {self.key}: {self.computed} of {self.known} tokens read, {self.left} to write>"
+        return f"<Sequence {self.key}: {self.computed} of {self.known} tokens computed, {self.left} to generate>"
 
 
 @final
 class DecodeBatch:
-    """The sequences that get a token in every step: what they hold, when they end, and what blocks they will take.
+    """The sequences that decode in every step: what they hold, when they end, and which blocks they
+    will take.
 
-    A step changes every one of them in the same way, so none is touched: only `step` counts on. A sequence's
-    `computed` is kept less `step` while it is here.
+    A step changes all of them in the same way, so none is touched: only `step` is increased. While
+    a sequence is here, its `computed` is kept less `step`.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self.step = 0
         self.size = 0
-        """How many they are."""
+        """Number of sequences."""
         self.context = 0
-        """Tokens that all of them hold in their KV caches."""
+        """Tokens in all of their KV caches together."""
         self._block = block_tokens
-        self._members: dict[int, Sequence] = {}  # by ticket, so in order of joining
-        self._tickets = count()
-        self._endings: list[tuple[int, int, Sequence]] = []  # heap of (step, ticket); those that left are skipped
+        self._members: dict[int, Sequence] = {}  # by turn, so in order of joining
+        self._turns = count()
+        self._endings: list[tuple[int, int, Sequence]] = []  # heap of (step, turn); those that left are skipped
         self.fresh: list[Sequence] = []
-        """Those that joined without a token written anywhere, and have not taken a step."""
+        """Those that joined without a token generated anywhere, and have not taken a step."""
         # At [s % block_tokens]: how many of them take a new block in step s.
-        self._takers = [0] * block_tokens
+        self._block_takers = [0] * block_tokens
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members.values())
 
     def join(self, sequence: Sequence) -> None:
-        """Let it decode from the next step on. The KV of all its known tokens but the last is there."""
+        """Let it decode from the next step on. It must have the KV of all known tokens but the
+        last."""
         self.size += 1
         self.context += sequence.computed
         sequence.computed -= self.step
         sequence.ends_at = self.step + sequence.left
-        sequence.ticket = next(self._tickets)
-        self._takers[-sequence.computed % self._block] += 1
-        self._members[sequence.ticket] = sequence
-        heappush(self._endings, (sequence.ends_at, sequence.ticket, sequence))
+        sequence.turn = next(self._turns)
+        self._block_takers[-sequence.computed % self._block] += 1
+        self._members[sequence.turn] = sequence
+        heappush(self._endings, (sequence.ends_at, sequence.turn, sequence))
         if sequence.fresh:
             self.fresh.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take it out, with its figures as they are now."""
-        del self._members[sequence.ticket]
+        """Take it out, and bring its figures up to date."""
+        del self._members[sequence.turn]
         self.size -= 1
-        self._takers[-sequence.computed % self._block] -= 1
-        sequence.ticket = -1
+        self._block_takers[-sequence.computed % self._block] -= 1
+        sequence.turn = -1
         sequence.computed += self.step
         sequence.known = sequence.computed + 1
         sequence.left = sequence.ends_at - self.step
         self.context -= sequence.computed
 
     def last_joined(self) -> Sequence:
-        """Who goes first when memory runs out."""
+        """The first to be preempted when memory runs out."""
         return self._members[next(reversed(self._members))]
 
     def steps_to_ending(self) -> int:
-        """Steps until the next of them has its last token."""
+        """Steps until the next sequence has its last token."""
         endings = self._endings
-        while endings[0][2].ticket != endings[0][1]:
+        while endings[0][2].turn != endings[0][1]:
             heappop(endings)
         return endings[0][0] - self.step
 
     def blocks_for(self, steps: int) -> int:
-        """Blocks that the next so many steps take."""
+        """Blocks that the next `steps` steps take."""
         first = self.step % self._block
         if steps == 1:
-            return self._takers[first]
+            return self._block_takers[first]
         rounds, rest = divmod(steps, self._block)
         taken = rounds * self.size
         if rest:
-            taken += sum(self._takers[first : first + rest])
+            taken += sum(self._block_takers[first : first + rest])
             if first + rest > self._block:
-                taken += sum(self._takers[: first + rest - self._block])
+                taken += sum(self._block_takers[: first + rest - self._block])
         return taken
 
     def steps_within(self, blocks: int) -> int:
-        """How many steps so many blocks last."""
+        """For how many steps so many blocks last."""
         rounds, rest = divmod(blocks, self.size)
         steps = rounds * self._block
         at = self.step % self._block
-        while self._takers[at] <= rest:  # ends: a round takes as many blocks as there are members, more than `rest`
-            rest -= self._takers[at]
+        while (
+            self._block_takers[at] <= rest
+        ):  # ends: a round takes as many blocks as there are members, more than `rest`
+            rest -= self._block_takers[at]
             at = (at + 1) % self._block
             steps += 1
         return steps
 
     def advance(self, steps: int) -> list[Sequence]:
-        """Write so many tokens of each; returns those that have their last, which are not here any more."""
+        """Take `steps` steps; returns the sequences that have their last token, which leave the
+        batch."""
         self.step += steps
         self.context += steps * self.size
         ended: list[Sequence] = []
         endings = self._endings
         while endings and endings[0][0] <= self.step:
-            _, ticket, sequence = heappop(endings)
-            if sequence.ticket == ticket:
+            _, turn, sequence = heappop(endings)
+            if sequence.turn == turn:
                 self.leave(sequence)
                 ended.append(sequence)
         return ended

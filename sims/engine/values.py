@@ -1,4 +1,4 @@
-"""What goes into a simulated engine and what comes out of it: settings, news, and counts."""
+"""What goes into a simulated engine and what comes out of it: settings, signals, and counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .sequence import Sequence
 
-__all__ = ["EngineCounts", "EngineSettings", "EngineSignal", "SignalKind", "SimEngineError", "StepRecord"]
+__all__ = ["EngineCounts", "EngineSignal", "SignalKind", "SimEngineError", "SimEngineSettings", "StepRecord"]
 
 
 class SimEngineError(ValueError):
@@ -16,8 +16,13 @@ class SimEngineError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """The knobs of vLLM that matter here, with its names' meaning; memory is counted in blocks of tokens."""
+class SimEngineSettings:
+    """vLLM's settings that matter here.
+
+    `max_batched_tokens`: token budget of a step (vLLM's max_num_batched_tokens); more prefills
+    faster and makes the decode steps beside it longer. `max_sequences`: requests in a step
+    (max_num_seqs); more raises throughput and the time of a decode step. `block_tokens`: KV memory
+    is given out in blocks of so many tokens (block_size); larger ones leave more of it unused."""
 
     max_batched_tokens: int = 2048
     max_sequences: int = 256
@@ -34,22 +39,22 @@ class EngineSettings:
 
 
 class SignalKind(IntEnum):
-    """What an engine has to tell."""
+    """What a signal is about."""
 
-    READING = 0
-    """A step has begun that reads `tokens` of a prompt that is handed over; it ends at `at`."""
-    READ = 1
-    """All of a prompt that is handed over is read; its KV stays until `release`."""
-    FIRST = 2
-    """The very first token of a sequence is there at `at`, which is now or the end of the step that begins."""
+    PREFILL_STEP = 0
+    """A step has begun that prefills `tokens` of a sequence that `sends_kv`; it ends at `at`."""
+    PREFILLED = 1
+    """A sequence that `sends_kv` is prefilled; its KV stays until `Engine.release_kv`."""
+    FIRST_TOKEN = 2
+    """A request's very first token is there at `at`: now, or at the end of the step that begins."""
     DONE = 3
-    """The last token is there."""
-    ROOM = 4
-    """Blocks are reserved for KV that is to come from elsewhere."""
+    """A sequence has its last token."""
+    HAS_ROOM = 4
+    """Blocks are reserved for KV that is transferred to here."""
 
 
 class EngineSignal(NamedTuple):
-    """One piece of news."""
+    """One thing that a caller has to know."""
 
     kind: SignalKind
     sequence: Sequence
@@ -58,7 +63,8 @@ class EngineSignal(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What an engine did in one go: `steps` iterations of `kind`, over so many prompt tokens and decoding requests."""
+    """`steps` iterations in a row of `kind` (prefill, decode, mixed), over so many prompt tokens
+    and decoding requests."""
 
     start_s: float
     end_s: float
@@ -70,14 +76,14 @@ class StepRecord(NamedTuple):
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What an engine has done so far. Busy seconds by kind of step; `steps` counts iterations one by one."""
+    """Totals of an engine. Busy seconds by kind of step; `steps` counts iterations one by one."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     mixed_s: float = 0.0
     steps: int = 0
     prompt_tokens: int = 0
-    written_tokens: int = 0
+    output_tokens: int = 0
     preemptions: int = 0
     peak_blocks: int = 0
 

@@ -1,4 +1,5 @@
-"""Against HexGen-like, DistServe-like and vLLM-like serving for the same money: figures 7, 8 and 9."""
+"""Against HexGen-like, DistServe-like and vLLM-like serving for the same money: figures 7, 8 and
+9."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ PAPER: Final = {
 
 
 class SystemRow(ResultRow, frozen=True):
-    """One system; `highest_rate`: requests per second with 90 % in time, mean over seeds (least-most). The rest at the
-    same rate for all, 0.8 of what the HexGen-like plan carries."""
+    """One system; `highest_rate`: requests per second with 90 % in time, mean over seeds
+    (least-most). The rest at the same rate for all, 0.8 of what the HexGen-like plan carries."""
 
     column: str
     workload: str
@@ -57,8 +58,9 @@ class SystemRow(ResultRow, frozen=True):
 
 
 class OverRow(ResultRow, frozen=True):
-    """Ours over a baseline: throughput (mean over seeds, least-most), and by how much the end-to-end deadline could be
-    shorter, mean and best over rates, seeds, and 90 and 99 % in time."""
+    """Ours over a baseline: throughput (mean over seeds, least-most), and by how much the
+    end-to-end deadline could be shorter, mean and best over rates, seeds, and 90 and 99 % in
+    time."""
 
     column: str
     workload: str
@@ -73,7 +75,8 @@ class OverRow(ResultRow, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SystemContest:
-    """All systems on one workload under one column; `curves`: attainment by scale of all deadlines at SHOWN."""
+    """All systems on one workload under one column; `curves`: attainment by scale of all deadlines
+    at SHOWN."""
 
     case: PlannedCase
     rows: list[SystemRow]
@@ -225,26 +228,30 @@ def baselines(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- The estimates agree with the simulation: the expected rate is 0.89 to 1.04 times the highest one, of ours 0.97 to
-  1.01, the 2048 rows aside (they show what is expected with budgets by deadline).
-- Over colocated serving the paper's gain in throughput (1.5 and 1.3) is found in part: 1.19 times for conversations by
-  Table 1 and 1.05 by measured figures, 1.02 times for coding by Table 1 and nothing by measured figures, where ours is
-  a colocated plan itself. Colocated serving carries so much because the token budget of a step follows the deadline, so
-  that prompts hardly hold up answers, because its replicas are searched for as long as ours (pipelines over several
-  boxes, of all cards with little memory), and because no KV has to cross links of 10 Gb/s (a coding prompt's is 0.9 GB
-  in 4 bit, which its short answers leave no time for). Deadlines could be 2.6 and 1.9 times shorter for conversations
-  (paper 1.3).
-- HexGen came before chunked prefill. With vLLM's default of 2,048 tokens the same replicas carry 2.0 and 1.7 times less
-  for conversations, and 4.9 and 4.2 times less for coding, by Table 1 at least: there a fifth of the expected rate, the
-  lowest that is tried, is too much. A round of a pipeline of slow cards then takes longer than the deadline from token
-  to token. These replicas were chosen for small budgets, though: ones chosen for 2,048 would be worse by less. What a
-  splitting system gains over a colocated one depends on the latter's chunks more than on anything else here.
-- Against the A100 box, which costs a quarter more: by Table 1 0.77 to 1.02 times the throughput, where the paper has
-  1.5 and 2.1. Table 1 gives the A100 the rate of its tensor cores and A5000 and A6000 that of their shaders, a quarter
-  of their tensor cores'. By measured figures ours carries 1.2 to 1.7 times as much. Both in-house systems are the best
-  of all their configurations.
-- Deadlines: by Table 1 a request takes longer on these cards than on A100 (their end-to-end deadline is 0.24 to 0.65 of
-  ours on average); by measured figures it takes as long for conversations, and half as long for coding, where the loads
-  are more than the A100 carry.
-- The router by queues is taken in all rows: in trials it carries as much as dispatch by the plan's shares, or more.
+- The estimates agree with the simulation: the expected rate is 0.89 to 1.04 times the highest one,
+  of ours 0.97 to 1.01, the 2048 rows aside (they show what is expected with budgets by deadline).
+- Over colocated serving the paper's gain in throughput (1.5 and 1.3) is found in part: 1.19 times
+  for conversations by Table 1 and 1.05 by measured figures, 1.02 times for coding by Table 1 and
+  nothing by measured figures, where ours is a colocated plan itself. Colocated serving carries so
+  much because the token budget of a step follows the deadline, so that prompts hardly hold up
+  answers, because its replicas are searched for as long as ours (pipelines over several boxes, of
+  all cards with little memory), and because no KV has to cross links of 10 Gb/s (a coding prompt's
+  is 0.9 GB in 4 bit, which its short answers leave no time for). Deadlines could be 2.6 and 1.9
+  times shorter for conversations (paper 1.3).
+- HexGen came before chunked prefill. With vLLM's default of 2,048 tokens the same replicas carry
+  2.0 and 1.7 times less for conversations, and 4.9 and 4.2 times less for coding, by Table 1 at
+  least: there a fifth of the expected rate, the lowest that is tried, is too much. A round of a
+  pipeline of slow cards then takes longer than the deadline from token to token. These replicas
+  were chosen for small budgets, though: ones chosen for 2,048 would be worse by less. What a
+  splitting system gains over a colocated one depends on the latter's chunks more than on anything
+  else here.
+- Against the A100 box, which costs a quarter more: by Table 1 0.77 to 1.02 times the throughput,
+  where the paper has 1.5 and 2.1. Table 1 gives the A100 the rate of its tensor cores and A5000 and
+  A6000 that of their shaders, a quarter of their tensor cores'. By measured figures ours carries
+  1.2 to 1.7 times as much. Both in-house systems are the best of all their configurations.
+- Deadlines: by Table 1 a request takes longer on these cards than on A100 (their end-to-end
+  deadline is 0.24 to 0.65 of ours on average); by measured figures it takes as long for
+  conversations, and half as long for coding, where the loads are more than the A100 carry.
+- The router by queues is taken in all rows: in trials it carries as much as dispatch by the plan's
+  shares, or more.
 """

@@ -44,7 +44,8 @@ _PAPER: Final[dict[str, tuple[tuple[Phase, dict[str, int]], ...]]] = {
 
 
 class DeploymentRow(ResultRow, frozen=True):
-    """One plan; rates are requests per second with 90 % in time, expected by the planner and simulated."""
+    """One plan; rates are requests per second with 90 % in time, expected by the planner and
+    simulated."""
 
     column: str
     workload: str
@@ -59,7 +60,8 @@ class DeploymentRow(ResultRow, frozen=True):
 
 
 def papers_solution(cluster: Cluster, workload: str) -> Solution:
-    """The groups and phases of appendix F; which of two equal boxes it is, the paper leaves open."""
+    """The groups and phases of appendix F; which of two equal boxes it is, the paper leaves
+    open."""
     return tuple(sorted(group(cluster, phase, gpus) for phase, gpus in _PAPER[workload]))
 
 
@@ -112,16 +114,18 @@ def deployments(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- What agrees: with 40 Gb/s the search separates phases, but for coding by measured figures: most of all for coding by
-  Table 1 (5P 1D). By it A40 read for conversations and A6000 write; by measured figures cards of both sizes do either.
-  With 10 Gb/s most replicas of coding do both.
-- What does not: ours are 4 to 7 replicas of 2 to 16 GPUs, and half of them do both phases, which the paper's search
-  does not have; it has 12 of 2 to 4 GPUs. Two cards of 48 GB that hold 60 GB of weights have room for few requests at
-  once, and long pipelines read chunks small enough for the deadlines. By measured figures coding is served colocated:
-  what splits is expected to carry no more.
-- Ours carries 5.0 and 4.4 times what the paper's groups do for coding with 10 Gb/s, where KV of 2,000-token prompts
-  fills their links, 2.2 and 2.5 times for conversation, and 1.6 to 1.8 times with 40 Gb/s. The paper's own links are
-  not printed: its plans suppose faster ones.
-- Expected rates of ours are 0.95 to 1.08 of the simulated ones. For the paper's groups over 10 Gb/s, whose links are
-  full, they are 1.4 and 1.01 times those for coding, 0.67 and 1.42 times those for conversation.
+- What agrees: with 40 Gb/s the search separates phases, but for coding by measured figures: most of
+  all for coding by Table 1 (5P 1D). By it A40 prefill for conversations and A6000 decode; by
+  measured figures cards of both sizes do either. With 10 Gb/s most replicas of coding do both.
+- What does not: ours are 4 to 7 replicas of 2 to 16 GPUs, and half of them do both phases, which
+  the paper's search does not have; it has 12 of 2 to 4 GPUs. Two cards of 48 GB that hold 60 GB of
+  weights have room for few requests at once, and long pipelines prefill in chunks small enough for
+  the deadlines. By measured figures coding is served colocated: what splits is expected to carry no
+  more.
+- Ours carries 5.0 and 4.4 times what the paper's groups do for coding with 10 Gb/s, where KV of
+  2,000-token prompts fills their links, 2.2 and 2.5 times for conversation, and 1.6 to 1.8 times
+  with 40 Gb/s. The paper's own links are not printed: its plans suppose faster ones.
+- Expected rates of ours are 0.95 to 1.08 of the simulated ones. For the paper's groups over 10
+  Gb/s, whose links are full, they are 1.4 and 1.01 times those for coding, 0.67 and 1.42 times
+  those for conversation.
 """

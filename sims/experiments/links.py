@@ -18,6 +18,7 @@ from ...coordinator.planning.model.cluster_file import packaged_cluster
 from ...coordinator.planning.model.problem import Problem, Solution
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from ...coordinator.routing import RoutingSettings
 from ..policies import SHARES
 from ..records import Trace
@@ -36,13 +37,14 @@ SHORT: Final = 16
 """Tokens of output where the KV's part of a request is looked at, as in the paper's figure 1."""
 BURST: Final = 300
 ENDLESS: Final = 1000.0
-"""Requests per second, which are more than anything here can serve: the plan with the most throughput is wanted."""
+"""Requests per second, which are more than anything here can serve: the plan with the most
+throughput is wanted."""
 BITS: Final = {"4 bit": 4.5, "16 bit": 16.0}
 
 
 class _Case(NamedTuple):
-    """A deployment on links of so many Gb/s, `solution` None for the search's own, and what the paper has for it:
-    prefill, KV and decode in ms, and tokens per second."""
+    """A deployment on links of so many Gb/s, `solution` None for the search's own, and what the
+    paper has for it: prefill, KV and decode in ms, and tokens per second."""
 
     gbps: int
     deployment: str
@@ -52,30 +54,36 @@ class _Case(NamedTuple):
 
 
 REMARKS: Final = """\
-- Agrees: at 40 Gb/s reading on the A40 and writing on the 3090Ti beats each box for itself, 1.4 to 1.7 times (paper
-  2.0), a prompt takes about as long (0.63 to 0.65 s, paper 0.70), and one in 4 bit is on its way for 93 ms (paper
-  133). At 5 Gb/s that split is far worse than none, and replicas across the boxes, whose KV stays inside, are the best
-  split, 1.2 times the baseline (paper 1.4).
-- The KV takes less time here because all of the 40 Gb/s are used; the paper's 584 ms for 1.64 GB are 22 Gb/s.
-- 16 bit costs more here than in the paper (0.54 of the 4-bit throughput, paper 0.74): with prompts read in a pipeline
-  of four, the link is what limits, and 1.64 GB need 0.33 s of it. The paper's prefill is its own limit.
-- Throughput is 1.2 to 2.2 times the paper's. It counts all tokens, in and out; the paper says neither what it counts
-  nor how long its outputs are, and its own figures do not fit each other for one prompt of 1024 at a time (698 ms each
-  are 1,467 tokens/s read). Ratios are comparable, tokens are not.
-- Decode is slower for a request that is alone: four 3090Ti by TP take 29 ms a token, of which 14 are all-reduces over
-  PCIe at the 60 us that the roofline has for each doubling; the paper's 17.6 ms leave no room for any.
-- The baseline runs by TP 4. As pipelines of four and of two by two its replicas carry a sixth more of such a burst
-  (4,200 tokens/s), of which the planner expects less.
-- The planner's choice is not the best of these in the simulation: it expects less of the plain split than the
-  simulation gives (it plans for 0.9 of a link, and the burst fills all of it), and more of replicas that do both beside
-  a split. The estimates are 20 % low to 18 % high.
-- Figure 18: at the measured share of an A5000's compute, KV takes 11 to 23 % of a request in 16 bit and 4 to 8 % in 4
-  bit, as in the paper (16-30, 4-9). By Table 1's 27.8 TFLOPS prefill is so slow that it would be 7 to 10 %.
+- Agrees: at 40 Gb/s prefill on the A40 and decode on the 3090Ti beat each box for itself, 1.4 to
+  1.7 times (paper 2.0), a prompt takes about as long (0.63 to 0.65 s, paper 0.70), and one in 4 bit
+  is transferred in 93 ms (paper 133). At 5 Gb/s that split is far worse than none, and replicas
+  across the boxes, whose KV stays inside, are the best split, 1.2 times the baseline (paper 1.4).
+- The KV takes less time here because all of the 40 Gb/s are used; the paper's 584 ms for 1.64 GB
+  are 22 Gb/s.
+- 16 bit costs more here than in the paper (0.54 of the 4-bit throughput, paper 0.74): with prefill
+  in a pipeline of four, the link is what limits, and 1.64 GB need 0.33 s of it. The paper's prefill
+  is its own limit.
+- Throughput is 1.2 to 2.2 times the paper's. It counts all tokens, in and out; the paper says
+  neither what it counts nor how long its outputs are, and its own figures do not fit each other for
+  one prompt of 1024 at a time (698 ms each are 1,467 tokens/s of prefill). Ratios are comparable,
+  tokens are not.
+- Decode is slower for a request that is alone: four 3090Ti by TP take 29 ms a token, of which 14
+  are all-reduces over PCIe at the 60 us that the roofline has for each doubling; the paper's 17.6
+  ms leave no room for any.
+- The baseline runs by TP 4. As pipelines of four and of two by two its replicas carry a sixth more
+  of such a burst (4,200 tokens/s), of which the planner expects less.
+- The planner's choice is not the best of these in the simulation: it expects less of the plain
+  split than the simulation gives (it plans for 0.9 of a link, and the burst fills all of it), and
+  more of replicas that do both beside a split. The estimates are 20 % low to 18 % high.
+- Figure 18: at the measured share of an A5000's compute, KV takes 11 to 23 % of a request in 16 bit
+  and 4 to 8 % in 4 bit, as in the paper (16-30, 4-9). By Table 1's 27.8 TFLOPS prefill is so slow
+  that it would be 7 to 10 %.
 """
 
 
 class LinkRow(ResultRow, frozen=True):
-    """One deployment: a request that is alone (ms), and the tokens per second, in and out, when they never end."""
+    """One deployment: a request that is alone (ms), and the tokens per second, in and out, when
+    they never end."""
 
     column: str
     link_gbps: int
@@ -93,7 +101,7 @@ class LinkRow(ResultRow, frozen=True):
 
 
 class ShareRow(ResultRow, frozen=True):
-    """The KV transfer's part of one request's end-to-end time, when it starts after the prompt is read."""
+    """The KV transfer's part of one request's end-to-end time, when it starts after the prefill."""
 
     column: str
     prompt: int
@@ -153,8 +161,8 @@ def _cases(cluster: Cluster, gbps: int) -> list[_Case]:
     fast = gbps == 40
     return [
         _Case(gbps, "baseline: each box does both", baseline, "4 bit", (884, 0, 1689, PAPER_BASELINE)),
-        _Case(gbps, "A40 read, 3090Ti write", apart, "4 bit", (698, 133, 1126, 3292) if fast else None),
-        _Case(gbps, "A40 read, 3090Ti write", apart, "16 bit", (684, 584, 1108, 2450) if fast else None),
+        _Case(gbps, "A40 prefill, 3090Ti decode", apart, "4 bit", (698, 133, 1126, 3292) if fast else None),
+        _Case(gbps, "A40 prefill, 3090Ti decode", apart, "16 bit", (684, 584, 1108, 2450) if fast else None),
         _Case(gbps, "2 A40 + 2 3090Ti each", across, "4 bit", None if fast else (964, 41, 1846, 2196)),
         _Case(gbps, "planned", None, "4 bit", None),
     ]
@@ -165,10 +173,12 @@ def _row(cluster: Cluster, case: _Case, baseline: float | None, scope: Scope) ->
     solution = case.solution
     if solution is None:
         evaluator = LowerLevel(problem)
-        solution = search(problem, evaluator, rng=np.random.default_rng(0), limit=scope.steps).solution
+        solution = search(
+            problem, evaluator, rng=np.random.default_rng(0), settings=SearchSettings(steps=scope.steps)
+        ).solution
     proposal = Deployed(problem, solution).at()
     plan = proposal.plan
-    read, sent, written = _lone_ms(problem, plan, PROMPT, OUTPUT)
+    prefill, sent, decode = _lone_ms(problem, plan, PROMPT, OUTPUT)
     rate = _tokens_s(problem, plan)
     return LinkRow(
         column=cluster.boxes[0].gpu.specs.value,
@@ -176,9 +186,9 @@ def _row(cluster: Cluster, case: _Case, baseline: float | None, scope: Scope) ->
         deployment=case.deployment,
         KV=case.bits,
         replicas="; ".join(f"{phase}: {text}" for phase, text in shapes(plan, cluster).items() if text != "-"),
-        prefill_ms=read,
+        prefill_ms=prefill,
         KV_ms=sent,
-        decode_ms=written,
+        decode_ms=decode,
         tokens_per_s=rate,
         expected_tokens_per_s=proposal.max_rate * (PROMPT + OUTPUT),
         over_baseline=rate / (baseline or rate),
@@ -195,7 +205,8 @@ def _problem(cluster: Cluster, kv_bits: float) -> Problem:
 
 
 def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[float, float, float]:
-    """Reading, KV on its way, and writing, of a request that is alone: the mean over the pairs of the plan."""
+    """Milliseconds of prefill, KV transfer and decode of a lone request: the mean over the plan's
+    pairs."""
     total = np.zeros(3)
     for pair in plan.pairings:
         only = msgspec.structs.replace(plan, pairings=(msgspec.structs.replace(pair, weight=1.0),))
@@ -205,8 +216,8 @@ def _lone_ms(problem: Problem, plan: Plan, prompt: int, output: int) -> tuple[fl
             _requests(1, prompt, output),
             SimSettings(layerwise=False, routing=RoutingSettings(policy=SHARES)),
         )
-        read, sent = float(found.outcomes.ttft_s[0]), float(found.kv_s[0])
-        total += pair.weight * np.array([read, sent, float(found.outcomes.e2e_s[0]) - read - sent])
+        prefill, sent = float(found.outcomes.ttft_s[0]), float(found.kv_s[0])
+        total += pair.weight * np.array([prefill, sent, float(found.outcomes.e2e_s[0]) - prefill - sent])
     figures = (1e3 * total).tolist()
     return figures[0], figures[1], figures[2]
 
@@ -226,15 +237,15 @@ def _requests(count: int, prompt: int, output: int) -> Trace:
 
 def _share(specs: Specs, prompt: int) -> ShareRow:
     cluster = packaged_cluster("thunderserve-2xa5000", specs)
-    reader, writer = (box.id for box in cluster.boxes)
-    solution = (group(cluster, Phase.PREFILL, {reader: 1}), group(cluster, Phase.DECODE, {writer: 1}))
+    source, target = (box.id for box in cluster.boxes)
+    solution = (group(cluster, Phase.PREFILL, {source: 1}), group(cluster, Phase.DECODE, {target: 1}))
     parts: dict[str, str] = {}
     for name, bits in BITS.items():
         problem = _problem(cluster, bits)
         service = replace(problem.services[0], model=model_shape("llama-7b"))
         problem = replace(problem, services=(service,))
-        read, sent, written = _lone_ms(problem, Deployed(problem, solution).at().plan, prompt, SHORT)
-        parts[name] = f"{sent / (read + sent + written):.1%}"
+        prefill, sent, decode = _lone_ms(problem, Deployed(problem, solution).at().plan, prompt, SHORT)
+        parts[name] = f"{sent / (prefill + sent + decode):.1%}"
     return ShareRow(
         column=specs.value, prompt=prompt, output=SHORT, share_16_bit=parts["16 bit"], share_4_bit=parts["4 bit"]
     )

@@ -1,4 +1,5 @@
-"""What an experiment leaves behind: a page of tables and remarks for people, its rows for programs, and pictures."""
+"""What an experiment leaves behind: a page of tables and remarks for people, its rows for programs,
+and pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,12 +21,14 @@ RowT = TypeVar("RowT", bound="ResultRow")
 
 
 class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the rows of all tables. A field's name is its heading, with blanks for underscores."""
+    """Base of the rows of all tables. A field's name is its heading, with blanks for
+    underscores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one type under a title, with a line that says what to look at. Lists in rows are for programs only."""
+    """Rows of one type under a title, with a line that says what to look at. Lists in rows are for
+    programs only."""
 
     title: str
     rows: Sequence[ResultRow]
@@ -54,7 +58,8 @@ class Curves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """`assumes`: lengths, arrivals, GPU columns and links that went in; `remarks`: what agrees, what does not, why."""
+    """`assumes`: lengths, arrivals, GPU columns and links that went in; `remarks`: what agrees,
+    what does not, why."""
 
     name: str
     title: str
@@ -65,11 +70,11 @@ class Page:
 
     def markdown(self) -> str:
         """The page; it names the command that makes it again."""
-        parts = [f"# {self.title}", self.assumes, f"    {COMMAND} {self.name}"]
-        parts += [table.markdown() for table in self.tables]
-        parts += [f"![{curve.y} over {curve.x}]({curve.file}.png)" for curve in self.curves]
-        parts += ["## What agrees, what does not, and why", self.remarks.rstrip()]
-        return "\n\n".join(parts) + "\n"
+        blocks = [f"# {self.title}", _wrap(self.assumes), f"    {COMMAND} {self.name}"]
+        blocks += [table.markdown() for table in self.tables]
+        blocks += [f"![{curve.y} over {curve.x}]({curve.file}.png)" for curve in self.curves]
+        blocks += ["## What agrees, what does not, and why", _wrap(self.remarks)]
+        return "\n\n".join(blocks) + "\n"
 
     def records(self) -> dict[str, Any]:
         """All rows, for programs."""
@@ -81,7 +86,8 @@ class Page:
 
 
 def write_page(page: Page, folder: Path) -> None:
-    """`<name>.md`, `<name>.json` and the pictures. Raises OSError, or ImportError where matplotlib is missing."""
+    """`<name>.md`, `<name>.json` and the pictures. Raises OSError, or ImportError where matplotlib
+    is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{page.name}.md").write_text(page.markdown(), encoding="utf-8")
     encoded = msgspec.json.format(msgspec.json.encode(page.records()), indent=1)
@@ -91,19 +97,31 @@ def write_page(page: Page, folder: Path) -> None:
 
 
 def read_rows(folder: Path, name: str, title: str, kind: type[RowT]) -> list[RowT]:
-    """A table of a page that has been written. Raises OSError where it has not been, or ValueError for another form."""
+    """A table of a page that has been written. Raises OSError where it has not been, or ValueError
+    for another form."""
     records = msgspec.json.decode((folder / f"{name}.json").read_bytes())
     return msgspec.convert(records["tables"][title], list[kind])  # type: ignore[valid-type]
 
 
 def write_index(folder: Path) -> None:
-    """README.md: every page in the folder by its title, whoever wrote it."""
+    """README.md: every page in the folder by its title, also pages of other commands."""
     lines = ["# Results", "", f"Made again by `{COMMAND} all`, or as each page says.", ""]
     for path in sorted(folder.glob("*.md")):
         if path.name != "README.md":
             title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
             lines.append(f"- [{title}]({path.name})")
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _wrap(text: str) -> str:
+    """Text at most 100 columns wide; each item of a list begins a line of its own."""
+    items = text.strip().removeprefix("- ").split("\n- ")
+    mark = "- " if text.startswith("- ") else ""
+    indent = " " * len(mark)
+    return "\n".join(
+        fill(" ".join(item.split()), 100, initial_indent=mark, subsequent_indent=indent, break_on_hyphens=False)
+        for item in items
+    )
 
 
 def _cell(value: object) -> str:

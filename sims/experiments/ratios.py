@@ -19,14 +19,15 @@ __all__ = ["RatioRow", "ratio_rows", "ratios"]
 TITLE: Final = "Figures 6 and 14"
 REPLICAS: Final = 8
 SCALES: Final = {Specs.TABLE1: 20.0, Specs.MEASURED: 10.0}
-"""Deadlines, times a lone request on an A100. At Table 1's 27.8 TFLOPS an A5000 misses 10 with every long prompt."""
+"""Deadlines, times a lone request on an A100. At Table 1's 27.8 TFLOPS an A5000 misses 10 with
+every long prompt."""
 PLANNED_RATE: Final = 4.0
 PAPER: Final = {"coding": "5:3", "conversation": "3:5"}
 
 
 class RatioRow(ResultRow, frozen=True):
-    """One ratio. `attainment`: where the ratio that carries most is at its highest rate; mean over seeds "
-    "(least-most)."""
+    """One ratio. `attainment`: where the ratio that carries most is at its highest rate; mean over
+    seeds " "(least-most)."""
 
     column: str
     workload: str
@@ -117,7 +118,8 @@ def _attainments(deployed: Deployed, rate: float, scope: Scope) -> list[float]:
 
 
 def _solution(problem: Problem, prefill: int) -> Solution:
-    """Pairs of GPUs, box by box; the phases alternate as far as they can, so that every box has both."""
+    """Pairs of GPUs, box by box; the phases alternate as far as they can, so that every box has
+    both."""
     boxes = [box.id for box in problem.cluster.boxes for _ in range(box.gpus // 2)]
     order = [*boxes[0::2], *boxes[1::2]]
     return tuple(
@@ -127,13 +129,15 @@ def _solution(problem: Problem, prefill: int) -> Solution:
 
 
 REMARKS: Final = """\
-- Agrees by measured figures: 5:3 for coding and 3:5 for conversation are best, as in the paper, and attainment falls
-  off to both sides. For coding 6:2 carries nearly as much, with fewer requests in time at the rate of the best.
-- By Table 1 the best are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader rate; prompts take four
-  times as long as its tensor cores need, and more replicas have to read. The paper's own ratios speak for tensor
-  rates.
-- The planner's estimate is right about which side limits, but supposes the router that goes by queues. Here requests
-  are sent by the plan's shares alone, and replicas that read carry up to 1.35 times less by measured figures. By Table
-  1, where long prompts come near the deadline even alone, it is mostly a fifth to a half of what is expected: a few
-  that are sent to a busy replica push more than a tenth of the requests over it.
+- Agrees by measured figures: 5:3 for coding and 3:5 for conversation are best, as in the paper, and
+  attainment falls off to both sides. For coding 6:2 carries nearly as much, with fewer requests in
+  time at the rate of the best.
+- By Table 1 the best are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader rate;
+  prompts take four times as long as its tensor cores need, and more replicas have to prefill. The
+  paper's own ratios speak for tensor rates.
+- The planner's estimate is right about which side limits, but supposes the router that goes by
+  queues. Here requests are sent by the plan's shares alone, and prefill replicas carry up to 1.35
+  times less by measured figures. By Table 1, where long prompts come near the deadline even alone,
+  it is mostly a fifth to a half of what is expected: a few that are sent to a busy replica push
+  more than a tenth of the requests over it.
 """

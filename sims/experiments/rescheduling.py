@@ -13,8 +13,13 @@ import numpy as np
 from ...coordinator.plan import Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
-from ...coordinator.planning.upper.light import keeping, reschedule, surviving
+from ...coordinator.planning.upper.light_rescheduling import (
+    find_surviving_groups,
+    keep_loaded_stages,
+    reschedule_lightly,
+)
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from ..policies import PLAN
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
@@ -39,13 +44,14 @@ TITLE: Final = "Figure 11, Table 4, appendix G"
 LOST: Final = "a6000-1"
 LOAD: Final = 1.0
 PAPER: Final = {
-    "coding": {"before": "8P 4D", "none": "8P 2D", "light": "7P 3D, 13 s", "full": "54 s + 103 s reload"},
-    "conversation": {"before": "4P 8D", "none": "4P 6D", "light": "3P 7D, 13 s", "full": "54 s + 103 s reload"},
+    "coding": {"before": "8P 4D", "none": "8P 2D", "lightweight": "7P 3D, 13 s", "full": "54 s + 103 s reload"},
+    "conversation": {"before": "4P 8D", "none": "4P 6D", "lightweight": "3P 7D, 13 s", "full": "54 s + 103 s reload"},
 }
 
 
 class RescheduleRow(ResultRow, frozen=True):
-    """What serves after the loss. `attainment` at the same rate for all, mean over seeds (least-most)."""
+    """What serves after the loss. `attainment` at the same rate for all, mean over seeds
+    (least-most)."""
 
     column: str
     workload: str
@@ -74,16 +80,16 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     rate = LOAD * highest_rate(deployed, scope, scope.seeds[0], PLAN)
     before, whole = deployed.at(rate), at_rate(whole, rate)
     less = replace(whole, cluster=whole.cluster.without(frozenset({LOST})))
-    left, old = surviving(running, whole.cluster, less.cluster), LowerLevel(whole)
+    left, old = find_surviving_groups(running, whole.cluster, less.cluster), LowerLevel(whole)
 
     start = process_time()
-    evaluator = keeping(less, running, old)
-    adjusted = reschedule(less, evaluator, left)
+    evaluator = keep_loaded_stages(less, running, old)
+    adjusted = reschedule_lightly(less, evaluator, left)
     (light,) = evaluator.propose(adjusted.solution, epoch=0, version=2)
     light_s = process_time() - start
     start = process_time()
     fresh = LowerLevel(less)
-    found = search(less, fresh, rng=np.random.default_rng(0), limit=scope.steps)
+    found = search(less, fresh, rng=np.random.default_rng(0), settings=SearchSettings(steps=scope.steps))
     (full,) = fresh.propose(found.solution, epoch=0, version=2)
     full_s = process_time() - start
 
@@ -95,13 +101,14 @@ def _rows(case: PlannedCase, scope: Scope) -> list[RescheduleRow]:
     return [
         _row(case, whole, before.plan, ("before", "-", 0.0), scope),
         _row(case, less, _without(before.plan), ("none", "-", 0.0), scope),
-        _row(case, less, light.plan, ("light", flips or "none that pays", light_s), scope),
+        _row(case, less, light.plan, ("lightweight", flips or "none that pays", light_s), scope),
         _row(case, less, full.plan, ("full", "-", full_s), scope),
     ]
 
 
 def _without(plan: Plan) -> Plan:
-    """The plan as it goes on by itself: what is left of it, the requests in the same proportions as before."""
+    """The plan as it goes on by itself: what is left of it, the requests in the same proportions as
+    before."""
     replicas = tuple(replica for replica in plan.replicas if LOST not in replica.peers)
     ids = {replica.id for replica in replicas}
     pairs = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= ids]
@@ -136,7 +143,7 @@ def rescheduling(scope: Scope) -> Page:
         assumes=(
             f"LLaMA-30B on {CLOUD}, 10 Gb/s between boxes. What runs is the plan of appendix F, so that its flips "
             f"can be compared; box {LOST} with two decode replicas goes. `None`: the plan goes on with what is left, "
-            "the requests in the same proportions. `Light`: phases and shares only. `Full`: a new search on 28 "
+            "the requests in the same proportions. `Lightweight`: phases and shares only. `Full`: a new search on 28 "
             f"GPUs. Each is simulated as it serves after the change, at {LOAD:.0%} of what the whole plan could "
             f"carry, with the network's router by queues; Azure's lengths, Poisson arrivals for {scope.seconds:g} s, "
             f"{len(scope.seeds)} seeds. CPU seconds are of one shared, busy core."
@@ -147,14 +154,15 @@ def rescheduling(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- Agrees: light rescheduling takes 0.11 to 0.16 s of CPU (paper 13 s), the full search one (54 s) and would have to load
-  weights anew.
-- The rate is all that the whole plan carried, and an eighth of the cards is gone. Light is better than none in all four
-  cases, by 15 to 23 points. Within 3 and 4 points of full are coding by Table 1 and conversations by measured figures.
-  The other two stay 11 and 45 points below: groups made for faster links send more KV than these carry, whatever phases
-  they have (and for conversations by Table 1 no flip pays by the estimates: only the shares are made anew).
-- In three cases groups go from prefill to decode, as a prefill group does in the paper (7P 3D); some become mixed, a
-  phase that the paper does not have.
-- The rates are low because the paper's coding plan sends 0.9 GB of KV per request over links that are assumed to have
-  10 Gb/s (see deployments).
+- Agrees: lightweight rescheduling takes 0.11 to 0.16 s of CPU (paper 13 s), the full search one (54
+  s) and would have to load weights anew.
+- The rate is all that the whole plan carried, and an eighth of the cards is gone. Lightweight is
+  better than none in all four cases, by 15 to 23 points. Within 3 and 4 points of full are coding
+  by Table 1 and conversations by measured figures. The other two stay 11 and 45 points below:
+  groups made for faster links send more KV than these carry, whatever phases they have (and for
+  conversations by Table 1 no flip pays by the estimates: only the shares are made anew).
+- In three cases groups go from prefill to decode, as a prefill group does in the paper (7P 3D);
+  some become mixed, a phase that the paper does not have.
+- The rates are low because the paper's coding plan sends 0.9 GB of KV per request over links that
+  are assumed to have 10 Gb/s (see deployments).
 """

@@ -1,4 +1,5 @@
-"""What all experiments share: the paper's clusters and workloads as problems, plans for them, and simulated runs."""
+"""What all experiments share: the paper's clusters and workloads as problems, plans for them, and
+simulated runs."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from ...coordinator.planning.model.problem import Group, Problem, Proposal, Slic
 from ...coordinator.planning.model.slo import scaled_slo
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.settings import SearchSettings
 from ...coordinator.routing import RoutingSettings
-from ..engine.values import EngineSettings
+from ..engine.values import SimEngineSettings
 from ..policies import SHARES
 from ..records import Trace
 from ..results.outcomes import ServiceOutcome, attainment
@@ -64,8 +66,9 @@ BRACKET: Final = (0.2, 1.6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """How much of everything: seeds, seconds of arrivals in a run, steps of a search (None: as many as the
-    planner takes by itself), of one that is watched as it converges, and halvings of a rate."""
+    """How much of everything: seeds, seconds of arrivals in a run, steps of a search (None: as many
+    as the planner takes by itself), of one that is watched as it converges, and halvings of a
+    rate."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
@@ -81,8 +84,9 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCase:
-    """A problem by its names. `scale`: deadlines as multiples of a lone request's times on A100s. `gbps`: between
-    boxes, instead of the cluster file's. `mixed_only`: no replica of one phase, which is colocated serving."""
+    """A problem by its names. `scale`: deadlines as multiples of a lone request's times on A100s.
+    `gbps`: between boxes, instead of the cluster file's. `mixed_only`: no replica of one phase,
+    which is colocated serving."""
 
     cluster: str = CLOUD
     specs: Specs = Specs.TABLE1
@@ -111,7 +115,8 @@ class PlannedCase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deployed:
-    """Replicas that stay, with their shares of the requests made anew for each rate, as the coordinator would."""
+    """Replicas that stay, with their shares of the requests made anew for each rate, as the
+    coordinator would."""
 
     problem: Problem
     solution: Solution
@@ -142,14 +147,14 @@ def lengths(workload: str) -> Lengths:
 def planned(case: PlannedCase, steps: int | None) -> Deployed:
     """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
     problem = case.problem()
-    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), limit=steps)
+    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), settings=SearchSettings(steps=steps))
     return Deployed(problem, found.solution)
 
 
 @cache
 def most(case: PlannedCase, steps: int | None) -> Deployed:
-    """What is expected to carry most: planned for the case's rate, and again for the rate that is expected of what was
-    found, while that helps."""
+    """What is expected to carry most: planned for the case's rate, and again for the rate that is
+    expected of what was found, while that helps."""
     best = planned(case, steps)
     for _ in range(REPLANS):
         again = planned(replace(case, rate=float(f"{_carried(best):.2g}")), steps)
@@ -176,10 +181,11 @@ def outcome(
     *,
     rate: float | None = None,
     dispatch: str = SHARES,
-    engine: EngineSettings | None = None,
+    engine: SimEngineSettings | None = None,
 ) -> ServiceOutcome:
-    """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All plans meet the same
-    requests at the same seed and rate. `engine`: the same for all replicas, whatever the plan says of their steps."""
+    """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All
+    plans meet the same requests at the same seed and rate. `engine`: the same for all replicas,
+    whatever the plan says of their steps."""
     service = problem.services[0]
     workload = service.workload
     if engine is not None:
@@ -209,10 +215,10 @@ def highest_rate(
     scope: Scope,
     seed: int,
     dispatch: str = SHARES,
-    engine: EngineSettings | None = None,
+    engine: SimEngineSettings | None = None,
 ) -> float:
-    """Requests per second at which TARGET of them still meet all deadlines, by halving around the planner's estimate;
-    the lowest rate tried where even that is too much."""
+    """Requests per second at which TARGET of them still meet all deadlines, by halving around the
+    planner's estimate; the lowest rate tried where even that is too much."""
     low, high = (factor * deployed.at().max_rate for factor in BRACKET)
     slo = deployed.problem.services[0].slo
     for _ in range(scope.halvings):
@@ -227,7 +233,8 @@ def highest_rate(
 
 
 def shapes(plan: Plan, cluster: Cluster) -> dict[Phase, str]:
-    """The replicas of each phase as the paper writes them: GPUs, (TP, PP), how many of that kind."""
+    """The replicas of each phase as the paper writes them: GPUs, (TP, PP), how many of that
+    kind."""
     gpu_of = {box.id: box.gpu.name.removeprefix("RTX-").partition("-")[0] for box in cluster.boxes}
     found: dict[Phase, Counter[str]] = {phase: Counter() for phase in Phase}
     for replica in plan.replicas:

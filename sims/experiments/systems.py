@@ -1,5 +1,5 @@
-"""The systems that are compared, each as a plan for the same simulator: ours, and what HexGen, DistServe and vLLM would
-do with the money (ThunderServe section 5.1)."""
+"""The systems that are compared, each as a plan for the same simulator: ours, and what HexGen,
+DistServe and vLLM would do with the money (ThunderServe section 5.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
-from ..engine.values import EngineSettings
+from ..engine.values import SimEngineSettings
 from ..policies import PLAN, SHARES
 from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
 
@@ -23,18 +23,19 @@ WHOLE: Final = "HexGen-like, 2048"
 SYSTEMS: Final = ("ours", "HexGen-like", WHOLE, "DistServe-like", "vLLM-like")
 WIDTHS: Final = (1, 2, 4, 8)
 TRIALS: Final = 1000
-"""Plans and dispatchers are chosen with requests of seeds that are higher by so much than those that are reported."""
+"""Plans and dispatchers are chosen with requests of seeds that are higher by so much than those
+that are reported."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class System:
-    """A plan on its cluster. `dispatch`: by the plan's shares or by its queues, whichever carries more. `engine`: the
-    same on all replicas, or with token budgets of their own (None)."""
+    """A plan on its cluster. `dispatch`: by the plan's shares or by its queues, whichever carries
+    more. `engine`: the same on all replicas, or with token budgets of their own (None)."""
 
     name: str
     deployed: Deployed
     dispatch: str
-    engine: EngineSettings | None = None
+    engine: SimEngineSettings | None = None
 
 
 def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
@@ -42,7 +43,7 @@ def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
     colocated = most(replace(case, mixed_only=True), scope.steps)
     yield _system("ours", chosen(case, scope), scope)
     yield _system("HexGen-like", colocated, scope)
-    yield _system(WHOLE, colocated, scope, EngineSettings(max_batched_tokens=2048))
+    yield _system(WHOLE, colocated, scope, SimEngineSettings(max_batched_tokens=2048))
     in_house = replace(case, cluster=IN_HOUSE, gbps=None).problem()
     for name, solutions in (("DistServe-like", _split(in_house)), ("vLLM-like", _colocated(in_house))):
         every = [Deployed(in_house, solution) for solution in solutions]
@@ -51,9 +52,9 @@ def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
 
 @cache
 def chosen(case: PlannedCase, scope: Scope) -> Deployed:
-    """Of what is planned for the case's rate and up, what is planned for the rate that colocated serving carries and
-    up, and colocated serving itself: the one that carries most in simulations of requests that nothing is reported
-    about."""
+    """Of what is planned for the case's rate and up, what is planned for the rate that colocated
+    serving carries and up, and colocated serving itself: the one that carries most in simulations
+    of requests that nothing is reported about."""
     colocated = most(replace(case, mixed_only=True), scope.steps)
     carried = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
     plans = [most(case, scope.steps), most(carried, scope.steps)]
@@ -62,28 +63,32 @@ def chosen(case: PlannedCase, scope: Scope) -> Deployed:
 
 
 @cache
-def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: EngineSettings | None = None) -> float:
-    """The highest rate in trials: the mean of as many as are reported, because one alone cannot tell a few percent."""
+def _carried(deployed: Deployed, scope: Scope, dispatch: str, engine: SimEngineSettings | None = None) -> float:
+    """The highest rate in trials: the mean of as many as are reported, because one alone cannot
+    tell a few percent."""
     return fmean(highest_rate(deployed, scope, TRIALS + seed, dispatch, engine) for seed in scope.seeds)
 
 
-def best_dispatch(deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> str:
-    """Whichever carries more in trials; the router by queues, which is the network's, where both carry as much."""
+def best_dispatch(deployed: Deployed, scope: Scope, engine: SimEngineSettings | None = None) -> str:
+    """Whichever carries more in trials; the router by queues, which is the network's, where both
+    carry as much."""
     return max((PLAN, SHARES), key=lambda dispatch: _carried(deployed, scope, dispatch, engine))
 
 
-def _system(name: str, deployed: Deployed, scope: Scope, engine: EngineSettings | None = None) -> System:
+def _system(name: str, deployed: Deployed, scope: Scope, engine: SimEngineSettings | None = None) -> System:
     return System(name, deployed, best_dispatch(deployed, scope, engine), engine)
 
 
 def _split(problem: Problem) -> Iterator[Solution]:
-    """So many equal prefill replicas beside so many equal decode replicas, on all GPUs of the box."""
+    """So many equal prefill replicas beside so many equal decode replicas, on all GPUs of the
+    box."""
     (box,) = problem.cluster.boxes
-    for reading, read_width, write_width in product(range(1, box.gpus), WIDTHS, WIDTHS):
-        if reading % read_width == 0 and (box.gpus - reading) % write_width == 0:
-            prefill = group(problem.cluster, Phase.PREFILL, {box.id: read_width})
-            decode = group(problem.cluster, Phase.DECODE, {box.id: write_width})
-            yield tuple(sorted([prefill] * (reading // read_width) + [decode] * ((box.gpus - reading) // write_width)))
+    for prefill_gpus, prefill_width, decode_width in product(range(1, box.gpus), WIDTHS, WIDTHS):
+        decode_gpus = box.gpus - prefill_gpus
+        if prefill_gpus % prefill_width == 0 and decode_gpus % decode_width == 0:
+            prefill = group(problem.cluster, Phase.PREFILL, {box.id: prefill_width})
+            decode = group(problem.cluster, Phase.DECODE, {box.id: decode_width})
+            yield tuple(sorted([prefill] * (prefill_gpus // prefill_width) + [decode] * (decode_gpus // decode_width)))
 
 
 def _colocated(problem: Problem) -> Iterator[Solution]:

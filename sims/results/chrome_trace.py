@@ -1,4 +1,5 @@
-"""A result to look at in a browser (chrome://tracing, ui.perfetto.dev): what every replica did, and KV in flight."""
+"""A result to look at in a browser (chrome://tracing, ui.perfetto.dev): what every replica did, and
+KV in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _TRANSFERS: Final = 1_000_000
 
 
 def chrome_events(result: SimResult) -> Iterator[dict[str, Any]]:
-    """Events in Chrome's format: a track for each replica with its steps, and transfers from one to another."""
+    """Events in Chrome's format: a track for each replica with its steps, and transfers from one to
+    another."""
     for number, replica in enumerate(result.replicas):
         name = f"{replica.id} ({replica.phase.value}, {' '.join(replica.boxes)})"
         yield {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}}
@@ -41,7 +43,8 @@ def chrome_events(result: SimResult) -> Iterator[dict[str, Any]]:
 
 
 def write_chrome_trace(result: SimResult, path: Path) -> None:
-    """Raises ReportError where the file cannot be written, or the result was made without `record`."""
+    """Raises ReportError where the file cannot be written, or the result was made without
+    `record`."""
     if not result.steps:
         raise ReportError("no steps were recorded: simulate with record=True")
     try:

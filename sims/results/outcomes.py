@@ -28,7 +28,6 @@ __all__ = [
     "Summary",
     "TransferRecord",
     "attainment",
-    "deadline_scale",
     "meets",
     "summarise",
 ]
@@ -47,7 +46,8 @@ class StepLog(NamedTuple):
 
 
 class TransferRecord(NamedTuple):
-    """KV of one request (row of its trace) between two replicas (numbers), from its first byte until it had landed."""
+    """KV of one request (row of its trace) between two replicas (numbers), from its first byte
+    until it had landed."""
 
     row: int
     source: int
@@ -89,9 +89,10 @@ class ServiceLog:
 class ServiceOutcome:
     """What became of a service's requests, row by row.
 
-    `kv_s`: seconds from the end of reading the prompt until its KV had landed (the visible part of the transfer).
-    `prefill`, `decode`: numbers of the replicas that read the prompt and wrote the last token; -1 for none.
-    `replays`: how often a lost box made it start again. `refused`: requests longer than their replica's KV memory.
+    `kv_s`: seconds from the end of reading the prompt until its KV had landed (the visible part of
+    the transfer). `prefill`, `decode`: numbers of the replicas that read the prompt and wrote the
+    last token; -1 for none. `replays`: how often a lost box made it start again. `refused`:
+    requests longer than their replica's KV memory.
     """
 
     service: Service
@@ -112,13 +113,14 @@ class ReplicaOutcome:
     phase: Phase
     boxes: tuple[str, ...]
     times: str
-    tally: EngineCounts
+    counts: EngineCounts
     blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimResult:
-    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if they were kept."""
+    """Everything. `sent_bytes` of KV by (from, to), indices of `boxes`; `steps` and `transfers` if
+    they were kept."""
 
     services: tuple[ServiceOutcome, ...]
     replicas: tuple[ReplicaOutcome, ...]
@@ -144,9 +146,9 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A service in figures.
 
-    Rates are per second of `span_s`, from the first arrival to the last request's end. `attainment`: the share of all
-    requests that met every deadline; `goodput_s`: how many of those per second. `lengths`, `arrivals` and `times` say
-    what went in.
+    Rates are per second of `span_s`, from the first arrival to the last request's end.
+    `attainment`: the share of all requests that met every deadline; `goodput_s`: how many of those
+    per second. `lengths`, `arrivals` and `times` say what went in.
     """
 
     service: str
@@ -173,7 +175,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]:
-    """Which requests met all deadlines, each `scale` times as long. One that never ended met none."""
+    """Which requests met all deadlines, each `scale` times as long. One that never ended met
+    none."""
     return (
         (outcomes.ttft_s <= slo.ttft_s * scale)
         & (outcomes.tpot_s <= slo.tpot_s * scale)
@@ -184,21 +187,6 @@ def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]
 def attainment(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> float:
     """The share of all requests that met all deadlines, each `scale` times as long."""
     return float(meets(outcomes, slo, scale).mean())
-
-
-def deadline_scale(outcomes: Outcomes, slo: Slo, target: float | None = None) -> float:
-    """How many times as long the deadlines would have to be for `target` (the objective's own) of all requests to
-    meet them; infinite where too few ended at all."""
-    each = np.maximum.reduce(
-        [
-            outcomes.ttft_s / slo.ttft_s,
-            outcomes.tpot_s / slo.tpot_s,
-            outcomes.e2e_s / slo.e2e_s,
-        ]
-    )
-    ordered = np.sort(np.where(np.isnan(each), np.inf, each))
-    needed = int(np.ceil((slo.target if target is None else target) * len(ordered) - 1e-9))
-    return float(ordered[max(0, needed - 1)])
 
 
 def summarise(outcome: ServiceOutcome, result: SimResult) -> Summary:

@@ -1,4 +1,5 @@
-"""Pictures of results: how many requests meet deadlines of any length, and what went on over time."""
+"""Pictures of results: how many requests meet deadlines of any length, and what went on over
+time."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ def attainment_curve(outcomes: Outcomes, slo: Slo, scales: Floats = SCALES) -> F
 
 
 class Timeline:
-    """A service over time, in `bins` equal spans: their starts, requests and tokens per second, requests in the system
-    at each span's end, and the mean TTFT of those that arrived in it (NaN for none)."""
+    """A service over time, in `bins` equal spans: their starts, requests and tokens per second,
+    requests in the system at each span's end, and the mean TTFT of those that arrived in it (NaN
+    for none)."""
 
     def __init__(self, outcomes: Outcomes, bins: int = BINS) -> None:
         trace, done = outcomes.trace, outcomes.completed
@@ -66,7 +68,8 @@ def plot_attainment(curves: Mapping[str, ServiceOutcome], path: Path) -> None:
 
 
 def plot_timeline(curves: Mapping[str, ServiceOutcome], path: Path) -> None:
-    """A PNG with arrivals and completions, requests in the system, and TTFT over time. Raises ReportError."""
+    """A PNG with arrivals and completions, requests in the system, and TTFT over time. Raises
+    ReportError."""
     figure, axes = _figure(3)
     for name, outcome in curves.items():
         line = Timeline(outcome.outcomes)

@@ -44,7 +44,8 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A result in figures; `kv_gb` and `traffic_usd` are of all KV that was sent from box to box."""
+    """A result in figures; `kv_gb` and `traffic_usd` are of all KV that was sent from box to
+    box."""
 
     services: tuple[Summary, ...]
     replicas: tuple[ReplicaRow, ...]
@@ -64,15 +65,15 @@ def report_of(result: SimResult) -> SimReport:
             phase=replica.phase,
             boxes=replica.boxes,
             times=replica.times,
-            busy=replica.tally.busy_s / seconds,
-            prefill=replica.tally.prefill_s / seconds,
-            decode=replica.tally.decode_s / seconds,
-            mixed=replica.tally.mixed_s / seconds,
-            steps=replica.tally.steps,
-            prompt_tokens=replica.tally.prompt_tokens,
-            written_tokens=replica.tally.written_tokens,
-            preemptions=replica.tally.preemptions,
-            kv_peak=replica.tally.peak_blocks / replica.blocks,
+            busy=replica.counts.busy_s / seconds,
+            prefill=replica.counts.prefill_s / seconds,
+            decode=replica.counts.decode_s / seconds,
+            mixed=replica.counts.mixed_s / seconds,
+            steps=replica.counts.steps,
+            prompt_tokens=replica.counts.prompt_tokens,
+            written_tokens=replica.counts.output_tokens,
+            preemptions=replica.counts.preemptions,
+            kv_peak=replica.counts.peak_blocks / replica.blocks,
         )
         for replica in result.replicas
     )
@@ -147,7 +148,8 @@ def _seconds(value: float) -> str:
 
 
 def request_columns(outcome: ServiceOutcome, result: SimResult) -> Mapping[str, Column]:
-    """A column for each field, in order of arrival: seconds from arrival, tokens, replicas; NaN or "" for nothing."""
+    """A column for each field, in order of arrival: seconds from arrival, tokens, replicas; NaN or
+    "" for nothing."""
     outcomes, trace = outcome.outcomes, outcome.outcomes.trace
     names = [replica.id for replica in result.replicas]
     return {

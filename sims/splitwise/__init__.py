@@ -1,4 +1,5 @@
-"""The public Splitwise simulator's rules, reproduced, and the same with what was measured put right.
+"""The public Splitwise simulator's rules, reproduced, and the same with what was measured put
+right.
 
     trace = read_trace(Path("conv_130.csv"))
     result = run_setup("HH", "llama2-70b", "conv", trace, mode="released")  # or "measured"

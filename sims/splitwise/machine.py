@@ -1,17 +1,20 @@
-"""One machine of the Splitwise simulator: iteration-level scheduling, first come first served, with preemption.
+"""One machine of the Splitwise simulator: iteration-level scheduling, first come first served, with
+preemption.
 
-A machine holds *tasks*: the prefill of a request, and its decoding. From time to time it selects a *batch* of them and
-runs it: one iteration where the batch holds a prompt, else as many as it takes until the first request has all of its
-tokens. A task that arrives meanwhile and may join ends such a run at its next iteration boundary.
+A machine holds *tasks*: the prefill of a request, and its decoding. From time to time it selects a
+*batch* of them and runs it: one iteration where the batch holds a prompt, else as many as it takes
+until the first request has all of its tokens. A task that arrives meanwhile and may join ends such
+a run at its next iteration boundary.
 
-A batch is selected in this order, up to 512 tasks and 2,048 tokens (a prompt counts its length, a decode 1; whatever
-comes first always fits): tasks passed over 4 times or more; prompts; decodes that were preempted; decodes of the last
-batch; everything else, by arrival of the request. What the last batch held and this one does not is preempted: it
-keeps its memory. KV memory is reserved when a task first runs: prompt + 1 tokens for a prefill, all of the remaining
-output for a decode.
+A batch is selected in this order, up to 512 tasks and 2,048 tokens (a prompt counts its length, a
+decode 1; whatever comes first always fits): tasks passed over 4 times or more; prompts; decodes
+that were preempted; decodes of the last batch; everything else, by arrival of the request. What the
+last batch held and this one does not is preempted: it keeps its memory. KV memory is reserved when
+a task first runs: prompt + 1 tokens for a prefill, all of the remaining output for a decode.
 
-The machine is a plain state: it has no clock and no queue of events. A call that starts a run, or ends one early, says
-when the run ends now; whoever calls comes back then with `end_run` and `start`.
+The machine is a plain state: it has no clock and no queue of events. A call that starts a run, or
+ends one early, says when the run ends now; whoever calls comes back then with `end_run` and
+`start`.
 """
 
 from __future__ import annotations
@@ -98,7 +101,8 @@ class _Selection:
 
 
 class Machine:
-    """Tasks that wait and run on one machine, and the run that it is in. Memory is in KV tokens, beyond the weights."""
+    """Tasks that wait and run on one machine, and the run that it is in. Memory is in KV tokens,
+    beyond the weights."""
 
     def __init__(self, times: IterationTimes, kv_capacity: float) -> None:
         self._times = times
@@ -153,7 +157,8 @@ class Machine:
         self._kv_used -= kv_tokens
 
     def arrive(self, task: MachineTask, now: float, *, follows: bool = False) -> float | None:
-        """A task comes in; returns when the run ends, if that is new. `follows`: a decode right behind its prefill."""
+        """A task comes in; returns when the run ends, if that is new. `follows`: a decode right
+        behind its prefill."""
         if follows:
             self._followers[task.request] = task
         else:
@@ -183,7 +188,8 @@ class Machine:
         return None
 
     def end_run(self) -> list[MachineTask]:
-        """The run is over: the tasks that are done, prefills first. A decode that followed one comes to the front."""
+        """The run is over: the tasks that are done, prefills first. A decode that followed one
+        comes to the front."""
         self._step += self._run_steps
         seconds = self._iteration_s * self._run_steps
         self.busy_s += seconds
@@ -279,7 +285,8 @@ class Machine:
                 break
 
     def _select_others(self, selection: _Selection) -> None:
-        """What has not been looked at yet: decodes that came from elsewhere or follow a prefill that is done."""
+        """What has not been looked at yet: decodes that came from elsewhere or follow a prefill
+        that is done."""
         for task in self._fronts:
             if task in selection.joining:
                 continue

@@ -1,8 +1,8 @@
 """Figures of a run, by the definitions of the public Splitwise simulator.
 
-TBT is (E2E - TTFT) / output, over all output tokens, and so a little less than the TPOT of `Outcomes`. A slowdown is a
-figure over that of the same request alone on one DGX-A100; the paper's SLO is a limit to nine percentiles of slowdowns.
-Requests that were not completed do not count.
+TBT is (E2E - TTFT) / output, over all output tokens, and so a little less than the TPOT of
+`Outcomes`. A slowdown is a figure over that of the same request alone on one DGX-A100; the paper's
+SLO is a limit to nine percentiles of slowdowns. Requests that were not completed do not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SLO: Mapping[str, tuple[float, float, float]] = {
 
 
 def summary(outcomes: Outcomes) -> dict[str, float]:
-    """`rps`, `out_tok_s` (1/s, from the first arrival to the last token) and `ttft_p50` ... `e2e_p99` (s)."""
+    """`rps`, `out_tok_s` (1/s, from the first arrival to the last token) and `ttft_p50` ...
+    `e2e_p99` (s)."""
     done = outcomes.completed
     arrival, output = outcomes.trace.arrival_s[done], outcomes.trace.output[done]
     makespan_s = float(np.max(arrival + outcomes.e2e_s[done]) - np.min(arrival))

@@ -2,10 +2,10 @@
 
 All on traces of `azure_trace`, 120 s, seed 0:
 - `splitwise_reference.csv`: 48 runs of llama2-70b, as released;
-- `splitwise_measured_axis.csv`: 16 runs with its decode times looked up on the measured batch axis, else as released;
-  figures that were not kept are empty;
-- `BLOOM_LIMITS`: BLOOM-176B on conversations, as released: the highest rate in steps of 10 requests/s that meets the
-  SLO, with the paper's numbers of machines.
+- `splitwise_measured_axis.csv`: 16 runs with its decode times looked up on the measured batch axis,
+  else as released; figures that were not kept are empty;
+- `BLOOM_LIMITS`: BLOOM-176B on conversations, as released: the highest rate in steps of 10
+  requests/s that meets the SLO, with the paper's numbers of machines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _KEYS = ("model", "workload", "rate", "setup", "prompt_machines", "decode_machin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
-    """A run of the public simulator. `figures`: by the names of `summary`, slowdowns as `slow_...`, and some more."""
+    """A run of the public simulator. `figures`: by the names of `summary`, slowdowns as `slow_...`,
+    and some more."""
 
     model: str
     workload: str
@@ -58,7 +59,8 @@ class ReferenceRun:
 
     @property
     def name(self) -> str:
-        """Like `conv 130 HH`, or `conv 130 HH 15,25` where the numbers of machines are not the paper's."""
+        """Like `conv 130 HH`, or `conv 130 HH 15,25` where the numbers of machines are not the
+        paper's."""
         machines = "" if self.machines is None else f" {self.machines[0]},{self.machines[1]}"
         return f"{self.workload} {self.rate} {self.setup}{machines}"
 

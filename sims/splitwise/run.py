@@ -1,10 +1,11 @@
 """Run one setup on one trace, in one of three modes.
 
-`released` reproduces the public simulator (Mutinifni/splitwise-sim, commit 8f99e7dc) request by request, with two of
-its faults: a decode iteration is looked up as if the number of requests were prompt tokens, so that its time hardly
-depends on the batch, and every model keeps keys for all of its heads. `measured` corrects both: decode times by the
-measured batch axis, KV caches of their real size. `axis` corrects the first only, which is what figures of the public
-simulator with that correction are compared with. Compare in `released`; claim in `measured`.
+`released` reproduces the public simulator (Mutinifni/splitwise-sim, commit 8f99e7dc) request by
+request, with two of its faults: a decode iteration is looked up as if the number of requests were
+prompt tokens, so that its time hardly depends on the batch, and every model keeps keys for all of
+its heads. `measured` corrects both: decode times by the measured batch axis, KV caches of their
+real size. `axis` corrects the first only, which is what figures of the public simulator with that
+correction are compared with. Compare in `released`; claim in `measured`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PoolName = Literal["prompt", "decode", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineUse:
-    """What one machine did: its share of the time that it ran anything, and how many requests it decoded meanwhile."""
+    """What one machine did: its share of the time that it ran anything, and how many requests it
+    decoded meanwhile."""
 
     gpu: str
     pool: PoolName
@@ -51,7 +53,8 @@ class MachineUse:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SplitwiseResult:
-    """Outcomes of the trace's requests, the `events` that happened until `sim_end_s`, and the use of each machine."""
+    """Outcomes of the trace's requests, the `events` that happened until `sim_end_s`, and the use
+    of each machine."""
 
     outcomes: Outcomes
     events: int
@@ -72,9 +75,9 @@ def run_setup(
 ) -> SplitwiseResult:
     """Serve a trace by a setup of `SETUPS` and a model of `MODELS`; SetupError if one is not known.
 
-    `workload` ("conv" or "code") chooses how many machines the setup has for prompts and for decoding, unless
-    `machines` says so; a baseline has them all in one pool. A request that never ends, because no machine has the
-    memory for it, has NaN in the outcomes.
+    `workload` ("conv" or "code") chooses how many machines the setup has for prompts and for
+    decoding, unless `machines` says so; a baseline has them all in one pool. A request that never
+    ends, because no machine has the memory for it, has NaN in the outcomes.
     """
     known, known_model = find_setup(setup), find_model(model)
     counts = known.machines(workload) if machines is None else machines
@@ -111,7 +114,8 @@ def run_setup(
 
 
 def write_requests_csv(outcomes: Outcomes, path: Path) -> None:
-    """Write `id,arrival,ttft,e2e,prompt,output` (seconds, tokens) of each request that was completed."""
+    """Write `id,arrival,ttft,e2e,prompt,output` (seconds, tokens) of each request that was
+    completed."""
     trace = outcomes.trace
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write("id,arrival,ttft,e2e,prompt,output\n")

@@ -19,12 +19,14 @@ WORKLOADS = ("conv", "code")
 
 
 class SetupError(ValueError):
-    """A setup, model, workload or number of machines that cannot be; one line that says what can."""
+    """A setup, model, workload or number of machines that cannot be; one line that says what
+    can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitwiseModel:
-    """A model of `perf_model.csv`. `kv_width`: of all its key heads together; grouped-query attention has fewer."""
+    """A model of `perf_model.csv`. `kv_width`: of all its key heads together; grouped-query
+    attention has fewer."""
 
     name: str
     weight_bytes: int
@@ -33,13 +35,15 @@ class SplitwiseModel:
     kv_width: int
 
     def kv_bytes(self, *, real: bool) -> int:
-        """Of one token, in 16 bit. The public simulator counts `hidden` for every model: not `real` for llama2-70b."""
+        """Of one token, in 16 bit. The public simulator counts `hidden` for every model: not `real`
+        for llama2-70b."""
         return 2 * (self.kv_width if real else self.hidden) * self.layers * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A cluster of the paper's iso-power set: GPUs, and machines for prompts and for decoding, by workload.
+    """A cluster of the paper's iso-power set: GPUs, and machines for prompts and for decoding, by
+    workload.
 
     Without `decode_gpu`, all machines do both.
     """

@@ -1,9 +1,9 @@
 """Request traces in the public simulator's format, and how they are drawn.
 
-A trace is a CSV file with the columns of `COLUMNS`; an arrival is in seconds, lengths are in tokens and the output
-counts its first token. `draw_trace` makes one as that simulator's generator does: Poisson arrivals, and prompt and
-output lengths drawn independently, with replacement, from the requests of a real trace. The same seed gives the same
-requests as `random.Random` on any machine.
+A trace is a CSV file with the columns of `COLUMNS`; an arrival is in seconds, lengths are in tokens
+and the output counts its first token. `draw_trace` makes one as that simulator's generator does:
+Poisson arrivals, and prompt and output lengths drawn independently, with replacement, from the
+requests of a real trace. The same seed gives the same requests as `random.Random` on any machine.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def azure_trace(workload: str, rate: float, *, seconds: float = 120.0, seed: int
 
 
 def draw_trace(lengths: Sequence[tuple[int, int]], *, source: str, rate: float, seconds: float, seed: int) -> Trace:
-    """Poisson arrivals at `rate` requests/s for `seconds`; `source` says in reports where the lengths are from."""
+    """Poisson arrivals at `rate` requests/s for `seconds`; `source` says in reports where the
+    lengths are from."""
     random = Random(seed)
     arrivals, prompts, outputs = [], [], []
     now = 0.0

@@ -1,8 +1,9 @@
-"""An emulated wide-area network on one machine: real sockets between boxes with caps, round trips, loss and outages.
+"""An emulated wide-area network on one machine: real sockets between boxes with caps, round trips,
+loss and outages.
 
-`Scenario` says what the network is; `EmulatedWan` makes it, with network namespaces and TUN devices where the user is
-root, else with a proxy on loopback, and says which and what it cannot show. `python -m p2pserve.sims.wan` runs
-one by hand and calibrates it; docs/wan.md explains.
+`Scenario` says what the network is; `EmulatedWan` makes it, with network namespaces and TUN devices
+where the user is root, else with a proxy on loopback, and says which and what it cannot show.
+`python -m p2pserve.sims.wan` runs one by hand and calibrates it; docs/wan.md explains.
 """
 
 from .control import WanStatistics

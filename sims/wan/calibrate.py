@@ -1,6 +1,8 @@
-"""Does the emulated network behave as real ones were measured to? Expected beside measured, in one table.
+"""Does the emulated network behave as real ones were measured to? Expected beside measured, in one
+table.
 
-Everything is plain TCP or UDP between two boxes; nothing is computed from the emulator's own figures but `late_ms`.
+Everything is plain TCP or UDP between two boxes; nothing is computed from the emulator's own
+figures but `late_ms`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ PINGS = 30
 
 
 class CalibrationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure: what it should be, what it was, and whether it lies within `tolerance` (relative)."""
+    """One figure: what it should be, what it was, and whether it lies within `tolerance`
+    (relative)."""
 
     what: str
     unit: str
@@ -43,7 +46,8 @@ class CalibrationRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """All rows, the kind of emulation, what it cannot show, and how late it was at worst in any of them."""
+    """All rows, the kind of emulation, what it cannot show, and how late it was at worst in any of
+    them."""
 
     kind: str
     cannot_show: tuple[str, ...]
@@ -100,7 +104,8 @@ def _two(gbps: float, rtt_ms: float, *, loss: float = 0.0) -> Scenario:
 
 
 def _round_trips(wan: EmulatedWan) -> Iterator[CalibrationRow]:
-    """The least of many, as probers take it: the others waited for this machine too, of which `late_ms_mean` tells."""
+    """The least of many, as probers take it: the others waited for this machine too, of which
+    `late_ms_mean` tells."""
     for rtt_ms in (100.0, 5.0):
         wan.set_pair(A, B, rtt_ms=rtt_ms)
         took = min(measure.rtt(wan, A, B, count=PINGS))

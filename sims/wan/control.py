@@ -1,7 +1,8 @@
-"""What the owner of an emulated network says to the process that runs it, one JSON document per line.
+"""What the owner of an emulated network says to the process that runs it, one JSON document per
+line.
 
-The process answers each command with one line, and ends, cleaning up, when its input ends: so nothing stays
-behind when the owner is killed.
+The process answers each command with one line, and ends, cleaning up, when its input ends: so
+nothing stays behind when the owner is killed.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class LineRow(msgspec.Struct, frozen=True):
 class WanStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Everything so far. `lines`: each direction of each pair.
 
-    `late_ms_mean`, `late_ms_max`: how late packets were released because the emulator did not get the CPU: the
-    error of every delay here. `cpu_s` of `elapsed_s`: near 1 the emulator itself is the bottleneck. `strays`: packets
-    for an address that is no box, and what the kernel refused.
+    `late_ms_mean`, `late_ms_max`: how late packets were released because the emulator did not get
+    the CPU: the error of every delay here. `cpu_s` of `elapsed_s`: near 1 the emulator itself is
+    the bottleneck. `strays`: packets for an address that is no box, and what the kernel refused.
     """
 
     kind: str
@@ -80,7 +81,8 @@ class WanStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmulatorReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The network is up, or why not. `error` names what is missing; `unavailable`: it lies with the machine."""
+    """The network is up, or why not. `error` names what is missing; `unavailable`: it lies with the
+    machine."""
 
     addresses: dict[str, str] = {}
     namespaces: dict[str, str] = {}
@@ -98,7 +100,8 @@ class EmulatorReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emulator(Protocol):
-    """What carries the packets: `strays` so far, and a local port that leads from one box to another's."""
+    """What carries the packets: `strays` so far, and a local port that leads from one box to
+    another's."""
 
     kind: str
     strays: int
@@ -107,7 +110,8 @@ class Emulator(Protocol):
 
 
 class Commands:
-    """The emulator's side of the control pipe: bytes of commands in, bytes of replies out, outages at their time."""
+    """The emulator's side of the control pipe: bytes of commands in, bytes of replies out, outages
+    at their time."""
 
     def __init__(self, switch: Switch[Any], emulator: Emulator, clock: Callable[[], float]) -> None:
         self._switch = switch
@@ -121,7 +125,8 @@ class Commands:
             heappush(self._outages, (self._start + outage.start_s, number, command))
 
     def feed(self, data: bytes) -> bytes:
-        """Carry out the commands in `data`, which may end in the middle of one; returns the replies."""
+        """Carry out the commands in `data`, which may end in the middle of one; returns the
+        replies."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return b"".join(msgspec.json.encode(self._answer(line)) + b"\n" for line in lines)
 

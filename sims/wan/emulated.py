@@ -55,7 +55,7 @@ TUN_CANNOT = (
     "more than one address, NAT or port mapping of a box; IPv6",
 )
 PROXY_CANNOT = (
-    "TCP on a long way (it ends at the proxy): no slow start, no congestion control, no real window",
+    "TCP over a long path (it ends at the proxy): no slow start, no congestion control, no real window",
     "one stream's limit, other than modelled: each connection has at most 2.7 MB under way",
     "packet loss: `loss` is ignored; an outage holds bytes back and loses none",
     "the round trip of connecting: a connect succeeds at once, a refusal comes later as a reset",
@@ -77,11 +77,13 @@ def environment() -> dict[str, str]:
 class EmulatedWan:
     """The boxes of `scenario` and what lies between them, carried by a process of its own.
 
-    `kind`: "tun" (namespaces and TUN devices; needs root on Linux) or "proxy" (loopback ports, no root); None takes
-    the first that runs here. `cannot_show` says what the chosen one leaves out: read it before you trust a figure.
+    `kind`: "tun" (namespaces and TUN devices; needs root on Linux) or "proxy" (loopback ports, no
+    root); None takes the first that runs here. `cannot_show` says what the chosen one leaves out:
+    read it before you trust a figure.
 
-    A context manager. Raises `WanUnavailable` when entered where that kind cannot run. When the block ends, or this
-    process does, in whatever way, the boxes, what runs in them and the network are gone. Thread-safe.
+    A context manager. Raises `WanUnavailable` when entered where that kind cannot run. When the
+    block ends, or this process does, however that happens, the boxes, what runs in them and the
+    network are gone. Thread-safe.
     """
 
     def __init__(self, scenario: Scenario, *, kind: Kind | None = None) -> None:
@@ -139,22 +141,26 @@ class EmulatedWan:
         return self._ready.addresses[box]
 
     def route(self, a: str, b: str, port: int) -> tuple[str, int]:
-        """The host and port that a process in `a` dials to reach `port` of `b`; the same as there for `tun`."""
+        """The host and port that a process in `a` dials to reach `port` of `b`; the same as there
+        for `tun`."""
         return self.address(b), self._ask(RouteCommand(a, b, port)).port
 
     def command(self, box: str, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` in `box`, for whoever starts processes in his own way."""
+        """The command line that runs `argv` in `box`, for callers that start processes
+        themselves."""
         self.address(box)
         return namespaces.command(self._ready.namespaces[box], argv) if self.kind == "tun" else list(argv)
 
     def popen(self, box: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process in `box`; `options` are `subprocess.Popen`'s. It is killed when the network goes."""
+        """Start a process in `box`; `options` are `subprocess.Popen`'s. It is killed when the
+        network goes."""
         child: subprocess.Popen[Any] = subprocess.Popen(self.command(box, argv), **options)
         self._children.append(child)
         return child
 
     def set_pair(self, a: str, b: str, *, both: bool = True, **changes: float | None) -> None:
-        """Change fields of the `Pair` between two boxes, both directions or only `a` to `b`, from now on."""
+        """Change fields of the `Pair` between two boxes, both directions or only `a` to `b`, from
+        now on."""
         self._ask(SetPair(a, b, changes, both))
 
     def set_box(self, box: str, **changes: float) -> None:
@@ -162,7 +168,8 @@ class EmulatedWan:
         self._ask(SetBox(box, dict(changes)))
 
     def outage(self, a: str, b: str, seconds: float) -> None:
-        """Let nothing pass between two boxes for a time from now; 0 ends an outage. Returns at once."""
+        """Let nothing pass between two boxes for a time from now; 0 ends an outage. Returns at
+        once."""
         self._ask(StartOutage(a, b, seconds))
 
     def statistics(self) -> WanStatistics:

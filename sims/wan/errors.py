@@ -10,4 +10,5 @@ class WanError(RuntimeError):
 
 
 class WanUnavailable(WanError):
-    """This machine, or this user, cannot run that kind of emulation; the message says what is missing."""
+    """This machine, or this user, cannot run that kind of emulation; the message says what is
+    missing."""

@@ -1,4 +1,5 @@
-"""Measuring an emulated network from outside: start plain programs in two boxes and read what they report."""
+"""Measuring an emulated network from outside: start plain programs in two boxes and read what they
+report."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _ports = itertools.count(20_001)
 
 
 def bulk(wan: EmulatedWan, a: str, b: str, *, streams: int, seconds: float) -> float:
-    """Gb/s of payload that `streams` plain TCP connections carry from `a` to `b`, once they have found their rate."""
+    """Gb/s of payload that `streams` plain TCP connections carry from `a` to `b`, once they have
+    found their rate."""
     figures = _pair(wan, a, b, ("receive", str(streams), str(seconds)), ("send", str(streams), str(seconds + 60)))
     return float(figures["gbps"])
 
@@ -34,7 +36,8 @@ def loss(wan: EmulatedWan, a: str, b: str, *, count: int) -> float:
 
 
 def _pair(wan: EmulatedWan, a: str, b: str, listen: tuple[str, ...], dial: tuple[str, ...]) -> dict[str, Any]:
-    """Run a listening role in `b` and a dialling one in `a`, until the measuring one of them has reported."""
+    """Run a listening role in `b` and a dialling one in `a`, until the measuring one of them has
+    reported."""
     port = next(_ports)
     listener = _start(wan, b, listen[0], wan.address(b), port, listen[1:])
     dialler = None

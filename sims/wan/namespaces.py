@@ -1,7 +1,8 @@
 """A network namespace and a TUN device for each box. Needs root on Linux, `ip`, and /dev/net/tun.
 
-A box's namespace is called `p2pwan-<process>-<box>`, after the process that forwards its packets, so that what a
-killed process has left can be told from what is in use. TUN devices vanish with the process that made them.
+A box's namespace is called `p2pwan-<process>-<box>`, after the process that forwards its packets,
+so that what a killed process has left can be told from what is in use. TUN devices vanish with the
+process that made them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ SYSCTLS = {
 
 
 def unavailable() -> str | None:
-    """Why this user on this machine cannot have namespaces with TUN devices; None if it works, as just tried."""
+    """Why this user on this machine cannot have namespaces with TUN devices; None if it works, as
+    just tried."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -69,7 +71,8 @@ def unavailable() -> str | None:
 
 
 def running() -> dict[str, tuple[int, str]]:
-    """Namespaces of emulated networks, left ones too: name -> the process that made it, and the box."""
+    """Namespaces of emulated networks, left ones too: name -> the process that made it, and the
+    box."""
     pattern = re.compile(rf"({PREFIX}-(\d+)-(.+))")
     folder = Path("/run/netns")
     names = [pattern.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
@@ -77,7 +80,8 @@ def running() -> dict[str, tuple[int, str]]:
 
 
 def sweep(*, of: int | None = None) -> list[str]:
-    """Remove the namespaces that processes which no longer run have left, or those of process `of`."""
+    """Remove the namespaces that processes which no longer run have left, or those of process
+    `of`."""
     removed = []
     for name, (pid, _) in running().items():
         if pid == of or (of is None and not Path(f"/proc/{pid}").exists()):
@@ -87,7 +91,8 @@ def sweep(*, of: int | None = None) -> list[str]:
 
 
 class Namespaces:
-    """The boxes of a scenario: a context manager; `devices`: box -> file descriptor of its packets."""
+    """The boxes of a scenario: a context manager; `devices`: box -> file descriptor of its
+    packets."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -114,8 +119,8 @@ class Namespaces:
         self.close()
 
     def aggregate(self, together: bool) -> None:
-        """Whether the boxes' kernels hand over TCP segments by up to 64 KB at a time, as they do to a network card,
-        or each packet for itself."""
+        """Whether the boxes' kernels give TCP segments by up to 64 KB at a time, as they do to a
+        network card, or each packet for itself."""
         offload = TUN_F_CSUM | (TUN_F_TSO4 if together else 0)
         for descriptor in self.devices.values():
             fcntl.ioctl(descriptor, TUNSETOFFLOAD, offload)
@@ -187,5 +192,6 @@ def _ip(*arguments: str) -> str:
 
 
 def command(namespace: str, argv: Sequence[str]) -> list[str]:
-    """The command line that runs `argv` in a namespace; the process is `argv`'s own, not a parent of it."""
+    """The command line that runs `argv` in a namespace; the process is `argv`'s own, not a parent
+    of it."""
     return ["ip", "netns", "exec", namespace, *argv]

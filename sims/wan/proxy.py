@@ -1,8 +1,10 @@
-"""The process that carries bytes between loopback sockets with a network's delay and rates. Started by `EmulatedWan`.
+"""The process that carries bytes between loopback sockets with a network's delay and rates. Started
+by `EmulatedWan`.
 
-For machines without root: each route is a listening port here, and what connects to it is joined to the real port.
-TCP ends at the proxy, so what TCP does with a long way is not there. One thing is put in by hand: of each connection
-and direction at most `WINDOW_BYTES` are under way, which gives one stream the rate that Linux's window would.
+For machines without root: each route is a listening port here, and what connects to it is joined to
+the real port. TCP ends at the proxy, so what TCP does over a long path is not there. One thing is
+put in by hand: of each connection and direction at most `WINDOW_BYTES` are under way, which gives
+one stream the rate that Linux's window would.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["WINDOW_BYTES", "main"]
 # What Linux's default tcp_wmem lets one connection have under way (measured: 2.35 to 2.8 MB).
 WINDOW_BYTES: Final = 2_700_000
 CHUNK: Final = 32_768
-# What opening, ending and resetting a connection costs on the way.
+# Bytes that opening, ending and resetting a connection cost on a link.
 SIGNAL_BYTES: Final = 40
 IDLE_S: Final = 60.0
 # `select` knows file numbers below 1024, and each connection needs a second one.
@@ -72,12 +74,13 @@ class ProxyEmulator:
         self._listeners: dict[int, tuple[socket.socket, str, str, int]] = {}
         self._routes: dict[tuple[str, str, int], int] = {}
         self._ends: dict[int, ProxyEnd] = {}
-        self._arrivals: list[tuple[float, int, ProxyEnd, int]] = []  # when a reader learns that bytes have arrived
+        self._arrivals: list[tuple[float, int, ProxyEnd, int]] = []  # when a sender hears of an arrival
         self._sequence = 0
         self.strays = 0
 
     def route(self, a: str, b: str, port: int) -> int:
-        """The loopback port that leads from box `a` to `port` of box `b`. Raises `ScenarioError`."""
+        """The loopback port that leads from box `a` to `port` of box `b`. Raises
+        `ScenarioError`."""
         self._switch.waiting(a, b)  # refuses names that are no boxes
         if not 0 < port < 65_536:
             raise ScenarioError(f"port: {port} is none: 1 to 65535")
@@ -94,9 +97,10 @@ class ProxyEmulator:
             due = [self._switch.wake_at(), self._commands.wake_at(), self._arrivals[0][0] if self._arrivals else None]
             wake = min((at for at in due if at is not None), default=None)
             timeout = IDLE_S if wake is None else max(0.0, wake - time.monotonic())
-            reading = [n for n, end in self._ends.items() if not end.read_all and end.under_way < WINDOW_BYTES]
-            writing = [n for n, end in self._ends.items() if end.unsent]
-            readable, writable, _ = select.select([control, *self._listeners, *reading], writing, [], timeout)
+            readable_ends = [n for n, end in self._ends.items() if not end.read_all and end.under_way < WINDOW_BYTES]
+            writable_ends = [n for n, end in self._ends.items() if end.unsent]
+            watched = [control, *self._listeners, *readable_ends]
+            readable, writable, _ = select.select(watched, writable_ends, [], timeout)
             now = time.monotonic()
             for number in readable:
                 if number == control:
@@ -113,8 +117,8 @@ class ProxyEmulator:
                     self._write(self._ends[number])
             self._commands.on_timer(now)
             while self._arrivals and self._arrivals[0][0] <= now:
-                _, _, reader, size = heappop(self._arrivals)
-                reader.under_way -= size
+                _, _, sender, size = heappop(self._arrivals)
+                sender.under_way -= size
             for _, (end, what) in self._switch.release(now):
                 self._arrive(end, what)
 
@@ -141,7 +145,7 @@ class ProxyEmulator:
         self._ends[end.sock.fileno()] = end
 
     def _send(self, end: ProxyEnd, what: bytes | StreamSignal, now: float) -> None:
-        """Put what came from `end` on its way to the peer."""
+        """Send what came from `end` to its peer."""
         size = SIGNAL_BYTES if isinstance(what, StreamSignal) else len(what)
         self._switch.enter(end.box, end.peer.box, size, (end.peer, what), now)
 

@@ -1,12 +1,13 @@
-"""What a wide-area network is made of: boxes with caps, and pairs with a round trip. Plain frozen values.
+"""What a wide-area network is made of: boxes with caps, and pairs with a round trip. Plain frozen
+values.
 
     Scenario(
         boxes={"paris": WanBox(up_gbps=1, down_gbps=1), "nyc": WanBox(up_gbps=2, down_gbps=2)},
         pairs={("paris", "nyc"): WanPair(rtt_ms=90, loss=1e-4, jitter_ms=2)},
     )
 
-A box's caps are shared by everything that it sends or receives, whoever is at the other end. A pair counts for
-both directions, unless the reverse pair is given as well.
+A box's caps are shared by everything that it sends or receives, whoever is at the other end. A pair
+counts for both directions, unless the reverse pair is given as well.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ class WanBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class WanPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The way between two boxes.
+    """The path between two boxes.
 
-    `rtt_ms`: half of it each way. `loss`: the part of packets that vanishes, independently of each other.
-    `jitter_ms`: how far a round trip may lie from `rtt_ms`; packets stay in order. `gbps`: what the way itself
-    carries, each direction, if that is less than the boxes' caps; None for no limit of its own.
+    `rtt_ms`: half of it in each direction. `loss`: the part of packets that vanishes, independently
+    of each other. `jitter_ms`: how far a round trip may lie from `rtt_ms`; packets stay in order.
+    `gbps`: what the path itself carries, each direction, if that is less than the boxes' caps; None
+    for no limit of its own.
     """
 
     rtt_ms: float = 1.0
@@ -87,7 +89,8 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class LinkClass(msgspec.Struct, frozen=True, kw_only=True):
-    """A typical link, from the table: `rtt_ms`, Gb/s of one stream and of many, and where that is from."""
+    """A typical link, from the table: `rtt_ms`, Gb/s of one stream and of many, and where that is
+    from."""
 
     name: str
     rtt_ms: float
@@ -99,8 +102,8 @@ class LinkClass(msgspec.Struct, frozen=True, kw_only=True):
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """A whole network. Raises `ScenarioError` if a pair is missing or names no box.
 
-    `default`: the pair of two boxes for which `pairs` has none. `mtu`: bytes of a packet. `seed`: of
-    loss and jitter. `congestion`: what TCP in the boxes uses where the kernel allows it.
+    `default`: the pair of two boxes for which `pairs` has none. `mtu`: bytes of a packet. `seed`:
+    of loss and jitter. `congestion`: what TCP in the boxes uses where the kernel allows it.
     """
 
     boxes: Mapping[str, WanBox]
@@ -157,18 +160,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def queue_bytes(gbps: float, rtt_ms: float) -> float:
-        """How much may wait at a cap: `max(gbps x max(rtt, 20 ms), 128 KiB)`; more is dropped at the tail."""
+        """How much may wait at a cap: `max(gbps x max(rtt, 20 ms), 128 KiB)`; more is dropped at
+        the tail."""
         return max(gbps * 1e9 / 8 * max(rtt_ms / 1e3, MIN_QUEUE_S), MIN_QUEUE_BYTES)
 
     @classmethod
     def from_classes(
         cls, links: Mapping[tuple[str, str], str], *, default: str | None = None, seed: int = 0
     ) -> Scenario:
-        """A network of typical links: `{("paris", "nyc"): "transatlantic"}`, names as in `link_classes()`.
+        """A network of typical links: `{("paris", "nyc"): "transatlantic"}`, names as in
+        `link_classes()`.
 
-        A row's many-stream rate becomes the pair's own cap; a box's caps are the highest of its links, so that a
-        fast link does not make a slow one faster. The one-stream rate is not set: it has to come out of TCP's
-        window at this rtt.
+        A row's many-stream rate becomes the pair's own cap; a box's caps are the highest of its
+        links, so that a fast link does not make a slow one faster. The one-stream rate is not set:
+        it has to come out of TCP's window at this rtt.
         """
         table = link_classes()
         rows = {ends: _row(table, name) for ends, name in links.items()}
@@ -253,7 +258,8 @@ def changed(value: Value, changes: Mapping[str, float | None]) -> Value:
 
 
 def link_classes() -> dict[str, LinkClass]:
-    """The `class:*` rows of the table of links, by name; a row between two classes is `one:other`."""
+    """The `class:*` rows of the table of links, by name; a row between two classes is
+    `one:other`."""
     with LINKS.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["a"].startswith(CLASS)]
     found = {}

@@ -36,7 +36,8 @@ DROPPED: Final = -1.0
 class RateMeter:
     """A token bucket as a clock: `free_at` is when all that was let in will have left.
 
-    `queue_bytes` may wait; what comes on top is refused, as a router drops at the tail of a full queue.
+    `queue_bytes` may wait; what comes on top is refused, as a router drops at the tail of a full
+    queue.
     """
 
     __slots__ = ("free_at", "queue_s", "seconds_per_byte")
@@ -51,7 +52,8 @@ class RateMeter:
         self.queue_s = queue_bytes * self.seconds_per_byte
 
     def admit(self, now: float, size: int) -> float:
-        """When a packet of `size` bytes that comes at `now` will have left, in seconds; `DROPPED` if too much waits."""
+        """When a packet of `size` bytes that comes at `now` will have left, in seconds; `DROPPED`
+        if too much waits."""
         free_at = self.free_at
         if free_at - now > self.queue_s:
             return DROPPED
@@ -62,7 +64,8 @@ class RateMeter:
 
 
 class LineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a pair so far: what was delivered and what was dropped, and why, in packets and bytes.
+    """One direction of a pair so far: what was delivered and what was dropped, and why, in packets
+    and bytes.
 
     `queue_ms_mean`, `queue_ms_max`: time spent waiting at the three caps, beyond the line's delay.
     """
@@ -102,7 +105,8 @@ class _Access(Generic[Packet]):
 
 
 class Line(Generic[Packet]):
-    """One direction of a pair: outage, loss, its own cap, delay. Packets leave in the order they came."""
+    """One direction of a pair: outage, loss, its own cap, delay. Packets leave in the order they
+    came."""
 
     __slots__ = (
         *("bytes", "dead", "dead_until", "delivered", "dropped", "exit", "fifo", "key", "last", "lossless", "lost"),
@@ -123,7 +127,8 @@ class Line(Generic[Packet]):
         self.queue_sum = self.queue_max = 0.0
 
     def arrival(self, now: float, left: float, size: int) -> float:
-        """When a packet that leaves the sender's cap at `left` reaches the receiver's; `DROPPED` if it never does.
+        """When a packet that leaves the sender's cap at `left` reaches the receiver's; `DROPPED` if
+        it never does.
 
         Without losses (`lossless`, for byte streams), an outage delays it until the outage is over.
         """
@@ -177,8 +182,8 @@ class Line(Generic[Packet]):
 class Switch(Generic[Packet]):
     """All boxes and lines of a scenario.
 
-    `lossless`: for byte streams, which may be late but not lost: no loss, no full queues; the caller has to bound
-    what waits. Times are seconds on any one clock; they must not go backwards.
+    `lossless`: for byte streams, which may be late but not lost: no loss, no full queues; the
+    caller has to bound what waits. Times are seconds on any one clock; they must not go backwards.
     """
 
     def __init__(self, scenario: Scenario, *, lossless: bool = False) -> None:
@@ -311,7 +316,8 @@ class Switch(Generic[Packet]):
         self._set_meters()
 
     def outage(self, a: str, b: str, seconds: float, now: float) -> None:
-        """Nothing that enters between `a` and `b`, either way, passes for `seconds`; what is under way arrives."""
+        """Nothing that enters between `a` and `b`, in either direction, passes for `seconds`; what
+        is under way arrives."""
         if not 0 <= seconds <= 1e9:
             raise ScenarioError(f"seconds: an outage of {seconds!r} s: 0 to 1e9 s, 0 ends one")
         for line in (self._line(a, b), self._line(b, a)):

@@ -37,8 +37,9 @@ SILENCE_S = 20.0
 
 
 def receive(host: str, port: int, streams: int, seconds: float) -> None:
-    """Count bytes on `streams` connections; the rate over the last part of `seconds`, in Gb/s of payload: the median of
-    short slices, so that a moment in which this machine was busy with something else does not count."""
+    """Count bytes on `streams` connections; the rate over the last part of `seconds`, in Gb/s of
+    payload: the median of short slices, so that a moment in which this machine was busy with
+    something else does not count."""
     counts = [0] * streams
     with socket.create_server((host, port), backlog=512) as server:
         _say_ready()
@@ -64,7 +65,8 @@ def _count(sock: socket.socket, counts: list[int], index: int) -> None:
 
 
 def send(host: str, port: int, streams: int, seconds: float) -> None:
-    """Send as much as goes on `streams` connections until the receiver has gone, or for `seconds`."""
+    """Send as much as goes on `streams` connections until the receiver has gone, or for
+    `seconds`."""
     socks = [_connect(host, port) for _ in range(streams)]
     for sock in socks:
         threading.Thread(target=_fill, args=(sock,), daemon=True).start()

@@ -1,7 +1,9 @@
-"""The process that carries real IP packets between the boxes' TUN devices. Started by `EmulatedWan`.
+"""The process that carries real IP packets between the boxes' TUN devices. Started by
+`EmulatedWan`.
 
-It reads the scenario from its input, says on its output when the network is up, obeys commands (see `control`)
-and removes everything when its input ends. A process of its own: what it emulates must not share its interpreter.
+It reads the scenario from its input, says on its output when the network is up, obeys commands (see
+`control`) and removes everything when its input ends. A process of its own: what it emulates must
+not share its interpreter.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class TunEmulator:
         return port
 
     def _aggregate(self) -> None:
-        """Segments may travel together, which saves most of the work, except where single packets can be lost."""
+        """Segments may travel together, which saves most of the work, except where single packets
+        can be lost."""
         together = not self._switch.lossy
         if together is not self._together:
             self._together = together
@@ -64,7 +67,8 @@ class TunEmulator:
     def run(self, control: int, replies: int) -> None:
         """Forward packets until `control` is at its end.
 
-        `select` and not `epoll`: its timeout has microseconds, where Python's `epoll` rounds to milliseconds.
+        `select` and not `epoll`: its timeout has microseconds, where Python's `epoll` rounds to
+        milliseconds.
         """
         switch, commands, clock = self._switch, self._commands, time.monotonic
         watched = [control, *self._boxes]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2pserve.kernels.codec import Soundness, decode, decode_into, encode, encode_into
+from p2pserve.kernels.codec import decode, decode_into, encode, encode_into
 from p2pserve.kernels.errors import NonFiniteError
+from p2pserve.kernels.soundness import Soundness
 
 pytest.importorskip("triton")
 

@@ -22,14 +22,14 @@ from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.coordinator import Phase
 from p2pserve.node import messages, methods
-from p2pserve.node.agent import EngineKnobs, NodeSettings, Started, run_node
-from p2pserve.node.replica.engine_link import fork_server_command
+from p2pserve.node.agent import EngineSettings, NodeSettings, Started, run_node
+from p2pserve.node.replica.fork_server import fork_server_command
 
 from .node.engine.figures import ATTEMPTS
 
 LOOPBACK = Address("127.0.0.1", 0)
 CHANNELS = 128  # one for each node that any test starts
-KNOBS = EngineKnobs(kv_cache_mib=64, threads=1)
+KNOBS = EngineSettings(kv_cache_mib=64, threads=1)
 PATIENCE_S = 120.0  # for what takes seconds, unless the machine is very busy
 
 
@@ -54,11 +54,11 @@ class Client:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self._chunks: dict[str, trio.MemorySendChannel[messages.Chunk]] = {}
+        self._chunks: dict[str, trio.MemorySendChannel[messages.AnswerUpdate]] = {}
         self._next = 0
-        network.on_notice(methods.CHUNK, self._on_chunk)
+        network.on_notice(methods.ANSWER, self._on_chunk)
 
-    def _on_chunk(self, peer: PeerId, role: Role, body: messages.Chunk) -> None:
+    def _on_chunk(self, peer: PeerId, role: Role, body: messages.AnswerUpdate) -> None:
         if body.request in self._chunks:
             self._chunks[body.request].send_nowait(body)
 
@@ -76,7 +76,7 @@ class Client:
         """One request to its end; `on_tokens(count)` is awaited after each chunk."""
         self._next += 1
         request = f"test-{self._next}"
-        send, receive = trio.open_memory_channel[messages.Chunk](10_000)
+        send, receive = trio.open_memory_channel[messages.AnswerUpdate](10_000)
         self._chunks[request] = send
         body = messages.Generate(request=request, prompt=prompt, **settings)  # type: ignore[arg-type]
         accepted = await self.network.request(gateway, methods.GENERATE, body, 30)

@@ -2,18 +2,21 @@
 
 Assumptions, so that a simulation can be held against them:
 
-- The number of requests that decode together is the one at which as many end as come (Little): b = rate * mean output
-  * time between tokens, which depends on b.
-- A mixed replica reads prompts in chunks beside what it decodes, of a size that the deadline from token to token
-  allows (`costs/rounds.py`). A round that reads takes longer than one that does not, in a pipeline nearly as much for
-  one chunk as for one in every batch. Prompts that come during a round are read together in the next. An output of few
-  tokens sees either rounds that read or others; a long one sees the average.
-- A replica that only reads computes short prompts together when many wait, and one after the other when few do. Long
-  ones are read in chunks, which follow each other through the stages of a pipeline. It never waits for memory: what it
-  keeps until it has been sent is taken to fit, since links are planned to keep up.
-- Memory for a prompt is taken when its reading begins, here or on another replica, which is as fast as this one. Memory
-  for the output is taken as it grows; where there is none left, the latest request is read again later. When memory is
-  full all the time, the share of requests that meet this is the share of memory that grew.
+- The number of requests that decode together is the one at which as many end as come (Little): b =
+  rate * mean output * time between tokens, which depends on b.
+- A mixed replica reads prompts in chunks beside what it decodes, of a size that the deadline from
+  token to token allows (`costs/rounds.py`). A round that reads takes longer than one that does not,
+  in a pipeline nearly as much for one chunk as for one in every batch. Prompts that come during a
+  round are read together in the next. An output of few tokens sees either rounds that read or
+  others; a long one sees the average.
+- A replica that only reads computes short prompts together when many wait, and one after the other
+  when few do. Long ones are read in chunks, which follow each other through the stages of a
+  pipeline. It never waits for memory: what it keeps until it has been sent is taken to fit, since
+  links are planned to keep up.
+- Memory for a prompt is taken when its reading begins, here or on another replica, which is as fast
+  as this one. Memory for the output is taken as it grows; where there is none left, the latest
+  request is read again later. When memory is full all the time, the share of requests that meet
+  this is the share of memory that grew.
 """
 
 from __future__ import annotations
@@ -26,21 +29,21 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from ...costs.rounds import CHUNKS, Chunk, chunk_tokens, equal_rounds_s, round_s
+from ...costs.rounds import TOKEN_BUDGETS, PrefillChunk, choose_token_budget, equal_rounds_s, round_s
 from ...costs.step_times import StepTimes, chunk_pairs
 from ...plan import Phase
 from ..model.length_classes import Classes
 
-__all__ = ["CHUNK_TOKENS", "LOADS", "MAX_BATCH", "Behaviour", "Row", "behaviour"]
+__all__ = ["LOADS", "MAX_BATCH", "MAX_CHUNK_TOKENS", "Behaviour", "LoadRow", "model_replica"]
 
 Array = NDArray[np.float64]
 
 LOADS: Final[Array] = np.array([0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0])
 """The utilisations that a replica's behaviour is tabulated at."""
 
-CHUNK_TOKENS: Final = CHUNKS[0]
-"""Prompt tokens that a step computes at most where nothing is decoded: longer prompts are read in chunks, short ones
-together."""
+MAX_CHUNK_TOKENS: Final = TOKEN_BUDGETS[0]
+"""Prompt tokens that a step computes at most where nothing is decoded: longer prompts are read in
+chunks, short ones together."""
 
 MAX_BATCH: Final = 256
 """Requests that one replica decodes together at most."""
@@ -52,77 +55,82 @@ _BATCHES: Final = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 1
 class Behaviour:
     """One replica on its own, at every load.
 
-    `read` and `write`: the rates (requests/s) that would fill it if it did nothing else, infinite for what it does not
-    do. `both`: that of requests which it reads and writes itself; they take less than their halves would, since weights
-    are read once for a chunk and what is decoded beside it. The load at X prompts of others, Y outputs of others and Z
-    own requests per second is X / read + Y / write + Z / both. `lone_s`, `lone_sd_s`: reading a prompt of each class;
-    `chunks`: the rounds that takes on a mixed replica. `spread`: squared coefficient of variation of the times to read.
-    `table`: the columns of `Row` at each of LOADS.
+    `prefill_rate` and `decode_rate`: the rates (requests/s) that would fill it if it did nothing
+    else, infinite for what it does not do. `mixed_rate`: that of requests which it reads and writes
+    itself; they take less than their halves would, since weights are read once for a chunk and what
+    is decoded beside it. The load at X prompts of others, Y outputs of others and Z own requests
+    per second is X / read + Y / write + Z / both. `prefill_s`, `prefill_sd_s`: reading a prompt of
+    each class; `prefill_rounds`: the rounds that takes on a mixed replica. `prefill_cv2`: squared
+    coefficient of variation of the times to read. `table`: the columns of `LoadRow` at each of
+    LOADS.
     """
 
-    read: float
-    write: float
-    both: float
-    lone_s: Array
-    lone_sd_s: Array
-    chunks: Array
-    spread: float
+    prefill_rate: float
+    decode_rate: float
+    mixed_rate: float
+    prefill_s: Array
+    prefill_sd_s: Array
+    prefill_rounds: Array
+    prefill_cv2: float
     max_batch: float
     table: Array
 
     @property
     def rate(self) -> float:
         """Requests per second at full load when it does all of its work for the same requests."""
-        return min(self.read, self.write, self.both)
+        return min(self.prefill_rate, self.decode_rate, self.mixed_rate)
 
     @property
-    def reads(self) -> bool:
+    def does_prefill(self) -> bool:
         """Whether prompts are for it."""
-        return self.read < inf
+        return self.prefill_rate < inf
 
     @property
-    def writes(self) -> bool:
+    def does_decode(self) -> bool:
         """Whether outputs are for it."""
-        return self.write < inf
+        return self.decode_rate < inf
 
     def batch_at(self, load: float) -> float:
-        """Requests in progress: those that decode, or of a replica that only reads, the one being read."""
-        column = "batch" if self.writes else "rho"
-        return float(np.interp(load, LOADS, self.table[:, Row._fields.index(column)]))
+        """Requests in progress: those that decode, or of a replica that only reads, the one being
+        read."""
+        column = "batch" if self.does_decode else "rho"
+        return float(np.interp(load, LOADS, self.table[:, LoadRow._fields.index(column)]))
 
     def alone_s(self, classes: Classes) -> float:
         """An average request that has the replica to itself."""
-        tpot_s = float(self.table[0, Row._fields.index("tpot_s")])
-        return float(classes.share @ self.lone_s) + tpot_s * classes.mean_output
+        tpot_s = float(self.table[0, LoadRow._fields.index("tpot_s")])
+        return float(classes.share @ self.prefill_s) + tpot_s * classes.mean_output
 
 
-class Row(NamedTuple):
+class LoadRow(NamedTuple):
     """What a replica does at one load, as columns of `Behaviour.table`.
 
-    Of reading: `rho`, the chance that a prompt finds others; `occupied_s`, a prompt's share of the time at best;
-    `step_s`, the decode step that each chunk travels with; `joins_s`, until a prompt that has come is taken up.
-    Of writing: `tpot_s`, from token to token on average; `batch`, requests that decode; of its variance, `batch_var`
-    with their number and `context_var` with their contexts. Rounds that read take `stall_s` longer than others: they
-    are `stalled` of all rounds, and come in runs of about `run` rounds; `reading` is the share of the time they take.
+    Of reading: `rho`, the chance that a prompt finds others; `occupied_s`, a prompt's share of the
+    time at best; `step_s`, the decode step that each chunk travels with; `join_s`, until a prompt
+    that has come is taken up. Of writing: `tpot_s`, from token to token on average; `batch`,
+    requests that decode; of its variance, `batch_var` with their number and `context_var` with
+    their contexts. Rounds that read take `stall_s` longer than others: they are `stalled_share` of
+    all rounds, and come in runs of about `run_rounds` rounds; `prefilling` is the share of the time
+    they take.
     """
 
     rho: Array
     occupied_s: Array
     step_s: Array
-    joins_s: Array
+    join_s: Array
     tpot_s: Array
     batch: Array
     batch_var: Array
     context_var: Array
     stall_s: Array
-    stalled: Array
-    run: Array
-    reading: Array
+    stalled_share: Array
+    run_rounds: Array
+    prefilling: Array
 
 
 class _Steps(NamedTuple):
-    """Decode steps at some batch sizes, the first of them 0 (an idle replica). `again_s`: what a request costs on
-    average for being read again."""
+    """Decode steps at some batch sizes, the first of them 0 (an idle replica). `again_s`: what a
+    request costs on average for being read again."""
 
     batch: Array
     step_s: Array
@@ -130,24 +138,30 @@ class _Steps(NamedTuple):
     again_s: Array
 
 
-def behaviour(
+def model_replica(
     phase: Phase, times: StepTimes, classes: Classes,
     *, kv_tokens: int, arrival_cv: float = 1.0, stages: int = 1, tpot_s: float = inf,
 ) -> Behaviour:  # fmt: skip
-    """Of a replica with room for so many tokens of KV, which must be enough for the requests there are.
+    """Of a replica with room for so many tokens of KV, which must be enough for the requests there
+    are.
 
     `tpot_s`: the deadline that a mixed replica chooses its chunks by.
     """
     if phase is Phase.PREFILL:
-        return _reader(times, classes, _reads(times, classes))
+        return _prefill_behaviour(times, classes, _time_prompts(times, classes))
     peaked = (1.0 + arrival_cv**2) / 2.0
-    steps = _decode_steps(times, classes, _most(times, classes, kv_tokens), peaked)
+    steps = _decode_steps(times, classes, _largest_batch(times, classes, kv_tokens), peaked)
     if phase is Phase.DECODE:
-        return _writer(steps, classes, None, peaked)
-    return _writer(steps, classes, _beside(times, classes, steps, stages, chunk_tokens(times, stages, tpot_s)), peaked)
+        return _decode_behaviour(steps, classes, None, peaked)
+    return _decode_behaviour(
+        steps,
+        classes,
+        _model_chunked_prefill(times, classes, steps, stages, choose_token_budget(times, stages, tpot_s)),
+        peaked,
+    )
 
 
-def _most(times: StepTimes, classes: Classes, kv_tokens: int) -> int:
+def _largest_batch(times: StepTimes, classes: Classes, kv_tokens: int) -> int:
     """Requests that may decode together beside those that are being read."""
     read_s = times.prefill_s(round(classes.mean_prompt), classes.mean_pairs)
     most = kv_tokens / classes.held
@@ -158,7 +172,7 @@ def _most(times: StepTimes, classes: Classes, kv_tokens: int) -> int:
     return int(min(MAX_BATCH, max(1.0, most)))
 
 
-class _Reads(NamedTuple):
+class _PromptTimes(NamedTuple):
     """Reading a prompt of each class: until its first token, and until the next may start."""
 
     latency_s: Array
@@ -174,38 +188,44 @@ class _Reads(NamedTuple):
         return float(classes.share @ (self.occupied_s**2 + sd**2))
 
 
-def _reads(times: StepTimes, classes: Classes) -> _Reads:
+def _time_prompts(times: StepTimes, classes: Classes) -> _PromptTimes:
     """In full chunks, and what is left in the last: it cannot be out before the one ahead of it."""
     latency, occupied = [], []
     for prompt, pairs in zip(classes.prompt.tolist(), classes.pairs.tolist(), strict=True):
-        full = ceil(prompt / CHUNK_TOKENS) - 1
-        rest = max(1, round(prompt - full * CHUNK_TOKENS))
-        last = rest, min(pairs, chunk_pairs(full * CHUNK_TOKENS, rest))
+        full = ceil(prompt / MAX_CHUNK_TOKENS) - 1
+        rest = max(1, round(prompt - full * MAX_CHUNK_TOKENS))
+        last = rest, min(pairs, chunk_pairs(full * MAX_CHUNK_TOKENS, rest))
         ahead_s = out_s = 0.0
         if full:
-            chunk = CHUNK_TOKENS, (pairs - last[1]) / full
+            chunk = MAX_CHUNK_TOKENS, (pairs - last[1]) / full
             interval_s = times.prefill_interval_s(*chunk)
             ahead_s = full * interval_s
             out_s = ahead_s - interval_s + times.prefill_s(*chunk)
         occupied.append(ahead_s + times.prefill_interval_s(*last))
         latency.append(max(out_s, ahead_s + times.prefill_s(*last)))
-    return _Reads(np.array(latency), np.array(latency) * classes.prompt_sd / classes.prompt, np.array(occupied))
+    return _PromptTimes(np.array(latency), np.array(latency) * classes.prompt_sd / classes.prompt, np.array(occupied))
 
 
-def _reader(times: StepTimes, classes: Classes, reads: _Reads) -> Behaviour:
+def _prefill_behaviour(times: StepTimes, classes: Classes, prompts: _PromptTimes) -> Behaviour:
     """A replica that only reads. Short prompts are read together when many wait."""
-    together = max(1.0, CHUNK_TOKENS / classes.mean_prompt)
+    together = max(1.0, MAX_CHUNK_TOKENS / classes.mean_prompt)
     batch_s = times.prefill_interval_s(round(together * classes.mean_prompt), together * classes.mean_pairs)
-    mean = reads.mean_s(classes)
+    mean = prompts.mean_s(classes)
     occupied = min(mean, batch_s / together)
-    table = np.zeros((len(LOADS), len(Row._fields)))
+    table = np.zeros((len(LOADS), len(LoadRow._fields)))
     table[:, 0], table[:, 1] = LOADS, occupied
-    table[:, Row._fields.index("run")] = 1.0
+    table[:, LoadRow._fields.index("run_rounds")] = 1.0
     return Behaviour(
-        read=1.0 / occupied, write=inf, both=inf, lone_s=reads.latency_s, lone_sd_s=reads.latency_sd_s,
-        chunks=np.zeros_like(reads.latency_s), spread=reads.square_s(classes) / mean**2 - 1.0, max_batch=inf,
+        prefill_rate=1.0 / occupied,
+        decode_rate=inf,
+        mixed_rate=inf,
+        prefill_s=prompts.latency_s,
+        prefill_sd_s=prompts.latency_sd_s,
+        prefill_rounds=np.zeros_like(prompts.latency_s),
+        prefill_cv2=prompts.square_s(classes) / mean**2 - 1.0,
+        max_batch=inf,
         table=table,
-    )  # fmt: skip
+    )
 
 
 def _decode_steps(times: StepTimes, classes: Classes, most: int, peaked: float) -> _Steps:
@@ -223,10 +243,10 @@ def _decode_steps(times: StepTimes, classes: Classes, most: int, peaked: float) 
     return _Steps(batches, np.concatenate((step[:1], step)), np.concatenate((context[:1], context)), again)
 
 
-class _Beside(NamedTuple):
-    """Reading beside decoding. `tokens` of prompts in a round, up to all that fit, make it `added_s` longer; prompts of
-    each class that are read alone take `rounds`, and add `alone_s` in all. With nothing to decode, a prompt occupies
-    the replica for `occupied_s` on average."""
+class _ChunkedPrefill(NamedTuple):
+    """Reading beside decoding. `tokens` of prompts in a round, up to all that fit, make it
+    `added_s` longer; prompts of each class that are read alone take `rounds`, and add `alone_s` in
+    all. With nothing to decode, a prompt occupies the replica for `occupied_s` on average."""
 
     tokens: Array
     added_s: Array
@@ -240,7 +260,9 @@ class _Beside(NamedTuple):
         return float(self.tokens[-1])
 
 
-def _beside(times: StepTimes, classes: Classes, steps: _Steps, stages: int, chunk: int) -> _Beside:
+def _model_chunked_prefill(
+    times: StepTimes, classes: Classes, steps: _Steps, stages: int, chunk: int
+) -> _ChunkedPrefill:
     """Looked at beside a middling batch: what is added depends little on it."""
     batch = int(steps.batch[len(steps.batch) // 2])
     context, pairs = batch * classes.held, classes.mean_pairs / classes.mean_prompt
@@ -248,8 +270,8 @@ def _beside(times: StepTimes, classes: Classes, steps: _Steps, stages: int, chun
     size = max(chunk // 4, chunk - batch // stages)
     small = size // 8, size // 3
     tokens = np.array([0.0, *small, *range(size, size * stages + 1, size)])
-    rounds_s = [round_s(times, stages, [Chunk(part, part * pairs)], batch, context) for part in small]
-    rounds_s += equal_rounds_s(times, stages, Chunk(size, size * pairs), batch, context)
+    rounds_s = [round_s(times, stages, [PrefillChunk(part, part * pairs)], batch, context) for part in small]
+    rounds_s += equal_rounds_s(times, stages, PrefillChunk(size, size * pairs), batch, context)
     added_s = np.maximum.accumulate([0.0, *(seconds - step_s for seconds in rounds_s)])
     alone = np.ceil(classes.prompt / tokens[-1])
     # a class has its own pairs to the token: longer prompts take longer by their attention, as when they are alone
@@ -257,7 +279,7 @@ def _beside(times: StepTimes, classes: Classes, steps: _Steps, stages: int, chun
     attention = _attention_share(times, classes)
     alone_s = alone * np.interp(classes.prompt / alone, tokens, added_s) * (1.0 + attention * skew)
     occupied_s = classes.mean_prompt / chunk * times.prefill_interval_s(chunk, chunk * pairs)
-    return _Beside(tokens, added_s, alone, alone_s, occupied_s)
+    return _ChunkedPrefill(tokens, added_s, alone, alone_s, occupied_s)
 
 
 def _attention_share(times: StepTimes, classes: Classes) -> float:
@@ -268,87 +290,97 @@ def _attention_share(times: StepTimes, classes: Classes) -> float:
 
 
 class _Rounds(NamedTuple):
-    """At each batch: prompts that end per second, tokens read in a round that reads, and what that adds to it."""
+    """At each batch: prompts that end per second, tokens read in a round that reads, and what that
+    adds to it."""
 
     rate: Array
     tokens: Array
     added_s: Array
 
 
-def _rounds(steps: _Steps, classes: Classes, beside: _Beside | None) -> _Rounds:
-    """At b requests in flight, a request takes 1/b of `output` steps, but no fewer than its prompt takes rounds; the
-    rest of the time goes into what prompts add. Prompts that come during a round are read together in the next."""
+def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None) -> _Rounds:
+    """At b requests in flight, a request takes 1/b of `output` steps, but no fewer than its prompt
+    takes rounds; the rest of the time goes into what prompts add. Prompts that come during a round
+    are read together in the next."""
     batch, step = steps.batch, steps.step_s
     share = classes.mean_output / np.maximum(batch, 1.0)
-    if beside is None:
+    if chunked is None:
         none = np.zeros_like(batch)
         return _Rounds(np.minimum(batch, 1.0) / (steps.again_s + step * share), none, none)
-    prompt, most = classes.mean_prompt, beside.most
-    alone_s, rounds = float(classes.share @ beside.alone_s), float(classes.share @ beside.rounds)
+    prompt, most = classes.mean_prompt, chunked.most
+    alone_s, rounds = float(classes.share @ chunked.alone_s), float(classes.share @ chunked.rounds)
     fixed_s = steps.again_s + step * np.maximum(share, prompt / most)
     tokens, added = np.full(len(batch), prompt / rounds), np.full(len(batch), alone_s / rounds)
     # short prompts and long ones alone take less than as many of mean length; full rounds are all alike
-    alike = alone_s / max(1e-12, rounds * float(np.interp(prompt / rounds, beside.tokens, beside.added_s)))
+    alike = alone_s / max(1e-12, rounds * float(np.interp(prompt / rounds, chunked.tokens, chunked.added_s)))
     spare = max(1e-12, most - prompt / rounds)
     for _ in range(4):
         rate = 1.0 / (fixed_s + prompt / tokens * added)
         come = np.maximum(rate * (step + added), 1e-9)
         tokens = np.minimum(most, np.maximum(prompt / rounds * come / -np.expm1(-come), prompt / share))
         uneven = 1.0 + (alike - 1.0) * (most - tokens) / spare
-        added = np.interp(tokens, beside.tokens, beside.added_s) * uneven
+        added = np.interp(tokens, chunked.tokens, chunked.added_s) * uneven
     return _Rounds(np.minimum(batch, 1.0) / (fixed_s + prompt / tokens * added), tokens, added)
 
 
-def _writer(steps: _Steps, classes: Classes, beside: _Beside | None, peaked: float) -> Behaviour:
-    """A replica that writes, and reads if there is something `beside`."""
-    rounds = _rounds(steps, classes, beside)
+def _decode_behaviour(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None, peaked: float) -> Behaviour:
+    """A replica that writes, and reads if there is something `chunked`."""
+    rounds = _model_rounds(steps, classes, chunked)
     full = int(np.argmax(rounds.rate))
     steps = _Steps(*(column[: full + 1] for column in steps))
     rounds = _Rounds(*(column[: full + 1] for column in rounds))
     batch, output = steps.batch, classes.mean_output
     tpot = np.concatenate((steps.step_s[:1], batch[1:] / (rounds.rate[1:] * output)))
     none, kinds = np.zeros_like(batch), np.zeros_like(classes.share)
-    columns = Row(
-        rho=none, occupied_s=none, step_s=none, joins_s=none, tpot_s=tpot, batch=batch,
+    columns = LoadRow(
+        rho=none, occupied_s=none, step_s=none, join_s=none, tpot_s=tpot, batch=batch,
         batch_var=batch * peaked * np.gradient(tpot, batch) ** 2,
         context_var=batch * steps.context_s**2 * classes.held_var,
-        stall_s=none, stalled=none, run=none + 1.0, reading=none,
+        stall_s=none, stalled_share=none, run_rounds=none + 1.0, prefilling=none,
     )  # fmt: skip
-    writes = Behaviour(
-        read=inf, write=1.0 / float(steps.step_s[-1] * output / batch[-1] + steps.again_s[-1]), both=inf,
-        lone_s=kinds, lone_sd_s=kinds, chunks=kinds, spread=0.0, max_batch=float(batch[-1]),
-        table=_at_loads(rounds.rate, columns),
-    )  # fmt: skip
-    if beside is None:
-        return writes
+    decode = Behaviour(
+        prefill_rate=inf,
+        decode_rate=1.0 / float(steps.step_s[-1] * output / batch[-1] + steps.again_s[-1]),
+        mixed_rate=inf,
+        prefill_s=kinds,
+        prefill_sd_s=kinds,
+        prefill_rounds=kinds,
+        prefill_cv2=0.0,
+        max_batch=float(batch[-1]),
+        table=_tabulate(rounds.rate, columns),
+    )
+    if chunked is None:
+        return decode
     square = classes.prompt**2 + classes.prompt_sd**2
     return replace(
-        writes, read=1.0 / beside.occupied_s, both=float(rounds.rate[-1]), lone_s=beside.alone_s,
-        lone_sd_s=beside.alone_s * classes.prompt_sd / classes.prompt, chunks=beside.rounds,
-        spread=float(classes.share @ square) / classes.mean_prompt**2 - 1.0,
-        table=_at_loads(rounds.rate, _stalled(columns, steps, rounds, classes, beside)),
+        decode, prefill_rate=1.0 / chunked.occupied_s, mixed_rate=float(rounds.rate[-1]), prefill_s=chunked.alone_s,
+        prefill_sd_s=chunked.alone_s * classes.prompt_sd / classes.prompt, prefill_rounds=chunked.rounds,
+        prefill_cv2=float(classes.share @ square) / classes.mean_prompt**2 - 1.0,
+        table=_tabulate(rounds.rate, _add_prefill_columns(columns, steps, rounds, classes, chunked)),
     )  # fmt: skip
 
 
-def _stalled(row: Row, steps: _Steps, rounds: _Rounds, classes: Classes, beside: _Beside) -> Row:
+def _add_prefill_columns(
+    row: LoadRow, steps: _Steps, rounds: _Rounds, classes: Classes, chunked: _ChunkedPrefill
+) -> LoadRow:
     """The same with the columns of a replica that reads as well."""
     step, slow = steps.step_s, steps.step_s + rounds.added_s
-    read = rounds.rate * classes.mean_prompt / rounds.tokens  # rounds that do, per second
-    reading = np.minimum(1.0, read * slow)
-    often = float(classes.share @ beside.rounds**2) / float(classes.share @ beside.rounds)
+    prefill_rate = rounds.rate * classes.mean_prompt / rounds.tokens  # rounds that do, per second
+    prefilling = np.minimum(1.0, prefill_rate * slow)
+    often = float(classes.share @ chunked.rounds**2) / float(classes.share @ chunked.rounds)
     return row._replace(
         rho=rounds.rate / rounds.rate[-1],
-        occupied_s=classes.mean_prompt / beside.most * (step + beside.added_s[-1]),
+        occupied_s=classes.mean_prompt / chunked.most * (step + chunked.added_s[-1]),
         step_s=step,
-        joins_s=0.5 * (reading * slow + (1.0 - reading) * step),
+        join_s=0.5 * (prefilling * slow + (1.0 - prefilling) * step),
         stall_s=rounds.added_s,
-        stalled=np.minimum(1.0, read * row.tpot_s),
-        run=often * slow / ((1.0 - reading) * slow + reading * step),
-        reading=reading,
+        stalled_share=np.minimum(1.0, prefill_rate * row.tpot_s),
+        run_rounds=often * slow / ((1.0 - prefilling) * slow + prefilling * step),
+        prefilling=prefilling,
     )
 
 
-def _at_loads(rate: Array, columns: Row) -> Array:
+def _tabulate(rate: Array, columns: LoadRow) -> Array:
     """Each column between the two rates that every load lies between; rates rise from 0."""
     wanted = LOADS * rate[-1]
     above = np.minimum(np.maximum(np.searchsorted(rate, wanted), 1), len(rate) - 1)

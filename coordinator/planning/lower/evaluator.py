@@ -1,18 +1,21 @@
-"""What a solution of the upper level is worth (ThunderServe section 3.3): the lower level of the planner.
+"""What a solution of the upper level is worth (ThunderServe section 3.3): the lower level of the
+planner.
 
-For every group the best parallel configuration, for all groups of a service together the orchestration, and the value
+For every group the best parallel configuration, for all groups of a service together the
+orchestration, and the value
 
     objective = attainment + HEADROOM * capacity / (1 + capacity) - price_weight * dollars per hour
 
-`attainment` is the share of all requests, of all services, that meet every deadline of theirs. Requests beyond what
-the replicas can serve in time count as missed, as if a gateway turned them away: so the objective keeps a slope in
-overload. `capacity` is the highest rate at which every replica still has the service's target share in time, over the
-rate that is asked for; of several services, the lowest of theirs, in the formula their mean by rate. Of plans that are
-equally good now, the one that carries more wins. Dollars are those of every box that is used, whole, and of the KV
-between boxes.
+`attainment` is the share of all requests, of all services, that meet every deadline of theirs.
+Requests beyond what the replicas can serve in time count as missed, as if a gateway turned them
+away: so the objective keeps a slope in overload. `capacity` is the highest rate at which every
+replica still has the service's target share in time, over the rate that is asked for; of several
+services, the lowest of theirs, in the formula their mean by rate. Of plans that are equally good
+now, the one that carries more wins. Dollars are those of every box that is used, whole, and of the
+KV between boxes.
 
-A solution of mixed replicas only is a solution like any other: whoever looks for the best one and starts there never
-does worse than colocated serving.
+A solution of mixed replicas only is a solution like any other: whoever looks for the best one and
+starts there never does worse than colocated serving.
 """
 
 from __future__ import annotations
@@ -27,15 +30,24 @@ from numpy.typing import NDArray
 from ...plan import Phase
 from ..model.kv_cost import kv_gigabits
 from ..model.link_share import LinkShares
-from ..model.problem import Crowd, Group, Island, Problem, Proposal, Score, Slice, Solution, islands
+from ..model.problem import Component, Group, PhaseCounts, Problem, Proposal, Score, Slice, Solution, split_components
 from ..model.workload import Service
-from ..upper.proposals import Proposer
-from .flow import Flow, Network, fill, flow_of, route, solve
-from .handover import Links
-from .members import REFERENCE_LOAD, Curve, Loaded, Member, Members, Memory, crowd_of, demand_of
-from .orchestration import Orchestration, Solver, carried, highest_rate, orchestrate
+from .flow import FlowProblem, RequestFlow, flow_from_rates, solve_exact, solve_greedy, solve_quick
+from .orchestration import Orchestration, Solver, carried_rate, find_highest_rate, orchestrate
 from .parallel import Stages
-from .promise import LEVELS, PARTS, earned, promised
+from .proposals import Proposer
+from .replica_pairs import ClusterLinks
+from .replicas import (
+    REFERENCE_LOAD,
+    ConfigurationCache,
+    ConfiguredReplica,
+    LoadCurve,
+    LoadedStages,
+    ReplicaCatalogue,
+    count_phases,
+    needs_of_service,
+)
+from .upper_bound import PREFILL_SHARES, TOTAL_PRICES, bound_components, bound_served_rate
 
 __all__ = ["HEADROOM", "LowerLevel"]
 
@@ -46,144 +58,171 @@ HEADROOM: Final = 0.01
 
 
 class LowerLevel:
-    """Implements `problem.Evaluator`. Groups whose weights are `loaded` keep their stages whatever they do."""
+    """Implements `problem.Evaluator`. Groups whose weights are `stages_of` keep their stages
+    whatever they do."""
 
-    def __init__(self, problem: Problem, loaded: Loaded = MappingProxyType({}), memory: Memory | None = None) -> None:
+    def __init__(
+        self, problem: Problem, stages_of: LoadedStages = MappingProxyType({}), memory: ConfigurationCache | None = None
+    ) -> None:
         self.problem = problem
-        demands = [demand_of(service) for service in problem.services]
-        self._links = Links(problem.cluster, LinkShares([(demand.service, demand.classes) for demand in demands]))
-        self._memory = Memory() if memory is None else memory
-        self._members = Members(problem, demands, self._links, loaded, self._memory)
+        service_needs = [needs_of_service(service) for service in problem.services]
+        self._links = ClusterLinks(
+            problem.cluster, LinkShares([(needs.service, needs.classes) for needs in service_needs])
+        )
+        self._memory = ConfigurationCache() if memory is None else memory
+        self._catalogue = ReplicaCatalogue(problem, service_needs, self._links, stages_of, self._memory)
         rates = [service.workload.rate for service in problem.services]
         self._shares = [rate / sum(rates) for rate in rates]
         self._scores: dict[Solution, Score] = {}
-        self._ways: dict[frozenset[int], tuple[float, float]] = {}
-        self._earnings: dict[tuple[Island, tuple[Crowd, ...]], Array] = {}
-        self._priced = (len(demands), len(LEVELS), len(PARTS))
+        self._gbps: dict[frozenset[int], tuple[float, float]] = {}
+        self._values: dict[tuple[Component, tuple[PhaseCounts, ...]], Array] = {}
+        self._priced = (len(service_needs), len(TOTAL_PRICES), len(PREFILL_SHARES))
 
-    def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
-        """Whether these GPUs have the memory for the model and its long requests, in a shape that can be run."""
-        return self._members.holds(slices, service)
+    def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
+        """Whether these GPUs have the memory for the model and its long requests, in a shape that
+        can be run."""
+        return self._catalogue.can_hold(slices, service)
 
-    def part(self, problem: Problem) -> LowerLevel:
+    def for_subproblem(self, problem: Problem) -> LowerLevel:
         """Shares the configurations of groups."""
         return LowerLevel(problem, memory=self._memory)
 
-    def known(self, services: Sequence[Service]) -> Memory | None:
+    def copy_configurations(self, services: Sequence[Service]) -> ConfigurationCache | None:
         """A copy of what it knows of groups, where these are the services that it knows it of."""
         same = [id(service) for service in services] == [id(service) for service in self.problem.services]
         return self._memory.copy() if same else None
 
-    def loaded(self, solution: Solution) -> dict[tuple[Slice, ...], tuple[Stages, ...]]:
-        """The stages of a solution's groups, for an evaluator that has to keep them: as a solution is running."""
+    def stages_of(self, solution: Solution) -> dict[tuple[Slice, ...], tuple[Stages, ...]]:
+        """The stages of a solution's groups, for an evaluator that has to keep them: as a solution
+        is running."""
         found: dict[tuple[Slice, ...], tuple[Stages, ...]] = {}
         for group in solution:
-            member = self._members.member(group)
-            if member is not None:
-                found[group.slices] = (*found.get(group.slices, ()), member.configuration.stages)
+            replica = self._catalogue.replica(group)
+            if replica is not None:
+                found[group.slices] = (*found.get(group.slices, ()), replica.configuration.stages)
         return found
 
-    def rates(self, group: Group, crowd: int) -> tuple[float, float]:
+    def max_rates(self, group: Group, counts: int) -> tuple[float, float]:
         """Up to the load at which the service's target share is still in time."""
-        member = self._members.member(group)
-        if member is None:
+        replica = self._catalogue.replica(group)
+        if replica is None:
             return 0.0, 0.0
-        usable = self._members.curves([member], (crowd, crowd))[0].usable
-        read = 0.0 if group.phase is Phase.DECODE else usable * member.behaviour.read
-        return read, 0.0 if group.phase is Phase.PREFILL else usable * member.behaviour.write
+        usable_load = self._catalogue.curves([replica], (counts, counts))[0].usable_load
+        prefill_rate = 0.0 if group.phase is Phase.DECODE else usable_load * replica.behaviour.prefill_rate
+        return prefill_rate, 0.0 if group.phase is Phase.PREFILL else usable_load * replica.behaviour.decode_rate
 
-    def earnings(self, apart: Sequence[Island], crowds: Sequence[Crowd]) -> Array:
+    def component_values(self, components: Sequence[Component], phase_counts: Sequence[PhaseCounts]) -> Array:
         """By replicas at the loads that suit them best, and by links that nobody else takes."""
-        keys = [(island, tuple(crowds)) for island in apart]
-        missing = [key for key in keys if key not in self._earnings]
+        keys = [(component, tuple(phase_counts)) for component in components]
+        missing = [key for key in keys if key not in self._values]
         if missing:
-            found = [self._earned([key[0] for key in missing], *service) for service in enumerate(crowds)]
-            self._earnings.update(zip(missing, np.stack(found, axis=1), strict=True))
-        return np.array([self._earnings[key] for key in keys]).reshape(-1, *self._priced)
+            found = [
+                self._component_values([key[0] for key in missing], *service) for service in enumerate(phase_counts)
+            ]
+            self._values.update(zip(missing, np.stack(found, axis=1), strict=True))
+        return np.array([self._values[key] for key in keys]).reshape(-1, *self._priced)
 
     def score(self, solution: Solution) -> Score:
-        """By the exact orchestration where that is quick (`flow.route`)."""
+        """By the exact orchestration where that is quick (`flow.solve_quick`)."""
         if solution not in self._scores:
-            self._scores[solution] = self._score(solution, self.orchestrate(solution, solver=route))
+            self._scores[solution] = self._score(solution, self.orchestrate(solution, solver=solve_quick))
         return self._scores[solution]
 
-    def promise(self, solution: Solution) -> float:
+    def upper_bound(self, solution: Solution) -> float:
         """By islands, which have their links for themselves, and traffic for nothing."""
         total = -self.problem.price_weight * self._boxes_usd(solution)
-        members = [self._of(solution, number) for number in range(len(self._shares))]
-        crowds = [crowd_of(member.group.phase for member in those) for those in members]
-        together = self.earnings(islands(solution), crowds).sum(axis=0)
+        replicas = [self._replicas_of(solution, number) for number in range(len(self._shares))]
+        phase_counts = [count_phases(replica.group.phase for replica in those) for those in replicas]
+        together = self.component_values(split_components(solution), phase_counts).sum(axis=0)
         for number, share in enumerate(self._shares):
-            curves = self._members.curves(members[number], crowds[number])
+            curves = self._catalogue.curves(replicas[number], phase_counts[number])
             rate = self.problem.services[number].workload.rate
-            served = min(1.0, promised(together[number], rate, _most_worth(members[number], curves)) / rate)
-            capacity = carried(members[number], [curve.usable for curve in curves]) / rate
+            served = min(
+                1.0, bound_served_rate(together[number], rate, _largest_worth(replicas[number], curves)) / rate
+            )
+            capacity = carried_rate(replicas[number], [curve.usable_load for curve in curves]) / rate
             total += share * (served + HEADROOM * capacity / (1.0 + capacity))
         return total
 
     def propose(
-        self, solution: Solution, *, epoch: int, version: int, solvers: Sequence[Solver] = (fill, route, solve)
+        self,
+        solution: Solution,
+        *,
+        epoch: int,
+        version: int,
+        solvers: Sequence[Solver] = (solve_greedy, solve_quick, solve_exact),
     ) -> tuple[Proposal, ...]:
-        """The finished plan of each service, by the best of these orchestrations: the fast one, and the two exact
-        ones, which may differ where several are best.
+        """The finished plan of each service, by the best of these orchestrations: the fast one, and
+        the two exact ones, which may differ where several are best.
 
-        Where no request would be in time, those that there are are served all the same. Raises UnservedError.
+        Where no request would be in time, those that there are are served all the same. Raises
+        UnservedError.
         """
-        ways = [self.orchestrate(solution, solver=solver) for solver in solvers]
-        best = max(ways, key=lambda found: self._score(solution, found).objective)
+        limits = [self.orchestrate(solution, solver=solver) for solver in solvers]
+        best = max(limits, key=lambda found: self._score(solution, found).objective)
         if not all(item.flow.served > 0.0 for item in best):
-            best = self.orchestrate(solution, solver=_anyway)
+            best = self.orchestrate(solution, solver=_serve_anyway)
         score = self._score(solution, best)
-        proposer = Proposer(self.problem.cluster, self._members, best, score)
-        roads = self._links.roads.less(np.sum([item.flow.used for item in best], axis=0))
+        proposer = Proposer(self.problem.cluster, self._catalogue, best, score)
+        capacities = self._links.capacities.less(np.sum([item.flow.used_gbps for item in best], axis=0))
         proposals = []
         for item in best:
-            most = highest_rate(item, self._links, roads.more(item.flow.used), route)
+            most = find_highest_rate(item, self._links, capacities.more(item.flow.used_gbps), solve_quick)
             proposals.append(proposer.proposal(item, most, epoch=epoch, version=version))
         return tuple(proposals)
 
-    def orchestrate(self, solution: Solution, *, solver: Solver = fill) -> tuple[Orchestration, ...]:
+    def orchestrate(self, solution: Solution, *, solver: Solver = solve_greedy) -> tuple[Orchestration, ...]:
         """Every service in turn, on what the ones before leave of the links."""
-        roads, found = self._links.roads, []
+        capacities, found = self._links.capacities, []
         for number, service in enumerate(self.problem.services):
-            members = self._of(solution, number)
-            curves = self._members.curves(members, crowd_of(member.group.phase for member in members))
+            replicas = self._replicas_of(solution, number)
+            curves = self._catalogue.curves(replicas, count_phases(replica.group.phase for replica in replicas))
             found.append(
                 orchestrate(
-                    service, self._members.demands[number].classes, members, curves, self._links, roads, solver,
+                    service,
+                    self._catalogue.service_needs[number].classes,
+                    replicas,
+                    curves,
+                    self._links,
+                    capacities,
+                    solver,
                 )
-            )  # fmt: skip
-            roads = roads.less(found[-1].flow.used)
+            )
+            capacities = capacities.less(found[-1].flow.used_gbps)
         return tuple(found)
 
-    def _of(self, solution: Solution, service: int) -> list[Member]:
+    def _replicas_of(self, solution: Solution, service: int) -> list[ConfiguredReplica]:
         """The service's replicas; groups that do not hold the model are none."""
-        members = [self._members.member(group) for group in solution if group.service == service]
-        return [member for member in members if member is not None]
+        replicas = [self._catalogue.replica(group) for group in solution if group.service == service]
+        return [replica for replica in replicas if replica is not None]
 
-    def _earned(self, apart: Sequence[Island], service: int, crowd: Crowd) -> Array:
+    def _component_values(self, components: Sequence[Component], service: int, counts: PhaseCounts) -> Array:
         """[island, level, part] of one service."""
-        members = [(place, member) for place, island in enumerate(apart) for member in self._of(island, service)]
-        curves = self._members.curves([member for _, member in members], crowd)
-        gained = np.zeros((len(apart), *self._priced[1:]))
-        for (place, _), curve in zip(members, curves, strict=True):
-            gained[place] += curve.gains
-        boxes = [frozenset(box for group in island for box, _ in group.slices) for island in apart]
-        ways = np.array([self._through(those) for those in boxes])
-        demand = self._members.demands[service]
-        gigabits = kv_gigabits(demand.service.model, demand.classes.prompt, demand.service.kv_bits)
-        out, into = ways.T / float(demand.classes.share @ gigabits)
-        return earned(gained, out, into)
+        replicas = [
+            (place, replica)
+            for place, component in enumerate(components)
+            for replica in self._replicas_of(component, service)
+        ]
+        curves = self._catalogue.curves([replica for _, replica in replicas], counts)
+        gained = np.zeros((len(components), *self._priced[1:]))
+        for (place, _), curve in zip(replicas, curves, strict=True):
+            gained[place] += curve.replica_values
+        boxes = [frozenset(box for group in component for box, _ in group.slices) for component in components]
+        limits = np.array([self._component_gbps(those) for those in boxes])
+        needs = self._catalogue.service_needs[service]
+        gigabits = kv_gigabits(needs.service.model, needs.classes.prompt, needs.service.kv_bits)
+        out, into = limits.T / float(needs.classes.share @ gigabits)
+        return bound_components(gained, out, into)
 
-    def _through(self, boxes: frozenset[int]) -> tuple[float, float]:
+    def _component_gbps(self, boxes: frozenset[int]) -> tuple[float, float]:
         """Gb/s of KV that may leave these boxes for others, and come from others."""
-        if boxes not in self._ways:
-            roads, inside = self._links.roads, sorted(boxes)
-            others = np.array([box not in boxes for box in range(len(roads.out))])
-            out = np.minimum(roads.out[inside], roads.between[inside][:, others].sum(axis=1))
-            into = np.minimum(roads.into[inside], roads.between[others][:, inside].sum(axis=0))
-            self._ways[boxes] = float(out.sum()), float(into.sum())
-        return self._ways[boxes]
+        if boxes not in self._gbps:
+            capacities, inside = self._links.capacities, sorted(boxes)
+            others = np.array([box not in boxes for box in range(len(capacities.out))])
+            out = np.minimum(capacities.out[inside], capacities.between[inside][:, others].sum(axis=1))
+            into = np.minimum(capacities.into[inside], capacities.between[others][:, inside].sum(axis=0))
+            self._gbps[boxes] = float(out.sum()), float(into.sum())
+        return self._gbps[boxes]
 
     def _score(self, solution: Solution, orchestrations: Sequence[Orchestration]) -> Score:
         shared = list(zip(self._shares, orchestrations, strict=True))
@@ -196,27 +235,31 @@ class LowerLevel:
         return Score(objective, attainment, min(capacities))
 
     def _boxes_usd(self, solution: Solution) -> float:
-        used = {part.box for group in solution for part in group.slices}
-        return sum(self.problem.cluster.boxes[box].usd_per_hour for box in used)
+        used_gbps = {part.box for group in solution for part in group.slices}
+        return sum(self.problem.cluster.boxes[box].usd_per_hour for box in used_gbps)
 
     def _traffic_usd(self, orchestrations: Sequence[Orchestration]) -> float:
-        gbps = np.sum([item.flow.used for item in orchestrations], axis=0)
+        gbps = np.sum([item.flow.used_gbps for item in orchestrations], axis=0)
         return float((gbps * self.problem.cluster.usd_per_gb).sum()) * 3600.0 / 8.0
 
 
-def _most_worth(members: Sequence[Member], curves: Sequence[Curve]) -> float:
-    """What a request on the best pair may be worth, whose replicas' losses are counted both: those of one of them may
-    be among those of the other."""
-    handing = {member.group.phase for member in members} - {Phase.MIXED}
+def _largest_worth(replicas: Sequence[ConfiguredReplica], curves: Sequence[LoadCurve]) -> float:
+    """What a request on the best pair may be worth, whose replicas' losses are counted both: those
+    of one of them may be among those of the other."""
+    handing = {replica.group.phase for replica in replicas} - {Phase.MIXED}
     if not handing:
         return 1.0
-    met = [(member.group.phase, curve.met[REFERENCE_LOAD]) for member, curve in zip(members, curves, strict=True)]
-    reads = min((share for phase, share in met if phase is not Phase.DECODE), default=1.0)
-    writes = min((share for phase, share in met if phase is not Phase.PREFILL), default=1.0)
-    return float(2.0 - max(reads, writes))
+    in_time_share = [
+        (replica.group.phase, curve.in_time_share[REFERENCE_LOAD])
+        for replica, curve in zip(replicas, curves, strict=True)
+    ]
+    prefill = min((share for phase, share in in_time_share if phase is not Phase.DECODE), default=1.0)
+    decode = min((share for phase, share in in_time_share if phase is not Phase.PREFILL), default=1.0)
+    return float(2.0 - max(prefill, decode))
 
 
-def _anyway(network: Network) -> Flow:
-    """As many requests as there is room for, whether in time or not; all of them in the same shares if that is less."""
-    carried = solve(network.unlimited(network.rate, [1.0] * len(network.read))).pairs
-    return flow_of(network, carried)
+def _serve_anyway(network: FlowProblem) -> RequestFlow:
+    """As many requests as there is room for, whether in time or not; all of them in the same shares
+    if that is less."""
+    rates = solve_exact(network.without_losses(network.rate, [1.0] * len(network.prefill_rate))).pair_rates
+    return flow_from_rates(network, rates)

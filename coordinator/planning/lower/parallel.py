@@ -1,13 +1,15 @@
-"""The parallel configuration of a group: how its GPUs share the model (ThunderServe section 3.3 and appendix B).
+"""The parallel configuration of a group: how its GPUs share the model (ThunderServe section 3.3 and
+appendix B).
 
-Tensor parallelism stays within a box; the stages of a pipeline are so many GPUs of a box each. For every way to cut the
-boxes into stages and every rule to share out layers, it is estimated how many requests per second the replica would
-serve in time; the best of them is kept, of near equals the one that answers sooner. Where the paper takes the fastest
-for prefill and the one with the highest throughput for decode, here the deadlines say which of the two counts: tight
-ones ask for speed, loose ones for throughput.
+Tensor parallelism stays within a box; the stages of a pipeline are so many GPUs of a box each. For
+every way to cut the boxes into stages and every rule to share out layers, it is estimated how many
+requests per second the replica would serve in time; the best of them is kept, of near equals the
+one that answers sooner. Where the paper takes the fastest for prefill and the one with the highest
+throughput for decode, here the deadlines say which of the two counts: tight ones ask for speed,
+loose ones for throughput.
 
-A configuration depends on what the GPUs and links are, not on whose they are: `Parts` is that description, and equal
-parts share one configuration.
+A configuration depends on what the GPUs and links are, not on whose they are: `GroupHardware` is
+that description, and equal parts share one configuration.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from ...costs.step_times import StepTimes
 from ...plan import Phase
 from ..model.length_classes import Classes
 from ..model.workload import Service, Slo
-from .behaviour import LOADS, MAX_BATCH, Behaviour, behaviour
-from .queueing import Partner, alone
+from .behaviour import LOADS, MAX_BATCH, Behaviour, model_replica
+from .queueing import OtherPhase, in_time_by_load
 
 __all__ = [
+    "BoxGpus",
     "Configuration",
-    "Demand",
-    "Options",
-    "Part",
-    "Parts",
+    "GroupHardware",
+    "ParallelOptions",
+    "ServiceNeeds",
     "Stages",
     "best_order",
-    "fits",
+    "has_memory_for",
     "split_layers",
 ]
 
@@ -57,14 +59,15 @@ EXACT_STAGES: Final = 10
 """Boxes that are put in order by dynamic programming; more of them greedily."""
 
 MAX_SHAPES: Final = 16
-"""Ways to cut a group's boxes into stages that are tried; above that, all boxes are cut to stages of one width."""
+"""Ways to cut a group's boxes into stages that are tried; above that, all boxes are cut to stages
+of one width."""
 
-KEPT: Final = 0.75
-RIVALS: Final = 0.9
-"""Where the shape that promises most carries in time so much of what it promises, only those that promise so much of
-that as well are looked at: waiting costs all shapes about as much."""
+CLOSE_TO_BOUND: Final = 0.75
+RIVAL_SHARE: Final = 0.9
+"""Where the shape that promises most carries in time so much of what it promises, only those that
+promise so much of that as well are looked at: waiting costs all shapes about as much."""
 
-NEAR: Final = 0.02
+EQUAL_WITHIN: Final = 0.02
 """Configurations whose rates are within this share of each other count as equal."""
 
 
@@ -72,7 +75,7 @@ Stages = tuple[tuple[int, int, int], ...]
 """In layer order, as (index of the part, TP degree, layers)."""
 
 
-class Part(NamedTuple):
+class BoxGpus(NamedTuple):
     """So many equal GPUs of one box; `atomic`: they are one stage, whatever their number."""
 
     gpu: GpuSpec
@@ -81,15 +84,15 @@ class Part(NamedTuple):
     atomic: bool
 
 
-class Parts(NamedTuple):
+class GroupHardware(NamedTuple):
     """The boxes of a group, and the links between them, [from][to]; no links for one box."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BoxGpus, ...]
     links: tuple[tuple[Hop, ...], ...]
     loaded: tuple[Stages, ...] = ()
 
 
-class Demand(NamedTuple):
+class ServiceNeeds(NamedTuple):
     """What a replica is for. `longest`: tokens of KV it must have room for."""
 
     service: Service
@@ -102,18 +105,25 @@ class Demand(NamedTuple):
         return self.service.model
 
     def in_time(
-        self, behaviours: Sequence[Behaviour], slo: Slo, crowd: tuple[int, int], partner: Partner | None = None
+        self,
+        behaviours: Sequence[Behaviour],
+        slo: Slo,
+        phase_counts: tuple[int, int],
+        other_phase: OtherPhase | None = None,
     ) -> Array:
-        """[replica, load] the share of the service's requests in time at each of LOADS, on replicas of one phase: see
-        `queueing.alone`."""
-        later = not behaviours[0].reads and not self.service.decode_writes_first
+        """[replica, load] the share of the service's requests in time at each of LOADS, on replicas
+        of one phase: see `queueing.in_time_by_load`."""
+        later = not behaviours[0].does_prefill and not self.service.decode_writes_first
         cv = self.service.workload.arrival_cv
-        return alone(behaviours, self.classes, slo, cv, crowd=crowd, partner=partner, admitted_later=later)
+        return in_time_by_load(
+            behaviours, self.classes, slo, cv, phase_counts=phase_counts, other_phase=other_phase, admitted_later=later
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Configuration:
-    """Stages in layer order, as (index of the part, TP degree, layers), with their times, and what comes of them."""
+    """Stages in layer order, as (index of the part, TP degree, layers), with their times, and what
+    comes of them."""
 
     stages: Stages
     times: StepTimes
@@ -133,98 +143,101 @@ class Configuration:
 
 
 class _Shape(NamedTuple):
-    """Stages as in `Configuration`, what they run on, and the tokens of KV that they have room for."""
+    """Stages as in `Configuration`, what they run on, and the tokens of KV that they have room
+    for."""
 
     stages: Stages
     hardware: tuple[StageHardware, ...]
     room: int
 
 
-class _Timed(NamedTuple):
+class _TimedShape(NamedTuple):
     """A shape with its step times."""
 
     shape: _Shape
     times: StepTimes
 
 
-class _Shapes:
+class _LazyShapes:
     """Those that an iterator makes, which is asked for no more of them than needed."""
 
     def __init__(self, rest: Iterator[_Shape]) -> None:
         self._rest = rest
-        self._made: list[_Shape] = []
+        self._generate_shapes: list[_Shape] = []
 
     @property
-    def some(self) -> bool:
+    def has_any(self) -> bool:
         """Whether there is one."""
-        if not self._made:
-            self._made.extend(islice(self._rest, 1))
-        return bool(self._made)
+        if not self._generate_shapes:
+            self._generate_shapes.extend(islice(self._rest, 1))
+        return bool(self._generate_shapes)
 
     @property
     def all(self) -> list[_Shape]:
         """In the order they are made."""
-        self._made.extend(self._rest)
-        return self._made
+        self._generate_shapes.extend(self._rest)
+        return self._generate_shapes
 
 
-def fits(parts: Sequence[Part], demand: Demand) -> bool:
-    """Whether the memory of all GPUs together could do: a check that costs nothing, before any other."""
+def has_memory_for(parts: Sequence[BoxGpus], needs: ServiceNeeds) -> bool:
+    """Whether the memory of all GPUs together could do: a check that costs nothing, before any
+    other."""
     room = sum(part.gpus * part.gpu.memory_gib for part in parts) * GIB * MEMORY_SHARE
-    return room >= demand.model.weight_bytes + demand.longest * demand.model.kv_bytes_per_token
+    return room >= needs.model.weight_bytes + needs.longest * needs.model.kv_bytes_per_token
 
 
-class Options:
-    """The ways to run a service on some parts. What the phases have in common is found once for all of them."""
+class ParallelOptions:
+    """The ways to run a service on some parts. What the phases have in common is found once for all
+    of them."""
 
-    def __init__(self, parts: Parts, demand: Demand) -> None:
-        self._parts, self._demand = parts, demand
-        self._known: dict[tuple[int, ...], list[_Timed]] = {}
-        self._shapes: dict[tuple[int, ...], _Shapes] = {}
+    def __init__(self, parts: GroupHardware, needs: ServiceNeeds) -> None:
+        self._parts, self._demand = parts, needs
+        self._timed: dict[tuple[int, ...], list[_TimedShape]] = {}
+        self._shapes: dict[tuple[int, ...], _LazyShapes] = {}
 
     @cached_property
-    def possible(self) -> bool:
+    def is_possible(self) -> bool:
         """Whether there is one, found without finding out how good it is."""
-        order = self._order(Phase.MIXED)
-        return order is not None and self._shapes_of(order).some
+        order = self._order_boxes(Phase.MIXED)
+        return order is not None and self._shapes_in(order).has_any
 
     def best(self, phase: Phase) -> Configuration | None:
         """For a phase; None where no configuration holds the model and the longest request."""
-        order = self._order(phase)
+        order = self._order_boxes(phase)
         if order is None:
             return None
-        if order not in self._known:
-            self._known[order] = [_Timed(shape, self._times(shape)) for shape in self._shapes_of(order).all]
-        promising = list(_promising(self._known[order], phase, self._demand))
+        if order not in self._timed:
+            self._timed[order] = [_TimedShape(shape, self._times(shape)) for shape in self._shapes_in(order).all]
+        promising = list(_rank_shapes(self._timed[order], phase, self._demand))
         if len(promising) == 1:
             return _configuration(promising[0][1], phase, self._demand)
         found: list[tuple[float, Configuration]] = []
         most = enough = 0.0
-        for promise, timed in promising:
-            if promise < max(most * (1.0 - NEAR), enough):
+        for upper_bound, timed in promising:
+            if upper_bound < max(most * (1.0 - EQUAL_WITHIN), enough):
                 break  # nothing carries more than its first look promises
             configuration = _configuration(timed, phase, self._demand)
-            if configuration.behaviour.rate < most * (1.0 - NEAR):
+            if configuration.behaviour.rate < most * (1.0 - EQUAL_WITHIN):
                 continue
             goodput = _goodput(configuration.behaviour, self._demand)
-            if not found and goodput >= KEPT * promise:
-                enough = RIVALS * promise
+            if not found and goodput >= CLOSE_TO_BOUND * upper_bound:
+                enough = RIVAL_SHARE * upper_bound
             found.append((goodput, configuration))
             most = max(most, goodput)
-        near = [configuration for goodput, configuration in found if goodput >= most * (1.0 - NEAR)]
+        near = [configuration for goodput, configuration in found if goodput >= most * (1.0 - EQUAL_WITHIN)]
         return min(near, key=lambda item: item.behaviour.alone_s(self._demand.classes), default=None)
 
-    def _order(self, phase: Phase) -> tuple[int, ...] | None:
-        if not fits(self._parts.parts, self._demand):
+    def _order_boxes(self, phase: Phase) -> tuple[int, ...] | None:
+        if not has_memory_for(self._parts.parts, self._demand):
             return None
         return best_order(_hop_costs(self._parts, phase, self._demand), cycle=phase is not Phase.PREFILL)
 
-    def _shapes_of(self, order: tuple[int, ...]) -> _Shapes:
+    def _shapes_in(self, order: tuple[int, ...]) -> _LazyShapes:
         if order not in self._shapes:
-            self._shapes[order] = _Shapes(self._made(order))
+            self._shapes[order] = _LazyShapes(self._generate_shapes(order))
         return self._shapes[order]
 
-    def _made(self, order: tuple[int, ...]) -> Iterator[_Shape]:
+    def _generate_shapes(self, order: tuple[int, ...]) -> Iterator[_Shape]:
         """All different ones that have room for the longest request."""
         parts, model = self._parts.parts, self._demand.model
         for stages in dict.fromkeys(self._parts.loaded or _all_stages(order, parts, self._demand)):
@@ -241,29 +254,33 @@ class Options:
         return replica_times(self._demand.model, shape.hardware, hops)
 
 
-def _all_stages(order: Sequence[int], parts: Sequence[Part], demand: Demand) -> Iterator[Stages]:
-    for widths in _widths(parts, demand.model):
+def _all_stages(order: Sequence[int], parts: Sequence[BoxGpus], needs: ServiceNeeds) -> Iterator[Stages]:
+    for widths in _tp_choices(parts, needs.model):
         stages = [(box, widths[box]) for box in order for _ in range(parts[box].gpus // widths[box])]
-        for layers in _layer_splits(stages, parts, demand):
+        for layers in _layer_splits(stages, parts, needs):
             yield tuple((box, tp, count) for (box, tp), count in zip(stages, layers, strict=True))
 
 
-def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> Iterator[tuple[float, _Timed]]:
-    """By how many requests per second each would carry if all were average and never waited, most first: the first of
-    this order, and those that answer sooner than all before them. What each does in detail takes far longer to find
-    out."""
-    workload = demand.service.workload
+def _rank_shapes(
+    shapes: Sequence[_TimedShape], phase: Phase, needs: ServiceNeeds
+) -> Iterator[tuple[float, _TimedShape]]:
+    """By how many requests per second each would carry if all were average and never waited, most
+    first: the first of this order, and those that answer sooner than all before them. What each
+    does in detail takes far longer to find out."""
+    workload = needs.service.workload
     prompt, pairs, output = round(workload.mean_prompt), workload.mean_pairs, workload.mean_output
     context = workload.mean_prompt + workload.mean_output / 2
 
-    def seconds(timed: _Timed) -> tuple[float, float]:
+    def seconds(timed: _TimedShape) -> tuple[float, float]:
         """Of a replica's time for a request, and of the request's when it is alone."""
         times, batch = timed.times, max(1, min(MAX_BATCH, int(timed.shape.room / context)))
-        read = 0.0 if phase is Phase.DECODE else times.prefill_interval_s(prompt, pairs)
-        write = 0.0 if phase is Phase.PREFILL else output * times.decode_line(batch).step_s(batch * context) / batch
+        prefill_rate = 0.0 if phase is Phase.DECODE else times.prefill_interval_s(prompt, pairs)
+        decode_rate = (
+            0.0 if phase is Phase.PREFILL else output * times.decode_line(batch).step_s(batch * context) / batch
+        )
         first = 0.0 if phase is Phase.DECODE else times.prefill_s(prompt, pairs)
         rest = 0.0 if phase is Phase.PREFILL else output * times.decode_line(1).step_s(context)
-        return read + write, first + rest
+        return prefill_rate + decode_rate, first + rest
 
     costs = [seconds(timed) for timed in shapes]
     soonest = inf
@@ -274,24 +291,25 @@ def _promising(shapes: Sequence[_Timed], phase: Phase, demand: Demand) -> Iterat
         soonest = min(soonest, latency)
 
 
-def _configuration(timed: _Timed, phase: Phase, demand: Demand) -> Configuration:
-    cv = demand.service.workload.arrival_cv
-    behaves = behaviour(
-        phase, timed.times, demand.classes, kv_tokens=timed.shape.room, arrival_cv=cv,
-        stages=len(timed.shape.stages), tpot_s=demand.service.slo.tpot_s,
+def _configuration(timed: _TimedShape, phase: Phase, needs: ServiceNeeds) -> Configuration:
+    cv = needs.service.workload.arrival_cv
+    behaves = model_replica(
+        phase, timed.times, needs.classes, kv_tokens=timed.shape.room, arrival_cv=cv,
+        stages=len(timed.shape.stages), tpot_s=needs.service.slo.tpot_s,
     )  # fmt: skip
     return Configuration(timed.shape.stages, timed.times, timed.shape.room, behaves)
 
 
-def _goodput(behaves: Behaviour, demand: Demand) -> float:
-    """The most requests per second in time; a replica of one phase may take half of an end-to-end deadline."""
-    slo = demand.service.slo
-    if not (behaves.reads and behaves.writes):
+def _goodput(behaves: Behaviour, needs: ServiceNeeds) -> float:
+    """The most requests per second in time; a replica of one phase may take half of an end-to-end
+    deadline."""
+    slo = needs.service.slo
+    if not (behaves.does_prefill and behaves.does_decode):
         slo = replace(slo, e2e_s=slo.e2e_s / 2)
-    return float((LOADS * behaves.rate * demand.in_time([behaves], slo, (1, 1))).max())
+    return float((LOADS * behaves.rate * needs.in_time([behaves], slo, (1, 1))).max())
 
 
-def _hop(parts: Parts, source: int, target: int) -> Hop:
+def _hop(parts: GroupHardware, source: int, target: int) -> Hop:
     if source == target:
         return Hop(LOCAL_RTT_S, parts.parts[source].link_gbps)
     return parts.links[source][target]
@@ -300,10 +318,11 @@ def _hop(parts: Parts, source: int, target: int) -> Hop:
 # --- who is behind whom
 
 
-def _hop_costs(parts: Parts, phase: Phase, demand: Demand) -> Array:
-    """Seconds from box to box: of a prompt where prompts are read, of a batch's tokens where only tokens are made."""
-    tokens = MAX_BATCH / 8 if phase is Phase.DECODE else demand.classes.mean_prompt
-    gigabits = tokens * demand.model.activation_bytes_per_token * 8e-9
+def _hop_costs(parts: GroupHardware, phase: Phase, needs: ServiceNeeds) -> Array:
+    """Seconds from box to box: of a prompt where prompts are read, of a batch's tokens where only
+    tokens are made."""
+    tokens = MAX_BATCH / 8 if phase is Phase.DECODE else needs.classes.mean_prompt
+    gigabits = tokens * needs.model.activation_bytes_per_token * 8e-9
     size = len(parts.parts)
     costs = np.zeros((size, size))
     for source, target in product(range(size), repeat=2):
@@ -314,10 +333,12 @@ def _hop_costs(parts: Parts, phase: Phase, demand: Demand) -> Array:
 
 
 def best_order(costs: Array, *, cycle: bool) -> tuple[int, ...] | None:
-    """All indices in the order with the least sum of costs from each to the next; None where there is no way.
+    """All indices in the order with the least sum of costs from each to the next; None where there
+    is no way.
 
-    `cycle`: the way back from the last to the first counts as well, and is the dearest of the hops where it can be
-    chosen, since prompts do not take it. Dynamic programming over subsets up to EXACT_STAGES, nearest next beyond.
+    `cycle`: the way back from the last to the first counts as well, and is the dearest of the hops
+    where it can be chosen, since prompts do not take it. Dynamic programming over subsets up to
+    EXACT_STAGES, nearest next beyond.
     """
     size = len(costs)
     if size == 1:
@@ -381,10 +402,11 @@ def _nearest(costs: Array) -> list[int]:
 # --- how wide the stages are, and which layers they hold
 
 
-def _widths(parts: Sequence[Part], model: ModelShape) -> Iterator[tuple[int, ...]]:
-    """TP degrees for the boxes. Equal boxes are cut alike: there is nothing to gain by cutting them differently."""
-    choices: dict[Part, tuple[int, ...]] = {
-        part: (part.gpus,) if part.atomic else tuple(tp for tp in _divisors(part.gpus) if model.heads % tp == 0)
+def _tp_choices(parts: Sequence[BoxGpus], model: ModelShape) -> Iterator[tuple[int, ...]]:
+    """TP degrees for the boxes. Equal boxes are cut alike: there is nothing to gain by cutting them
+    differently."""
+    choices: dict[BoxGpus, tuple[int, ...]] = {
+        part: (part.gpus,) if part.atomic else tuple(tp for tp in _divisors_of(part.gpus) if model.heads % tp == 0)
         for part in parts
     }
     kinds = list(choices)
@@ -400,21 +422,22 @@ def _widths(parts: Sequence[Part], model: ModelShape) -> Iterator[tuple[int, ...
             yield tuple(widths[part] for part in parts)
 
 
-def _divisors(number: int) -> tuple[int, ...]:
+def _divisors_of(number: int) -> tuple[int, ...]:
     return tuple(tp for tp in range(1, number + 1) if number % tp == 0)
 
 
 def _layer_splits(
-    stages: Sequence[tuple[int, int]], parts: Sequence[Part], demand: Demand
+    stages: Sequence[tuple[int, int]], parts: Sequence[BoxGpus], needs: ServiceNeeds
 ) -> Iterator[tuple[int, ...]]:
-    """Layers in proportion to compute, to memory bandwidth, and to memory; none where the memory does not do."""
-    model, ends = demand.model, len(stages) - 1
+    """Layers in proportion to compute, to memory bandwidth, and to memory; none where the memory
+    does not do."""
+    model, ends = needs.model, len(stages) - 1
     known: dict[tuple[int, int, bool, bool], int] = {}
     caps = []
     for number, (box, tp) in enumerate(stages):
         key = box, tp, number == 0, number == ends
         if key not in known:
-            known[key] = _most_layers(parts[box].gpu, tp, demand, first=key[2], last=key[3])
+            known[key] = _most_layers(parts[box].gpu, tp, needs, first=key[2], last=key[3])
         caps.append(known[key])
     if min(caps) < 1 or sum(caps) < model.layers:
         return
@@ -427,20 +450,21 @@ def _layer_splits(
         yield split_layers(model.layers, rates, caps)
 
 
-def _most_layers(gpu: GpuSpec, tp: int, demand: Demand, *, first: bool, last: bool) -> int:
+def _most_layers(gpu: GpuSpec, tp: int, needs: ServiceNeeds, *, first: bool, last: bool) -> int:
     """That a stage has memory for, with the longest request."""
-    model = demand.model
+    model = needs.model
     room = tp * gpu.memory_gib * GIB * MEMORY_SHARE
     ends = model.stage_weight_bytes(1, first=first, last=last) - model.layer_weight_bytes
-    kv = model.kv_bytes_per_token_layer * max(1.0, tp / model.kv_heads) * demand.longest
+    kv = model.kv_bytes_per_token_layer * max(1.0, tp / model.kv_heads) * needs.longest
     return int((room - ends) // (model.layer_weight_bytes + kv))
 
 
 def split_layers(layers: int, rates: Sequence[float], caps: Sequence[int]) -> tuple[int, ...]:
-    """Whole layers for stages of these speeds, at least 1 and at most `caps` each, so that the slowest is fastest.
+    """Whole layers for stages of these speeds, at least 1 and at most `caps` each, so that the
+    slowest is fastest.
 
-    Every layer goes where it hurts least, which is optimal for the slowest stage. `sum(caps)` must be at least
-    `layers`, and there must be no more stages than layers.
+    Every layer goes where it hurts least, which is optimal for the slowest stage. `sum(caps)` must
+    be at least `layers`, and there must be no more stages than layers.
     """
     # the slowest stage takes at least this long, so what each holds by then needs no choice
     least = (layers - len(rates)) / sum(rates)

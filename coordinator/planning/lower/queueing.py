@@ -1,19 +1,22 @@
-"""How requests fare on replicas under a steady load: waiting, reading, writing, and the share that is in time.
+"""How requests fare on replicas under a steady load: waiting, reading, writing, and the share that
+is in time.
 
 Assumptions, so that a simulation can be held against them:
 
 - Lengths are the workload's, in classes; within a class, times are taken to be normal.
-- Prompts wait in order of arrival. A wait is 0, or exponential with a mean by Kingman and Allen-Cunneen, both for as
-  many servers as share the queue (Sakasegawa): the router sends a request to the shortest queue, which comes near to
-  one queue for all. With one server and Poisson arrivals the mean is that of Pollaczek and Khinchine.
-- The number of requests that decode together varies as a Poisson number does, divided by the replicas that share it;
-  what contexts they have is not shared out evenly. A request sees the average over its life, so that long ones see
-  little of either. Rounds that read beside decoding come in runs: an output begins among them or not, and the shorter
-  it is, the more of it stays there.
+- Prompts wait in order of arrival. A wait is 0, or exponential with a mean by Kingman and
+  Allen-Cunneen, both for as many servers as share the queue (Sakasegawa): the router sends a
+  request to the shortest queue, which comes near to one queue for all. With one server and Poisson
+  arrivals the mean is that of Pollaczek and Khinchine.
+- The number of requests that decode together varies as a Poisson number does, divided by the
+  replicas that share it; what contexts they have is not shared out evenly. A request sees the
+  average over its life, so that long ones see little of either. Rounds that read beside decoding
+  come in runs: an output begins among them or not, and the shorter it is, the more of it stays
+  there.
 - A replica whose memory is full lets requests wait until others end.
-- Transfers share links evenly (M/G/1 with processor sharing): one that finds others there, with the chance that the
-  link is busy, takes longer by an exponential time of mean size / (1 - busy), so that the mean of all is that of
-  theory.
+- Transfers share links evenly (M/G/1 with processor sharing): one that finds others there, with the
+  chance that the link is busy, takes longer by an exponential time of mean size / (1 - busy), so
+  that the mean of all is that of theory.
 """
 
 from __future__ import annotations
@@ -29,9 +32,19 @@ from scipy.special import log_ndtr, ndtr
 
 from ..model.length_classes import Classes
 from ..model.workload import Slo
-from .behaviour import LOADS, Behaviour, Row
+from .behaviour import LOADS, Behaviour, LoadRow
 
-__all__ = ["Fates", "Fleet", "Partner", "Reading", "Sending", "Writing", "alone", "in_time", "waits"]
+__all__ = [
+    "DecodeTimes",
+    "OtherPhase",
+    "PrefillTimes",
+    "ReplicaTables",
+    "RequestTimes",
+    "TransferTimes",
+    "chance_in_time",
+    "in_time_by_load",
+    "waiting_times",
+]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -40,18 +53,22 @@ LEAST_SHARE: Final = 1e-3
 """Of idle time: keeps waits finite at full load, where they are far beyond any deadline anyway."""
 
 
-def waits(rho: Array, service_s: Array, variability: Array | float, servers: Array | float) -> tuple[Array, Array]:
+def waiting_times(
+    rho: Array, service_s: Array, variability: Array | float, servers: Array | float
+) -> tuple[Array, Array]:
     """The chance to wait at all, and the mean of a wait that happens.
 
-    `rho`: utilisation. `service_s`: mean service time of one server. `variability`: the mean of the squared
-    coefficients of variation of arrivals and service. M/M/1 has (rho, service_s / (1 - rho)).
+    `rho`: utilisation. `service_s`: mean service time of one server. `variability`: the mean of the
+    squared coefficients of variation of arrivals and service. M/M/1 has (rho, service_s / (1 -
+    rho)).
     """
     idle = np.maximum(1.0 - rho, LEAST_SHARE)
     return np.minimum(rho, 1.0) ** (np.sqrt(2.0 * (servers + 1.0)) - 1.0), service_s * variability / (servers * idle)
 
 
-def in_time(slack_s: Array, sd_s: Array, busy: Array, wait_s: Array) -> Array:
-    """The chance that a wait and a normal time of mean 0 and deviation `sd_s` together take at most `slack_s`.
+def chance_in_time(slack_s: Array, sd_s: Array, busy: Array, wait_s: Array) -> Array:
+    """The chance that a wait and a normal time of mean 0 and deviation `sd_s` together take at most
+    `slack_s`.
 
     The wait is 0, or with the chance `busy` exponential of mean `wait_s`.
     """
@@ -64,7 +81,7 @@ def in_time(slack_s: Array, sd_s: Array, busy: Array, wait_s: Array) -> Array:
     return np.asarray(ndtr(z) - busy * np.exp(np.minimum(a * (a / 2 - z) + log_ndtr(z - a), 0.0)))
 
 
-class Reading(NamedTuple):
+class PrefillTimes(NamedTuple):
     """Prompts at some loads: rows are loads or pairs, columns of the first two are classes."""
 
     service_s: Array
@@ -72,14 +89,15 @@ class Reading(NamedTuple):
     busy: Array
     wait_s: Array
 
-    def at(self, rows: Index) -> Reading:
+    def at(self, rows: Index) -> PrefillTimes:
         """These rows."""
-        return Reading(*(column[rows] for column in self))
+        return PrefillTimes(*(column[rows] for column in self))
 
 
-class Sending(NamedTuple):
-    """KV on its way: rows are pairs. `least_s`, by class: what of it is waited for where nobody else sends. `busy`: the
-    chance that others do. `shared_s`, by class: how much longer it then takes on average, and how much that varies."""
+class TransferTimes(NamedTuple):
+    """KV on its way: rows are pairs. `least_s`, by class: what of it is waited for where nobody
+    else sends. `busy`: the chance that others do. `shared_s`, by class: how much longer it then
+    takes on average, and how much that varies."""
 
     least_s: Array
     busy: Array
@@ -97,91 +115,106 @@ class Sending(NamedTuple):
         return np.asarray(busy * (2.0 - busy) * self.shared_s**2)
 
 
-class Writing(NamedTuple):
-    """Outputs at some loads. Those that begin in company of prompts that are read, `stalled` of all, take on average
-    `slow_s` from token to token, others `fast_s`, both with a deviation of `sd_s` (by row and class). `tpot_s`: the
-    mean of all. `admit_s`: mean wait for room in the batch."""
+class DecodeTimes(NamedTuple):
+    """Outputs at some loads. Those that begin in company of prompts that are read, `stalled_share`
+    of all, take on average `slow_s` from token to token, others `fast_s`, both with a deviation of
+    `sd_s` (by row and class). `tpot_s`: the mean of all. `admit_s`: mean wait for room in the
+    batch."""
 
     tpot_s: Array
     fast_s: Array
     slow_s: Array
     sd_s: Array
-    stalled: Array
+    stalled_share: Array
     admit_s: Array
 
-    def at(self, rows: Index) -> Writing:
+    def at(self, rows: Index) -> DecodeTimes:
         """These rows."""
-        return Writing(*(column[rows] for column in self))
+        return DecodeTimes(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fleet:
+class ReplicaTables:
     """The behaviours of several replicas, stacked, so that all are looked up at once."""
 
     classes: Classes
     arrival_cv: float
-    read: Array
-    write: Array
-    both: Array
-    lone_s: Array
-    lone_sd_s: Array
-    chunks: Array
-    spread: Array
+    prefill_rate: Array
+    decode_rate: Array
+    mixed_rate: Array
+    prefill_s: Array
+    prefill_sd_s: Array
+    prefill_rounds: Array
+    prefill_cv2: Array
     max_batch: Array
     table: Array
 
     @classmethod
-    def of(cls, behaviours: Sequence[Behaviour], classes: Classes, arrival_cv: float) -> Fleet:
+    def of(cls, behaviours: Sequence[Behaviour], classes: Classes, arrival_cv: float) -> ReplicaTables:
         """In the order given; a service without replicas has arrays without rows."""
 
         def rows(field: str, *columns: int) -> Array:
             return np.array([getattr(item, field) for item in behaviours], dtype=np.float64).reshape(-1, *columns)
 
-        kinds, table = len(classes.share), (len(LOADS), len(Row._fields))
+        kinds, table = len(classes.share), (len(LOADS), len(LoadRow._fields))
         return cls(
-            classes, arrival_cv, rows("read"), rows("write"), rows("both"), rows("lone_s", kinds),
-            rows("lone_sd_s", kinds), rows("chunks", kinds), rows("spread"), rows("max_batch"), rows("table", *table),
-        )  # fmt: skip
+            classes,
+            arrival_cv,
+            rows("prefill_rate"),
+            rows("decode_rate"),
+            rows("mixed_rate"),
+            rows("prefill_s", kinds),
+            rows("prefill_sd_s", kinds),
+            rows("prefill_rounds", kinds),
+            rows("prefill_cv2"),
+            rows("max_batch"),
+            rows("table", *table),
+        )
 
-    def tabulated(self) -> tuple[Index, Array, Row]:
+    def tabulated(self) -> tuple[Index, Array, LoadRow]:
         """Every replica at each of LOADS: which, at what load, and what it does there."""
         replicas = len(self.table)
         index, load = np.repeat(np.arange(replicas), len(LOADS)), np.tile(LOADS, replicas)
-        return index, load, Row(*self.table.reshape(len(load), -1).T)
+        return index, load, LoadRow(*self.table.reshape(len(load), -1).T)
 
-    def at(self, index: Index, load: Array) -> Row:
+    def at(self, index: Index, load: Array) -> LoadRow:
         """Replicas `index[k]` at `load[k]`, between the loads that are tabulated."""
         above = np.minimum(np.maximum(np.searchsorted(LOADS, load), 1), len(LOADS) - 1)
         low, high = LOADS[above - 1], LOADS[above]
         part = ((np.minimum(np.maximum(load, 0.0), 1.0) - low) / (high - low))[:, None]
         values = (1.0 - part) * self.table[index, above - 1] + part * self.table[index, above]
-        return Row(*values.T)
+        return LoadRow(*values.T)
 
-    def reading(self, index: Index, row: Row, servers: float) -> Reading:
-        """Of prompts on replicas `index[k]` that do `row`, when `servers` replicas share the queue."""
-        variability = (self.arrival_cv**2 + self.spread[index]) / 2.0
-        busy, wait = waits(row.rho, row.occupied_s, variability, servers)
-        service = self.lone_s[index] + self.chunks[index] * row.step_s[:, None] + row.joins_s[:, None]
-        return Reading(service, self.lone_sd_s[index], busy, wait)
+    def prefilling(self, index: Index, row: LoadRow, servers: float) -> PrefillTimes:
+        """Of prompts on replicas `index[k]` that do `row`, when `servers` replicas share the
+        queue."""
+        variability = (self.arrival_cv**2 + self.prefill_cv2[index]) / 2.0
+        busy, wait = waiting_times(row.rho, row.occupied_s, variability, servers)
+        service = self.prefill_s[index] + self.prefill_rounds[index] * row.step_s[:, None] + row.join_s[:, None]
+        return PrefillTimes(service, self.prefill_sd_s[index], busy, wait)
 
-    def writing(self, index: Index, load: Array, row: Row, servers: float) -> Writing:
-        """Of outputs on replicas `index[k]` at `load[k]`, where they do `row`, when `servers` replicas share them."""
+    def decoding(self, index: Index, load: Array, row: LoadRow, servers: float) -> DecodeTimes:
+        """Of outputs on replicas `index[k]` at `load[k]`, where they do `row`, when `servers`
+        replicas share them."""
         tokens = np.maximum(self.classes.output, 1.0)[None, :]
         varied = (row.batch_var / servers + row.context_var)[:, None]
         variance = varied * _averaged(tokens / self.classes.life)
-        runs = tokens / row.run[:, None]
+        runs = tokens / row.run_rounds[:, None]
         # how much of how it began is left over its life, and what varies besides
         kept = -np.expm1(-runs) / runs
-        stalled, stall = row.stalled[:, None], row.stall_s[:, None]
-        variance += stall**2 * stalled * (1.0 - stalled) * np.maximum(_averaged(runs) - kept**2, 0.0)
-        base = row.tpot_s[:, None] - stall * stalled
-        fast, slow = base + stall * stalled * (1.0 - kept), base + stall * (stalled + (1.0 - stalled) * kept)
+        stalled_share, stall = row.stalled_share[:, None], row.stall_s[:, None]
+        variance += stall**2 * stalled_share * (1.0 - stalled_share) * np.maximum(_averaged(runs) - kept**2, 0.0)
+        base = row.tpot_s[:, None] - stall * stalled_share
+        fast, slow = (
+            base + stall * stalled_share * (1.0 - kept),
+            base + stall * (stalled_share + (1.0 - stalled_share) * kept),
+        )
         peaked = (1.0 + self.arrival_cv**2) / 2.0
         number_sd = np.sqrt((peaked / servers + self.classes.uneven) * row.batch + 0.25)
         full = ndtr((row.batch - self.max_batch[index]) / number_sd)
         # as many servers as places in all batches: a wait lasts 1 / (what they finish - what comes)
-        idle = np.maximum(1.0 - load, LEAST_SHARE) * servers * self.write[index]
-        return Writing(row.tpot_s, fast, slow, np.sqrt(variance), row.reading, full / idle)
+        idle = np.maximum(1.0 - load, LEAST_SHARE) * servers * self.decode_rate[index]
+        return DecodeTimes(row.tpot_s, fast, slow, np.sqrt(variance), row.prefilling, full / idle)
 
 
 def _averaged(lives: Array) -> Array:
@@ -190,73 +223,75 @@ def _averaged(lives: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fates:
-    """When requests have what, by row and class. `admit_s`: a wait for room in the batch. `sending` comes before the
-    first token, which a decode replica writes in `step_s` where it does (`early`); or else after it, and so does the
-    wait. But even then later prompts have to wait as long, when those that nobody takes fill the memory of the reader.
+class RequestTimes:
+    """When requests have what, by row and class. `admit_s`: a wait for room in the batch. `sending`
+    comes before the first token, which a decode replica writes in `step_s` where it does (`early`);
+    or else after it, and so does the wait. But even then later prompts have to wait as long, when
+    those that nobody takes fill the memory of the reader.
     """
 
     classes: Classes
-    reading: Reading
-    writing: Writing
-    sending: Sending
+    prefilling: PrefillTimes
+    decoding: DecodeTimes
+    sending: TransferTimes
     admit_s: Array
     early: Array
     step_s: Array
 
-    def first_within(self, seconds: float) -> Array:
+    def first_token_within(self, seconds: float) -> Array:
         """The chance that the first token is there."""
-        reading, early = self.reading, self.early[:, None]
-        slack = seconds - reading.service_s - self.admit_s - early * self.sending.mean_s - self.step_s[:, None]
-        sd = reading.service_sd_s
+        prefilling, early = self.prefilling, self.early[:, None]
+        slack = seconds - prefilling.service_s - self.admit_s - early * self.sending.mean_s - self.step_s[:, None]
+        sd = prefilling.service_sd_s
         if self.sending.busy.any():
             sd = np.sqrt(sd**2 + early * self.sending.variance)
-        return in_time(slack, sd, reading.busy[:, None], reading.wait_s[:, None])
+        return chance_in_time(slack, sd, prefilling.busy[:, None], prefilling.wait_s[:, None])
 
-    def paced_within(self, seconds: float) -> Array:
-        """The chance that the mean time from token to token is no longer; sure for answers of one token."""
-        gaps, writing, sending = np.maximum(self.classes.output - 1.0, 1.0), self.writing, self.sending
+    def pace_within(self, seconds: float) -> Array:
+        """The chance that the mean time from token to token is no longer; sure for answers of one
+        token."""
+        gaps, decoding, sending = np.maximum(self.classes.output - 1.0, 1.0), self.decoding, self.sending
         late = 1.0 - self.early[:, None]
-        slack, sd = seconds - late * (self.admit_s + sending.least_s) / gaps, np.maximum(writing.sd_s, 1e-9)
+        slack, sd = seconds - late * (self.admit_s + sending.least_s) / gaps, np.maximum(decoding.sd_s, 1e-9)
         busy, shared = late * sending.busy[:, None], late * sending.shared_s / gaps
 
         def paced(tpot_s: Array) -> Array:
             if busy.any():
-                return in_time(slack - tpot_s, sd, busy, shared)
+                return chance_in_time(slack - tpot_s, sd, busy, shared)
             return np.asarray(ndtr((slack - tpot_s) / sd))
 
-        share = paced(writing.fast_s)
-        if writing.stalled.any():
-            share += writing.stalled[:, None] * (paced(writing.slow_s) - share)
+        share = paced(decoding.fast_s)
+        if decoding.stalled_share.any():
+            share += decoding.stalled_share[:, None] * (paced(decoding.slow_s) - share)
         return np.where(self.classes.output > 1.5, share, 1.0)
 
-    def ended_within(self, seconds: float) -> Array:
+    def end_within(self, seconds: float) -> Array:
         """The chance that the last token is there."""
-        reading, writing = self.reading, self.writing
-        gaps, stalled = np.maximum(self.classes.output - 1.0, 0.0), writing.stalled[:, None]
-        tpot, tpot_var = writing.fast_s, writing.sd_s**2
-        if stalled.any():
-            apart = writing.slow_s - tpot
-            tpot, tpot_var = tpot + stalled * apart, tpot_var + stalled * (1.0 - stalled) * apart**2
-        variance = reading.service_sd_s**2 + gaps**2 * tpot_var + (tpot * self.classes.output_sd) ** 2
+        prefilling, decoding = self.prefilling, self.decoding
+        gaps, stalled_share = np.maximum(self.classes.output - 1.0, 0.0), decoding.stalled_share[:, None]
+        tpot, tpot_var = decoding.fast_s, decoding.sd_s**2
+        if stalled_share.any():
+            apart = decoding.slow_s - tpot
+            tpot, tpot_var = tpot + stalled_share * apart, tpot_var + stalled_share * (1.0 - stalled_share) * apart**2
+        variance = prefilling.service_sd_s**2 + gaps**2 * tpot_var + (tpot * self.classes.output_sd) ** 2
         sd = np.sqrt(variance + self.sending.variance if self.sending.busy.any() else variance)
-        slack = seconds - reading.service_s - self.admit_s - self.sending.mean_s - self.step_s[:, None] - gaps * tpot
-        return in_time(slack, sd, reading.busy[:, None], reading.wait_s[:, None])
+        slack = seconds - prefilling.service_s - self.admit_s - self.sending.mean_s - self.step_s[:, None] - gaps * tpot
+        return chance_in_time(slack, sd, prefilling.busy[:, None], prefilling.wait_s[:, None])
 
-    def met(self, slo: Slo) -> Array:
+    def share_in_time(self, slo: Slo) -> Array:
         """The share of requests that meet every deadline, for each row.
 
-        The first token and the pace fail independently of each other; the end-to-end deadline fails together with
-        whichever of the two is the worse.
+        The first token and the pace fail independently of each other; the end-to-end deadline fails
+        together with whichever of the two is the worse.
         """
         share = None
         if isfinite(slo.ttft_s):
-            share = self.first_within(slo.ttft_s)
+            share = self.first_token_within(slo.ttft_s)
         if isfinite(slo.tpot_s):
-            paced = self.paced_within(slo.tpot_s)
+            paced = self.pace_within(slo.tpot_s)
             share = paced if share is None else share * paced
         if isfinite(slo.e2e_s):
-            ended = self.ended_within(slo.e2e_s)
+            ended = self.end_within(slo.e2e_s)
             share = ended if share is None else np.minimum(share, ended)
         if share is None:
             return np.ones(len(self.step_s))
@@ -264,39 +299,43 @@ class Fates:
         return np.asarray((share * self.classes.share).sum(axis=1))
 
 
-class Partner(NamedTuple):
-    """What the phase takes that a replica does not do itself: by class to read, and from token to token."""
+class OtherPhase(NamedTuple):
+    """What the phase takes that a replica does not do itself: by class to read, and from token to
+    token."""
 
     service_s: Array | float = 0.0
     tpot_s: float = 0.0
 
 
-def alone(
+def in_time_by_load(
     behaviours: Sequence[Behaviour], classes: Classes, slo: Slo, arrival_cv: float,
-    *, crowd: tuple[int, int] = (1, 1), partner: Partner | None = None, admitted_later: bool = False,
+    *, phase_counts: tuple[int, int] = (1, 1), other_phase: OtherPhase | None = None, admitted_later: bool = False,
 ) -> Array:  # fmt: skip
-    """[replica, load] the share of requests in time at each of LOADS, for what one replica does to them; all of these
-    are of one phase. `crowd`: how many replicas share the prompts, and the outputs. `partner`: counts for the end only;
-    one that takes no time unless it is given. `admitted_later`: a wait for room in the batch comes after the first
-    token."""
-    fleet = Fleet.of(behaviours, classes, arrival_cv)
-    index, load, row = fleet.tabulated()
-    read = fleet.reading(index, row, crowd[0]) if behaviours[0].reads else None
-    write = fleet.writing(index, load, row, crowd[1]) if behaviours[0].writes else None
+    """[replica, load] the share of requests in time at each of LOADS, for what one replica does to
+    them; all of these are of one phase. `phase_counts`: how many replicas share the prompts, and
+    the outputs. `other_phase`: counts for the end only; one that takes no time unless it is given.
+    `admitted_later`: a wait for room in the batch comes after the first token."""
+    tables = ReplicaTables.of(behaviours, classes, arrival_cv)
+    index, load, row = tables.tabulated()
+    prefill_rate = tables.prefilling(index, row, phase_counts[0]) if behaviours[0].does_prefill else None
+    decode_rate = tables.decoding(index, load, row, phase_counts[1]) if behaviours[0].does_decode else None
     none, nones = np.zeros(len(load)), np.zeros((len(load), len(classes.share)))
-    admit, sending = nones if write is None else nones + write.admit_s[:, None], Sending(nones, none, nones)
+    admit, sending = (
+        nones if decode_rate is None else nones + decode_rate.admit_s[:, None],
+        TransferTimes(nones, none, nones),
+    )
     early = none if admitted_later else none + 1.0
 
-    def fates(beside: Partner) -> Fates:
+    def request_times(beside: OtherPhase) -> RequestTimes:
         tpot = nones + beside.tpot_s
-        reading = read or Reading(nones + beside.service_s, nones, none, none)
-        writing = write or Writing(none + beside.tpot_s, tpot, tpot, nones, none, none)
-        return Fates(classes, reading, writing, sending, admit, early, none)
+        prefilling = prefill_rate or PrefillTimes(nones + beside.service_s, nones, none, none)
+        decoding = decode_rate or DecodeTimes(none + beside.tpot_s, tpot, tpot, nones, none, none)
+        return RequestTimes(classes, prefilling, decoding, sending, admit, early, none)
 
-    own = slo if partner is None else replace(slo, e2e_s=inf)
-    if write is None:
+    own = slo if other_phase is None else replace(slo, e2e_s=inf)
+    if decode_rate is None:
         own = replace(own, tpot_s=inf)
-    share = fates(Partner()).met(own)
-    if partner is not None:
-        share = np.minimum(share, fates(partner).met(Slo(e2e_s=slo.e2e_s)))
+    share = request_times(OtherPhase()).share_in_time(own)
+    if other_phase is not None:
+        share = np.minimum(share, request_times(other_phase).share_in_time(Slo(e2e_s=slo.e2e_s)))
     return share.reshape(len(behaviours), -1)

@@ -1,11 +1,12 @@
 """The simplex method for variables whose worth bends, on one dense table.
 
-What a variable is worth is concave and in straight pieces, as a replica's load is that costs more the higher it is. The
-pieces are no variables of their own (Fourer, "A simplex algorithm for piecewise-linear programming I", 1985): a
-variable outside of the basis rests at an end of one of its pieces, and what enters the basis goes on through the ends
-that others come to for as long as that is worth something. Made for programmes of some dozens of rows that are solved
-by the hundred: those take it a third of the time that HiGHS takes, most of which goes into getting ready. What it has
-after any number of steps is feasible.
+What a variable is worth is concave and in straight pieces, as a replica's load is that costs more
+the higher it is. The pieces are no variables of their own (Fourer, "A simplex algorithm for
+piecewise-linear programming I", 1985): a variable outside of the basis rests at an end of one of
+its pieces, and what enters the basis goes on through the ends that others come to for as long as
+that is worth something. Made for programmes of some dozens of rows that are solved by the hundred:
+those take it a third of the time that HiGHS takes, most of which goes into getting ready. What it
+has after any number of steps is feasible.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Pieces", "maximise"]
+__all__ = ["Segments", "maximise"]
 
 Array = NDArray[np.float64]
 
@@ -28,42 +29,46 @@ PIVOTS: Final = 1000
 """At most, against going in circles; twenty-five pairs take about twenty."""
 
 
-class Pieces(NamedTuple):
-    """What a variable is worth: the upper ends of its pieces, from 0, and what a unit in each is worth, falling."""
+class Segments(NamedTuple):
+    """What a variable is worth: the upper ends of its pieces, from 0, and what a unit in each is
+    worth, falling."""
 
     ends: tuple[float, ...]
     worth: tuple[float, ...]
 
-    def start(self, piece: int) -> float:
+    def start(self, segment: int) -> float:
         """The lower end of a piece."""
-        return self.ends[piece - 1] if piece else 0.0
+        return self.ends[segment - 1] if segment else 0.0
 
     def more(self, place: int) -> float:
         """What one unit more is worth, at the end before piece `place`."""
         return self.worth[place] if place < len(self.worth) else -inf
 
     def less(self, place: int) -> float:
-        """What one unit is worth that is there, at the end before piece `place`; it cannot be given up at 0."""
+        """What one unit is worth that is there, at the end before piece `place`; it cannot be given
+        up at 0."""
         return self.worth[place - 1] if place else inf
 
 
-def maximise(table: Array, values: Array, free: Sequence[Pieces], basic: Sequence[Pieces]) -> Array:
+def maximise(table: Array, values: Array, free: Sequence[Segments], basic: Sequence[Segments]) -> Array:
     """The free variables [column] at the optimum. Uses up its arguments.
 
-    `table` [row, column]: how much less there is of a basic variable for one unit of a free one; `values` [row]: what
-    the basic ones are when all free ones are 0, which must be in their first pieces. There must be an optimum.
+    `table` [row, column]: how much less there is of a basic variable for one unit of a free one;
+    `values` [row]: what the basic ones are when all free ones are 0, which must be in their first
+    pieces. There must be an optimum.
     """
-    return _Table(table, values, free, basic).solved()
+    return _SimplexTable(table, values, free, basic).solved()
 
 
-class _Table:
-    """Variables are numbered: the free ones first, then the basic ones. One outside of the basis is at the lower end of
-    piece `_piece`, which is one more than there are at the upper end of the last; one in the basis is in that piece."""
+class _SimplexTable:
+    """Variables are numbered: the free ones first, then the basic ones. One outside of the basis is
+    at the lower end of piece `_segment`, which is one more than there are at the upper end of the
+    last; one in the basis is in that piece."""
 
-    def __init__(self, table: Array, values: Array, free: Sequence[Pieces], basic: Sequence[Pieces]) -> None:
+    def __init__(self, table: Array, values: Array, free: Sequence[Segments], basic: Sequence[Segments]) -> None:
         self._table, self._values = table, values
         self._all = [*free, *basic]
-        self._piece = [0] * len(self._all)
+        self._segment = [0] * len(self._all)
         self._outside = list(range(len(free)))
         self._inside = list(range(len(free), len(self._all)))
         self._more = np.array([one.more(0) for one in free], dtype=np.float64)
@@ -86,10 +91,11 @@ class _Table:
         return self._found()
 
     def _enter(self, column: int, way: float, gain: float) -> None:
-        """Changes a free variable for as long as that is worth something; then it or a basic one rests."""
+        """Changes a free variable for as long as that is worth something; then it or a basic one
+        rests."""
         variable, step = self._outside[column], int(way)
-        pieces, place = self._all[variable], self._piece[variable]
-        here, at = place if step > 0 else place - 1, pieces.start(place)
+        segments, place = self._all[variable], self._segment[variable]
+        here, at = place if step > 0 else place - 1, segments.start(place)
         falls = self._table[:, column] * way
         speed = np.abs(falls)
         room = np.maximum(np.where(falls > 0.0, self._values - self._low, self._high - self._values), 0.0)
@@ -98,12 +104,12 @@ class _Table:
         while True:
             soonest = min(due)
             row = due.index(soonest)
-            end = pieces.ends[here] if step > 0 else pieces.start(here)
+            end = segments.ends[here] if step > 0 else segments.start(here)
             if (end - at) * way <= soonest:
                 after = here + step
-                if not 0 <= after < len(pieces.worth):
+                if not 0 <= after < len(segments.worth):
                     break
-                gain -= (pieces.worth[here] - pieces.worth[after]) * way
+                gain -= (segments.worth[here] - segments.worth[after]) * way
                 if not gain > SMALL:
                     break
                 here = after
@@ -123,32 +129,33 @@ class _Table:
     def _drop(self, row: int, step: int) -> float:
         """How much less a unit of a basic variable is worth in the next piece."""
         variable = self._inside[row]
-        pieces, here = self._all[variable], self._piece[variable]
+        segments, here = self._all[variable], self._segment[variable]
         after = here + step
-        return (pieces.worth[here] - pieces.worth[after]) * step if 0 <= after < len(pieces.worth) else inf
+        return (segments.worth[here] - segments.worth[after]) * step if 0 <= after < len(segments.worth) else inf
 
     def _cross(self, row: int, step: int) -> float:
         """Into the next piece, whose width is told."""
         variable = self._inside[row]
-        self._piece[variable] += step
-        pieces, here = self._all[variable], self._piece[variable]
-        low, high = pieces.start(here), pieces.ends[here]
-        self._low[row], self._high[row], self._worth[row] = low, high, pieces.worth[here]
+        self._segment[variable] += step
+        segments, here = self._all[variable], self._segment[variable]
+        low, high = segments.start(here), segments.ends[here]
+        self._low[row], self._high[row], self._worth[row] = low, high, segments.worth[here]
         return high - low
 
     def _rest(self, column: int, variable: int, place: int) -> None:
-        pieces = self._all[variable]
-        self._outside[column], self._piece[variable] = variable, place
-        self._more[column], self._less[column] = pieces.more(place), pieces.less(place)
+        segments = self._all[variable]
+        self._outside[column], self._segment[variable] = variable, place
+        self._more[column], self._less[column] = segments.more(place), segments.less(place)
 
     def _pivot(self, row: int, column: int, step: int, here: int, value: float) -> None:
-        """The basic variable of a row, which has come to the end of its piece, for that of a column."""
+        """The basic variable of a row, which has come to the end of its piece, for that of a
+        column."""
         leaves, enters = self._inside[row], self._outside[column]
-        self._rest(column, leaves, self._piece[leaves] + (step > 0))
-        pieces = self._all[enters]
-        self._inside[row], self._piece[enters] = enters, here
-        self._values[row], self._worth[row] = value, pieces.worth[here]
-        self._low[row], self._high[row] = pieces.start(here), pieces.ends[here]
+        self._rest(column, leaves, self._segment[leaves] + (step > 0))
+        segments = self._all[enters]
+        self._inside[row], self._segment[enters] = enters, here
+        self._values[row], self._worth[row] = value, segments.worth[here]
+        self._low[row], self._high[row] = segments.start(here), segments.ends[here]
         table = self._table
         falls, pivot = table[:, column].copy(), float(table[row, column])
         new = table[row] / pivot
@@ -162,5 +169,5 @@ class _Table:
         found = np.zeros(len(self._all))
         found[self._inside] = self._values
         for variable in self._outside:
-            found[variable] = self._all[variable].start(self._piece[variable])
+            found[variable] = self._all[variable].start(self._segment[variable])
         return found[: len(self._outside)]

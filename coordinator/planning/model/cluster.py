@@ -23,9 +23,9 @@ class ClusterError(ValueError):
 class Box:
     """One rented machine with `gpus` equal cards.
 
-    `usd_per_hour` is the price of the whole box. `gpu_link_gbps` (Gb/s) is what two of its cards reach between each
-    other: NVLink or PCIe. `atomic`: all its cards work together or not at all (a node of the running network, whose
-    engine has started already).
+    `usd_per_hour` is the price of the whole box. `gpu_link_gbps` (Gb/s) is what two of its cards
+    reach between each other: NVLink or PCIe. `atomic`: all its cards work together or not at all (a
+    node of the running network, whose engine has started already).
     """
 
     id: str
@@ -51,8 +51,8 @@ class Box:
 class Cluster:
     """Boxes and the directed links between them; matrices are [from, to], in the order of `boxes`.
 
-    `gbps`: Gb/s that n TCP streams reach; 0 where there is no link. `rtt_s`: round trip. `usd_per_gb`: of traffic.
-    The diagonals are not looked at: inside a box `gpu_link_gbps` counts.
+    `gbps`: Gb/s that n TCP streams reach; 0 where there is no link. `rtt_s`: round trip.
+    `usd_per_gb`: of traffic. The diagonals are not looked at: inside a box `gpu_link_gbps` counts.
     """
 
     boxes: tuple[Box, ...]

@@ -7,8 +7,9 @@
      "within_site": {"gbps": 10, "rtt_ms": 0.3},
      "links": [{"a": "oslo", "b": "rome", "gbps": 2.5, "rtt_ms": 45}]}
 
-`count` boxes of a kind are called `a40-0`, `a40-1`. Ends of a link are boxes or sites; it holds both ways unless
-`"one_way": true`, and a link between boxes goes before one between sites. Prices not given are those of the table.
+`count` boxes of a kind are called `a40-0`, `a40-1`. Ends of a link are boxes or sites; it holds
+both ways unless `"one_way": true`, and a link between boxes goes before one between sites. Prices
+not given are those of the table.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ NVLINK_SHARE = 0.4
 LAN_RTT_MS = 0.5
 
 
-class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _LinkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     gbps: float
     rtt_ms: float = LAN_RTT_MS
     usd_per_gb: float = 0.0
 
 
-class _Pair(_Link, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _PairEntry(_LinkEntry, frozen=True, forbid_unknown_fields=True, kw_only=True):
     a: str
     b: str
     one_way: bool = False
 
 
-class _Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _BoxEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     id: str
     gpu: str
     gpus: int = 1
@@ -57,19 +58,20 @@ class _Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     nvlink: bool | None = None
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: str
-    boxes: list[_Kind]
+    boxes: list[_BoxEntry]
     source: str = ""
-    default: _Link | None = None
-    within_site: _Link | None = None
-    links: list[_Pair] = []
+    default: _LinkEntry | None = None
+    within_site: _LinkEntry | None = None
+    links: list[_PairEntry] = []
 
 
 def parse_cluster(text: str | bytes, specs: Specs = Specs.DENSE) -> Cluster:
-    """The cluster of a file's text. Raises ClusterError or GpuError with one line that says what and where."""
+    """The cluster of a file's text. Raises ClusterError or GpuError with one line that says what
+    and where."""
     try:
-        described = msgspec.json.decode(text, type=_File)
+        described = msgspec.json.decode(text, type=_ClusterFile)
     except msgspec.DecodeError as error:
         raise ClusterError(f"cluster file: {error}") from None
     boxes = [box for kind in described.boxes for box in _boxes(kind, specs)]
@@ -93,7 +95,7 @@ def _folder() -> Traversable:
     return files(__package__.partition(".planning")[0]) / "data" / "clusters"
 
 
-def _boxes(kind: _Kind, specs: Specs) -> list[Box]:
+def _boxes(kind: _BoxEntry, specs: Specs) -> list[Box]:
     where = f"boxes: {kind.id or '(no id)'}"
     if kind.count < 1:
         raise ClusterError(f"{where}: count is {kind.count}; it must be at least 1")
@@ -117,15 +119,15 @@ def _boxes(kind: _Kind, specs: Specs) -> list[Box]:
 
 
 def card_link_gbps(gpu: GpuSpec, nvlink: bool | None = None) -> float:
-    """Gb/s that two such cards of a box reach between each other. With nothing said of NVLink, cards have it whose very
-    form includes it. Raises ClusterError."""
+    """Gb/s that two such cards of a box reach between each other. With nothing said of NVLink,
+    cards have it whose very form includes it. Raises ClusterError."""
     wired = nvlink if nvlink is not None else "SXM" in gpu.name
     if wired and not gpu.nvlink_gbps:
         raise ClusterError(f"nvlink is true, and {gpu.name} has none")
     return gpu.nvlink_gbps * 8 * NVLINK_SHARE if wired else PCIE_GBPS[gpu.pcie_gen]
 
 
-def _gpu_link(kind: _Kind, gpu: GpuSpec) -> float:
+def _gpu_link(kind: _BoxEntry, gpu: GpuSpec) -> float:
     if kind.gpu_link_gbps is not None:
         return kind.gpu_link_gbps
     try:
@@ -134,11 +136,11 @@ def _gpu_link(kind: _Kind, gpu: GpuSpec) -> float:
         raise ClusterError(f"boxes: {kind.id}: {error}") from None
 
 
-def _linked(boxes: tuple[Box, ...], described: _File) -> Cluster:
+def _linked(boxes: tuple[Box, ...], described: _ClusterFile) -> Cluster:
     count = len(boxes)
     gbps, rtt, price = np.zeros((count, count)), np.zeros((count, count)), np.zeros((count, count))
 
-    def put(source: int, target: int, link: _Link) -> None:
+    def put(source: int, target: int, link: _LinkEntry) -> None:
         gbps[source, target], rtt[source, target] = link.gbps, link.rtt_ms / 1e3
         price[source, target] = link.usd_per_gb
 
@@ -175,7 +177,7 @@ def _linked(boxes: tuple[Box, ...], described: _File) -> Cluster:
     return cluster
 
 
-def _check(link: _Link, where: str) -> None:
+def _check(link: _LinkEntry, where: str) -> None:
     if not (isfinite(link.gbps) and link.gbps > 0.0):
         raise ClusterError(f"{where}: gbps is {link.gbps:g}; it must be above 0, or leave the link out")
     for field, value in (("rtt_ms", link.rtt_ms), ("usd_per_gb", link.usd_per_gb)):

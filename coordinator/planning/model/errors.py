@@ -1,4 +1,5 @@
-"""What keeps a problem from having a plan. Light to import: whoever explains errors needs no planner."""
+"""What keeps a problem from having a plan. Light to import: whoever explains errors needs no
+planner."""
 
 __all__ = ["NoPlan", "UnservedError"]
 

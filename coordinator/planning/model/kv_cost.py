@@ -1,8 +1,10 @@
-"""How long the KV cache of a prompt is on its way from the replica that read it to the one that goes on with it.
+"""How long the KV cache of a prompt is on its way from the replica that read it to the one that
+goes on with it.
 
-The model is alpha-beta: half a round trip until the first byte is there, then the bytes at the rate of the link. The
-round trip is paid once, since layers follow each other without waiting for an answer. ThunderServe's equation 1 is the
-same with b * s tokens of 2 * h elements; as printed it lacks the number of layers, which counts here.
+The model is alpha-beta: half a round trip until the first byte is there, then the bytes at the rate
+of the link. The round trip is paid once, since layers follow each other without waiting for an
+answer. ThunderServe's equation 1 is the same with b * s tokens of 2 * h elements; as printed it
+lacks the number of layers, which counts here.
 
 All functions take numbers, or arrays that fit each other, and return the like.
 """
@@ -26,7 +28,8 @@ RAW_BITS: Final = 16.0
 def kv_gigabits(model: ModelShape, tokens: Numbers, kv_bits: float) -> Numbers:
     """Gb on the wire for a prompt of so many tokens, at `kv_bits` per element with all overhead.
 
-    Grouped-query attention is in the model's KV bytes; layers with a window keep no more tokens than it spans.
+    Grouped-query attention is in the model's KV bytes; layers with a window keep no more tokens
+    than it spans.
     """
     layer_tokens = (model.layers - model.windowed_layers) * tokens
     if model.windowed_layers:
@@ -42,15 +45,17 @@ def kv_transfer_s(model: ModelShape, tokens: Numbers, *, rtt_s: Numbers, gbps: N
 def visible_kv_s(
     model: ModelShape, tokens: Numbers, *, rtt_s: Numbers, gbps: Numbers, kv_bits: float, prefill_s: Numbers
 ) -> Numbers:
-    """What is left of the transfer after the end of a prefill of `prefill_s`, when layers leave as they are done."""
+    """What is left of the transfer after the end of a prefill of `prefill_s`, when layers leave as
+    they are done."""
     return visible_s(kv_gigabits(model, tokens, kv_bits) / gbps, rtt_s / 2, prefill_s, model.layers)
 
 
 def visible_s(wire_s: Numbers, alpha_s: Numbers, prefill_s: Numbers, layers: int) -> Numbers:
     """The same of bytes that take `wire_s` on the link.
 
-    A layer is done every prefill_s / layers and takes wire_s / layers. Where the link is the faster one, only the last
-    layer is left in the end; where it is the slower one, it has been busy since the first layer was done.
+    A layer is done every prefill_s / layers and takes wire_s / layers. Where the link is the faster
+    one, only the last layer is left in the end; where it is the slower one, it has been busy since
+    the first layer was done.
     """
     behind: Numbers = np.maximum(wire_s - prefill_s, 0.0)
     return alpha_s + wire_s / layers + behind * ((layers - 1) / layers)

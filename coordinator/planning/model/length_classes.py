@@ -1,4 +1,5 @@
-"""A workload's requests in a few classes by length: what estimates are computed over instead of every request."""
+"""A workload's requests in a few classes by length: what estimates are computed over instead of
+every request."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from .workload import Workload
 
-__all__ = ["Classes", "classes_of"]
+__all__ = ["Classes", "classify_lengths"]
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Classes:
-    """Requests by length: `prompt` and `output` tokens on average, their standard deviation within the class, and the
-    class's share of all requests.
+    """Requests by length: `prompt` and `output` tokens on average, their standard deviation within
+    the class, and the class's share of all requests.
 
-    `held` is the context that a decoding request has on average, `held_var` its variance: long outputs are met more
-    often. `life` is how many tokens a request that is met has still to write, on average.
+    `held` is the context that a decoding request has on average, `held_var` its variance: long
+    outputs are met more often. `life` is how many tokens a request that is met has still to write,
+    on average.
     """
 
     prompt: Array
@@ -51,12 +53,13 @@ PROMPTS: Final = 6
 """Classes by prompt, of equally many requests each."""
 
 OUTPUTS: Final = (0.25, 0.5, 0.75, 0.9, 0.97)
-"""Where the requests of a prompt's class are cut by output. A tenth of them may write most of the tokens, and whether
-those end in time decides about the last percents."""
+"""Where the requests of a prompt's class are cut by output. A tenth of them may write most of the
+tokens, and whether those end in time decides about the last percents."""
 
 
-def classes_of(workload: Workload, *, prompts: int = PROMPTS, outputs: ArrayLike = OUTPUTS) -> Classes:
-    """At most prompts * (outputs + 1) classes: `outputs` are cuts, fewer for a sample with fewer requests."""
+def classify_lengths(workload: Workload, *, prompts: int = PROMPTS, outputs: ArrayLike = OUTPUTS) -> Classes:
+    """At most prompts * (outputs + 1) classes: `outputs` are cuts, fewer for a sample with fewer
+    requests."""
     order = np.lexsort((workload.outputs, workload.prompts))
     cells = [
         rows[np.argsort(workload.outputs[rows], kind="stable")]

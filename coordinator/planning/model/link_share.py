@@ -1,10 +1,11 @@
 """How much of a link plans may count on.
 
-Transfers come when prompts end, not evenly, and share the link (M/G/1 with processor sharing, as in `queueing`): at a
-share r of its rate, one that takes x seconds alone finds others with the chance r and then takes longer by an
-exponential time of mean x / (1 - r). What deadlines leave for that depends on the service: between the first token and
-the last of a long answer there is time for KV that waits, of a short one there is not. So a fast link, or one for long
-answers, may be filled nearly, and a slow one for short answers must not be.
+Transfers come when prompts end, not evenly, and share the link (M/G/1 with processor sharing, as in
+`queueing`): at a share r of its rate, one that takes x seconds alone finds others with the chance r
+and then takes longer by an exponential time of mean x / (1 - r). What deadlines leave for that
+depends on the service: between the first token and the last of a long answer there is time for KV
+that waits, of a short one there is not. So a fast link, or one for long answers, may be filled
+nearly, and a slow one for short answers must not be.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ SLACK: Final = 0.5
 
 LEAST: Final = 0.5
 MOST: Final = 0.9
-"""Of a link's rate. On links so slow that more are late at LEAST, hardly any KV should go at all, which is for the
-orchestration to see; above MOST a link that is a little slower than it was measured would never empty its queue."""
+"""Of a link's rate. On links so slow that more are late at LEAST, hardly any KV should go at all,
+which is for the orchestration to see; above MOST a link that is a little slower than it was
+measured would never empty its queue."""
 
 _SHARES: Final = np.linspace(LEAST, MOST, 21)
 _GIGABIT_S: Final = np.logspace(-5.0, 2.0, 71)
@@ -46,7 +48,8 @@ class LinkShares:
         self._shares = np.min([_shares(service, classes) for service, classes in services], axis=0)
 
     def of(self, gbps: Array) -> Array:
-        """The share of each of these rates that plans may count on: LEAST to MOST, at 0 Gb/s LEAST."""
+        """The share of each of these rates that plans may count on: LEAST to MOST, at 0 Gb/s
+        LEAST."""
         with np.errstate(divide="ignore"):
             return np.asarray(np.interp(-np.log(gbps), np.log(_GIGABIT_S), self._shares))
 

@@ -1,7 +1,8 @@
-"""The two-level problem of ThunderServe section 3: which GPUs form replicas and what those do (upper level), and what
-that is worth (lower level).
+"""The two-level problem of ThunderServe section 3: which GPUs form replicas and what those do
+(upper level), and what that is worth (lower level).
 
-GPUs of one box are equal, so a group is so many GPUs of each of some boxes; which of them, only the finished plan says.
+GPUs of one box are equal, so a group is so many GPUs of each of some boxes; which of them, only the
+finished plan says.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from .cluster import Cluster
 from .workload import Service
 
 __all__ = [
-    "Crowd",
+    "Component",
     "Evaluator",
     "Group",
-    "Island",
     "Percentiles",
+    "PhaseCounts",
     "Problem",
     "Proposal",
     "ReplicaEstimate",
     "Score",
     "Slice",
     "Solution",
-    "closed",
-    "islands",
+    "connected_boxes",
+    "split_components",
 ]
 
 
@@ -55,14 +56,15 @@ class Group(NamedTuple):
 Solution = tuple[Group, ...]
 """Sorted groups that use no GPU twice; GPUs in no group stay idle."""
 
-Island = tuple[Group, ...]
-"""Sorted groups of boxes that have none but these: what they hand over to each other takes no link to other boxes."""
+Component = tuple[Group, ...]
+"""Sorted groups of boxes that have none but these: what they hand over to each other takes no link
+to other boxes."""
 
-Crowd = tuple[int, int]
+PhaseCounts = tuple[int, int]
 """How many replicas share a service's prompts, and its outputs."""
 
 
-def closed(solution: Iterable[Group], boxes: Iterable[int]) -> set[int]:
+def connected_boxes(solution: Iterable[Group], boxes: Iterable[int]) -> set[int]:
     """These boxes, those that share a replica with one of them, and so on."""
     inside, left = set(boxes), list(solution)
     while touching := [group for group in left if any(box in inside for box, _ in group.slices)]:
@@ -71,27 +73,27 @@ def closed(solution: Iterable[Group], boxes: Iterable[int]) -> set[int]:
     return inside
 
 
-def islands(groups: Iterable[Group]) -> list[Island]:
+def split_components(groups: Iterable[Group]) -> list[Component]:
     """The smallest that these are made of."""
     found: list[tuple[set[int], list[Group]]] = []
     for group in groups:
         boxes, together = {box for box, _ in group.slices}, [group]
-        apart = []
-        for island in found:
-            if island[0].isdisjoint(boxes):
-                apart.append(island)
+        components = []
+        for component in found:
+            if component[0].isdisjoint(boxes):
+                components.append(component)
             else:
-                boxes |= island[0]
-                together += island[1]
-        found = [*apart, (boxes, together)]
+                boxes |= component[0]
+                together += component[1]
+        found = [*components, (boxes, together)]
     return sorted(tuple(sorted(together)) for _, together in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """What to plan. `pinned`: boxes (by id) whose GPUs may only be in groups of that phase. `excluded`: boxes that may
-    not be used. `price_weight`: how much of the objective a dollar per hour of used boxes and traffic costs; 0 leaves
-    the money out."""
+    """What to plan. `pinned`: boxes (by id) whose GPUs may only be in groups of that phase.
+    `excluded`: boxes that may not be used. `price_weight`: how much of the objective a dollar per
+    hour of used boxes and traffic costs; 0 leaves the money out."""
 
     cluster: Cluster
     services: tuple[Service, ...]
@@ -103,9 +105,9 @@ class Problem:
 class Score(NamedTuple):
     """What a solution is worth: `objective` orders solutions, higher is better.
 
-    `attainment`: the share of all requests expected to meet every deadline. `capacity`: the highest rate that the
-    replicas and links carry with the target share in time, over the rate that is asked for (`evaluator` has the
-    formula).
+    `attainment`: the share of all requests expected to meet every deadline. `capacity`: the highest
+    rate that the replicas and links carry with the target share in time, over the rate that is
+    asked for (`evaluator` has the formula).
     """
 
     objective: float
@@ -136,9 +138,10 @@ class ReplicaEstimate:
 class Proposal:
     """A plan of one service, and what is expected of it.
 
-    `score` is that of all services together, `attainment` the share of this one's requests that meet every deadline.
-    `limits` says what would have to grow for more traffic. `max_rate`: requests per second that keep the target share
-    in time; beyond it, queues grow. `tokens_s`: output tokens per second at the rate asked for, in time or not.
+    `score` is that of all services together, `attainment` the share of this one's requests that
+    meet every deadline. `limits` says what would have to grow for more traffic. `max_rate`:
+    requests per second that keep the target share in time; beyond it, queues grow. `tokens_s`:
+    output tokens per second at the rate asked for, in time or not.
     """
 
     plan: Plan
@@ -156,32 +159,40 @@ class Proposal:
 
 
 class Evaluator(Protocol):
-    """The lower level. All calls are pure and remember what they computed for a group or a pair of groups."""
+    """The lower level. All calls are pure and remember what they computed for a group or a pair of
+    groups."""
 
-    def holds(self, slices: tuple[Slice, ...], service: int) -> bool:
-        """Whether these GPUs have the memory for the model and some KV, in a shape that can be run. Cheap."""
+    def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
+        """Whether these GPUs have the memory for the model and some KV, in a shape that can be run.
+        Cheap."""
         ...
 
-    def rates(self, group: Group, crowd: int) -> tuple[float, float]:
-        """Requests per second that a group reads and writes in time when it does nothing else, as one of `crowd` alike;
-        0 for what its phase leaves out, and (0, 0) where it does not hold the model."""
+    def max_rates(self, group: Group, replicas: int) -> tuple[float, float]:
+        """Requests per second that a group reads and writes in time when it does nothing else, as
+        one of `replicas` alike; 0 for what its phase leaves out, and (0, 0) where it does not hold
+        the model."""
         ...
 
-    def earnings(self, apart: Sequence[Island], crowds: Sequence[Crowd]) -> NDArray[np.float64]:
-        """What each of these can make at some prices of reading and writing requests (`promise`), in requests per
-        second [island, service, level, part]; `crowds` [service]."""
+    def component_values(
+        self, components: Sequence[Component], phase_counts: Sequence[PhaseCounts]
+    ) -> NDArray[np.float64]:
+        """What each of these can make at some prices of reading and writing requests
+        (`upper_bound`), in requests per second [island, service, level, part]; `phase_counts`
+        [service]."""
         ...
 
-    def part(self, problem: Problem) -> Evaluator:
-        """An evaluator for some of the boxes and services, at other rates; it may use what this one remembers."""
+    def for_subproblem(self, problem: Problem) -> Evaluator:
+        """An evaluator for some of the boxes and services, at other rates; it may use what this one
+        remembers."""
         ...
 
     def score(self, solution: Solution) -> Score:
         """Parallel configurations, orchestration (linear programme) and the expected attainment."""
         ...
 
-    def promise(self, solution: Solution) -> float:
-        """About the most that `score(solution).objective` can be, and much cheaper: to leave out what will not win."""
+    def upper_bound(self, solution: Solution) -> float:
+        """About the most that `score(solution).objective` can be, and much cheaper: to leave out
+        what will not win."""
         ...
 
     def propose(self, solution: Solution, *, epoch: int, version: int) -> tuple[Proposal, ...]:

@@ -1,4 +1,5 @@
-"""Deadlines as multiples of what one request takes alone, on A100s (ThunderServe section 5.1: SLO scale) or here."""
+"""Deadlines as multiples of what one request takes alone, on A100s (ThunderServe section 5.1: SLO
+scale) or here."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class SloScale(NamedTuple):
 
 
 def lone_a100s(model: ModelShape, context: int) -> tuple[int, StepTimes]:
-    """The fewest A100-80GB (1, 2, 4, 8) that hold the model and one request's context, and their step times. Raises
-    WorkloadError where eight are too few."""
+    """The fewest A100-80GB (1, 2, 4, 8) that hold the model and one request's context, and their
+    step times. Raises WorkloadError where eight are too few."""
     gpu = gpu_table().find(A100, Specs.MEASURED)
     for tp in (1, 2, 4, 8):
         stages = (StageHardware(gpu=gpu, tp=tp, layers=model.layers, link_gbps=NVLINK_GBPS),)
@@ -44,7 +45,8 @@ def scaled_slo(model: ModelShape, workload: Workload, scale: float, target: floa
 
 
 def slo_by(times: StepTimes, workload: Workload, multiple: SloScale) -> Slo:
-    """So many times what the workload's mean request takes alone on a replica with these step times."""
+    """So many times what the workload's mean request takes alone on a replica with these step
+    times."""
     prompt, output = round(workload.mean_prompt), max(2, round(workload.mean_output))
     ttft = times.prefill_s(prompt, workload.mean_pairs)
     decode = times.decode_line(1).run_s(1, prompt, output - 1)
@@ -60,8 +62,8 @@ def parse_slo(text: str, model: ModelShape, workload: Workload) -> Slo:
 
 
 def read_slo(text: str) -> Slo | SloScale:
-    """`5x`, or `ttft=2,tpot=0.1,e2e=60` in seconds (any of the three), both with `target=0.9` if wanted. Raises
-    WorkloadError with one line."""
+    """`5x`, or `ttft=2,tpot=0.1,e2e=60` in seconds (any of the three), both with `target=0.9` if
+    wanted. Raises WorkloadError with one line."""
     figures: dict[str, float] = {}
     scale: float | None = None
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -17,7 +17,8 @@ __all__ = ["KV_BITS", "Service", "Slo", "Workload", "WorkloadError"]
 Lengths = NDArray[np.int64]
 
 KV_BITS: Final[Mapping[str, float]] = {"raw": 16.0, "fp8": 8.1, "kv4": 4.5, "kivi4": 5.2}
-"""By codec: bits per element on the wire, all overhead included, as measured at heads of 128 (docs/codecs.md)."""
+"""By codec: bits per element on the wire, all overhead included, as measured at heads of 128
+(docs/codecs.md)."""
 
 
 class WorkloadError(ValueError):
@@ -28,8 +29,9 @@ class WorkloadError(ValueError):
 class Workload:
     """Requests as a sample of (prompt, output) tokens, drawn together, and their arrivals.
 
-    `rate` in requests per second; `arrival_cv` is the coefficient of variation of the times between arrivals: 1 for
-    Poisson, more where they come in bursts. `name` says where the lengths come from, for reports.
+    `rate` in requests per second; `arrival_cv` is the coefficient of variation of the times between
+    arrivals: 1 for Poisson, more where they come in bursts. `name` says where the lengths come
+    from, for reports.
     """
 
     name: str
@@ -70,8 +72,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Deadlines in seconds; a request meets the objective when it meets all of them. `target` is the share that
-    should (0.9: ninety of a hundred)."""
+    """Deadlines in seconds; a request meets the objective when it meets all of them. `target` is
+    the share that should (0.9: ninety of a hundred)."""
 
     ttft_s: float = inf
     tpot_s: float = inf
@@ -90,9 +92,10 @@ class Slo:
 class Service:
     """One model with its traffic, its deadlines, and how its KV travels.
 
-    `kv_bits` per element on the wire, all overhead included (kv4: 4.5, raw: 16). `decode_writes_first`: the first token
-    comes from the decode replica once the KV is there; else from the prefill replica, and what the KV takes on its way
-    counts between the first token and the second.
+    `kv_bits` per element on the wire, all overhead included (kv4: 4.5, raw: 16).
+    `decode_writes_first`: the first token comes from the decode replica once the KV is there; else
+    from the prefill replica, and what the KV takes on its way counts between the first token and
+    the second.
     """
 
     name: str

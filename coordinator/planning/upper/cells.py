@@ -1,4 +1,5 @@
-"""Large clusters in cells: boxes near each other, each cell a problem of its own with a share of the traffic."""
+"""Large clusters in cells: boxes near each other, each cell a problem of its own with a share of
+the traffic."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from dataclasses import replace
 from math import sqrt
 
 from ..model.problem import Group, Problem, Slice, Solution
-from .clustering import Part, all_of, dendrogram, held
-from .space import Space
+from .clustering import GpuSet, all_gpus, dendrogram, fits_somewhere
+from .search_space import SearchSpace
 
-__all__ = ["Cell", "cells_of"]
+__all__ = ["Cell", "split_into_cells"]
 
 
 class Cell:
@@ -40,14 +41,14 @@ class Cell:
         part = replace(service, workload=replace(service.workload, rate=service.workload.rate * share))
         return replace(self._whole, cluster=self._cluster, services=(part,), pinned=self._pinned, excluded=frozenset())
 
-    def outward(self, solution: Solution) -> list[Group]:
+    def to_cluster(self, solution: Solution) -> list[Group]:
         """A solution of the cell as groups of the whole."""
         return [
             Group(tuple(Slice(self.boxes[box], gpus) for box, gpus in group.slices), group.phase, self.service)
             for group in solution
         ]
 
-    def inward(self, solution: Solution) -> Solution:
+    def to_cell(self, solution: Solution) -> Solution:
         """The groups of a solution of the whole that lie in the cell and serve its service."""
         here = {box: number for number, box in enumerate(self.boxes)}
         return tuple(
@@ -59,22 +60,24 @@ class Cell:
         )
 
 
-def cells_of(space: Space, parts: Sequence[Part], size: int) -> list[Cell]:
-    """Each service's boxes, which it has alone, in cells of up to `size` GPUs (a box with more is a cell alone), by the
-    dendrogram: clusters grow while they fit. One that does not hold the model joins what it meets further up."""
+def split_into_cells(space: SearchSpace, parts: Sequence[GpuSet], size: int) -> list[Cell]:
+    """Each service's boxes, which it has alone, in cells of up to `size` GPUs (a box with more is a
+    cell alone), by the dendrogram: clusters grow while they fit. One that does not hold the model
+    joins what it meets further up."""
     found: list[Cell] = []
     for service, part in enumerate(parts):
         boxes = sorted(box for box, _ in part)
         clusters: dict[int, list[list[int]]] = {number: [[box]] for number, box in enumerate(boxes)}
         for merge, (one, two) in enumerate(dendrogram(space, boxes)):
             together = clusters.pop(one) + clusters.pop(two)
-            clusters[len(boxes) + merge] = _packed(space, together, size, service)
+            clusters[len(boxes) + merge] = _join_small(space, together, size, service)
         found.extend(Cell(space.problem, cell, service) for cells in clusters.values() for cell in cells)
     return found
 
 
-def _packed(space: Space, parts: list[list[int]], size: int, service: int) -> list[list[int]]:
-    """Parts joined, smallest first, as long as two fit in `size` or one of them does not hold the model."""
+def _join_small(space: SearchSpace, parts: list[list[int]], size: int, service: int) -> list[list[int]]:
+    """Parts joined, smallest first, as long as two fit in `size` or one of them does not hold the
+    model."""
 
     def gpus(part: list[int]) -> int:
         return sum(space.boxes[box].gpus for box in part)
@@ -82,7 +85,7 @@ def _packed(space: Space, parts: list[list[int]], size: int, service: int) -> li
     parts = sorted(parts, key=lambda part: (gpus(part), part))
     while len(parts) > 1:
         fits = gpus(parts[0]) + gpus(parts[1]) <= size
-        if not fits and held(space, all_of(space, parts[0]), service):
+        if not fits and fits_somewhere(space, all_gpus(space, parts[0]), service):
             break
         joined = sorted(parts[0] + parts[1])
         parts = sorted([*parts[2:], joined], key=lambda part: (gpus(part), part))

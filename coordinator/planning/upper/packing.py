@@ -1,14 +1,14 @@
-"""How to cut every box, or two boxes together, into replicas, and in which phases: for a whole cluster, where a search
-starts, or for some of its boxes beside what the others do.
+"""How to cut every box, or two boxes together, into replicas, and in which phases: for a whole
+cluster, where a search starts, or for some of its boxes beside what the others do.
 
-Each way to cut is a column: an island, which earns so many requests at prices of reading and writing them (`promise`).
-Columns add up, and the least of the sum over the prices is about what they can do together. So to choose among all cuts
-of a box, or of two boxes, is one minimum over an array; the best choice for one after the other, until none is better,
-takes a millisecond.
+Each way to cut is a column: an island, which earns so many requests at prices of reading and
+writing them (`upper_bound`). Columns add up, and the least of the sum over the prices is about what
+they can do together. So to choose among all cuts of a box, or of two boxes, is one minimum over an
+array; the best choice for one after the other, until none is better, takes a millisecond.
 
-It knows of links only what they let in and out of an island that has them for itself, and not who is at their other
-end. So it is asked many times, each time with earnings that are off by chance and at another level of prices, and the
-search goes on from the solutions with the real objective.
+It knows of links only what they let in and out of an island that has them for itself, and not who
+is at their other end. So it is asked many times, each time with earnings that are off by chance and
+at another level of prices, and the search goes on from the solutions with the real objective.
 """
 
 from __future__ import annotations
@@ -21,26 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...plan import Phase
-from ..lower.promise import LEVELS, PARTS
-from ..model.problem import Group, Island, Slice, Solution, closed, islands
-from .space import PHASES, Space, solution_of
+from ..lower.upper_bound import PREFILL_SHARES, TOTAL_PRICES
+from ..model.problem import Component, Group, Slice, Solution, connected_boxes, split_components
+from .search_space import PHASES, SearchSpace, make_solution
 
 __all__ = ["Packing"]
 
-MOST_PARTS: Final = 4
-"""Replicas in a box, at most: of more, all are of one size."""
-
-MIXED_CLASSES: Final = 4
-"""Classes of boxes up to which two unlike ones may share replicas: their pairs soon are more than is worth a look."""
-
 HEADROOM: Final = 0.1
 """What a rate of twice the one asked for is worth more than the rate itself."""
-
-MOST_RECUT: Final = 4
-"""Boxes that are cut anew at once, with all that share replicas with them."""
-
-MOST_NOISE: Final = 0.2
-"""By about how much their earnings may be off."""
 
 LEAST_GAIN: Final = 1e-9
 
@@ -49,7 +37,7 @@ Boxes = tuple[int, ...]
 Options = Mapping[Boxes, NDArray[np.intp]]
 
 
-class _Replica(NamedTuple):
+class _PackedReplica(NamedTuple):
     """GPUs of each of a column's boxes."""
 
     gpus: tuple[int, ...]
@@ -61,57 +49,65 @@ class _Column(NamedTuple):
     """One box, or two, of these classes, cut in this way."""
 
     classes: tuple[int, ...]
-    cut: tuple[_Replica, ...]
+    cut: tuple[_PackedReplica, ...]
 
 
 class Packing:
-    """The columns of one problem and what they carry. `crowd`: about how many replicas will share a queue."""
+    """The columns of one problem and what they carry. `sharing`: about how many replicas will share
+    a queue."""
 
-    def __init__(self, space: Space, crowd: int) -> None:
+    def __init__(self, space: SearchSpace, sharing: int) -> None:
         self._space = space
-        self._classes = _classes(space)
+        self._classes = _classify_boxes(space)
         singles = [(number,) for number in range(len(self._classes))]
         pairs = [
             (one, two)
             for one, two in combinations_with_replacement(range(len(self._classes)), 2)
-            if (len(self._classes[one]) > 1 if one == two else len(self._classes) <= MIXED_CLASSES)
+            if (len(self._classes[one]) > 1 if one == two else len(self._classes) <= space.settings.mixed_classes)
         ]
         self._columns = [
-            _Column(classes, cut) for classes in (*singles, *pairs) for cut in _cuts(space, self._members(classes))
+            _Column(classes, cut)
+            for classes in (*singles, *pairs)
+            for cut in _enumerate_cuts(space, self._example_boxes(classes))
         ]
-        self._crowds = [(crowd, crowd)] * len(space.problem.services)
+        self._phase_counts = [(sharing, sharing)] * len(space.problem.services)
         # and one more, of boxes that stay idle
-        earnings = space.evaluator.earnings([*(self._island(column) for column in self._columns), ()], self._crowds)
-        self._worth = np.ascontiguousarray(np.moveaxis(earnings, 2, 0))
-        usd = [sum(space.boxes[box].usd_per_hour for box in self._members(column.classes)) for column in self._columns]
+        component_values = space.evaluator.component_values(
+            [*(self._component(column) for column in self._columns), ()], self._phase_counts
+        )
+        self._worth = np.ascontiguousarray(np.moveaxis(component_values, 2, 0))
+        usd = [
+            sum(space.boxes[box].usd_per_hour for box in self._example_boxes(column.classes))
+            for column in self._columns
+        ]
         self._cost = np.array([*usd, 0.0]) * space.problem.price_weight
         self._any = self._options(PHASES)
         self._boxes = sorted({box for boxes in self._any for box in boxes})
         self._asked = np.array([service.workload.rate for service in space.problem.services])
 
     def start(self, rng: np.random.Generator, phases: Sequence[Phase] = PHASES, noise: Array | None = None) -> Solution:
-        """The best solution found, of replicas in these phases where pins leave the choice; with `noise` (a factor for
-        each column's worth) at some level of prices, without at the highest. Empty where no one or two boxes hold the
-        model."""
-        level = 0 if noise is None else int(rng.integers(len(LEVELS)))
+        """The best solution found, of replicas in these phases where pins leave the choice; with
+        `noise` (a factor for each column's worth) at some level of prices, without at the highest.
+        Empty where no one or two boxes hold the model."""
+        level = 0 if noise is None else int(rng.integers(len(TOTAL_PRICES)))
         options = self._any if phases is PHASES else self._options(phases)
-        return solution_of(self._chosen(rng, options, level, noise))
+        return make_solution(self._choose(rng, options, level, noise))
 
     def recut(self, solution: Solution, rng: np.random.Generator) -> Solution | None:
-        """A neighbour: one or two boxes, and those that share replicas with them, cut anew beside the others. None
-        where the draw finds too many boxes."""
+        """A neighbour: one or two boxes, and those that share replicas with them, cut anew beside
+        the others. None where the draw finds too many boxes."""
         if not self._boxes:
             return None
         many = min(len(self._boxes), 1 + int(rng.integers(2)))
-        inside = closed(solution, rng.choice(self._boxes, many, replace=False).tolist())
-        if len(inside) > MOST_RECUT:
+        inside = connected_boxes(solution, rng.choice(self._boxes, many, replace=False).tolist())
+        if len(inside) > self._space.settings.recut_boxes:
             return None
         rest = [group for group in solution if group.slices[0].box not in inside]
         options = {boxes: columns for boxes, columns in self._any.items() if inside.issuperset(boxes)}
-        level = int(rng.integers(len(LEVELS)))
-        noise = np.exp(rng.normal(0.0, rng.uniform(0.0, MOST_NOISE), self.columns))
-        others = self._space.evaluator.earnings(islands(rest), self._crowds).sum(axis=0)
-        return solution_of((*rest, *self._chosen(rng, options, level, noise, others)))
+        level = int(rng.integers(len(TOTAL_PRICES)))
+        noise = np.exp(rng.normal(0.0, rng.uniform(0.0, self._space.settings.recut_noise), self.columns))
+        others = self._space.evaluator.component_values(split_components(rest), self._phase_counts).sum(axis=0)
+        return make_solution((*rest, *self._choose(rng, options, level, noise, others)))
 
     @property
     def columns(self) -> int:
@@ -119,20 +115,21 @@ class Packing:
         return len(self._columns)
 
     def _options(self, phases: Sequence[Phase]) -> Options:
-        """The columns for each box and each two boxes, of replicas in these phases where pins leave the choice."""
+        """The columns for each box and each two boxes, of replicas in these phases where pins leave
+        the choice."""
         found: dict[Boxes, list[int]] = {}
         for number, column in enumerate(self._columns):
-            if all(self._may(column, replica, phases) for replica in column.cut):
-                for boxes in self._places(column):
+            if all(self._is_allowed(column, replica, phases) for replica in column.cut):
+                for boxes in self._matching_boxes(column):
                     found.setdefault(boxes, []).append(number)
         idle = len(self._columns)
         return {boxes: np.array([*columns, idle] if len(boxes) == 1 else columns) for boxes, columns in found.items()}
 
-    def _members(self, classes: Sequence[int]) -> list[int]:
+    def _example_boxes(self, classes: Sequence[int]) -> list[int]:
         """A box for each: two different ones of the same class."""
         return [self._classes[one][classes[:place].count(one)] for place, one in enumerate(classes)]
 
-    def _places(self, column: _Column) -> Iterator[Boxes]:
+    def _matching_boxes(self, column: _Column) -> Iterator[Boxes]:
         """The boxes that may be cut like this."""
         members = [self._classes[one] for one in column.classes]
         if len(members) == 1:
@@ -142,25 +139,26 @@ class Packing:
         else:
             yield from product(*members)
 
-    def _may(self, column: _Column, replica: _Replica, phases: Sequence[Phase]) -> bool:
+    def _is_allowed(self, column: _Column, replica: _PackedReplica, phases: Sequence[Phase]) -> bool:
         """Whether it is in one of these phases, or pins leave none of them."""
-        allowed = self._space.phases_of(_group(self._members(column.classes), replica).slices)
+        allowed = self._space.phases_of(_place_replica(self._example_boxes(column.classes), replica).slices)
         return replica.phase in phases or not set(phases) & set(allowed)
 
-    def _island(self, column: _Column) -> Island:
+    def _component(self, column: _Column) -> Component:
         """Of the first boxes that it is for."""
-        boxes = self._members(column.classes)
-        return tuple(sorted(_group(boxes, replica) for replica in column.cut))
+        boxes = self._example_boxes(column.classes)
+        return tuple(sorted(_place_replica(boxes, replica) for replica in column.cut))
 
-    def _chosen(
+    def _choose(
         self, rng: np.random.Generator, options: Options, level: int, noise: Array | None, others: Array | None = None
     ) -> list[Group]:
-        """The groups of the best columns found for these boxes, beside what `others` earn [service, level, part]."""
+        """The groups of the best columns found for these boxes, beside what `others` earn [service,
+        level, part]."""
         worth = self._worth[level] if noise is None else self._worth[level] * np.append(noise, 1.0)[:, None, None]
         beside = np.zeros(worth.shape[1:]) if others is None else others[:, level]
-        taken = _Choice(worth, self._cost, self._asked, options, beside, 1.0 - float(LEVELS[level])).climbed(rng)
+        taken = _Choice(worth, self._cost, self._asked, options, beside, 1.0 - float(TOTAL_PRICES[level])).climb(rng)
         return [
-            _group(boxes, replica)
+            _place_replica(boxes, replica)
             for boxes, number in taken
             if number < len(self._columns)
             for replica in self._columns[number].cut
@@ -170,9 +168,9 @@ class Packing:
 class _Choice:
     """A column for every box, or for two together, as good as changes of one or two boxes make it.
 
-    `worth` [column, service, part] and `cost` [column] (in objective) add up, beside what is worth `beside` [service,
-    part] and a share `apart` of what is asked for; `asked` is the rate of each service. `options`: the columns that may
-    be taken for each box and each two.
+    `worth` [column, service, part] and `cost` [column] (in objective) add up, beside what is worth
+    `beside` [service, part] and a share `apart` of what is asked for; `asked` is the rate of each
+    service. `options`: the columns that may be taken for each box and each two.
     """
 
     def __init__(self, worth: Array, cost: Array, asked: Array, options: Options, beside: Array, apart: float) -> None:
@@ -182,9 +180,10 @@ class _Choice:
         self._of: dict[int, Boxes] = {}
         self._total, self._spent = beside, 0.0
 
-    def climbed(self, rng: np.random.Generator) -> list[tuple[Boxes, int]]:
-        """What is taken in the end. In the beginning every box alone is cut as well as can be at some price."""
-        price = int(rng.integers(len(PARTS)))
+    def climb(self, rng: np.random.Generator) -> list[tuple[Boxes, int]]:
+        """What is taken in the end. In the beginning every box alone is cut as well as can be at
+        some price."""
+        price = int(rng.integers(len(PREFILL_SHARES)))
         for boxes, columns in self._options.items():
             if len(boxes) == 1:
                 self._take({boxes: int(columns[self._worth[columns, :, price].sum(axis=1).argmax()])})
@@ -196,18 +195,21 @@ class _Choice:
 
     def _sweep(self, places: Sequence[Boxes], rng: np.random.Generator) -> int:
         """How many of all these were cut anew."""
-        return sum(self._improved(places[n]) for n in rng.permutation(len(places)).tolist())
+        return sum(self._improve(places[n]) for n in rng.permutation(len(places)).tolist())
 
-    def _improved(self, boxes: Boxes) -> bool:
+    def _improve(self, boxes: Boxes) -> bool:
         """Cuts these anew if that is better; not where they are cut together with others."""
         inside = {self._of[box] for box in boxes if box in self._of}
         if any(box not in boxes for place in inside for box in place):
             return False
-        held = [self._taken[place] for place in inside]
-        rest, spent = self._total - self._worth[held].sum(axis=0), self._spent - self._cost[held].sum()
-        ways = [self._best(rest, spent, [(box,) for box in boxes])]
+        fits_somewhere = [self._taken[place] for place in inside]
+        rest, spent = (
+            self._total - self._worth[fits_somewhere].sum(axis=0),
+            self._spent - self._cost[fits_somewhere].sum(),
+        )
+        ways = [self._best_columns(rest, spent, [(box,) for box in boxes])]
         if len(boxes) > 1:
-            ways += [self._best(rest, spent, [pair]) for pair in (boxes, boxes[::-1]) if pair in self._options]
+            ways += [self._best_columns(rest, spent, [pair]) for pair in (boxes, boxes[::-1]) if pair in self._options]
         value, chosen = max(ways, key=lambda way: way[0])
         if value <= float(self._value(self._total, self._spent)) + LEAST_GAIN:
             return False
@@ -217,8 +219,11 @@ class _Choice:
         self._take(chosen)
         return True
 
-    def _best(self, worth: Array, cost: Array | float, places: Sequence[Boxes]) -> tuple[float, dict[Boxes, int]]:
-        """Of all columns for these, on top of what the others are worth; those that cannot be cut stay idle."""
+    def _best_columns(
+        self, worth: Array, cost: Array | float, places: Sequence[Boxes]
+    ) -> tuple[float, dict[Boxes, int]]:
+        """Of all columns for these, on top of what the others are worth; those that cannot be cut
+        stay idle."""
         places = [place for place in places if place in self._options]
         for place in places:
             columns = self._options[place]
@@ -242,7 +247,7 @@ class _Choice:
         return np.asarray((np.minimum(rates, 1.0) + HEADROOM * rates) @ self._weight - cost)
 
 
-def _classes(space: Space) -> list[list[int]]:
+def _classify_boxes(space: SearchSpace) -> list[list[int]]:
     """Usable boxes that are alike but for their links."""
     found: dict[object, list[int]] = {}
     for number in space.usable:
@@ -252,47 +257,47 @@ def _classes(space: Space) -> list[list[int]]:
     return list(found.values())
 
 
-def _group(boxes: Sequence[int], replica: _Replica) -> Group:
+def _place_replica(boxes: Sequence[int], replica: _PackedReplica) -> Group:
     slices = tuple(sorted(Slice(box, gpus) for box, gpus in zip(boxes, replica.gpus, strict=True)))
     return Group(slices, replica.phase, replica.service)
 
 
-def _cuts(space: Space, boxes: Sequence[int]) -> Iterator[tuple[_Replica, ...]]:
+def _enumerate_cuts(space: SearchSpace, boxes: Sequence[int]) -> Iterator[tuple[_PackedReplica, ...]]:
     """The ways to cut these: a single box in any sizes, two boxes in equal parts of both."""
     whole = tuple(space.boxes[box].gpus for box in boxes)
     for service in range(len(space.problem.services)):
-        for sizes in _sizes(space, boxes, whole, service):
+        for sizes in _part_sizes(space, boxes, whole, service):
             runs = [(size, sizes.count(size)) for size in sorted(set(sizes), reverse=True)]
             slices = tuple(Slice(box, 1) for box in sorted(boxes))
             phases = space.phases_of(slices)
             for chosen in product(*(combinations_with_replacement(phases, count) for _, count in runs)):
                 yield tuple(
-                    _Replica(size, phase, service)
+                    _PackedReplica(size, phase, service)
                     for (size, _), of_run in zip(runs, chosen, strict=True)
                     for phase in of_run
                 )
 
 
-def _sizes(
-    space: Space, boxes: Sequence[int], whole: tuple[int, ...], service: int
+def _part_sizes(
+    space: SearchSpace, boxes: Sequence[int], whole: tuple[int, ...], service: int
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Multisets of parts that each hold the model, and leave no GPU idle if they can."""
 
-    def holds(part: tuple[int, ...]) -> bool:
+    def can_hold(part: tuple[int, ...]) -> bool:
         slices = tuple(sorted(Slice(box, gpus) for box, gpus in zip(boxes, part, strict=True)))
-        return space.holds(slices, service)
+        return space.can_hold(slices, service)
 
     if len(boxes) > 1:
         for parts in (1, 2):
             part = tuple(gpus // parts for gpus in whole)
-            exact = all(gpus % (parts * space.units[box]) == 0 for gpus, box in zip(whole, boxes, strict=True))
-            if exact and holds(part):
+            exact = all(gpus % (parts * space.gpu_units[box]) == 0 for gpus, box in zip(whole, boxes, strict=True))
+            if exact and can_hold(part):
                 yield (part,) * parts
         return
-    unit = space.units[boxes[0]]
-    shares = [share for share in range(unit, whole[0] + 1, unit) if holds((share,))]
+    unit = space.gpu_units[boxes[0]]
+    shares = [share for share in range(unit, whole[0] + 1, unit) if can_hold((share,))]
     for sizes in _partitions(whole[0], shares):
-        if len(sizes) <= MOST_PARTS or len(set(sizes)) == 1:
+        if len(sizes) <= space.settings.box_parts or len(set(sizes)) == 1:
             yield tuple((size,) for size in sizes)
 
 

@@ -1,7 +1,7 @@
 """The upper level: which GPUs form replicas, and what those do.
 
-A small cluster is searched as a whole. A large one is searched in cells of boxes that are near each other, each with
-its share of the traffic; their solutions together are one of the whole.
+A small cluster is searched as a whole. A large one is searched in cells of boxes that are near each
+other, each with its share of the traffic; their solutions together are one of the whole.
 """
 
 from __future__ import annotations
@@ -14,47 +14,28 @@ import numpy as np
 
 from ...plan import Phase
 from ..model.problem import Evaluator, Group, Problem, Score, Solution
-from .cells import Cell, cells_of
-from .clustering import Part, all_of, colocated_starts
-from .judge import Improvement, Judge, Progress, never
-from .owners import parts_of
+from .cells import Cell, split_into_cells
+from .clustering import GpuSet, all_gpus, colocated_starts
 from .packing import Packing
-from .space import Space, solution_of
-from .tabu import flip_climb, tabu
+from .scorer import Improvement, Progress, Scorer, never
+from .search_space import SearchSpace, make_solution
+from .seed_assignment import assign_gpus
+from .settings import SearchSettings
+from .tabu import climb_by_flips, tabu_search
 
-__all__ = ["Progress", "SearchResult", "cuts", "search"]
+__all__ = ["Progress", "SearchResult", "phase_cuts", "search"]
 
-CELL_GPUS: Final = 32
-"""Clusters with more than twice as many GPUs are searched in cells of up to this size."""
-
-STEPS_PER_GPU: Final = 12
-LEAST_STEPS: Final = 400
-"""By default: so many for each GPU, and so many at least."""
+DEFAULTS: Final = SearchSettings()
 
 ANYTIME: Final = 10**7
 """Steps where time is what ends a search."""
 
-FIRST_PASS: Final = 0.2
-"""The part of the steps that the cells' first pass takes, which finds out what each can carry."""
-
-PACKINGS: Final = 10
-"""Starts by what boxes earn (`Packing`), all but the first with earnings that are off by chance; fewer where steps are
-few."""
-
-NOISE: Final = 0.1
-"""By about how much."""
-
-AWAY: Final = 0.01
-"""The part of the time that a rented box is taken to be away, and with it all replicas that it has a part of."""
-
-CUTS: Final = 12
-"""Places tried where replicas, ordered by what their cards are good at, change from prefill to decode."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """`colocated`: the best solution found with all replicas mixed (as far as pins let them), which `solution` is never
-    worse than. `steps`: see `Judge`. `history`: each new best objective with the step it came at."""
+    """`colocated`: the best solution found with all replicas mixed (as far as pins let them), which
+    `solution` is never worse than. `steps`: see `Scorer`. `history`: each new best objective with
+    the step it came at."""
 
     solution: Solution
     score: Score
@@ -88,90 +69,100 @@ def search(
     spent: Callable[[], bool] = never,
     start: Solution | None = None,
     progress: Progress | None = None,
-    limit: int | None = None,
+    settings: SearchSettings = DEFAULTS,
     anytime: bool = False,
 ) -> SearchResult:
-    """The best solution found in `limit` steps (default: by the size of the cluster), or until `spent()`.
+    """The best solution found in `settings.steps` steps, or until `spent()`.
 
-    `anytime`: a cluster that is searched as a whole is searched until then, however many steps that takes.
+    `start`: the running solution, which is then one of those that the search begins at. `progress`
+    is called after each evaluation. `anytime`: a cluster that is searched as a whole is searched
+    until `spent()`, however many steps that takes.
 
-    `start`: the running solution, from which the search then begins as well.
-    The same arguments give the same result, unless time ends the search. Raises NoPlan where there is no solution.
+    The same arguments give the same result, unless time ends the search. Raises NoPlan where there
+    is no solution.
     """
-    space = Space.of(problem, evaluator)
+    space = SearchSpace.of(problem, evaluator, settings)
     means = _Means(rng=rng, spent=spent, progress=progress)
-    steps = max(LEAST_STEPS, STEPS_PER_GPU * space.gpus) if limit is None else limit
-    if space.gpus <= 2 * CELL_GPUS:
-        return _small(space, parts_of(space), start, ANYTIME if anytime else steps, means)
-    return _large(space, cells_of(space, parts_of(space, boxes_whole=True), CELL_GPUS), start, steps, means)
+    steps = settings.steps_for(space.gpus)
+    if space.gpus <= 2 * settings.cell_gpus:
+        return _search_whole(space, assign_gpus(space), start, ANYTIME if anytime else steps, means)
+    return _search_cells(
+        space, split_into_cells(space, assign_gpus(space, boxes_whole=True), settings.cell_gpus), start, steps, means
+    )
 
 
-def _small(space: Space, parts: Sequence[Part], running: Solution | None, limit: int, means: _Means) -> SearchResult:
-    """All of it at once: colocated solutions in several sizes, each with its phases set one group at a time, and tabu
-    search from the best of those."""
-    judge = Judge(space, limit=limit, spent=means.spent, progress=means.progress)
+def _search_whole(
+    space: SearchSpace, parts: Sequence[GpuSet], running: Solution | None, limit: int, means: _Means
+) -> SearchResult:
+    """All of it at once: colocated solutions in several sizes, each with its phases set one group
+    at a time, and tabu search from the best of those."""
+    scorer = Scorer(space, limit=limit, spent=means.spent, progress=means.progress)
     plain = list(colocated_starts(space, parts))
     packing = Packing(space, max(1, len(plain[0]) // 2))
-    colocated = max({*plain, packing.start(means.rng, (Phase.MIXED,))} - {()}, key=judge.objective)
-    cut = judge.leader(list(cuts(space, colocated)))
-    starts = [running or (), colocated, cut[1] if cut else (), *_packings(judge, packing, means.rng)]
-    best = max(sorted({*starts} - {()}), key=judge.objective)
-    tabu(judge, packing, flip_climb(judge, space, best), means.rng)
-    return _result(judge, colocated)
+    colocated = max({*plain, packing.start(means.rng, (Phase.MIXED,))} - {()}, key=scorer.objective)
+    cut = scorer.find_best_above(list(phase_cuts(space, colocated)))
+    starts = [running or (), colocated, cut[1] if cut else (), *_packing_starts(scorer, packing, means.rng)]
+    best = max(sorted({*starts} - {()}), key=scorer.objective)
+    tabu_search(scorer, packing, climb_by_flips(scorer, space, best), means.rng)
+    return _make_result(scorer, colocated)
 
 
-def _packings(judge: Judge, packing: Packing, rng: np.random.Generator) -> list[Solution]:
-    """Starts by earnings: as they are, off by chance, and off by less from those of the best one so far."""
+def _packing_starts(scorer: Scorer, packing: Packing, rng: np.random.Generator) -> list[Solution]:
+    """Packings by the values of their columns: by those as they are, by values with noise, and by
+    values with less noise around those of the best packing so far."""
+    noise_of = scorer.space.settings.packing_noise
     best, level = np.zeros(packing.columns), float("-inf")
     found: list[Solution] = []
-    many = max(2, min(PACKINGS, judge.limit // 2))
+    many = max(2, min(scorer.space.settings.packings, scorer.limit // 2))
     for place in range(many):
-        spread = 0.0 if place == 0 else 2.0 * NOISE if place < many / 2 else NOISE
+        spread = 0.0 if place == 0 else 2.0 * noise_of if place < many / 2 else noise_of
         near = best if place >= many / 2 else 0.0
         noise = near + rng.normal(0.0, spread, packing.columns)
         start = packing.start(rng, noise=np.exp(noise))
         if start:
             found.append(start)
-            if judge.objective(start) > level:
-                best, level = noise, judge.objective(start)
-        if judge.over():
+            if scorer.objective(start) > level:
+                best, level = noise, scorer.objective(start)
+        if scorer.is_exhausted():
             break
     return found
 
 
-def _large(
-    space: Space,
+def _search_cells(
+    space: SearchSpace,
     cells: list[Cell],
     running: Solution | None,
     limit: int,
     means: _Means,
 ) -> SearchResult:
-    """Twice over all cells: a first look with shares of the traffic by what their cards are on paper, then the search
-    with shares by what they were found to carry."""
+    """Twice over all cells: a first look with shares of the traffic by what their cards are on
+    paper, then the search with shares by what they were found to carry."""
     rates = [cell.power for cell in cells]
-    found = [cell.inward(running) if running else () for cell in cells]
+    found = [cell.to_cell(running) if running else () for cell in cells]
     colocated: list[Solution] = [()] * len(cells)
     done = 0
-    for part in (FIRST_PASS, 1.0 - FIRST_PASS):
+    for part in (space.settings.first_pass, 1.0 - space.settings.first_pass):
         shares = _shares(cells, rates)
         for place, cell in enumerate(cells):
             problem = cell.problem(shares[place])
-            inner = Space.of(problem, space.evaluator.part(problem))
+            inner = SearchSpace.of(problem, space.evaluator.for_subproblem(problem), space.settings)
             steps = round(limit * part * inner.gpus / space.gpus)
-            result = _small(inner, [all_of(inner, inner.usable)], found[place], steps, means.after(done, limit))
+            result = _search_whole(
+                inner, [all_gpus(inner, inner.usable)], found[place], steps, means.after(done, limit)
+            )
             done += result.steps
             found[place], colocated[place] = result.solution, result.colocated
             rates[place] = result.score.capacity * problem.services[0].workload.rate
-    judge = Judge(space, limit=limit)
+    scorer = Scorer(space, limit=limit)
     together = [
-        solution_of(group for cell, inner in zip(cells, parts, strict=True) for group in cell.outward(inner))
+        make_solution(group for cell, inner in zip(cells, parts, strict=True) for group in cell.to_cluster(inner))
         for parts in (colocated, found)
     ]
     for solution in together:
-        judge.score(solution)
+        scorer.score(solution)
     if running:
-        judge.score(running)
-    whole = _result(judge, together[0])
+        scorer.score(running)
+    whole = _make_result(scorer, together[0])
     return replace(whole, steps=done + whole.steps)
 
 
@@ -183,31 +174,32 @@ def _shares(cells: list[Cell], rates: list[float]) -> list[float]:
     return [rate / totals[cell.service] for cell, rate in zip(cells, rates, strict=True)]
 
 
-def _result(judge: Judge, colocated: Solution) -> SearchResult:
-    plain = judge.score(colocated)
-    solution = judge.sturdiest(plain.objective, AWAY)
+def _make_result(scorer: Scorer, colocated: Solution) -> SearchResult:
+    plain = scorer.score(colocated)
+    solution = scorer.pick_most_robust(plain.objective, scorer.space.settings.box_away)
     return SearchResult(
         solution=solution,
-        score=judge.score(solution),
+        score=scorer.score(solution),
         colocated=colocated,
         colocated_score=plain,
-        steps=judge.steps,
-        history=tuple(judge.history),
+        steps=scorer.steps,
+        history=tuple(scorer.history),
     )
 
 
-def cuts(space: Space, start: Solution) -> Iterator[Solution]:
-    """Groups in the order of compute over memory bandwidth: those before a cut prefill, those behind it decode. Pinned
-    groups stay as they are."""
+def phase_cuts(space: SearchSpace, start: Solution) -> Iterator[Solution]:
+    """Groups in the order of compute over memory bandwidth: those before a cut prefill, those
+    behind it decode. Pinned groups stay as they are."""
 
     def leaning(group: Group) -> float:
         cards = [(space.boxes[box].gpu, count) for box, count in group.slices]
         return sum(gpu.tflops * n for gpu, n in cards) / sum(gpu.memory_gbps * n for gpu, n in cards)
 
+    many = space.settings.phase_cuts
     order = sorted(start, key=lambda group: (-leaning(group), group))
-    for cut in sorted({round(len(order) * place / (CUTS + 1)) for place in range(1, CUTS + 1)}):
+    for cut in sorted({round(len(order) * place / (many + 1)) for place in range(1, many + 1)}):
         wanted = [Phase.PREFILL] * cut + [Phase.DECODE] * (len(order) - cut)
-        yield solution_of(
+        yield make_solution(
             group._replace(phase=phase) if phase in space.phases_of(group.slices) else group
             for group, phase in zip(order, wanted, strict=True)
         )

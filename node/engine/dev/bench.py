@@ -41,12 +41,13 @@ from ....coordinator.profile import LatencyProfile, PhaseFit, StepSample
 from ....coordinator.profile_fit import SampleBook, fit
 from ....kvtransport.dev.bench import open_plain_link
 from ....kvtransport.errors import TransferError
-from ...models import Model, ModelError, open_model
-from ...replica.engine_link import EngineError, fork_server_command, open_fork_server
+from ...models import ModelError, OpenedModel, open_model
+from ...replica.engine_link import EngineError
+from ...replica.fork_server import fork_server_command, open_fork_server
 from .. import protocol
 from ..gpus import has_gpu
-from ..logfile import redirect_output
-from ..transfers.pacing import PREFILLS_ENOUGH
+from ..process import redirect_output
+from ..settings import TransferSettings
 from ..trials.random_model import ONE_BILLION, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
 from .bench_transfers import BesideTransfer, HandOff, TransferBench
@@ -55,7 +56,7 @@ THREADS: Final = 1
 LATER_ENGINES: Final = 3
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 64, 128
 TTFT_PROMPT: Final = 256
-TRIES: Final = 2 * PREFILLS_ENOUGH + 1  # hand-overs of both kinds, and a first that warms everything
+TRIES: Final = 2 * TransferSettings().prefills_enough + 1  # hand-overs of both kinds, and a first that warms everything
 STEP_PROMPT, STEP_TOKENS = 32, 65
 STEP_TIMES: Final = 3  # as many pairs: the smallest difference of all, and what else the machine does is in it
 # Batches for the profile: (requests, prompt tokens of each)
@@ -64,7 +65,7 @@ SWEEP_TOKENS: Final = 24
 GPU_KV_CACHE_MIB: Final = 768  # of each engine: five share the card; 24,576 positions of the random model
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
+class EnginePair(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement of both, in the unit of the figure."""
 
     ours: float
@@ -74,11 +75,11 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
     """When both came, from when the request was made."""
 
-    first: Pair
-    second: Pair
+    first: EnginePair
+    second: EnginePair
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class EngineBenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """All figures, what they were computed from, and the profile of our engine's own steps."""
 
     model: str
@@ -91,10 +92,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     handoff_link_ratio_4000: float
     step_beside_transfer_ratio: float
     handoff_tokens: int
-    throughput_tokens_s: list[Pair]
-    ttft_ms: list[Pair]
-    second_token_ms: list[Pair]
-    step_ms: list[Pair]
+    throughput_tokens_s: list[EnginePair]
+    ttft_ms: list[EnginePair]
+    second_token_ms: list[EnginePair]
+    step_ms: list[EnginePair]
     handoff_bytes_s: list[HandOff]
     step_receiving_ms: list[BesideTransfer]
     step_sending_ms: list[BesideTransfer]
@@ -115,7 +116,7 @@ class PlainEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from ..scratch import own_temporary_folder
-        from ..vllm.process import engine_arguments
+        from ..vllm.arguments import engine_arguments
 
         torch.set_num_threads(config.threads)
         arguments = _with_same_graphs(config, engine_arguments(config))
@@ -150,7 +151,7 @@ class PlainEngine:
 
 def _with_same_graphs(config: protocol.EngineConfig, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the CUDA graphs that vLLM leaves to an engine of ours, whose connector has a say in it."""
-    from ..vllm.process import device_kind, stage_config
+    from ..vllm.arguments import device_kind, stage_config
 
     if device_kind() == "cpu":
         return arguments
@@ -175,12 +176,12 @@ class Bench:
 
     async def _pairs(
         self, ours: Callable[[], Awaitable[float]], vllm: Callable[[], float], times: int = 1
-    ) -> list[Pair]:
+    ) -> list[EnginePair]:
         await ours()  # both warm
         vllm()
-        return [Pair(ours=await ours(), vllm=vllm()) for _ in range(times * self._repeats)]
+        return [EnginePair(ours=await ours(), vllm=vllm()) for _ in range(times * self._repeats)]
 
-    async def throughput(self, engine: TrialEngine) -> list[Pair]:
+    async def throughput(self, engine: TrialEngine) -> list[EnginePair]:
         """Tokens per second of many requests that come at once."""
 
         async def ours() -> float:
@@ -221,11 +222,13 @@ class Bench:
         for _ in range(TRIES + self._repeats):
             first, second = zip(await ours(), vllm(), strict=True)
             pairs.append(
-                FirstTokens(first=Pair(ours=first[0], vllm=first[1]), second=Pair(ours=second[0], vllm=second[1]))
+                FirstTokens(
+                    first=EnginePair(ours=first[0], vllm=first[1]), second=EnginePair(ours=second[0], vllm=second[1])
+                )
             )
         return pairs[TRIES:]
 
-    async def step(self, head: TrialEngine) -> list[Pair]:
+    async def step(self, head: TrialEngine) -> list[EnginePair]:
         """Milliseconds per token of one request."""
 
         async def ours() -> float:
@@ -249,7 +252,7 @@ class Bench:
         return [sample for told in engine.iterations for sample in told.samples]
 
 
-async def run(model: Model, repeats: int, config: protocol.EngineConfig) -> Report:
+async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -> EngineBenchReport:
     """Start the engines and measure. Raises ModelError, EngineError, TransferError, OSError."""
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "engine.log"
@@ -281,7 +284,7 @@ async def run(model: Model, repeats: int, config: protocol.EngineConfig) -> Repo
             sending = await transfers.steps(first, STEP_TOKENS, repeats)
             book = SampleBook()
             book.add(samples)
-            return Report(
+            return EngineBenchReport(
                 model=model.info.name,
                 engine=first.ready.engine,
                 throughput_ratio_32=statistics.median(pair.ours / pair.vllm for pair in throughput),
@@ -309,17 +312,17 @@ async def run(model: Model, repeats: int, config: protocol.EngineConfig) -> Repo
             )
 
 
-def _added(pairs: Sequence[Pair]) -> float:
+def _added(pairs: Sequence[EnginePair]) -> float:
     return statistics.median(pair.ours - pair.vllm for pair in pairs)
 
 
-def table(report: Report) -> str:
+def table(report: EngineBenchReport) -> str:
     """For people."""
 
     def line(what: str, figure: str, target: str, beside: str) -> str:
         return f"{what:32} {figure:>9}  {target:>8}   {beside}"
 
-    def both(pairs: Sequence[Pair], unit: str) -> str:
+    def both(pairs: Sequence[EnginePair], unit: str) -> str:
         ours, vllm = (statistics.median(getattr(pair, name) for pair in pairs) for name in ("ours", "vllm"))
         return f"ours {ours:.1f}, vLLM {vllm:.1f} {unit}"
 
@@ -346,14 +349,14 @@ def table(report: Report) -> str:
     )
 
 
-def _rates(report: Report) -> str:
+def _rates(report: EngineBenchReport) -> str:
     kv, link = (
         statistics.median(getattr(pair, name) / 1e9 for pair in report.handoff_bytes_s) for name in ("kv", "link")
     )
     return f"{report.handoff_tokens} tokens of KV at {kv:.2f} GB/s, plain bytes {link:.2f} GB/s"
 
 
-def _beside(report: Report) -> str:
+def _beside(report: EngineBenchReport) -> str:
     def medians(pairs: Sequence[BesideTransfer]) -> str:
         alone, beside = (statistics.median(getattr(pair, name) for pair in pairs) for name in ("alone", "beside"))
         return f"{beside:.1f} ms, alone {alone:.1f}"
@@ -383,7 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
-    report: Report | None = None
+    report: EngineBenchReport | None = None
     on_gpu = has_gpu()
     config = protocol.EngineConfig(model="", threads=THREADS, kv_cache_mib=GPU_KV_CACHE_MIB if on_gpu else None)
     try:

@@ -1,14 +1,21 @@
-"""Which request computes how many positions in each step: continuous batching with chunked prefill, as vLLM does it.
+"""Continuous batching with chunked prefill and preemption, as vLLM does it: who computes what in
+each step.
 
-Pure: no clock, no sockets. A request has `known` tokens, its prompt and what it has written; once the KV of all of them
-is there, the step writes one more. KV memory is counted in blocks; those of a request whose KV is being sent stay in
-use after its end, until its transfer has ended. Each step is filled in this order:
+Pure: no clock, no sockets. A request has `known` tokens, its prompt and those it has generated; the
+step that computes the last of them generates one more. KV memory is counted in blocks. A request
+whose KV is being sent keeps its blocks after its end, until the transfer has ended. A step is
+filled in this order:
 
-1. running requests, oldest first. Where blocks run out the youngest loses all of its own and starts again later; the
-   only one left takes those of requests that wait with KV from elsewhere;
-2. waiting requests, oldest first, as long as the token budget and the places last, all known tokens of the next one
-   fit, and none has just lost its blocks. One whose KV comes from another engine gets its blocks, if those that others
-   still need for their prompts are left, and waits aside until it has come.
+1. Running requests, oldest first. When blocks run out the youngest is preempted: it loses all of
+   its own and is computed again later. The only one left takes the blocks of waiting requests that
+   have received KV.
+2. Waiting requests, oldest first, while the token budget and the places last, all known tokens of
+   the next one fit, and none has just been preempted. One whose KV another engine computes gets its
+   blocks, if enough are left for the prompts that others still have to compute, and waits until the
+   KV has come.
+
+The simulator (`sims/engine`) takes many steps at once in closed form and therefore has a scheduler
+of its own; a test runs both on random requests and compares them step by step.
 """
 
 from __future__ import annotations
@@ -25,55 +32,55 @@ __all__ = ["Batch", "BatchedRequest", "Batcher", "ScheduledTokens", "step_s"]
 
 @dataclass(slots=True, eq=False)
 class BatchedRequest:
-    """A request: `prompt` tokens, of which the KV of the first `external` comes from elsewhere, and at most `wanted` to
-    be written."""
+    """A request of `prompt` tokens and at most `max_tokens` to generate; the KV of its first
+    `external` tokens comes from another engine."""
 
     request: str
     prompt: int
-    wanted: int
+    max_tokens: int
     external: int = 0
-    sends: bool = False  # its KV is being sent to another engine: its blocks stay until `Batcher.sent`
-    written: int = 0
-    computed: int = 0  # positions whose KV is here
+    sends_kv: bool = False  # its KV is being sent: its blocks stay until `Batcher.release_sent`
+    generated: int = 0
+    computed: int = 0  # tokens whose KV is here
     blocks: int = 0
-    arrived: int = 0  # of the external positions
+    received: int = 0  # external tokens whose KV has come
 
     @property
     def known(self) -> int:
-        """Tokens so far."""
-        return self.prompt + self.written
+        """Tokens so far: the prompt and those generated."""
+        return self.prompt + self.generated
 
     @property
-    def done(self) -> bool:
-        """Whether it has all its tokens."""
-        return self.written >= self.wanted
+    def is_done(self) -> bool:
+        """Whether it has generated all its tokens."""
+        return self.generated >= self.max_tokens
 
 
 class ScheduledTokens(NamedTuple):
-    """What a step computes of a request: `tokens` positions from `first` on."""
+    """What a step computes of a request: `tokens` tokens from position `first` on."""
 
     sequence: BatchedRequest
     first: int
     tokens: int
 
     @property
-    def writes(self) -> bool:
-        """Whether the step writes a token of it."""
+    def generates(self) -> bool:
+        """Whether the step generates a token of it."""
         return self.first + self.tokens == self.sequence.known
 
 
 class Batch(NamedTuple):
-    """One step, and what came about while it was made up: `admitted` requests now have room for KV from elsewhere,
-    `preempted` ones have lost theirs."""
+    """One step: what is computed, and by name the requests that now have blocks for their external
+    KV (`admitted`) or have lost all of their blocks (`preempted`)."""
 
-    pieces: tuple[ScheduledTokens, ...]
+    scheduled: tuple[ScheduledTokens, ...]
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
 
     def sample(self, seconds: float) -> StepSample:
-        """What it computes; one position of a request counts as decoding."""
-        chunks = [piece.tokens for piece in self.pieces if piece.tokens > 1]
-        contexts = [piece.first for piece in self.pieces if piece.tokens == 1]
+        """The step as a sample for the profiler; one token of a request counts as decode."""
+        chunks = [entry.tokens for entry in self.scheduled if entry.tokens > 1]
+        contexts = [entry.first for entry in self.scheduled if entry.tokens == 1]
         return StepSample(
             seconds=seconds,
             prefill_requests=len(chunks),
@@ -83,11 +90,11 @@ class Batch(NamedTuple):
         )
 
 
-def step_s(times: StepTimes, pieces: tuple[ScheduledTokens, ...]) -> float:
-    """How long a step over these takes."""
+def step_s(times: StepTimes, scheduled: tuple[ScheduledTokens, ...]) -> float:
+    """Modelled seconds of a step."""
     tokens = requests = context = 0
     pairs = 0.0
-    for _, first, count in pieces:
+    for _, first, count in scheduled:
         if count == 1:
             requests, context = requests + 1, context + first
         else:
@@ -99,9 +106,8 @@ def step_s(times: StepTimes, pieces: tuple[ScheduledTokens, ...]) -> float:
 
 @final
 class Batcher:
-    """All requests of an engine with so many blocks of KV memory.
-
-    `max_tokens` are computed in a step, for at most `max_requests` requests.
+    """All requests of an engine with `blocks` blocks of KV memory; a step computes at most
+    `max_tokens` tokens of at most `max_requests` requests.
     """
 
     def __init__(self, *, blocks: int, block_size: int, max_tokens: int, max_requests: int) -> None:
@@ -112,8 +118,8 @@ class Batcher:
         self._free = blocks
         self._running: list[BatchedRequest] = []
         self._waiting: deque[BatchedRequest] = deque()
-        self._aside: dict[str, BatchedRequest] = {}  # they have blocks, and wait for KV
-        self._sending: set[BatchedRequest] = set()  # they are over, and have blocks whose KV is being sent
+        self._awaiting_kv: dict[str, BatchedRequest] = {}  # have blocks, and wait for external KV
+        self._sending: set[BatchedRequest] = set()  # have ended; their KV is still being sent
 
     def __repr__(self) -> str:
         counts = f"{self.running} running, {self.waiting} waiting, {len(self._sending)} sending"
@@ -121,70 +127,73 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        """Requests that compute in every step."""
+        """Requests that are computed in every step."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests that do not yet, or not at present."""
-        return len(self._waiting) + len(self._aside)
+        """Requests that are not computed yet, or not at present."""
+        return len(self._waiting) + len(self._awaiting_kv)
 
     @property
-    def unread_tokens(self) -> int:
-        """Of prompts that are to be read here, as long as nothing is written."""
-        everyone = (*self._running, *self._aside.values(), *self._waiting)
-        return sum(sequence.prompt - sequence.external for sequence in everyone if not sequence.written)
+    def pending_prefill_tokens(self) -> int:
+        """Prompt tokens to be computed here, of the requests that have not generated any token."""
+        everyone = (*self._running, *self._awaiting_kv.values(), *self._waiting)
+        return sum(sequence.prompt - sequence.external for sequence in everyone if not sequence.generated)
 
     @property
     def free_tokens(self) -> int:
-        """Positions for which there are free blocks."""
+        """Tokens for which there are free blocks."""
         return self._free * self.block_size
 
-    def limit(self, tokens: int) -> None:
-        """A step computes so many at most, but no fewer than may decode at once; 0: as many as at first."""
+    def limit_step(self, tokens: int) -> None:
+        """Lower the token budget of a step, but not below the requests that may decode at once; 0
+        restores it."""
         self._step_tokens = min(self._max_tokens, max(tokens, self._max_requests)) if tokens else self._max_tokens
 
     def add(self, sequence: BatchedRequest) -> None:
-        """A new request."""
+        """Queue a new request."""
         self._waiting.append(sequence)
 
     def remove(self, request: str) -> None:
-        """Forget a request, whatever its state; one that is not known is no matter. KV that is being sent stays."""
-        held = [*self._running, *self._aside.values(), *self._waiting]
+        """Forget a request in any state, also one that is not known. KV that is being sent
+        stays."""
+        held = [*self._running, *self._awaiting_kv.values(), *self._waiting]
         found = next((each for each in held if each.request == request), None)
         if found is None:
             return
         if found in self._running:
             self._running.remove(found)
-        elif self._aside.pop(request, None) is None:
+        elif self._awaiting_kv.pop(request, None) is None:
             self._waiting.remove(found)
-        self._end(found)
+        self._finish(found)
 
-    def sent(self, sequence: BatchedRequest) -> None:
-        """The transfer of its KV has ended, in whatever way: its blocks are free as soon as it is over."""
-        sequence.sends = False
+    def release_sent(self, sequence: BatchedRequest) -> None:
+        """The transfer of its KV has ended, delivered or not: its blocks are free once the request
+        has ended."""
+        sequence.sends_kv = False
         if sequence in self._sending:
             self._sending.remove(sequence)
             self._release(sequence)
 
-    def arrived(self, request: str, tokens: int) -> None:
-        """The KV of the first `tokens` positions has come for a request, and no more will: none of it for one that has
-        no room yet."""
-        sequence = self._aside.pop(request, None)
+    def receive_kv(self, request: str, tokens: int) -> None:
+        """The KV of the first `tokens` tokens has come for a request, and no more will. One without
+        blocks yet received none of it and computes its whole prompt."""
+        sequence = self._awaiting_kv.pop(request, None)
         if sequence is None:
             sequence = next((each for each in self._waiting if each.request == request), None)
             if sequence is not None:
                 sequence.external = 0
             return
-        sequence.external, sequence.arrived = 0, tokens
-        # Something must be computed for a token to be written, so of a whole prompt the last position is.
+        sequence.external, sequence.received = 0, tokens
+        # A token is generated by computing the one before it, so the last token is computed even if its KV has come.
         sequence.computed = min(tokens, sequence.known - 1)
         self._waiting.appendleft(sequence)
 
-    def next(self) -> Batch:
-        """The next step. It has no pieces when nothing can be computed now."""
+    def schedule(self) -> Batch:
+        """Make up the next step; nothing is scheduled in it when nothing can be computed now."""
         budget = self._step_tokens
-        pieces: list[ScheduledTokens] = []
+        scheduled: list[ScheduledTokens] = []
         preempted: list[str] = []
         at = 0
         while at < len(self._running) and budget:
@@ -192,36 +201,38 @@ class Batcher:
             count = min(budget, sequence.known - sequence.computed)
             while not self._reserve(sequence, sequence.computed + count):
                 alone = self._running[-1] is sequence
-                loser = self._take_back(sequence) if alone else None
+                loser = self._reclaim_from_waiting(sequence) if alone else None
                 loser = loser or self._preempt()
                 preempted.append(loser.request)
                 if loser is sequence:
                     break
             else:
-                pieces.append(ScheduledTokens(sequence, sequence.computed, count))
+                scheduled.append(ScheduledTokens(sequence, sequence.computed, count))
                 budget -= count
                 at += 1
-        admitted = self._admit(pieces, budget) if not preempted else ()
-        return Batch(tuple(pieces), admitted, tuple(preempted))
+        admitted = self._admit(scheduled, budget) if not preempted else ()
+        return Batch(tuple(scheduled), admitted, tuple(preempted))
 
     def complete(self, batch: Batch) -> list[BatchedRequest]:
-        """The step has been computed; returns the requests that have written a token. Those that are done are gone."""
-        wrote = []
-        for piece in batch.pieces:
-            sequence = piece.sequence
-            writes = piece.writes
-            sequence.computed = piece.first + piece.tokens
-            if writes:
-                sequence.written += 1
-                wrote.append(sequence)
-                if sequence.done:
+        """The step has been computed; returns the requests that have generated a token. Those that
+        are done are removed."""
+        generated = []
+        for entry in batch.scheduled:
+            sequence = entry.sequence
+            generates = entry.generates  # asked before `computed` and `known` change
+            sequence.computed = entry.first + entry.tokens
+            if generates:
+                sequence.generated += 1
+                generated.append(sequence)
+                if sequence.is_done:
                     self._running.remove(sequence)
-                    self._end(sequence)
-        return wrote
+                    self._finish(sequence)
+        return generated
 
     def check_integrity(self) -> None:
-        """Every block is free or held once, and whoever holds KV has the blocks for it."""
-        held = [*self._running, *self._aside.values(), *self._waiting, *self._sending]
+        """Every block is free or held once, and every request has blocks for its KV. Raises
+        AssertionError."""
+        held = [*self._running, *self._awaiting_kv.values(), *self._waiting, *self._sending]
         if self._free + sum(sequence.blocks for sequence in held) != self.blocks:
             raise AssertionError(f"{self!r}, and {sum(sequence.blocks for sequence in held)} are held")
         for sequence in held:
@@ -230,33 +241,38 @@ class Batcher:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _admit(self, pieces: list[ScheduledTokens], budget: int) -> tuple[str, ...]:
+    def _admit(self, scheduled: list[ScheduledTokens], budget: int) -> tuple[str, ...]:
         admitted = []
         while self._waiting and budget and len(self._running) < self._max_requests:
             sequence = self._waiting[0]
             count = min(budget, sequence.known - sequence.computed)
             positions = sequence.external or sequence.computed + count
-            if not (self._fits(sequence) and self._reserve(sequence, positions)):
+            if not (self._can_admit(sequence) and self._reserve(sequence, positions)):
                 break
             if sequence.external:
-                self._aside[sequence.request] = self._waiting.popleft()
+                self._awaiting_kv[sequence.request] = self._waiting.popleft()
                 admitted.append(sequence.request)
                 continue
             self._running.append(self._waiting.popleft())
-            pieces.append(ScheduledTokens(sequence, sequence.computed, count))
+            scheduled.append(ScheduledTokens(sequence, sequence.computed, count))
             budget -= count
         return tuple(admitted)
 
-    def _fits(self, sequence: BatchedRequest) -> bool:
-        """Whether there are blocks for all that a waiting request knows; so says vLLM, although it takes them chunk by
-        chunk. What waits for KV computes nothing meanwhile and is not preempted: others must not miss its blocks."""
-        if self._missing(sequence) > self._free:
+    def _can_admit(self, sequence: BatchedRequest) -> bool:
+        """Whether the blocks for all known tokens of a waiting request are free. As in vLLM, all of
+        them must be, although they are taken chunk by chunk."""
+        if self._missing_blocks(sequence) > self._free:
             return False
-        unread = (each for each in (*self._running, *self._aside.values()) if each.known - each.computed > 1)
-        return not sequence.external or self._blocks(sequence.external) <= self._free - sum(map(self._missing, unread))
+        # A request that waits for KV is not preempted, so the prompts that others are in the middle of must keep enough
+        # blocks to be finished: else two could wait for each other.
+        unfinished = (each for each in (*self._running, *self._awaiting_kv.values()) if each.known - each.computed > 1)
+        return not sequence.external or self._blocks(sequence.external) <= self._free - sum(
+            map(self._missing_blocks, unfinished)
+        )
 
-    def _take_back(self, sequence: BatchedRequest) -> BatchedRequest | None:
-        """Have the last of the other waiting requests that has KV lose it. None: none has any."""
+    def _reclaim_from_waiting(self, sequence: BatchedRequest) -> BatchedRequest | None:
+        """Take the blocks of the last other waiting request that has any; returns it, or None if
+        none has."""
         holder = next((each for each in reversed(self._waiting) if each.blocks and each is not sequence), None)
         if holder is not None:
             self._release(holder)
@@ -264,7 +280,8 @@ class Batcher:
         return holder
 
     def _preempt(self) -> BatchedRequest:
-        """Take the blocks of the youngest running request; it will compute everything again."""
+        """Take the blocks of the youngest running request, which is then computed again from its
+        start."""
         youngest = self._running.pop()
         self._release(youngest)
         youngest.computed = 0
@@ -272,7 +289,8 @@ class Batcher:
         return youngest
 
     def _reserve(self, sequence: BatchedRequest, positions: int) -> bool:
-        """Have blocks for so many positions; False, and nothing changed, when there are too few."""
+        """Take blocks up to so many tokens for it; False, and nothing changed, when too few are
+        free."""
         more = self._blocks(positions) - sequence.blocks
         if more > self._free:
             return False
@@ -284,13 +302,13 @@ class Batcher:
     def _blocks(self, positions: int) -> int:
         return -(-positions // self.block_size)
 
-    def _missing(self, sequence: BatchedRequest) -> int:
-        """Blocks that it has not, of those for all it knows."""
+    def _missing_blocks(self, sequence: BatchedRequest) -> int:
+        """Blocks for its known tokens that it does not have yet."""
         return self._blocks(sequence.known) - sequence.blocks
 
-    def _end(self, sequence: BatchedRequest) -> None:
-        """It is over; KV that is being sent stays, as with vLLM's delayed free."""
-        if sequence.sends and sequence.blocks:
+    def _finish(self, sequence: BatchedRequest) -> None:
+        """A request has ended; KV that is being sent stays, as with vLLM's delayed free."""
+        if sequence.sends_kv and sequence.blocks:
             self._sending.add(sequence)
         else:
             self._release(sequence)

@@ -14,8 +14,8 @@ __all__ = ["EmulatedAnswer"]
 class EmulatedAnswer:
     """Tokens that go on from a prompt: each is a hash of all that came before it and of the seed.
 
-    So an engine that is given the prompt with the first tokens of an answer goes on with the same answer. 0 is left
-    out: it is the end of text in many vocabularies.
+    So an engine that is given the prompt with the first tokens of an answer goes on with the same
+    answer. 0 is left out: it is the end of text in many vocabularies.
     """
 
     def __init__(self, prompt: Sequence[int], vocabulary: int, seed: int = 0) -> None:

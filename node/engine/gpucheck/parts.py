@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from ...box.prerequisites import complaints, look
-from ...replica.engine_link import open_fork_server
+from ...replica.fork_server import open_fork_server
 from .. import protocol
 from ..gpus import gpu_names, installed_version
 from ..trials.random_model import TINY, make_model
@@ -47,7 +47,7 @@ REPLACED_ON_CPUS: Final = (
     "Tensor.pin_memory",
     "Tensor.record_stream",
 )
-WAYS: Final[tuple[protocol.HowToLeave, ...]] = ("layerwise", "serialised")
+WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 
 
 # ---- the box --------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def look_at_fork_server() -> dict[str, Any]:
     """What is left of torch once this process has imported what a fork server imports."""
     import torch
 
-    from ..forkserver import preload
+    from ..vllm.preload import preload
 
     version = preload()
     return {
@@ -123,7 +123,12 @@ async def exercise_engines(folder: Path, log: Path) -> None:
 
 
 async def _hand_over(
-    trial: Trial, prefill: TrialEngine, decode: TrialEngine, rng: random.Random, codec: str, way: protocol.HowToLeave
+    trial: Trial,
+    prefill: TrialEngine,
+    decode: TrialEngine,
+    rng: random.Random,
+    codec: str,
+    way: protocol.WantedSendMode,
 ) -> None:
     """The first part of a prompt, while both answer something else."""
     prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))

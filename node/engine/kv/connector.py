@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
@@ -31,10 +32,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from ....kvtransport.link.reslice import ShardLayout
-from ....kvtransport.link.reslice import ShardRank as ShardRank
-from ..protocol import Rank
-from ..transfers.hub import TransferHub, transfer_memory
+from ....kvtransport.routing.reslice import ShardLayout
+from ....kvtransport.routing.reslice import ShardRank as ShardRank
+from ..protocol import WorkerRank
+from ..settings import TransferSettings
+from ..transfers.hub import Tell, TransferHub, transfer_memory
 from ..vllm.layout import CacheForm, kv_heads
 from .scheduler_side import SchedulerSide
 from .step_work import LoadProgress, StepWork
@@ -68,6 +70,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     switchboard: str
     buffer_bytes: int
+    transfers: TransferSettings
 
 
 def transfer_config(settings: ConnectorSettings) -> KVTransferConfig:
@@ -83,7 +86,7 @@ def transfer_config(settings: ConnectorSettings) -> KVTransferConfig:
     )
 
 
-def settings_of(vllm_config: VllmConfig) -> ConnectorSettings:
+def read_settings(vllm_config: VllmConfig) -> ConnectorSettings:
     """What `transfer_config` has put there."""
     assert vllm_config.kv_transfer_config is not None
     return msgspec.convert(vllm_config.kv_transfer_config.kv_connector_extra_config[_SETTINGS], ConnectorSettings)
@@ -100,7 +103,8 @@ class P2PConnector(KVConnectorBase_V1):
         self._worker_side: WorkerSide | None = None
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_side = SchedulerSide(block_size, time.monotonic)
+            settings = read_settings(vllm_config)
+            self._scheduler_side = SchedulerSide(block_size, time.monotonic, settings.transfers)
         else:
             self._worker_side = _worker_side(vllm_config, block_size)
 
@@ -252,14 +256,18 @@ def _worker_side(vllm_config: VllmConfig, block_size: int) -> WorkerSide:
     if multiprocessing.parent_process() is not None:
         # Forked while temporary files went to a folder that is removed once the engine has started.
         tempfile.tempdir = None
-    settings = settings_of(vllm_config)
-    rank = Rank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
+    settings = read_settings(vllm_config)
+    rank = WorkerRank(stage=get_pp_group().rank_in_group, tp=get_tensor_model_parallel_rank())
     model = vllm_config.model_config
     one_stage = ShardLayout.uniform(vllm_config.parallel_config.tensor_parallel_size, (1,), kv_heads(model))
     form = CacheForm(block_size=block_size, dtype=cast("torch.dtype", model.dtype))
 
     def connect(shard: Shard, device: Device, read: ReadKv) -> WorkerLine:
-        memory = transfer_memory(settings.buffer_bytes, device.kind)
-        return WorkerLine(settings.switchboard, lambda *tell: TransferHub(shard, device, read, memory, *tell))
+        memory = transfer_memory(settings.buffer_bytes, device.kind, settings.transfers)
 
-    return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), form, connect)
+        def make_hub(tell: Tell, tell_news: Callable[[], None]) -> TransferHub:
+            return TransferHub(shard, device, read, memory, tell, tell_news, settings.transfers)
+
+        return WorkerLine(settings.switchboard, make_hub)
+
+    return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), form, connect, settings=settings.transfers)

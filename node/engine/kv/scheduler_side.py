@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from ....coordinator.profile import StepSample
-from ..protocol import AbortTransfer, CloseLink, SetPaths
-from ..transfers.patience import Patience
+from ..protocol import AbortTransfer, CloseLink, SetLinkPaths
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
+from ..transfers.wait_limits import WaitLimits
 from .first_token import go_on_from
-from .step_work import PARAMS_KEY, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
+from .step_work import PARAMS_KEY, LoadProgress, LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NULL_BLOCK = 0  # stands where a sliding window has left a block behind
-GIVE_WAY_S, GIVE_WAY_APART_S = 3.0, 1.0  # KV has waited so long for blocks; how often one prompt makes room for it
-LOOK_INTERVAL_S = 0.05  # how often the workers are asked how much has come
 
 
 @dataclass(slots=True)
@@ -46,7 +45,10 @@ class _Receive:
 class SchedulerSide:
     """Called by vLLM's scheduler, between two steps. `block_size`: positions in one block of the paged cache."""
 
-    def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, block_size: int, clock: Callable[[], float], settings: TransferSettings = TRANSFER_DEFAULTS
+    ) -> None:
+        self._settings = settings
         self._block_size = block_size
         self._clock = clock
         self._sends: dict[str, _Send] = {}
@@ -54,16 +56,16 @@ class SchedulerSide:
         self._held: dict[str, bytes] = {}  # requests that are over and hold their blocks, with their transfers
         self._gave_way_at = 0.0
         self._next = StepWork()
-        self._patience = Patience()
-        self._looked_at = -LOOK_INTERVAL_S
+        self._wait_limits = WaitLimits(settings.wait_limits)
+        self._looked_at = -settings.look_s
 
     def __repr__(self) -> str:
         requests = f"sends={len(self._sends)} held={len(self._held)} receives={len(self._receives)}"
-        return f"<SchedulerSide {requests} {self._patience}>"
+        return f"<SchedulerSide {requests} {self._wait_limits}>"
 
     # ---- for the engine's loop --------------------------------------------------------------------------
 
-    def pass_on(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+    def pass_on(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """Something the agent wants of the workers, in order with the requests it has submitted."""
         self._next.orders.append(order)
 
@@ -84,13 +86,13 @@ class SchedulerSide:
 
     def on_step(self, step: StepSample) -> None:
         """A step has ended."""
-        self._patience.on_prefill(step.prefill_tokens, step.seconds)
+        self._wait_limits.on_prefill(step.prefill_tokens, step.seconds)
 
     # ---- for vLLM's scheduler ---------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Have the ends of its transfer opened, before the request gets blocks."""
-        opening: Opening | None = (request.kv_transfer_params or {}).get(PARAMS_KEY)
+        opening: OpenTransfer | None = (request.kv_transfer_params or {}).get(PARAMS_KEY)
         if opening is None:
             return
         if opening.send:
@@ -131,7 +133,7 @@ class SchedulerSide:
                 all_or_nothing=behind > 0,
             )
         )
-        self._patience.begin(request.request_id, first, receive.tokens, self._clock())
+        self._wait_limits.begin(request.request_id, first, receive.tokens, self._clock())
 
     @property
     def awaits_kv(self) -> bool:
@@ -185,24 +187,27 @@ class SchedulerSide:
     def _look(self, work: StepWork) -> None:
         """Now and then: ask how much has come, and give up what comes too late."""
         now = self._clock()
-        if not self._patience.waiting or now < self._looked_at + LOOK_INTERVAL_S:
+        if not self._wait_limits.waiting or now < self._looked_at + self._settings.look_s:
             return
         self._looked_at = now
         work.report_progress = True
-        for request, reason in self._patience.give_up(now).items():
+        for request, reason in self._wait_limits.give_up(now).items():
             work.orders.append(AbortTransfer(transfer=self._receives[request].transfer, reason=reason))
 
     def _give_way(self, work: StepWork) -> None:
         """Two engines whose prompts each wait for a place at the other would wait until their deadlines: the oldest of
         those that hold blocks here makes room, a second apart."""
         now = self._clock()
-        if not self._held or now < self._gave_way_at + GIVE_WAY_APART_S:
+        if not self._held or now < self._gave_way_at + self._settings.yield_apart_s:
             return
-        if any(not receive.asked and now > receive.since + GIVE_WAY_S for receive in self._receives.values()):
+        if any(
+            not receive.asked and now > receive.since + self._settings.yield_after_s
+            for receive in self._receives.values()
+        ):
             self._gave_way_at = now
             request = next(iter(self._held))
             self._held[request] = self._held.pop(request)  # another one next time: this may be under way
-            work.orders.append(GiveWay(transfer=self._held[request]))
+            work.orders.append(YieldBlocks(transfer=self._held[request]))
 
     def update_progress(
         self, progress: LoadProgress | None, finished: set[str], failed: set[str], invalid: set[int]
@@ -214,10 +219,10 @@ class SchedulerSide:
                 each.told_first = False  # computing what is missing does not wait for anybody
         now = self._clock()
         for request, arrived in ({} if progress is None else progress.arrived).items():
-            self._patience.on_arrival(request, arrived.part, arrived.tokens, now)
+            self._wait_limits.on_arrival(request, arrived.part, arrived.tokens, now)
         told = set()
         for request in finished:
-            self._patience.end(request)
+            self._wait_limits.end(request)
             receive = self._receives.get(request)
             if receive is not None and receive.told_first:
                 receive.here = True
@@ -241,5 +246,5 @@ class SchedulerSide:
         receive = self._receives.pop(request.request_id, None)
         if receive is not None:
             self._next.cancelled.append(receive.transfer)
-            self._patience.end(request.request_id)
+            self._wait_limits.end(request.request_id)
         return request.request_id in self._held

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from ..protocol import AbortTransfer, CloseLink, Inlet, Outlet, SetPaths
+from ..protocol import AbortTransfer, CloseLink, Inlet, Outlet, SetLinkPaths
 
 PARAMS_KEY = "p2pserve"
 
 
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
+class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """The ends of one request's transfer, of all workers: each opens those of its own rank.
 
     `tokens`: how many positions of the prompt are sent, or expected. `told_first`: the token after them is to be told.
@@ -29,17 +29,17 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     receive: tuple[Inlet, ...] = ()
 
 
-class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
+class YieldBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that waits for a place elsewhere is in the way of KV that waits for one here: give its transfer up, if
     the receiver has no place for it yet."""
 
     transfer: bytes
 
 
-Order = Opening | GiveWay | AbortTransfer | SetPaths | CloseLink
+Order = OpenTransfer | YieldBlocks | AbortTransfer | SetLinkPaths | CloseLink
 
 
-def transfer_params(opening: Opening) -> dict[str, Any]:
+def transfer_params(opening: OpenTransfer) -> dict[str, Any]:
     """`kv_transfer_params` of a request: how it finds its transfer. vLLM's request ids differ between engines."""
     return {PARAMS_KEY: opening}
 
@@ -90,7 +90,7 @@ class StepWork(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class LoadedPart:
     """How much of a load is there: `part` of all its layers, heads and positions, and how many `tokens` of the prompt
     are complete from the first one on."""
 
@@ -103,7 +103,7 @@ class LoadProgress(KVConnectorWorkerMetadata):
     """How far the loads are that a worker still waits for, by request. Of several workers, the one that is behind
     counts."""
 
-    arrived: dict[str, Arrived] = field(default_factory=dict)
+    arrived: dict[str, LoadedPart] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.arrived)
@@ -114,5 +114,5 @@ class LoadProgress(KVConnectorWorkerMetadata):
         merged = dict(self.arrived)
         for request, one in other.arrived.items():
             two = merged.get(request, one)
-            merged[request] = Arrived(min(one.part, two.part), min(one.tokens, two.tokens))
+            merged[request] = LoadedPart(min(one.part, two.part), min(one.tokens, two.tokens))
         return LoadProgress(merged)

@@ -26,35 +26,34 @@ import msgspec
 
 from ....kvtransport.errors import KVProtocolError
 from ....kvtransport.wire.channel import parse_link_hello
-from ..protocol import AbortTransfer, CloseLink, LinkReport, Message, SetPaths, TransferReport, pack
+from ..protocol import AbortTransfer, CloseLink, EngineMessage, LinkReport, SetLinkPaths, TransferReport, pack
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..transfers.hub import Tell, TransferHub
 
 _log = logging.getLogger(__name__)
 
 MAX_PACKET = 1 << 16
-MAX_EARLY = 256
-EARLY_S = 30.0
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 
 
-class Attach(Message, frozen=True, kw_only=True, tag="attach"):
+class Attach(EngineMessage, frozen=True, kw_only=True, tag="attach"):
     """To a worker, with a descriptor: a connection of a link, and what was read from it."""
 
     hello: bytes
 
 
-class Holds(Message, frozen=True, kw_only=True, tag="holds"):
+class ClaimLinks(EngineMessage, frozen=True, kw_only=True, tag="holds"):
     """From a worker: connections of these links are for it."""
 
     links: tuple[bytes, ...]
 
 
-class News(Message, frozen=True, kw_only=True, tag="news"):
+class KvNews(EngineMessage, frozen=True, kw_only=True, tag="news"):
     """From a worker: the engine has something to do for KV that is received."""
 
 
-_to_worker = msgspec.msgpack.Decoder(Attach | SetPaths | CloseLink | AbortTransfer)
-_from_worker = msgspec.msgpack.Decoder(Holds | News | TransferReport | LinkReport)
+_to_worker = msgspec.msgpack.Decoder(Attach | SetLinkPaths | CloseLink | AbortTransfer)
+_from_worker = msgspec.msgpack.Decoder(ClaimLinks | KvNews | TransferReport | LinkReport)
 
 
 def _address(name: str) -> str:
@@ -72,11 +71,12 @@ def _peer(line: socket.socket) -> tuple[int, int]:
 class Switchboard:
     """In the engine's main process. `report` is called by its threads; everything else may be called by any thread.
 
-    A connection may come before any worker knows its link: with several workers it is kept for 30 seconds. `news` is
+    A connection may come before any worker knows its link: with several workers it is kept for a while. `news` is
     set when the engine should look at what it receives.
     """
 
-    def __init__(self, workers: int, report: Tell) -> None:
+    def __init__(self, workers: int, report: Tell, settings: TransferSettings = TRANSFER_DEFAULTS) -> None:
+        self._settings = settings
         self.name = f"p2pserve-engine-{secrets.token_hex(16)}"
         self.news = threading.Event()  # set by its threads; cleared by whoever waits for it
         self._workers = workers
@@ -93,7 +93,7 @@ class Switchboard:
     def __repr__(self) -> str:
         return f"<Switchboard {len(self._lines)} of {self._workers} workers, {len(self._holders)} links>"
 
-    def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+    def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """Pass what the agent wants on to all workers."""
         with self._lock:
             lines = list(self._lines)
@@ -138,8 +138,8 @@ class Switchboard:
         """Under the lock: keep a connection that comes early; return those that have been kept for too long."""
         now = time.monotonic()
         self._early.setdefault(link, []).append((now, hello, connection))
-        late = [key for key, waiting in self._early.items() if now - waiting[-1][0] > EARLY_S]
-        if not late and sum(map(len, self._early.values())) > MAX_EARLY:
+        late = [key for key, waiting in self._early.items() if now - waiting[-1][0] > self._settings.early_connection_s]
+        if not late and sum(map(len, self._early.values())) > self._settings.early_connections:
             late = [next(iter(self._early))]
         return [kept for key in late for _, _, kept in self._early.pop(key)]
 
@@ -166,9 +166,9 @@ class Switchboard:
             if not packet:
                 return
             message = _from_worker.decode(packet)
-            if isinstance(message, Holds):
+            if isinstance(message, ClaimLinks):
                 self._route(line, message.links)
-            elif isinstance(message, News):
+            elif isinstance(message, KvNews):
                 self.news.set()
             else:
                 self._report(message)
@@ -184,7 +184,7 @@ class Switchboard:
         with connection:
             self._send(line, Attach(hello=hello), connection.fileno())
 
-    def _send(self, line: socket.socket, message: Message, *descriptors: int) -> None:
+    def _send(self, line: socket.socket, message: EngineMessage, *descriptors: int) -> None:
         try:
             socket.send_fds(line, [pack(message)], descriptors)
         except OSError as error:
@@ -208,11 +208,11 @@ class WorkerLine:
 
     def holds(self, links: tuple[bytes, ...]) -> None:
         """Connections of these links are for this worker."""
-        self._tell(Holds(links=links))
+        self._tell(ClaimLinks(links=links))
 
     def tell_news(self) -> None:
         """Have the engine look at what is received without waiting any longer."""
-        self._tell(News())
+        self._tell(KvNews())
 
     def close(self) -> None:
         """The worker ends, in good order."""
@@ -220,7 +220,7 @@ class WorkerLine:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 
-    def _tell(self, message: Holds | News | TransferReport | LinkReport) -> None:
+    def _tell(self, message: ClaimLinks | KvNews | TransferReport | LinkReport) -> None:
         try:
             self._line.sendall(pack(message))
         except OSError:

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ....kernels.codec import Codec, warm_up
+from ....kernels.codec import warm_up
+from ....kernels.codecs import KV4
 from ....kvtransport.errors import TransferError
-from ..protocol import Rank
-from ..transfers.incoming import LayerPiece
-from ..transfers.outgoing import Outgoing, Prefilled, ReadKv
+from ..protocol import WorkerRank
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
+from ..transfers.incoming import LayerKv
+from ..transfers.outgoing import Prefilled, PromptSender, ReadKv
 from ..transfers.pacing import Pacing
 from ..vllm.device import CpuDevice, Device, DeviceKind, Mark, device_of
 from ..vllm.layout import CacheForm, LayerCache, LayoutError, Shard
-from .step_work import Arrived, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
+from .step_work import LoadedPart, LoadProgress, LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks
 from .switchboard import WorkerLine
 
 if TYPE_CHECKING:
@@ -30,14 +32,6 @@ if TYPE_CHECKING:
     from ..transfers.hub import TransferHub
 
 _log = logging.getLogger(__name__)
-
-WRITE_S, IDLE_WRITE_S = 0.001, 0.02
-"""For how long a step may write what has arrived: beside a model that computes, and otherwise. At least one piece of
-each load is written, so that all get on."""
-
-SWITCH_S = 0.0005
-"""For so long a thread that moves KV may keep the one that launches a GPU's work waiting for the interpreter; ten times
-less than by default. On a CPU, where work is not launched but done, it would only cost."""
 
 ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
 
@@ -49,7 +43,7 @@ def warm_up_codecs(device: Device, shard: Shard) -> None:
 
     try:
         with device.copy_stream() as stream:
-            warm_up(Codec.KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
+            warm_up(KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
     except TritonError as error:  # a transfer in kv4 will say the same, and its prompt be computed where it goes
         _log.warning("kv4 does not work on this GPU for heads of %d: %s", shard.head_dim, error)
 
@@ -72,14 +66,16 @@ class WorkerSide:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: WorkerRank,
         heads: range,
         form: CacheForm,
         connect: ConnectLine,
         *,
         clock: Callable[[], float] = time.monotonic,
         make_device: Callable[[DeviceKind], Device] = device_of,
+        settings: TransferSettings = TRANSFER_DEFAULTS,
     ) -> None:
+        self._settings = settings
         self._rank = rank
         self._heads = heads
         self._form = form
@@ -133,7 +129,7 @@ class WorkerSide:
         self._device = self._make_device("cuda" if next(iter(caches.values())).is_cuda else "cpu")
         shard = Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype)
         if self._device.kind == "cuda":
-            sys.setswitchinterval(SWITCH_S)
+            sys.setswitchinterval(self._settings.thread_switch_s)
             warm_up_codecs(self._device, shard)
         self._line = self._connect(shard, self._device, self._read)
 
@@ -151,14 +147,14 @@ class WorkerSide:
             self._sends[send.request] = send.transfer
         for order in work.orders:
             match order:
-                case Opening():
+                case OpenTransfer():
                     self._open(order)
-                case GiveWay(transfer=transfer):
+                case YieldBlocks(transfer=transfer):
                     self.hub.give_way(transfer)
                 case _:
                     self.hub.carry_out(order)
 
-    def _open(self, opening: Opening) -> None:
+    def _open(self, opening: OpenTransfer) -> None:
         for outlet in opening.send:
             if outlet.rank == self._rank:
                 self.hub.send(outlet, opening.tokens)
@@ -224,13 +220,13 @@ class WorkerSide:
             ends = self.hub.outgoing(send.transfer)
             self._announce_all(send, [outgoing for outgoing in ends if not outgoing.pacing.layerwise], mark)
 
-    def _announce_all(self, send: SendWork, ends: list[Outgoing], mark: Mark) -> None:
+    def _announce_all(self, send: SendWork, ends: list[PromptSender], mark: Mark) -> None:
         for outgoing in ends:
             self._announce(outgoing, range(len(self._caches)), send, mark)
             if send.final:
                 outgoing.prefill_done(send.last, mark)
 
-    def _announce(self, outgoing: Outgoing, positions: range, send: SendWork, mark: Mark) -> None:
+    def _announce(self, outgoing: PromptSender, positions: range, send: SendWork, mark: Mark) -> None:
         """Let a transfer read the layers at these positions, and note for how long that keeps the model."""
         begun = self._clock()
         fresh = outgoing.announce_layers(self._layers(positions), Prefilled(send.block_ids, send.last, mark))
@@ -272,7 +268,7 @@ class WorkerSide:
             self.hub.abort(transfer, "no longer needed")
         for load in work.loads:
             self._active[load.request] = load
-        until = self._clock() + (WRITE_S if work.computing else IDLE_WRITE_S)
+        until = self._clock() + (self._settings.write_s if work.computing else self._settings.idle_write_s)
         for load in tuple(self._active.values()):
             self._advance(load, until)
         for transfer in work.cancelled:
@@ -280,7 +276,7 @@ class WorkerSide:
         if work.report_progress:
             self._progress = LoadProgress(
                 {
-                    load.request: Arrived(*incoming.progress())
+                    load.request: LoadedPart(*incoming.progress())
                     for load in self._active.values()
                     if (incoming := self.hub.incoming(load.transfer)) is not None
                 }
@@ -310,7 +306,7 @@ class WorkerSide:
         """By any thread."""
         return self._caches[0].slots(block_ids, first, last)
 
-    def _write(self, piece: LayerPiece) -> None:
+    def _write(self, piece: LayerKv) -> None:
         cache = self._cache_of(piece.layer)
         self._device.adopt(piece.k, piece.v, piece.slots)
         k, v = piece.k, piece.v

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-__all__ = ["Codec", "CodecError"]
+__all__ = ["MessageCodec", "MessageCodecError"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -46,7 +46,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
 
-class CodecError(Exception):
+class MessageCodecError(Exception):
     """A value of a class that is not listed, or bytes that are no value of those that are."""
 
 
@@ -78,7 +78,7 @@ class _Record:
 
 
 @final
-class Codec:
+class MessageCodec:
     """Carries plain values, containers of them, tensors, arrays, dtypes, and instances of these classes.
 
     `records`: dataclasses, named tuples, msgspec structs that can be made without arguments, and enums; their fields
@@ -108,25 +108,25 @@ class Codec:
         return ";".join(sorted([*records, *structs, *enums]))
 
     def encode(self, value: object) -> list[Buffer]:
-        """Raises CodecError, which names the class that is not listed."""
+        """Raises MessageCodecError, which names the class that is not listed."""
         buffers: list[Buffer] = [b""]
         try:
             buffers[0] = _pack(self._tree(value, buffers, 0))
         except (OverflowError, UnicodeEncodeError) as error:
-            raise CodecError(f"a value that cannot be sent: {error}") from error
+            raise MessageCodecError(f"a value that cannot be sent: {error}") from error
         return buffers
 
     def decode(self, buffers: Sequence[Buffer]) -> Any:
-        """What `encode` was given. Arrays and tensors lie in the memory of `buffers`. Raises CodecError."""
+        """What `encode` was given. Arrays and tensors lie in the memory of `buffers`. Raises MessageCodecError."""
         if not buffers:
-            raise CodecError("a message without a body")
+            raise MessageCodecError("a message without a body")
         try:
             return self._value(_unpack(buffers[0]), buffers, 0)
-        except CodecError:
+        except MessageCodecError:
             raise
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
             # RecursionError is among them, and msgspec's errors are ValueErrors.
-            raise CodecError(f"bytes that are no value: {error}") from error
+            raise MessageCodecError(f"bytes that are no value: {error}") from error
 
     # ---- values to trees -------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Codec:
         if kind in _PLAIN:
             return value
         if depth > MAX_DEPTH:
-            raise CodecError(f"a value nested deeper than {MAX_DEPTH}")
+            raise MessageCodecError(f"a value nested deeper than {MAX_DEPTH}")
         depth += 1
         if kind is list:
             if {*map(type, value)} <= _PLAIN:  # token ids, most of the time
@@ -173,7 +173,9 @@ class Codec:
         if kind is Fraction:
             return [_Tag.FRACTION, value.numerator, value.denominator]
         of = f" of {value.dtype}" if kind in (torch.Tensor, np.ndarray) else ""
-        raise CodecError(f"{kind.__module__}.{kind.__qualname__}{of} is not among the classes that stages exchange")
+        raise MessageCodecError(
+            f"{kind.__module__}.{kind.__qualname__}{of} is not among the classes that stages exchange"
+        )
 
     # ---- and back --------------------------------------------------------------------------------------------
 
@@ -181,12 +183,12 @@ class Codec:
         if type(tree) is not list:
             if type(tree) in _PLAIN:
                 return tree
-            raise CodecError(f"a {type(tree).__name__} where a tag belongs")
+            raise MessageCodecError(f"a {type(tree).__name__} where a tag belongs")
         if depth > MAX_DEPTH:
-            raise CodecError(f"a value nested deeper than {MAX_DEPTH}")
+            raise MessageCodecError(f"a value nested deeper than {MAX_DEPTH}")
         tag = tree[0] if tree else None
         if type(tag) is not int or tag < 0 or tag > _Tag.FRACTION:
-            raise CodecError(f"{tag!r} is no tag")
+            raise MessageCodecError(f"{tag!r} is no tag")
         if tag > _Tag.RECORD:
             return self._leaf_of(_Tag(tag), tree[1:], buffers)
         first = 2 if tag == _Tag.RECORD else 1
@@ -200,9 +202,9 @@ class Codec:
     def _instance(self, name: Any, values: list[Any]) -> Any:
         record = self._by_name.get(name) if type(name) is str else None
         if record is None:
-            raise CodecError(f"{str(name)[:64]!r} is not among the classes that stages exchange")
+            raise MessageCodecError(f"{str(name)[:64]!r} is not among the classes that stages exchange")
         if len(values) != len(record.fields):
-            raise CodecError(f"{name} has {len(record.fields)} fields here, {len(values)} at the other end")
+            raise MessageCodecError(f"{name} has {len(record.fields)} fields here, {len(values)} at the other end")
         return record.make(values)
 
     def _leaf_of(self, tag: _Tag, parts: list[Any], buffers: Sequence[Buffer]) -> Any:
@@ -268,12 +270,12 @@ def _extent(parts: list[Any], buffers: Sequence[Buffer]) -> tuple[Buffer, str, t
     """Bytes, dtype and shape of a tensor."""
     number, name, *shape = parts
     if type(number) is not int or not 0 < number < len(buffers):
-        raise CodecError(f"buffer {number!r} of {len(buffers)}")
+        raise MessageCodecError(f"buffer {number!r} of {len(buffers)}")
     if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
-        raise CodecError(f"a tensor of shape {shape[: MAX_DIMENSIONS + 1]}")
+        raise MessageCodecError(f"a tensor of shape {shape[: MAX_DIMENSIONS + 1]}")
     return buffers[number], name, tuple(shape)
 
 
 def _require_size(data: Buffer, shape: tuple[int, ...], itemsize: int) -> None:
     if math.prod(shape) * itemsize != len(data):
-        raise CodecError(f"a tensor of shape {shape} and {itemsize} bytes per element in {len(data)} bytes")
+        raise MessageCodecError(f"a tensor of shape {shape} and {itemsize} bytes per element in {len(data)} bytes")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from .exercise import Exercise, small_products
-from .worker import StageWorker, stage_group
+from .warm_up import LayerWarmUp, small_products
+from .worker import StageWorker, own_stage_rank, stage_group
 
 if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
@@ -26,12 +26,13 @@ class CPUStageWorker(StageWorker, CPUWorker):
         earlier, to copy it into buffers that graphs need, which a CPU has none of."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         cast("Any", self.model_runner).sync_and_gather_intermediate_tensors = _as_they_come
-        self._exercise = Exercise(small_products(self._model))
-        stage_group().exercise = self.exercise
+        settings = own_stage_rank().settings
+        self._warm_up = LayerWarmUp(small_products(self._model, settings.max_weight_bytes), settings)
+        stage_group().warm_up = self.warm_up
 
-    def exercise(self) -> None:
+    def warm_up(self) -> None:
         """Computes with a matrix of its own now and then."""
-        self._exercise.perhaps()
+        self._warm_up.run_if_due()
 
 
 def _as_they_come(tokens: int, activations: IntermediateTensors | None, copy: bool) -> IntermediateTensors:

@@ -14,10 +14,10 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.executor.abstract import Executor
 
-from .crew import BATCH_S, Crew
-from .pipes import Meanwhile, PipelineError, nothing
+from .pipes import PipelineError, WhileWaiting, do_nothing
 from .remote import Answers, RemoteWorker, tell
-from .vocabulary import CALLABLE, CODEC, Hello
+from .stage_workers import StageWorkers
+from .vocabulary import CALLABLE, CODEC, LoadStage
 from .worker import StageWorker
 
 if TYPE_CHECKING:
@@ -31,9 +31,16 @@ class Joined(Future[Any]):
     """One result of the answers of all workers, joined by the thread that asks for it."""
 
     def __init__(
-        self, mine: Any, others: Answers, join: Callable[[list[Any]], Any], meanwhile: Meanwhile = nothing
+        self,
+        mine: Any,
+        others: Answers,
+        join: Callable[[list[Any]], Any],
+        meanwhile: WhileWaiting = do_nothing,
+        limit_s: float | None = None,
     ) -> None:
+        """`limit_s`: how long others may take where vLLM sets no limit, as it sets none for a batch."""
         super().__init__()
+        self._limit_s = limit_s
         self._meanwhile = meanwhile
         self._mine = mine
         self._others = others
@@ -42,33 +49,26 @@ class Joined(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """Raises StageLost."""
         if not self.done():
-            others = (stage.wait(each, timeout, self._meanwhile) for stage, each in self._others)
+            others = (stage.wait(each, timeout or self._limit_s, self._meanwhile) for stage, each in self._others)
             self.set_result(self._join([self._mine, *others]))
         return super().result()
 
 
-class JoinedBatch(Joined):
-    """The same for a batch, which no worker may take for ever to compute. vLLM sets no limit of its own."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Raises StageLost."""
-        return super().result(timeout or BATCH_S)
-
-
 class PipelineExecutor(Executor):
-    """Made by vLLM from its class alone; `crew`, which is to be loaded, and the other `stages` are set once, before."""
+    """vLLM constructs it from its class alone: `workers`, not loaded yet, and the other `stages` are class attributes,
+    set once before."""
 
     supports_pp = True
-    crew: ClassVar[Crew] = Crew()
+    workers: ClassVar[StageWorkers] = StageWorkers()
     stages: ClassVar[tuple[RemoteWorker, ...]] = ()
 
     def _init_executor(self) -> None:
         self._sampling: Answers = []  # what the other stages will answer to the batch that was told last
-        seat = StageWorker.seat
-        assert seat is not None
-        hello = Hello(vllm.__version__, CODEC.schema, seat.partition)
+        stage_rank = StageWorker.stage_rank
+        assert stage_rank is not None
+        hello = LoadStage(vllm.__version__, CODEC.schema, stage_rank.partition)
         loading = tell(self.stages, "load", hello)
-        self.crew.load(self.vllm_config)
+        self.workers.load(self.vllm_config)
         merges = Joined(False, loading, lambda answers: answers[1:]).result()
         self.collective_rpc("merge_activations", args=(merges,))
 
@@ -84,16 +84,16 @@ class PipelineExecutor(Executor):
         if not isinstance(method, str) or method not in CALLABLE:
             raise PipelineError(f"{method} is nothing that the stages of a pipeline are asked to do")
         others = tell(self.stages, method, *args, **(kwargs or {}))
-        joined = Joined(self.crew.call(method, args, kwargs or {}), others, list)
+        joined = Joined(self.workers.call(method, args, kwargs or {}), others, list)
         return joined if non_block else joined.result(timeout)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Run a batch. With tokens in it the outcome is that of `sample_tokens`, which follows at once."""
-        others = tell((*self.crew.mates, *self.stages), "run_batch", scheduler_output)
-        mine = self.crew.worker.execute_model(scheduler_output)
+        others = tell((*self.workers.remotes, *self.stages), "run_batch", scheduler_output)
+        mine = self.workers.worker.execute_model(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
             self._sampling, others = others, []
-        joined = JoinedBatch(mine, others, self._output, self.crew.worker.exercise)
+        joined = self._join_batch(mine, others)
         return joined if non_block else joined.result()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
@@ -102,8 +102,7 @@ class PipelineExecutor(Executor):
         if grammar_output is not None:
             raise PipelineError("a replica of several stages cannot make an answer follow a grammar")
         others, self._sampling = self._sampling, []
-        worker = self.crew.worker
-        joined = JoinedBatch(worker.sample_tokens(None), others, self._output, worker.exercise)
+        joined = self._join_batch(self.workers.worker.sample_tokens(None), others)
         return joined if non_block else joined.result()
 
     def check_health(self) -> None:
@@ -116,11 +115,14 @@ class PipelineExecutor(Executor):
         """End the other stages, and what this one holds."""
         for stage in self.stages:
             stage.close("the head has stopped")
-        self.crew.close()
+        self.workers.close()
 
     def init_kv_output_aggregator(self, connector: KVConnectorBase) -> None:
         """A transfer has ended when it has for all that report to `_output`: our own workers, and each other stage."""
-        self.kv_output_aggregator = KVOutputAggregator(1 + len(self.crew.mates) + len(self.stages))
+        self.kv_output_aggregator = KVOutputAggregator(1 + len(self.workers.remotes) + len(self.stages))
+
+    def _join_batch(self, mine: Any, others: Answers) -> Joined:
+        return Joined(mine, others, self._output, self.workers.worker.warm_up, self.workers.batch_s)
 
     def _output(self, outputs: list[ModelRunnerOutput | None]) -> ModelRunnerOutput | None:
         last = len(outputs) - 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
-from .pipes import Meanwhile, PipelineError, Seat, nothing
+from .pipes import PipelineError, StageRank, WhileWaiting, do_nothing
 from .vocabulary import Activations
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 _MERGED = "merged"
-AT_ONCE_BYTES = 16 << 10  # any connection's send buffer has room for as many batches of that as there are stages
 
 
 @final
@@ -36,30 +35,35 @@ class _Arriving:
 
 @final
 class SocketGroup:
-    """The members of `GroupCoordinator` that vLLM's first model runner and its worker use. `alone` is the group of
-    stages that vLLM makes for a world of one stage; whatever concerns only this process is its business. `crew` is the
-    group of the stage's workers, of which the first has the pipes.
+    """The members of `GroupCoordinator` that vLLM's first model runner and its worker use.
 
-    `merges` says whether the next stage wants hidden states and residual added up: half the bytes. `exercise` is what
-    this one does while it waits for them.
+    `place` is that of this process in its pipeline. `alone`: the group that vLLM makes for a world of one stage; it
+    does what concerns this process only. `workers`: the group of this stage's workers, of which the first has the
+    pipes.
+    `merges`: the next stage wants hidden states and residual added up, which is half the bytes. `warm_up` is called
+    again and again while this stage waits for activations.
     """
 
-    def __init__(self, seat: Seat, alone: GroupCoordinator, crew: GroupCoordinator, device: Device) -> None:
+    def __init__(self, place: StageRank, alone: GroupCoordinator, workers: GroupCoordinator, device: Device) -> None:
         self._alone = alone
-        self._crew = crew
-        self._before = seat.before
-        self._behind = seat.behind
+        self._workers = workers
+        self._before = place.before
+        self._behind = place.behind
         self._device = device
+        self._at_once_bytes = place.settings.at_once_bytes
         self.merges = False
-        self.exercise: Meanwhile = nothing
+        self.warm_up: WhileWaiting = do_nothing
         self.unique_name = "pipeline"
-        self.rank = self.rank_in_group = seat.stage
+        self.rank = self.rank_in_group = place.stage
         self.local_rank = 0
-        self.world_size = seat.stages
-        self.ranks = list(range(seat.stages))
-        self.first_rank, self.last_rank = 0, seat.stages - 1
-        self.is_first_rank, self.is_last_rank = seat.stage == 0, seat.stage == seat.stages - 1
-        self.next_rank, self.prev_rank = (seat.stage + 1) % seat.stages, (seat.stage - 1) % seat.stages
+        self.world_size = place.stages
+        self.ranks = list(range(place.stages))
+        self.first_rank, self.last_rank = 0, place.stages - 1
+        self.is_first_rank, self.is_last_rank = place.stage == 0, place.stage == place.stages - 1
+        self.next_rank, self.prev_rank = (
+            (place.stage + 1) % place.stages,
+            (place.stage - 1) % place.stages,
+        )
         self.device_group, self.cpu_group = alone.device_group, alone.cpu_group
 
     def __repr__(self) -> str:
@@ -82,7 +86,7 @@ class SocketGroup:
         on_host = self._device.to_host(*tensors.values())
         self._behind.put(
             lambda: Activations(merged, dict(zip(tensors, on_host.wait(), strict=True))),
-            at_once=on_host.ready and on_host.nbytes <= AT_ONCE_BYTES,
+            at_once=on_host.ready and on_host.nbytes <= self._at_once_bytes,
         )
         return []
 
@@ -97,19 +101,19 @@ class SocketGroup:
 
     @property
     def _is_first_worker(self) -> bool:
-        return self._crew.rank_in_group == 0
+        return self._workers.rank_in_group == 0
 
     def _arrived(self) -> dict[str, torch.Tensor]:
         """Wait for what the stage before has sent, with all workers of this stage."""
         found = self._received() if self._is_first_worker else None
-        shared = cast("dict[str, Any]", self._crew.broadcast_tensor_dict(found, src=0))
+        shared = cast("dict[str, Any]", self._workers.broadcast_tensor_dict(found, src=0))
         if shared.pop(_MERGED):
             shared[RESIDUAL] = torch.zeros_like(shared[HIDDEN])
         return shared
 
     def _received(self) -> dict[str, Any]:
         assert self._before is not None
-        arrived = self._before.get(self.exercise)
+        arrived = self._before.get(self.warm_up)
         if not isinstance(arrived, Activations):
             raise PipelineError(f"a {type(arrived).__name__} where activations belong")
         found: dict[str, Any] = {_MERGED: arrived.merged}

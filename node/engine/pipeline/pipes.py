@@ -1,4 +1,4 @@
-"""The pipes of one stage: opening them, who reads them, and the seat of a worker at their ends."""
+"""The pipes of one stage: opening them, who reads them, and the place of a worker at their ends."""
 
 from __future__ import annotations
 
@@ -20,35 +20,27 @@ from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.wire.channel import LinkHello, parse_link_hello
 from ....kvtransport.wire.pipe import Pipe, accept_pipe, dial_pipe
 from ..protocol import PipeEnd
-from .codec import CodecError
-from .rehearsal import Rehearsal
+from ..settings import PIPELINE_DEFAULTS, PipelineSettings
+from .codec import MessageCodecError
 from .vocabulary import CODEC
+from .warm_up import MessageWarmUp
 
 __all__ = [
-    "Arrivals",
-    "Inflow",
-    "Meanwhile",
+    "ActivationsOutput",
     "OnLost",
-    "Outflow",
+    "PipeConnections",
+    "PipeInput",
+    "PipeReader",
     "PipelineError",
-    "Reader",
-    "Seat",
     "StageLost",
-    "nothing",
+    "StageRank",
+    "WhileWaiting",
+    "do_nothing",
     "open_pipes",
 ]
 
-CONNECT_S = 600.0
-"""How long the other stages may take to start: their boxes may be fetching a model. The agent may end it sooner."""
-HANDSHAKE_S = 10.0
-LOOK_S = 0.02
-"""For so long, a thread that waits for another stage looks before it sleeps, if that was enough the last time. A core
-that has slept has lost its caches and its pace: what it does next takes longer by far more than it takes to wake."""
-REST_S = 0.1
-"""So long after somebody has waited for a message, it is not up to them to hear the other end."""
-_RETRY_S = 0.25
 _ARRIVALS_KEPT = 16
-_HAS_CORES = len(os.sched_getaffinity(0)) > 1  # the one may be what the other stage waits for
+_HAS_CORES = len(os.sched_getaffinity(0)) > 1
 
 
 class PipelineError(Exception):
@@ -60,16 +52,16 @@ class StageLost(PipelineError):
 
 
 OnLost = Callable[[PipelineError], None]
-Meanwhile = Callable[[], object]
+WhileWaiting = Callable[[], object]
 """What a thread does again and again while it looks for a message: little, and for itself."""
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Of that."""
 
 
 @final
-class Arrivals:
+class PipeConnections:
     """Accepted connections whose hello names a link of a pipe, until somebody opens it."""
 
     def __init__(self, ends: Sequence[PipeEnd]) -> None:
@@ -78,7 +70,7 @@ class Arrivals:
         self._changed = threading.Condition()
 
     def __repr__(self) -> str:
-        return f"<Arrivals expected={len(self._links)} waiting={len(self._waiting)}>"
+        return f"<PipeConnections expected={len(self._links)} waiting={len(self._waiting)}>"
 
     def put(self, hello: bytes, connection: socket.socket) -> bool:
         """Whether a connection with this hello is for a pipe; if so, it is taken over."""
@@ -108,18 +100,18 @@ class Arrivals:
                     return None
 
 
-def open_pipes(ends: Sequence[PipeEnd], arrivals: Arrivals, timeout_s: float = CONNECT_S) -> dict[PipeEnd, Pipe]:
+def open_pipes(ends: Sequence[PipeEnd], arrivals: PipeConnections, settings: PipelineSettings) -> dict[PipeEnd, Pipe]:
     """All pipes of this stage, opened at the same time, because the others wait for one another too.
 
     Raises StageLost for the first that cannot be opened; the others are closed again.
     """
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + settings.connect_s
     opened: queue.SimpleQueue[tuple[PipeEnd, Pipe | StageLost]] = queue.SimpleQueue()
     given_up = threading.Event()
 
     def attempt(end: PipeEnd) -> None:
         try:
-            opened.put((end, _open(end, arrivals, until, given_up)))
+            opened.put((end, _open(end, arrivals, until, given_up, settings)))
         except StageLost as error:
             opened.put((end, error))
 
@@ -141,34 +133,44 @@ def open_pipes(ends: Sequence[PipeEnd], arrivals: Arrivals, timeout_s: float = C
     return pipes
 
 
-def _open(end: PipeEnd, arrivals: Arrivals, until: float, given_up: threading.Event) -> Pipe:
+def _open(
+    end: PipeEnd, arrivals: PipeConnections, until: float, given_up: threading.Event, settings: PipelineSettings
+) -> Pipe:
     """Try, once at least, until it is there. Raises StageLost."""
     why = "it has not come"
     rng = random.Random(end.ticket.link)
     while True:
         try:
             if end.dial is not None:
-                return dial_pipe(end.ticket, end.dial, timeout=HANDSHAKE_S)
+                return dial_pipe(end.ticket, end.dial, timeout=settings.handshake_s)
             arrival = arrivals.take(end.ticket.link, min(until, time.monotonic() + 1.0))
             if arrival is not None:
                 hello, connection = arrival
-                return accept_pipe(end.ticket, hello, connection, timeout=HANDSHAKE_S)
+                return accept_pipe(end.ticket, hello, connection, timeout=settings.handshake_s)
         except TransferError as error:
             why = str(error)
-            given_up.wait(_RETRY_S * rng.uniform(1, 2))
+            given_up.wait(settings.retry_s * rng.uniform(1, 2))
         if given_up.is_set() or time.monotonic() >= until:
             raise StageLost(f"no {end.kind} pipe to stage {end.stage}: {why}")
 
 
 @final
-class Reader:
+class PipeReader:
     """Takes messages from a pipe until it ends: on the thread that waits for one, which goes on without a change of
     threads, and on one of its own while nobody does, so that both ends always hear that the other is alive.
 
     `on_message` and `on_end` are called by whichever reads, the latter once; what is no message of ours ends the pipe.
     """
 
-    def __init__(self, pipe: Pipe, name: str, on_message: Callable[[Any], None], on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pipe: Pipe,
+        name: str,
+        on_message: Callable[[Any], None],
+        on_end: Callable[[str], None],
+        settings: PipelineSettings,
+    ) -> None:
+        self._settings = settings
         self._pipe = pipe
         self._on_message = on_message
         self._on_end = on_end
@@ -176,14 +178,14 @@ class Reader:
         self._reading = self._ended = False
         self._waited_at = time.monotonic()
         self._look_s = 0.0
-        self._rehearsal = Rehearsal()
+        self._warm_up = MessageWarmUp(settings)
         threading.Thread(target=self._watch, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"<Reader {self._pipe}>"
+        return f"<PipeReader {self._pipe}>"
 
     def read_until(
-        self, done: Callable[[], bool], timeout: float | None = None, meanwhile: Meanwhile = nothing
+        self, done: Callable[[], bool], timeout: float | None = None, meanwhile: WhileWaiting = do_nothing
     ) -> bool:
         """Read until it is so, to which the end of the pipe must lead as well. False if it takes longer."""
         began = time.monotonic()
@@ -195,7 +197,9 @@ class Reader:
                 self._pass_turn()
         self._waited_at = time.monotonic()
         # What came soon will come soon again; for what takes longer, looking is not worth a core.
-        self._look_s = LOOK_S if _HAS_CORES and self._waited_at - began < LOOK_S else 0.0
+        may_look = _HAS_CORES or self._settings.look_on_one_core
+        look_s = self._settings.look_s
+        self._look_s = look_s if may_look and self._waited_at - began < look_s else 0.0
         return done()
 
     def _take_turn(self, done: Callable[[], bool], until: float) -> bool:
@@ -216,7 +220,7 @@ class Reader:
     def _watch(self) -> None:
         """Read in place of those who wait for messages, while there are none; and the end, at once."""
         while not self._ended:
-            gone = self._pipe.wait_gone(REST_S)
+            gone = self._pipe.wait_gone(self._settings.rest_s)
             if self._take_turn(partial(self._leaves_to_others, gone), math.inf):
                 try:
                     self._read(math.inf)
@@ -225,42 +229,42 @@ class Reader:
 
     def _leaves_to_others(self, gone: bool) -> bool:
         """Whether those who wait for messages see to it. That the other end is gone, nobody leaves to anybody."""
-        return not gone and (self._reading or time.monotonic() - self._waited_at < REST_S)
+        return not gone and (self._reading or time.monotonic() - self._waited_at < self._settings.rest_s)
 
-    def _read(self, wait_s: float, look_s: float = 0.0, meanwhile: Meanwhile = nothing) -> None:
+    def _read(self, wait_s: float, look_s: float = 0.0, meanwhile: WhileWaiting = do_nothing) -> None:
         """Hand on one message, if one begins within that time, or the end."""
         try:
             message = self._pipe.receive_within(wait_s, look_s, partial(self._while_looking, meanwhile))
             if message is not None:
-                self._rehearsal.remember(message)
+                self._warm_up.remember(message)
                 self._on_message(CODEC.decode(message))
-        except (TransferError, CodecError) as error:
+        except (TransferError, MessageCodecError) as error:
             self._pipe.close(str(error))
-            self._rehearsal.close()
+            self._warm_up.close()
             self._on_end(str(error))
             self._ended = True
 
-    def _while_looking(self, meanwhile: Meanwhile) -> None:
-        self._rehearsal.perhaps()
+    def _while_looking(self, meanwhile: WhileWaiting) -> None:
+        self._warm_up.run_if_due()
         meanwhile()
         os.sched_yield()  # the core is anybody's who has work for it
 
 
 @final
-class Inflow:
+class PipeInput:
     """What another stage says, in order. `who` it is, for people."""
 
-    def __init__(self, pipe: Pipe, who: str, on_lost: OnLost) -> None:
+    def __init__(self, pipe: Pipe, who: str, on_lost: OnLost, settings: PipelineSettings) -> None:
         self._who = who
         self._on_lost = on_lost
         self._items: deque[Any] = deque()
         self._lost: StageLost | None = None
-        self._reader = Reader(pipe, f"from {who}", self._items.append, self._end)
+        self._reader = PipeReader(pipe, f"from {who}", self._items.append, self._end, settings)
 
     def __repr__(self) -> str:
-        return f"<Inflow from {self._who}: {self._reader}>"
+        return f"<PipeInput from {self._who}: {self._reader}>"
 
-    def get(self, meanwhile: Meanwhile = nothing) -> Any:
+    def get(self, meanwhile: WhileWaiting = do_nothing) -> Any:
         """Wait for the next. Raises StageLost."""
         self._reader.read_until(lambda: bool(self._items) or self._lost is not None, meanwhile=meanwhile)
         if self._items:
@@ -275,25 +279,25 @@ class Inflow:
 
 
 @final
-class Outflow:
+class ActivationsOutput:
     """Activations to the stage behind. `put` waits for nothing: a thread sends, while the next batch is computed. A
     few of them go at once, which saves two changes of threads before each token of a lone request.
 
     How many wait is bounded by the batches in flight, of which there are as many as stages.
     """
 
-    def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost) -> None:
+    def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost, settings: PipelineSettings) -> None:
         self._pipe = pipe
         self._stage = stage
         self._on_lost = on_lost
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._queued = self._dequeued = 0  # each counted by one thread; the second, when it has been sent
         # Nothing comes back; but whoever reads hears that the other end is alive, and when it is not.
-        self._reader = Reader(pipe, f"activations-to-{stage}", self._refuse, self._end)
+        self._reader = PipeReader(pipe, f"activations-to-{stage}", self._refuse, self._end, settings)
         threading.Thread(target=self._run, name=f"activations-to-{stage}-writer", daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"<Outflow to stage {self._stage}: {self._reader}>"
+        return f"<ActivationsOutput to stage {self._stage}: {self._reader}>"
 
     def put(self, value: Callable[[], object], *, at_once: bool = False) -> None:
         """Send what this returns; it is called by the thread that sends, and may wait for a copy from a device. One
@@ -314,23 +318,24 @@ class Outflow:
             self._pipe.send(CODEC.encode(value()))
 
     def _refuse(self, message: Any) -> None:
-        raise CodecError(f"a {type(message).__name__} from the stage behind, which has nothing to say here")
+        raise MessageCodecError(f"a {type(message).__name__} from the stage behind, which has nothing to say here")
 
     def _end(self, reason: str) -> None:
         self._on_lost(StageLost(f"stage {self._stage} is lost: {reason}"))
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class StageRank:
     """The place of this process in its pipeline: worker `rank` of the `tp` of its stage. The first of them has the ways
     to the stages before and behind."""
 
     stage: int
     partition: tuple[int, ...]
-    before: Inflow | None = None
-    behind: Outflow | None = None
+    before: PipeInput | None = None
+    behind: ActivationsOutput | None = None
     tp: int = 1
     rank: int = 0
+    settings: PipelineSettings = PIPELINE_DEFAULTS
 
     @property
     def stages(self) -> int:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
-from .codec import CodecError
-from .pipes import Meanwhile, OnLost, Reader, StageLost, nothing
-from .vocabulary import CODEC, Answer, Call, Failed
+from ..settings import PipelineSettings
+from .codec import MessageCodecError
+from .pipes import OnLost, PipeReader, StageLost, WhileWaiting, do_nothing
+from .vocabulary import CODEC, Call, CallFailed, CallResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,14 +25,14 @@ __all__ = ["Answers", "RemoteWorker", "tell"]
 class RemoteWorker:
     """Our end of a control pipe to a worker, or to those of a stage as one. `name`: what people are told of it."""
 
-    def __init__(self, name: str, pipe: Pipe, on_lost: OnLost) -> None:
+    def __init__(self, name: str, pipe: Pipe, on_lost: OnLost, settings: PipelineSettings) -> None:
         self.name = name
         self._pipe = pipe
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._pending: deque[tuple[int, Future[Any]]] = deque()
         self._lost: StageLost | None = None
-        self._reader = Reader(pipe, f"answers of {name}", self._on_message, self._lose)
+        self._reader = PipeReader(pipe, f"answers of {name}", self._on_message, self._lose, settings)
 
     def __repr__(self) -> str:
         return f"<RemoteWorker {self.name} pending={len(self._pending)} {self._reader}>"
@@ -49,7 +50,7 @@ class RemoteWorker:
             self._lose(str(error))
         return future
 
-    def wait(self, answer: Future[Any], timeout: float | None, meanwhile: Meanwhile = nothing) -> Any:
+    def wait(self, answer: Future[Any], timeout: float | None, meanwhile: WhileWaiting = do_nothing) -> Any:
         """For the answer to a call. Raises StageLost; one that takes longer is given up."""
         if not self._reader.read_until(answer.done, timeout, meanwhile):
             self._lose(f"it is alive, but has not answered for {timeout:g} s")
@@ -60,12 +61,12 @@ class RemoteWorker:
         self._pipe.close(reason)
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, Failed):
+        if isinstance(message, CallFailed):
             self._lose(message.reason)
             return
         with self._lock:
-            if not isinstance(message, Answer) or not self._pending or self._pending[0][0] != message.number:
-                raise CodecError(f"a {type(message).__name__} that answers nothing")
+            if not isinstance(message, CallResult) or not self._pending or self._pending[0][0] != message.number:
+                raise MessageCodecError(f"a {type(message).__name__} that answers nothing")
             _, future = self._pending.popleft()
         future.set_result(message.result)
 

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["PipelineScheduler", "all_under_way"]
+__all__ = ["PipelineScheduler", "is_all_scheduled"]
 
 
 class Computed(Protocol):
@@ -22,7 +22,7 @@ class Computed(Protocol):
         """Positions that it has, drafts included."""
 
 
-def all_under_way(running: Iterable[Computed]) -> bool:
+def is_all_scheduled(running: Iterable[Computed]) -> bool:
     """Whether each of these requests is in a batch already, so that none could be put into another one."""
     return all(request.num_computed_tokens >= request.num_tokens_with_spec for request in running)
 
@@ -35,6 +35,6 @@ class PipelineScheduler(Scheduler):
     def has_requests(self) -> bool:
         """Whether there is anything to make a batch of. Asked before each one; without, vLLM waits for the oldest."""
         running, waiting = self.get_request_counts()
-        if running and not waiting and not self.has_finished_requests() and all_under_way(self.running):
+        if running and not waiting and not self.has_finished_requests() and is_all_scheduled(self.running):
             return False
         return bool(super().has_requests())

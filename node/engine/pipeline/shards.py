@@ -13,15 +13,15 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
-__all__ = ["narrowed", "widened"]
+__all__ = ["join_head_shards", "take_head_shard"]
 
 
-def widened(spec: KVCacheSpec, shards: int) -> KVCacheSpec:
+def join_head_shards(spec: KVCacheSpec, shards: int) -> KVCacheSpec:
     """A layer's cache with the heads of all `shards`, from that of one of them."""
     return _resized(spec, lambda size: size * shards)
 
 
-def narrowed(config: KVCacheConfig, shards: int) -> KVCacheConfig:
+def take_head_shard(config: KVCacheConfig, shards: int) -> KVCacheConfig:
     """One shard's part of a cache of `shards`: the same blocks, of fewer heads."""
 
     def part(size: int) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import vllm
 from vllm.platforms import current_platform
@@ -19,26 +18,27 @@ from ....kvtransport.wire.pipe import Pipe, accept_pipe
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket
 from ..kv.switchboard import Switchboard
+from ..mailbox import Outbox
+from ..process import StartError
 from ..protocol import (
     AbortTransfer,
     CloseLink,
     EngineConfig,
     EngineFailed,
-    Message,
+    EngineReady,
     PipeEnd,
-    Ready,
-    SetPaths,
+    SetLinkPaths,
     Stop,
     ToEngine,
 )
 from ..vllm.weights import LOAD_FORMAT
-from .crew import Crew, Mate
+from .call_server import CallServer
 from .executor import PipelineExecutor
-from .pipes import Arrivals, Inflow, OnLost, Outflow, PipelineError, Seat, open_pipes
+from .pipes import ActivationsOutput, OnLost, PipeConnections, PipeInput, PipelineError, StageRank, open_pipes
 from .remote import RemoteWorker
 from .scheduler import PipelineScheduler
-from .servant import Servant
-from .vocabulary import CODEC, Hello, Joining
+from .stage_workers import ForkedWorker, StageWorkers
+from .vocabulary import CODEC, JoinStage, LoadStage
 from .worker import StageWorker, worker_class
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MATE_GREETING_S = 60.0
 LOST_STATUS = 3  # of a process that has told its agent why
 
 
@@ -84,52 +83,44 @@ def pipeline_arguments(config: EngineConfig) -> tuple[dict[str, str], dict[str, 
     return environment, arguments
 
 
-def take_seat(
-    config: EngineConfig, arrivals: Arrivals, mates: Sequence[Mate], on_lost: OnLost
-) -> tuple[dict[PipeEnd, Pipe], Crew]:
-    """Open the pipes of this stage, take its seat, and gather its crew. `on_lost` is called by threads, and may be more
-    than once. On the head, vLLM's engine may be built afterwards. Raises PipelineError."""
+def join_pipeline(
+    config: EngineConfig, arrivals: PipeConnections, forked: Sequence[ForkedWorker], on_lost: OnLost
+) -> tuple[dict[PipeEnd, Pipe], StageWorkers]:
+    """Open the pipes of this stage, set its `StageRank`, and greet its other workers. `on_lost` is called by threads,
+    and may be more than once. On the head, vLLM's engine may be built afterwards. Raises PipelineError."""
+    settings = config.pipeline
     pipes: dict[PipeEnd, Pipe] = {}
-
     losing = threading.Lock()
 
     def lose(error: PipelineError) -> None:
         with losing:  # what follows from the first loss is no news: who notices that waits until the first is told
             for pipe in pipes.values():  # so that the others hear why
                 pipe.close(str(error))
-            for mate in mates:
-                mate.end()
+            for worker in forked:
+                worker.end()
             on_lost(error)
 
     try:  # before the other stages, which may keep us waiting for long
-        crew = Crew([mate.greet(config.stage, lose) for mate in mates])
+        workers = StageWorkers([worker.greet(config.stage, lose, settings) for worker in forked], settings)
     except TransferError as error:
         raise PipelineError(f"a worker of stage {config.stage} does not start: {error}") from error
-    pipes.update(open_pipes(config.pipes, arrivals))
+    pipes.update(open_pipes(config.pipes, arrivals, settings))
 
-    before: Inflow | None = None
-    behind: Outflow | None = None
+    before: PipeInput | None = None
+    behind: ActivationsOutput | None = None
     for end, pipe in pipes.items():
         if end.kind == "data" and end.stage < config.stage:
-            before = Inflow(pipe, f"stage {end.stage}", lose)
+            before = PipeInput(pipe, f"stage {end.stage}", lose, settings)
         elif end.kind == "data":
-            behind = Outflow(pipe, end.stage, lose)
-    StageWorker.seat = Seat(config.stage, config.partition, before, behind, config.tp)
+            behind = ActivationsOutput(pipe, end.stage, lose, settings)
+    StageWorker.stage_rank = StageRank(config.stage, config.partition, before, behind, config.tp, settings=settings)
     if config.stage == 0:
         controls = sorted((end.stage, pipe) for end, pipe in pipes.items() if end.kind == "control")
-        PipelineExecutor.crew = crew
-        PipelineExecutor.stages = tuple(RemoteWorker(f"stage {stage}", pipe, lose) for stage, pipe in controls)
-    return pipes, crew
-
-
-class Outbox(Protocol):
-    """Messages to the agent."""
-
-    def send(self, message: Message) -> None:
-        """Queue one."""
-
-    def flush(self) -> None:
-        """Wait until all of them have left."""
+        PipelineExecutor.workers = workers
+        PipelineExecutor.stages = tuple(
+            RemoteWorker(f"stage {stage}", pipe, lose, settings) for stage, pipe in controls
+        )
+    return pipes, workers
 
 
 def end_process(outbox: Outbox) -> OnLost:
@@ -146,50 +137,73 @@ def end_process(outbox: Outbox) -> OnLost:
     return end
 
 
-def run_stage(
-    config: EngineConfig,
-    outbox: Outbox,
-    inbox: queue.SimpleQueue[ToEngine],
-    switchboard: Switchboard,
-    arrivals: Arrivals,
-    mates: Sequence[Mate],
-    make_config: Callable[[str], VllmConfig],
-) -> int:
-    """The main program of a stage's process. `make_config` is given the switchboard's name. Returns the exit status.
-    Raises PipelineError for a place that it cannot take; what happens later, the agent and the head are told."""
-    check_pipeline(config)
-    threading.Thread(target=_obey, args=(inbox, switchboard, mates), name="agent-orders", daemon=True).start()
-    outbox.send(_ready(config))
-    on_lost = end_process(outbox)
-    try:
-        pipes, crew = take_seat(config, arrivals, mates, on_lost)
-        serve_stage(config, pipes, lambda hello: _load(crew, hello, lambda: make_config(switchboard.name)))
-    except PipelineError as error:
-        for mate in mates:
-            mate.end()
-        on_lost(error)
-    return LOST_STATUS
+@final
+class StageProgram:
+    """See `process.EngineProgram`: a stage that is not the head. What goes wrong once it is ready, both its agent and
+    the head are told. `make_config` is given the name of this box's switchboard."""
 
+    def __init__(
+        self,
+        config: EngineConfig,
+        outbox: Outbox,
+        forked: Sequence[ForkedWorker],
+        make_config: Callable[[str], VllmConfig],
+    ) -> None:
+        self._config = config
+        self._outbox = outbox
+        self._forked = forked
+        self._make_config = make_config
+        self._switchboard = Switchboard(config.tp, outbox.send, config.transfers)
+        self._connections = PipeConnections(config.pipes)
 
-def _obey(inbox: queue.SimpleQueue[ToEngine], switchboard: Switchboard, mates: Sequence[Mate]) -> None:
-    """What this box's own agent wants: the requests are the head's business, the transfers of this stage are not."""
-    while True:
-        message = inbox.get()
+    def take(self, message: ToEngine) -> None:
+        """What this box's own agent wants: requests are the head's business, the transfers of this stage are not."""
         match message:
             case Stop():
-                for mate in mates:
-                    mate.end()
+                self.close()
                 os._exit(0)
-            case SetPaths() | CloseLink() | AbortTransfer():
-                switchboard.carry_out(message)
+            case SetLinkPaths() | CloseLink() | AbortTransfer():
+                self._switchboard.carry_out(message)
             case _:
                 _log.warning("a stage that is not the head was sent %s", type(message).__name__)
 
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """A pipe from another stage, or a connection of a KV link."""
+        if not self._connections.put(hello, connection):
+            self._switchboard.attach(hello, connection)
 
-def _ready(config: EngineConfig) -> Ready:
+    def load(self) -> None:
+        """The layers are loaded when the head says so. Raises StartError for a place that cannot be taken."""
+        try:
+            check_pipeline(self._config)
+        except PipelineError as error:
+            raise StartError(str(error)) from error
+
+    def ready(self, load_s: float) -> EngineReady:
+        """The process can be dialled from now on."""
+        return _ready(self._config)
+
+    def serve(self) -> None:
+        """Do what the head says until it is lost, which ends this process."""
+        on_lost = end_process(self._outbox)
+        try:
+            pipes, workers = join_pipeline(self._config, self._connections, self._forked, on_lost)
+            name = self._switchboard.name
+            serve_stage(self._config, pipes, lambda hello: _load(workers, hello, lambda: self._make_config(name)))
+        except PipelineError as error:
+            self.close()
+            on_lost(error)
+
+    def close(self) -> None:
+        """End the other workers of this stage."""
+        for worker in self._forked:
+            worker.end()
+
+
+def _ready(config: EngineConfig) -> EngineReady:
     """Said before anything is loaded: the process can be dialled from now on. What only the head knows is 0."""
     kind = cast("DeviceKind", current_platform.device_type)
-    return Ready(
+    return EngineReady(
         pid=os.getpid(),
         engine=f"vllm{'-cpu' if kind == 'cpu' else ''} {vllm.__version__}",
         device=kind,
@@ -207,13 +221,13 @@ def _ready(config: EngineConfig) -> Ready:
     )
 
 
-def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable[[Hello], Crew]) -> None:
+def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable[[LoadStage], StageWorkers]) -> None:
     """Do what the head says until it is gone, which raises StageLost. Raises PipelineError when it is this stage that
     cannot go on; the head has been told by then. Both are all that ends it."""
     control = next(pipe for end, pipe in pipes.items() if end.kind == "control")
     reason = f"stage {config.stage} has ended"
     try:
-        Servant(control, load).serve()
+        CallServer(control, load, settings=config.pipeline).serve()
     except PipelineError as error:  # whichever pipe is heard first tells the same
         reason = str(error)
         raise
@@ -222,22 +236,22 @@ def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable
             pipe.close(reason)
 
 
-def _load(crew: Crew, hello: Hello, make_config: Callable[[], VllmConfig]) -> Crew:
+def _load(workers: StageWorkers, hello: LoadStage, make_config: Callable[[], VllmConfig]) -> StageWorkers:
     """Load this stage's layers."""
-    seat = StageWorker.seat
-    assert seat is not None
+    place = StageWorker.stage_rank
+    assert place is not None
     if hello.vllm != vllm.__version__ or hello.schema != CODEC.schema:
         raise PipelineError(
-            f"the head has vLLM {hello.vllm}, stage {seat.stage} {vllm.__version__}: all boxes of a replica need "
+            f"the head has vLLM {hello.vllm}, stage {place.stage} {vllm.__version__}: all boxes of a replica need "
             "the same vLLM and the same p2pserve"
         )
-    if tuple(hello.partition) != seat.partition:
-        raise PipelineError(f"the head cuts the model {hello.partition}, stage {seat.stage} {seat.partition}")
-    crew.load(make_config())
-    return crew
+    if tuple(hello.partition) != place.partition:
+        raise PipelineError(f"the head cuts the model {hello.partition}, stage {place.stage} {place.partition}")
+    workers.load(make_config())
+    return workers
 
 
-def run_mate(
+def run_forked_worker(
     config: EngineConfig,
     make_config: Callable[[str], VllmConfig],
     rank: int,
@@ -249,15 +263,18 @@ def run_mate(
     def end(error: PipelineError | TransferError) -> NoReturn:
         os._exit(LOST_STATUS)
 
-    def load(joining: Joining) -> Crew:
-        crew = Crew()
-        crew.join(make_config(joining.switchboard), joining.meeting)
-        return crew
+    def load(joining: JoinStage) -> StageWorkers:
+        workers = StageWorkers()
+        workers.join(make_config(joining.switchboard), joining.meeting)
+        return workers
 
-    StageWorker.seat = Seat(config.stage, config.partition, tp=config.tp, rank=rank)
+    StageWorker.stage_rank = StageRank(
+        config.stage, config.partition, tp=config.tp, rank=rank, settings=config.pipeline
+    )
+    greeting_s = config.pipeline.greeting_s
     try:
-        pipe = accept_pipe(ticket, read_link_hello(line, MATE_GREETING_S), line, timeout=MATE_GREETING_S)
-        Servant(pipe, load, end).serve()
+        pipe = accept_pipe(ticket, read_link_hello(line, greeting_s), line, timeout=greeting_s)
+        CallServer(pipe, load, end, config.pipeline).serve()
     except (TransferError, PipelineError) as error:  # the first worker is gone, or has been told
         end(error)
     finally:

@@ -20,9 +20,9 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from ..kv.step_work import Arrived, GiveWay, LoadProgress, LoadWork, Opening, SendWork, StepWork
-from ..protocol import AbortTransfer, CloseLink, SetPaths
-from .codec import Codec
+from ..kv.step_work import LoadedPart, LoadProgress, LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks
+from ..protocol import AbortTransfer, CloseLink, SetLinkPaths
+from .codec import MessageCodec
 
 CALLABLE = frozenset(
     {
@@ -47,7 +47,7 @@ CALLABLE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class LoadStage:
     """The head's first word on a control pipe, and its answer: both ends must speak of the same things."""
 
     vllm: str
@@ -56,7 +56,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
+class JoinStage:
     """The same to the other workers of a stage, from the first: where they meet for torch.distributed, and the name of
     their box's switchboard."""
 
@@ -75,7 +75,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallResult:
     """What the call of that number returned. Calls are answered in the order in which they came."""
 
     number: int
@@ -83,7 +83,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CallFailed:
     """The stage cannot go on: `reason` is one line for the user."""
 
     reason: str
@@ -97,16 +97,16 @@ class Activations:
     tensors: dict[str, torch.Tensor]
 
 
-CODEC = Codec(
+CODEC = MessageCodec(
     records=(
-        *(Hello, Joining, Call, Answer, Failed, Activations),
+        *(LoadStage, JoinStage, Call, CallResult, CallFailed, Activations),
         *(SchedulerOutput, NewRequestData, CachedRequestData, KVCacheBlockCopy),
         *(SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
         *(ModelRunnerOutput, KVConnectorOutput, LogprobsLists, LogprobsTensors, SamplingMaskLists, CUDAGraphStat),
-        *(StepWork, SendWork, LoadWork, LoadProgress, Arrived),
+        *(StepWork, SendWork, LoadWork, LoadProgress, LoadedPart),
         *(kv.KVCacheConfig, kv.KVCacheGroupSpec, kv.KVCacheGroupRole, kv.KVCacheTensor, kv.KVQuantMode, MultipleOf),
         *(kv.FullAttentionSpec, kv.SlidingWindowSpec, kv.ChunkedLocalAttentionSpec, kv.SinkFullAttentionSpec),
         *(kv.MLAAttentionSpec, kv.SparseCacheRole, kv.UniformTypeKVCacheSpecs, CompilationTimes),
     ),
-    structs=(Opening, GiveWay, AbortTransfer, SetPaths, CloseLink),
+    structs=(OpenTransfer, YieldBlocks, AbortTransfer, SetLinkPaths, CloseLink),
 )

@@ -1,7 +1,7 @@
 """vLLM's worker as a stage of a pipeline: everything is vLLM's own but the group of stages that it believes to be in.
 
 vLLM makes workers by the name of their class, and finds the groups they are in through module globals; so a process
-has one seat in one pipeline, taken before its engine is built.
+has one place in one pipeline, set before its engine is built.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from ..vllm.device import DeviceKind, device_of
 from ..vllm.layout import kv_heads
 from .group import HIDDEN, RESIDUAL, SocketGroup
-from .pipes import Seat
-from .shards import narrowed, widened
+from .pipes import StageRank
+from .shards import join_head_shards, take_head_shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,20 +34,20 @@ _PROBE_TOKENS = 8
 
 
 class StageWorker(gpu_worker.Worker):
-    """A worker of one stage, which speaks for all of them where the KV cache is concerned (`shards`). `seat` is set
-    once, before vLLM makes the worker."""
+    """A worker of one stage. Where the KV cache is concerned it speaks for all workers of its stage (`shards`).
+    `stage_rank` is set once, before vLLM makes the worker."""
 
-    seat: ClassVar[Seat | None] = None
+    stage_rank: ClassVar[StageRank | None] = None
     module: ClassVar[ModuleType] = gpu_worker  # where its base class looks for the function that joins the world
 
     def init_device(self) -> None:
-        """Join a world of this stage alone, then take the seat among the stages."""
-        with _joining(self.module, _seat()):
+        """Join a world of this stage alone, then take the place among the stages."""
+        with _joining(self.module, own_stage_rank()):
             super().init_device()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The caches of the stage's layers."""
-        return {name: widened(spec, self._shards) for name, spec in super().get_kv_cache_spec().items()}
+        return {name: join_head_shards(spec, self._shards) for name, spec in super().get_kv_cache_spec().items()}
 
     def determine_available_memory(self) -> int:
         """Bytes for them, if the other workers have as much."""
@@ -55,9 +55,9 @@ class StageWorker(gpu_worker.Worker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate this worker's part of them."""
-        super().initialize_from_config(narrowed(kv_cache_config, self._shards))
+        super().initialize_from_config(take_head_shard(kv_cache_config, self._shards))
 
-    def exercise(self) -> None:
+    def warm_up(self) -> None:
         """What it does again and again while it waits for others: nothing."""
 
     def run_batch(self, scheduler_output: SchedulerOutput) -> Any:
@@ -94,7 +94,7 @@ class StageWorker(gpu_worker.Worker):
     @property
     def _shards(self) -> int:
         """How many workers of the stage hold different heads."""
-        return min(_seat().tp, kv_heads(self.model_config))
+        return min(own_stage_rank().tp, kv_heads(self.model_config))
 
     @property
     def _model(self) -> Any:
@@ -108,14 +108,14 @@ class StageWorker(gpu_worker.Worker):
 
 
 def stage_group() -> SocketGroup:
-    """The group of stages that this process has its seat in."""
+    """The group of stages that this process belongs to."""
     return cast("SocketGroup", parallel_state.get_pp_group())
 
 
-def _seat() -> Seat:
-    if StageWorker.seat is None:
-        raise RuntimeError("this process has no seat in a pipeline")
-    return StageWorker.seat
+def own_stage_rank() -> StageRank:
+    if StageWorker.stage_rank is None:
+        raise RuntimeError("this process has no place in a pipeline")
+    return StageWorker.stage_rank
 
 
 def worker_class() -> str:
@@ -128,15 +128,15 @@ def worker_class() -> str:
 def make_worker(config: VllmConfig, meeting: str) -> Any:
     """This process's worker, in vLLM's wrapper, with its layers loaded. The workers of a stage are made at the same
     time, and find each other by `meeting`."""
-    seat = _seat()
+    stage_rank = own_stage_rank()
     # Of what vLLM says to each of its workers, there is one for each stage.
-    worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=seat.stage)
+    worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=stage_rank.stage)
     arguments = {
         "vllm_config": config,
-        "local_rank": seat.rank,
-        "rank": seat.stage * seat.tp + seat.rank,
+        "local_rank": stage_rank.rank,
+        "rank": stage_rank.stage * stage_rank.tp + stage_rank.rank,
         "distributed_init_method": meeting,
-        "is_driver_worker": seat.rank == 0,
+        "is_driver_worker": stage_rank.rank == 0,
         "shared_worker_lock": multiprocessing.Lock(),
     }
     worker.init_worker(all_kwargs=[arguments])
@@ -147,20 +147,20 @@ def make_worker(config: VllmConfig, meeting: str) -> Any:
 
 
 @contextmanager
-def _joining(module: Any, seat: Seat) -> Iterator[None]:
-    """While the worker sets up its device: it joins a world of its stage, and takes its seat."""
+def _joining(module: Any, stage_rank: StageRank) -> Iterator[None]:
+    """While the worker sets up its device: it joins a world of its stage, and takes its place."""
     join = module.init_worker_distributed_environment
 
     def join_stage(config: VllmConfig, rank: int, *args: Any, **kwargs: Any) -> None:
         parallel = config.parallel_config
-        parallel.pipeline_parallel_size, parallel.world_size, parallel.rank = 1, seat.tp, seat.rank
+        parallel.pipeline_parallel_size, parallel.world_size, parallel.rank = 1, stage_rank.tp, stage_rank.rank
         try:
-            join(config, seat.rank, *args, **kwargs)
+            join(config, stage_rank.rank, *args, **kwargs)
         finally:
-            parallel.pipeline_parallel_size, parallel.world_size = seat.stages, seat.stages * seat.tp
+            parallel.pipeline_parallel_size, parallel.world_size = stage_rank.stages, stage_rank.stages * stage_rank.tp
             parallel.rank = rank
         device = device_of(cast("DeviceKind", current_platform.device_type))
-        group = SocketGroup(seat, parallel_state.get_pp_group(), parallel_state.get_tp_group(), device)
+        group = SocketGroup(stage_rank, parallel_state.get_pp_group(), parallel_state.get_tp_group(), device)
         parallel_state._PP = cast("Any", group)  # noqa: SLF001 (there is no other way to it)
 
     module.init_worker_distributed_environment = join_stage

@@ -14,22 +14,19 @@ from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import LinkSettings
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.send_link import SendLink
+from ....kvtransport.link.settings import LinkSettings
 from ....kvtransport.wire.channel import parse_link_hello
-from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetPaths, TransferReport
+from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..vllm.device import Device, DeviceKind
 from ..vllm.layout import Shard
 from .host_buffer import HostBuffer
-from .incoming import FindSlots, Incoming, StagingArea
-from .outgoing import PRESENT, KvSource, Outgoing, ReadKv
+from .incoming import FindSlots, PromptReceiver, StagingArea
+from .outgoing import PRESENT, KvSource, PromptSender, ReadKv
 from .pacing import Pacer
-from .reports import REPORT_INTERVAL_S, link_report, not_opened
-
-MAX_EARLY, EARLY_S = 256, 5.0  # links that are not open, of which new paths are kept, and for how long
-GPU_STAGED_BYTES = 64 << 20
-GRANT_SHARE = 4  # what one transfer may send ahead of its receiver is at most such a part of what all may
+from .reports import link_report, unopened_report
 
 Tell = Callable[[TransferReport | LinkReport], None]
 
@@ -45,11 +42,11 @@ class TransferMemory:
     staged_bytes: int
 
 
-def transfer_memory(host_bytes: int, kind: DeviceKind) -> TransferMemory:
+def transfer_memory(host_bytes: int, kind: DeviceKind, settings: TransferSettings) -> TransferMemory:
     """Of a worker that has so much main memory for its transfers in each direction. What is decoded lies in a GPU's own
     memory, of which the KV cache has left little."""
     return TransferMemory(
-        host_bytes=host_bytes, staged_bytes=min(host_bytes, GPU_STAGED_BYTES) if kind == "cuda" else host_bytes
+        host_bytes=host_bytes, staged_bytes=min(host_bytes, settings.gpu_staged_bytes) if kind == "cuda" else host_bytes
     )
 
 
@@ -71,19 +68,21 @@ class TransferHub:
         memory: TransferMemory,
         report: Tell,
         on_news: Callable[[], None] = lambda: None,
+        settings: TransferSettings = TRANSFER_DEFAULTS,
     ) -> None:
+        self._settings = settings
         self.shard = shard
         self._report = report
         self._on_news = on_news
         # Made now: a GPU box pins it.
-        self._source = KvSource(device, read, HostBuffer(device.allocate_host(memory.host_bytes)))
+        self._source = KvSource(device, read, HostBuffer(device.allocate_host(memory.host_bytes)), settings)
         self._staging = StagingArea(device, ByteBudget(memory.staged_bytes))
         self._memory = memory
-        self.pacer = Pacer(shard)
+        self.pacer = Pacer(shard, settings)
         self._endpoint = Endpoint(settings=LinkSettings(limit_bytes=memory.host_bytes))
         self._lock = threading.Lock()
-        self._outgoing: dict[bytes, dict[bytes, Outgoing]] = {}  # transfer -> link -> what goes over it
-        self._incoming: dict[bytes, Incoming] = {}
+        self._outgoing: dict[bytes, dict[bytes, PromptSender]] = {}  # transfer -> link -> what goes over it
+        self._incoming: dict[bytes, PromptReceiver] = {}
         self._early_paths: OrderedDict[bytes, tuple[float, tuple[DialPath, ...]]] = (
             OrderedDict()
         )  # link -> until when, ...
@@ -102,11 +101,11 @@ class TransferHub:
         except KVProtocolError:
             connection.close()
 
-    def carry_out(self, order: SetPaths | CloseLink | AbortTransfer) -> None:
+    def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """What the agent wants of a link or a transfer. What is not known here is no matter; but paths are kept for a
         while, for a link that a step is about to open."""
         match order:
-            case SetPaths(link=link, paths=paths):
+            case SetLinkPaths(link=link, paths=paths):
                 self._set_paths(link, paths)
             case CloseLink(link=link, reason=reason):
                 # Goodbyes are said by a thread: the engine's must not wait for them.
@@ -141,11 +140,11 @@ class TransferHub:
             link = self._sending_link(outlet)
             pacing = self.pacer.transfer(ticket.codec, tokens, outlet)
             with self._lock:  # its thread may be done, and want to say so, before this one is
-                outgoing = Outgoing(outlet, link, self.shard, self._source, pacing, self._sent)
+                outgoing = PromptSender(outlet, link, self.shard, self._source, pacing, self._sent)
                 self._outgoing.setdefault(ticket.transfer, {})[ticket.link] = outgoing
                 self._sending.set()
         except TransferError as error:
-            self._report(not_opened(outlet, str(error)))
+            self._report(unopened_report(outlet, str(error)))
 
     def expect(self, inlets: Sequence[Inlet], tokens: int) -> None:
         """Open the receiving end for the first `tokens` positions of a prompt. Raises TransferError."""
@@ -153,13 +152,13 @@ class TransferHub:
         for inlet in inlets:
             link = self._endpoint.link(inlet.link.link)
             if not isinstance(link, ReceiveLink) or link.ended is not None:
-                link = self._endpoint.receiving(inlet.link)
+                link = self._endpoint.open_receiver(inlet.link)
             links.append((inlet, link))
-        incoming = Incoming(links, tokens, self.shard, self._staging, self._on_news)
+        incoming = PromptReceiver(links, tokens, self.shard, self._staging, self._on_news)
         with self._lock:
             self._incoming[incoming.transfer] = incoming
 
-    def start(self, incoming: Incoming, first: int, find_slots: FindSlots) -> None:
+    def start(self, incoming: PromptReceiver, first: int, find_slots: FindSlots) -> None:
         """The engine has blocks for a transfer's positions from `first` on: its senders may send. How far ahead of the
         decoding depends on what others may: all together fill no more memory than there is for them. Again is no
         matter."""
@@ -168,14 +167,14 @@ class TransferHub:
         limit = self._memory.host_bytes
         with self._lock:
             room = limit - sum(each.window_bytes for each in self._incoming.values())
-        incoming.start(first, find_slots, min(limit // GRANT_SHARE, room))
+        incoming.start(first, find_slots, min(limit // self._settings.grant_share, room))
 
-    def outgoing(self, transfer: bytes) -> tuple[Outgoing, ...]:
+    def outgoing(self, transfer: bytes) -> tuple[PromptSender, ...]:
         """The sending ends that are open."""
         with self._lock:
             return tuple(self._outgoing.get(transfer, {}).values())
 
-    def incoming(self, transfer: bytes) -> Incoming | None:
+    def incoming(self, transfer: bytes) -> PromptReceiver | None:
         """The receiving end, until it is closed."""
         with self._lock:
             return self._incoming.get(transfer)
@@ -200,8 +199,8 @@ class TransferHub:
         with self._lock:
             known = self._endpoint.link(link)
             if known is None:
-                self._early_paths[link] = time.monotonic() + EARLY_S, paths
-                if len(self._early_paths) > MAX_EARLY:
+                self._early_paths[link] = time.monotonic() + self._settings.early_paths_s, paths
+                if len(self._early_paths) > self._settings.early_paths:
                     self._early_paths.popitem(last=False)
         if isinstance(known, SendLink):
             known.set_paths(paths)
@@ -214,7 +213,7 @@ class TransferHub:
                 paths = outlet.paths
             link = self._endpoint.link(outlet.link.link)
             if not isinstance(link, SendLink) or link.ended is not None:
-                return self._endpoint.sending(outlet.link, paths)
+                return self._endpoint.open_sender(outlet.link, paths)
         link.set_paths(paths)
         return link
 
@@ -232,12 +231,13 @@ class TransferHub:
 
     def _tell(self) -> None:
         """Tell the agent how links with open transfers get on, while there are any."""
-        blocked_s: dict[Outgoing, float] = {}
+        blocked_s: dict[PromptSender, float] = {}
+        interval_s = self._settings.report_s
         while True:
             self._sending.wait()
             with self._lock:
                 outgoing = [each for links in self._outgoing.values() for each in links.values()]
             for link in {each.link.ticket.link: each.link for each in outgoing}.values():
-                self._report(link_report(link, [each for each in outgoing if each.link is link], blocked_s))
+                self._report(link_report(link, [each for each in outgoing if each.link is link], blocked_s, interval_s))
             blocked_s = {each: each.progress().blocked_s for each in outgoing}
-            time.sleep(REPORT_INTERVAL_S)
+            time.sleep(interval_s)

@@ -17,13 +17,15 @@ from typing import final
 
 import torch
 
-from ....kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from ....kernels.codec import decode, torch_dtype
+from ....kernels.codecs import codec_from_wire
+from ....kernels.format import dtype_from_wire
 from ....kvtransport.errors import FiguresError, TransferError
 from ....kvtransport.link.budget import ByteBudget
 from ....kvtransport.link.receive_link import IncomingTransfer as ReceivingEnd
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.receiving import MIN_WINDOW_BYTES
-from ....kvtransport.link.reslice import localise
+from ....kvtransport.routing.reslice import localise
 from ....kvtransport.wire.assembly import Assembly
 from ....kvtransport.wire.frames import KVFrame
 from ..protocol import Inlet
@@ -35,7 +37,7 @@ FindSlots = Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPiece:
+class LayerKv:
     """K and V `[tokens, heads, head_dim]` of one layer for positions from `start` on, and for heads from `head` on,
     counted from the first one that this worker holds; and their `slots` `[tokens]`. All on the cache's device."""
 
@@ -62,7 +64,7 @@ class StagingArea:
 
 
 @final
-class Incoming:
+class PromptReceiver:
     """What one worker receives of one prompt: an inbox of decoded pieces, and what has arrived so far."""
 
     def __init__(
@@ -86,7 +88,7 @@ class Incoming:
         self._room = threading.Condition()
         self._assembly = Assembly(shard.layers, len(shard.heads), tokens)
         self._first = 0
-        self._inbox: deque[LayerPiece] = deque()
+        self._inbox: deque[LayerKv] = deque()
         self._find_slots: FindSlots | None = None
         self._failure: str | None = None
         self.window_bytes = 0  # encoded bytes that may be here; none before the engine has blocks
@@ -115,7 +117,7 @@ class Incoming:
             threading.Thread(target=self._run, args=(inlet, end), name=name, daemon=True).start()
             end.grant(window, first)
 
-    def take(self) -> LayerPiece | None:
+    def take(self) -> LayerKv | None:
         """The next piece that is to be written (model's thread); None when there is none now."""
         with self._room:
             if not self._inbox:
@@ -143,7 +145,7 @@ class Incoming:
         """Which part of everything has arrived, and how many positions every layer and head has, from the first one
         that was needed."""
         with self._room:
-            return self._assembly.part, int(self._assembly.complete_tokens())
+            return self._assembly.fraction, int(self._assembly.complete_tokens())
 
     def applied(self) -> None:
         """The engine has written everything into its cache: the senders may be told."""
@@ -175,7 +177,7 @@ class Incoming:
                 self._deliver(frame, inlet)
             with self._room:
                 self._coming -= 1
-                if not self._coming and not self._assembly.done:
+                if not self._coming and not self._assembly.is_done:
                     raise ValueError(f"the transfer ended after {self._assembly.complete_tokens()} complete positions")
                 self._on_news()
                 self._room.wait_for(lambda: self._applied or self._failure, self._remaining())
@@ -221,7 +223,7 @@ class Incoming:
             if not kept:
                 self._staging.budget.give(size)
 
-    def _stage(self, frame: KVFrame, here: KVFrame) -> LayerPiece:
+    def _stage(self, frame: KVFrame, here: KVFrame) -> LayerKv:
         """Decode a frame on the device of the cache; `here` is the part of it that is wanted."""
         late = here.start - frame.start
         assert self._find_slots is not None
@@ -238,4 +240,4 @@ class Incoming:
             )
             slots = self._find_slots(here.start, here.start + here.tokens)
             stream.drain()
-        return LayerPiece(frame.layer, here.head_first, here.start, k[late:], v[late:], slots)
+        return LayerKv(frame.layer, here.head_first, here.start, k[late:], v[late:], slots)

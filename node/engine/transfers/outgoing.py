@@ -16,31 +16,31 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 
-from ....kernels.codec import Codec, encode_into, wire_dtype
-from ....kernels.format import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, payload_bytes
+from ....kernels.codec import encode_into, wire_dtype
+from ....kernels.codecs import codec_named
+from ....kernels.format import GROUP_TOKENS, WINDOW_TOKENS, payload_bytes
 from ....kvtransport.errors import TransferError, TransferTimeout
-from ....kvtransport.link.lanes import EndState
 from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
 from ..protocol import Outlet, TransferReport
+from ..settings import TransferSettings
 from ..vllm.device import Device, Mark
 from ..vllm.layout import Shard
 from .host_buffer import Extent, HostBuffer
 from .pacing import Pacing
-from .reports import Sent, sent_report
+from .reports import SentTotals, sent_report
 
 Report = Callable[[TransferReport], None]
 
 PRESENT = "all of it is here already"  # what a receiver says, and no failure of the sender
-USUAL_WINDOW_BYTES: Final = MAX_PAYLOAD_BYTES // 2  # of K and V that are read and coded at once
-WINDOW_SHARE: Final = 4  # a window is at most such a part of the host buffer: several are under way at once
 
 
 ReadKv = Callable[[int, list[int], int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -56,6 +56,7 @@ class KvSource:
     device: Device
     read: ReadKv
     buffer: HostBuffer
+    settings: TransferSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class _Done(NamedTuple):
 
 
 @final
-class Outgoing:
+class PromptSender:
     """What one worker sends to one other. Exactly one report is made, whatever happens; after it the cache is not read
     any more. `announce_layers`, `prefill_done` and `withdraw` are for the model's thread, and never block for long.
     """
@@ -110,7 +111,7 @@ class Outgoing:
         self._granted = False
         self._waits_since: float | None = None  # for the receiver to have a place
         self._waited_s = 0.0
-        self._token_bytes = self._payload_bytes(0, KEY_SPAN_TOKENS) // KEY_SPAN_TOKENS
+        self._token_bytes = self._payload_bytes(0, WINDOW_TOKENS) // WINDOW_TOKENS
         self._held = 0  # bytes of the host buffer
         self._holding = threading.Lock()
         self._prefill_done_at: float | None = None
@@ -172,7 +173,7 @@ class Outgoing:
             self._queue.put(state.reason)
 
     def _run(self) -> None:
-        sent = Sent(0, 0, 0)
+        sent = SentTotals(0, 0, 0)
         first_at: float | None = None
         reason = "a bug in the sending engine; its log has the details"  # unless one of the ends below is reached
         try:
@@ -181,7 +182,7 @@ class Outgoing:
                 first_at = time.monotonic() if first_at is None else first_at
                 self._sending.send(frame, release=partial(self._give, extent), timeout=self.ticket.deadline_s)
                 wire = self.link.wire_bytes(memoryview(frame.payload).nbytes)
-                sent = Sent(sent.raw_bytes + size, sent.wire_bytes + wire, sent.frames + 1)
+                sent = SentTotals(sent.raw_bytes + size, sent.wire_bytes + wire, sent.frames + 1)
             state = self._sending.wait(self.ticket.deadline_s)
             reason = "" if state.name == "delivered" else state.reason or "not delivered before the deadline"
         except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
@@ -204,7 +205,7 @@ class Outgoing:
 
     def _payload_bytes(self, start: int, tokens: int) -> int:
         return payload_bytes(
-            Codec(self.ticket.codec),
+            codec_named(self.ticket.codec),
             wire_dtype(self._shard.dtype),
             start=start,
             tokens=tokens,
@@ -248,7 +249,7 @@ class Outgoing:
                 head_last=self._slice.last_head,
                 start=start,
                 tokens=end - start,
-                codec=Codec(self.ticket.codec).wire,
+                codec=codec_named(self.ticket.codec).wire,
                 dtype=wire_dtype(self._shard.dtype).wire,
                 head_dim=self._shard.head_dim,
                 payload=extent.memory.numpy().data,
@@ -284,12 +285,13 @@ class Outgoing:
         return True
 
     def _tokens_per_frame(self) -> int:
-        """As many whole spans of the codecs as a frame and a share of the buffer have room for; where not even one
+        """As many whole windows of the codecs as a frame and a share of the buffer have room for; where not even one
         fits, whole groups."""
-        room = min(MAX_PAYLOAD_BYTES, self._source.buffer.size // WINDOW_SHARE)
-        usual, most = (size // self._row_bytes for size in (min(room, USUAL_WINDOW_BYTES), room))
-        spans = usual // KEY_SPAN_TOKENS or min(1, most // KEY_SPAN_TOKENS)
-        return spans * KEY_SPAN_TOKENS or max(1, most // KEY_GROUP_TOKENS) * KEY_GROUP_TOKENS
+        settings = self._source.settings
+        room = min(MAX_PAYLOAD_BYTES, self._source.buffer.size // settings.window_share)
+        usual, most = (size // self._row_bytes for size in (min(room, settings.window_bytes), room))
+        windows = usual // WINDOW_TOKENS or min(1, most // WINDOW_TOKENS)
+        return windows * WINDOW_TOKENS or max(1, most // GROUP_TOKENS) * GROUP_TOKENS
 
     def _take(self, size: int) -> Extent | None:
         """Room for a payload, as soon as the link has confirmed others; None when the transfer has ended."""
@@ -308,7 +310,7 @@ class Outgoing:
             self._held -= extent.reserved
         self._source.buffer.give(extent)
 
-    def _finish(self, first_at: float | None, sent: Sent, reason: str) -> None:
+    def _finish(self, first_at: float | None, sent: SentTotals, reason: str) -> None:
         now = time.monotonic()
         times = TransferTimes(
             first_frame_at=now if first_at is None else first_at,

@@ -17,16 +17,15 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from ....kernels.codec import wire_dtype
-from ....kernels.format import Codec, payload_bytes
+from ....kernels.codecs import codec_named
+from ....kernels.format import payload_bytes
 from ....kvtransport.probing.figures import LinkFigures
 from ....kvtransport.routing.layerwise import KVShape, LayerwiseEstimator, SendDecision, SendMode
 from ..protocol import Outlet
+from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..vllm.layout import Shard
 
 _TYPICAL_TOKENS = 512
-_PREFILLS_KEPT, PREFILLS_ENOUGH = 8, 3
-"""Of each kind: medians of so many, once there are so many."""
-CHANGED = 1.3  # a median of the last few prefills this much above or below that of those before: another time
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,9 @@ class Pacing:
 class SlowDown:
     """By how much prefills take longer while layers leave."""
 
-    def __init__(self) -> None:
-        self._prefills = {mode: deque[tuple[int, float]](maxlen=_PREFILLS_KEPT) for mode in SendMode}
+    def __init__(self, settings: TransferSettings) -> None:
+        self._enough, self._changed = settings.prefills_enough, settings.changed
+        self._prefills = {mode: deque[tuple[int, float]](maxlen=settings.prefills_kept) for mode in SendMode}
 
     def __repr__(self) -> str:
         return f"<SlowDown {', '.join(f'{len(each)} {mode.value}' for mode, each in self._prefills.items())}>"
@@ -72,12 +72,12 @@ class SlowDown:
         """Forget what is of another time, if prefills of this mode lately take much longer or shorter than before.
         Those of the other one, which was not tried since, would be compared with what else the machine does."""
         parts = [seconds / usual_s(tokens) for tokens, seconds in self._prefills[mode]]
-        before, lately = parts[:-PREFILLS_ENOUGH], parts[-PREFILLS_ENOUGH:]
-        if len(before) < PREFILLS_ENOUGH:
+        before, lately = parts[: -self._enough], parts[-self._enough :]
+        if len(before) < self._enough:
             return
         change = statistics.median(lately) / statistics.median(before)
-        if not 1 / CHANGED < change < CHANGED:
-            kept = list(self._prefills[mode])[-PREFILLS_ENOUGH:]
+        if not 1 / self._changed < change < self._changed:
+            kept = list(self._prefills[mode])[-self._enough :]
             for prefills in self._prefills.values():
                 prefills.clear()
             self._prefills[mode].extend(kept)
@@ -86,7 +86,7 @@ class SlowDown:
     def unknown(self) -> SendMode | None:
         """The mode of which too few prefills have been seen to compare the two."""
         fewest = min(SendMode, key=lambda mode: len(self._prefills[mode]))
-        return fewest if len(self._prefills[fewest]) < PREFILLS_ENOUGH else None
+        return fewest if len(self._prefills[fewest]) < self._enough else None
 
     def part(self, usual_s: Callable[[int], float]) -> float:
         """What is added to a prefill, as a part of what it usually takes for its number of tokens; both modes must have
@@ -101,8 +101,9 @@ class SlowDown:
 class Pacer:
     """What one engine has measured, for all its transfers. Used by several threads."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, settings: TransferSettings = TRANSFER_DEFAULTS) -> None:
         self._shard = shard
+        self._settings = settings
         self._lock = threading.Lock()
         self._estimators: dict[str, LayerwiseEstimator] = {}
         self._slow_downs: dict[str, SlowDown] = {}
@@ -130,7 +131,7 @@ class Pacer:
         with self._lock:
             for codec in {pacing.codec for pacing in pacings}:
                 self._estimator(codec).on_prefill(tokens, seconds)
-                slow_down = self._slow_downs.setdefault(codec, SlowDown())
+                slow_down = self._slow_downs.setdefault(codec, SlowDown(self._settings))
                 mode = SendMode.LAYERWISE if layerwise else SendMode.SERIALISED
                 slow_down.on_prefill(mode, tokens, seconds)
                 slow_down.notice_change(mode, self._estimator(codec).prefill_s)
@@ -167,7 +168,7 @@ class Pacer:
         if known is None:
             shard = self._shard
             size = payload_bytes(
-                Codec(codec),
+                codec_named(codec),
                 wire_dtype(shard.dtype),
                 start=0,
                 tokens=_TYPICAL_TOKENS,

@@ -11,12 +11,10 @@ from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.tickets import TransferTicket
 from ..protocol import LinkReport, Outlet, PathReport, TransferReport
 
-__all__ = ["REPORT_INTERVAL_S", "Sender", "Sent", "link_report", "not_opened", "sent_report"]
-
-REPORT_INTERVAL_S = 0.25
+__all__ = ["ProgressSource", "SentTotals", "link_report", "sent_report", "unopened_report"]
 
 
-class Sender(Protocol):
+class ProgressSource(Protocol):
     """The sending end of a transfer, as the reports see it."""
 
     def progress(self) -> SendProgress:
@@ -24,10 +22,10 @@ class Sender(Protocol):
         ...
 
 
-Sending = TypeVar("Sending", bound=Sender)
+Sending = TypeVar("Sending", bound=ProgressSource)
 
 
-class Sent(NamedTuple):
+class SentTotals(NamedTuple):
     """What was given to a link: bytes as they lay in the cache, bytes with all overhead, frames."""
 
     raw_bytes: int
@@ -36,7 +34,7 @@ class Sent(NamedTuple):
 
 
 def sent_report(
-    ticket: TransferTicket, sent: Sent, times: TransferTimes, progress: SendProgress, *, mode: str, reason: str
+    ticket: TransferTicket, sent: SentTotals, times: TransferTimes, progress: SendProgress, *, mode: str, reason: str
 ) -> TransferReport:
     """How a transfer has ended; with a `reason` it was not delivered."""
     return TransferReport(
@@ -57,7 +55,7 @@ def sent_report(
     )
 
 
-def not_opened(outlet: Outlet, reason: str) -> TransferReport:
+def unopened_report(outlet: Outlet, reason: str) -> TransferReport:
     """A transfer that could not even begin."""
     return TransferReport(
         transfer=outlet.ticket.transfer,
@@ -77,15 +75,18 @@ def not_opened(outlet: Outlet, reason: str) -> TransferReport:
     )
 
 
-def link_report(link: SendLink, senders: Iterable[Sending], blocked_s: Mapping[Sending, float]) -> LinkReport:
-    """How a link gets on. `blocked_s`: for how long each transfer had waited for credit at the last report."""
+def link_report(
+    link: SendLink, senders: Iterable[Sending], blocked_s: Mapping[Sending, float], interval_s: float
+) -> LinkReport:
+    """How a link gets on. `blocked_s`: for how long each transfer had waited for credit at the last report, which was
+    `interval_s` ago."""
     progress = {each: each.progress() for each in senders}
     # Until its first credit a transfer sends nothing, and no path is to blame; but without a connection that is up
     # nobody knows what the receiver has to say.
     blocked = [
         link.connections > 0
         and (
-            each.blocked_s - blocked_s.get(sender, 0.0) > REPORT_INTERVAL_S / 2
+            each.blocked_s - blocked_s.get(sender, 0.0) > interval_s / 2
             or (each.bytes_queued > 0 and each.first_sent_at is None)
         )
         for sender, each in progress.items()

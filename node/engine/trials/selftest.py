@@ -13,8 +13,8 @@ import os
 import platform
 import random
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +23,10 @@ import trio
 
 from ....kvtransport.errors import TransferError
 from ...box.hardware import probe
-from ...replica.engine_link import EngineError, EngineStartError, ForkServer, open_fork_server
+from ...replica.engine_link import EngineError, EngineStartError, ForkServerClient
 from .. import protocol
 from .random_model import TINY, make_model
-from .trial import Answer, Trial, TrialEngine, open_trial
+from .trial import Trial, TrialAnswer, TrialEngine, open_trial
 
 PINNED: Final = "0.32."  # the versions that the project's own tests have run with
 CPU_LIMIT_S: Final = 120.0  # it takes about 10 s; on a busy machine more, but not for ever
@@ -34,12 +34,15 @@ GPU_LIMIT_S: Final = 600.0  # four starts, each of which compiles and captures g
 POLL_S: Final = 0.2
 
 CHUNK = 64
-WAYS: Final[tuple[protocol.HowToLeave, ...]] = ("layerwise", "serialised")
+WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
 PARTITION = (1, 2)
 
 
-class Versions(msgspec.Struct, frozen=True, kw_only=True):
+OpenServer = Callable[..., AbstractAsyncContextManager[ForkServerClient]]
+
+
+class TestedVersions(msgspec.Struct, frozen=True, kw_only=True):
     """What a verdict holds for."""
 
     p2pserve: str
@@ -48,16 +51,16 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     python: str
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
     """How the self-test ended. `reason` is one line, empty when it passed."""
 
-    versions: Versions
+    versions: TestedVersions
     passed: bool
     reason: str
     seconds: float
 
 
-async def require_known_to_work(server: ForkServer, memory: Path | None = None) -> None:
+async def require_known_to_work(server: ForkServerClient, memory: Path | None = None) -> None:
     """Return if vLLM is the pinned version, or passes the self-test, or has passed it before.
 
     `memory` is the file that remembers this, by default one in the user's cache: the nodes of a box, which may start
@@ -78,7 +81,7 @@ async def require_known_to_work(server: ForkServer, memory: Path | None = None) 
         passed.append(verdict.versions)
 
 
-async def run_selftest(server: ForkServer) -> Verdict:
+async def run_selftest(server: ForkServerClient) -> SelfTestResult:
     """Test this installation. Raises EngineStartError when vLLM cannot even be imported."""
     await server.wait_ready()
     began = trio.current_time()
@@ -86,22 +89,22 @@ async def run_selftest(server: ForkServer) -> Verdict:
     reason = f"it was not done after {limit_s:g} s"
     with trio.move_on_after(limit_s):
         reason = await _complaint(server)
-    return Verdict(
+    return SelfTestResult(
         versions=installed(server.version), passed=not reason, reason=reason, seconds=trio.current_time() - began
     )
 
 
-async def check_installation() -> Verdict:
+async def check_installation(open_server: OpenServer) -> SelfTestResult:
     """Test this installation, in a fork server of its own. Raises EngineStartError."""
     log = selftest_log()
     _make_folder(log.parent)
-    async with open_fork_server(log=log, threads=1) as server:
+    async with open_server(log=log, threads=1) as server:
         return await run_selftest(server)
 
 
-def installed(vllm: str) -> Versions:
+def installed(vllm: str) -> TestedVersions:
     """The versions at hand; `vllm` as the fork server has found it."""
-    return Versions(
+    return TestedVersions(
         p2pserve=importlib.metadata.version("p2pserve"),
         vllm=vllm,
         torch=importlib.metadata.version("torch"),
@@ -125,7 +128,7 @@ def _make_folder(folder: Path) -> None:
         raise EngineStartError(f"{folder}: {error.strerror}; name another folder with XDG_CACHE_HOME") from error
 
 
-async def _complaint(server: ForkServer) -> str:
+async def _complaint(server: ForkServerClient) -> str:
     """What is wrong, in one line; "" if nothing."""
     prompts = [random.Random(seed).choices(range(1, TINY.vocabulary), k=PROMPT_TOKENS) for seed in (7, 8)]
     doing = "an engine"
@@ -156,8 +159,8 @@ async def _complaint(server: ForkServer) -> str:
 
 
 async def _hand_over(
-    trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: protocol.HowToLeave
-) -> Answer:
+    trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: protocol.WantedSendMode
+) -> TrialAnswer:
     """The first part of the prompt on one engine, the rest and the answer on the other."""
     send, receive = trial.hand_off(trial.join(decode), "raw", decode.ready, pacing=way)
     request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
@@ -167,7 +170,7 @@ async def _hand_over(
     return answer
 
 
-def _difference(found: Answer, expected: Answer) -> str:
+def _difference(found: TrialAnswer, expected: TrialAnswer) -> str:
     same = next(
         (at for at, (one, two) in enumerate(zip(found.tokens, expected.tokens, strict=False)) if one != two),
         min(len(found.tokens), len(expected.tokens)),
@@ -176,7 +179,7 @@ def _difference(found: Answer, expected: Answer) -> str:
 
 
 @asynccontextmanager
-async def _remembered(memory: Path) -> AsyncIterator[list[Versions]]:
+async def _remembered(memory: Path) -> AsyncIterator[list[TestedVersions]]:
     """The list in `memory`, for this process alone; what the body adds is kept. Raises EngineStartError."""
     _make_folder(memory.parent)
     try:
@@ -191,7 +194,7 @@ async def _remembered(memory: Path) -> AsyncIterator[list[Versions]]:
             except BlockingIOError:
                 await trio.sleep(POLL_S)
         try:
-            passed = msgspec.json.decode(file.read(), type=list[Versions])
+            passed = msgspec.json.decode(file.read(), type=list[TestedVersions])
         except msgspec.DecodeError:  # empty as it was made, or of another time: then nothing is known
             passed = []
         known = len(passed)

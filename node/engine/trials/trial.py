@@ -17,7 +17,7 @@ from ....kvtransport.errors import TransferError
 from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
-from ...replica.engine_link import EngineError, EngineLink, EngineLost, ForkServer
+from ...replica.engine_link import EngineError, EngineLink, EngineLost, ForkServerClient
 from .. import protocol
 
 LEASE_S = 600.0
@@ -27,7 +27,7 @@ FAST_GBPS, NEAR_S = 10.0, 0.0001  # what a node would predict of a link inside o
 
 
 @dataclass
-class Answer:
+class TrialAnswer:
     """What an engine has made of a request so far, with the monotonic times of its first and last tokens."""
 
     tokens: list[int] = field(default_factory=list)
@@ -53,14 +53,14 @@ class TrialEngine:
 
     def __init__(self) -> None:
         self.link: EngineLink | None = None
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, TrialAnswer] = {}
         self.reports: dict[bytes, protocol.TransferReport] = {}
         self.iterations: list[protocol.Iterations] = []
         self.stats: protocol.EngineStats | None = None
         self._news = trio.Event()
 
     @property
-    def ready(self) -> protocol.Ready:
+    def ready(self) -> protocol.EngineReady:
         """How it has described itself."""
         assert self.link is not None
         assert self.link.ready is not None
@@ -73,7 +73,7 @@ class TrialEngine:
             case protocol.Step(outputs=outputs, iterations=iterations):
                 self.stats = message.stats
                 for news in outputs:
-                    self.answers.setdefault(news.request, Answer()).add(news, now)
+                    self.answers.setdefault(news.request, TrialAnswer()).add(news, now)
                 if iterations is not None:
                     self.iterations.append(iterations)
             case protocol.TransferReport():
@@ -129,9 +129,9 @@ class TrialEngine:
     def tell_first(self, request: str, token: int) -> None:
         """The token that the sender of its KV has written first. Raises EngineLost."""
         assert self.link is not None
-        self.link.send(protocol.FirstToken(request=request, token=token))
+        self.link.send(protocol.SetFirstToken(request=request, token=token))
 
-    async def answer(self, request: str) -> Answer:
+    async def answer(self, request: str) -> TrialAnswer:
         """Wait for the end of a request. Raises EngineError when it ends in any other way than with its tokens."""
         await self._until(lambda: request in self.answers and self.answers[request].finish != "")
         answer = self.answers.pop(request)
@@ -139,7 +139,7 @@ class TrialEngine:
             raise EngineError(f"a request ended with {answer.finish!r} {answer.reason}".rstrip())
         return answer
 
-    async def generate(self, prompt: Sequence[int], count: int) -> Answer:
+    async def generate(self, prompt: Sequence[int], count: int) -> TrialAnswer:
         """A request of its own. Raises EngineError."""
         return await self.answer(self.submit(prompt, count))
 
@@ -163,7 +163,7 @@ class TrialEngine:
 class Trial:
     """Starts engines and joins them by links over loopback. Made by `open_trial`."""
 
-    def __init__(self, server: ForkServer, nursery: trio.Nursery, port: int) -> None:
+    def __init__(self, server: ForkServerClient, nursery: trio.Nursery, port: int) -> None:
         self._server = server
         self._nursery = nursery
         self._port = port
@@ -226,11 +226,11 @@ class Trial:
         return ticket
 
     def hand_off(
-        self, link: LinkTicket, codec: str, shape: protocol.Ready, *, pacing: protocol.HowToLeave = "auto"
+        self, link: LinkTicket, codec: str, shape: protocol.EngineReady, *, pacing: protocol.WantedSendMode = "auto"
     ) -> tuple[tuple[protocol.Outlet, ...], tuple[protocol.Inlet, ...]]:
         """Both ends of one transfer between two engines of one worker each."""
         ticket = issue_transfer(link.link, codec, DEADLINE_S, secrets.token_bytes)
-        whole = protocol.Slice(first_layer=0, last_layer=shape.layers, first_head=0, last_head=shape.kv_heads)
+        whole = protocol.KvSlice(first_layer=0, last_layer=shape.layers, first_head=0, last_head=shape.kv_heads)
         outlet = protocol.Outlet(
             slice=whole,
             ticket=ticket,
@@ -244,7 +244,7 @@ class Trial:
 
 
 @asynccontextmanager
-async def open_trial(server: ForkServer) -> AsyncIterator[Trial]:
+async def open_trial(server: ForkServerClient) -> AsyncIterator[Trial]:
     """A trial with its listener. The engines end with the fork server."""
     listener = trio.socket.from_stdlib_socket(socket.create_server(("127.0.0.1", 0)))
     with listener:

@@ -31,7 +31,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class VllmSetup:
     """How vLLM is to be set up. `environment` must be set before the engine is built, also by its worker processes;
     `arguments` are fields of `EngineArgs`.
     """
@@ -40,7 +40,7 @@ class Choices:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def choose(
+def choose_setup(
     kind: DeviceKind,
     *,
     dtype: str,
@@ -48,7 +48,7 @@ def choose(
     stages: int,
     tp: int,
     async_scheduling: bool | None = None,
-) -> Choices:
+) -> VllmSetup:
     """The set-up of an engine whose replica spans `stages` boxes, and whose `tp` workers here share the KV cache.
 
     Model runner: the CPU build has only the first version. On a GPU the second one is vLLM's default, but it hands
@@ -85,7 +85,7 @@ def choose(
     if kv_cache_mib is not None:
         arguments["gpu_memory_utilization"] = SIZED_SHARE_OF_MEMORY
         arguments["kv_cache_memory_bytes"] = (kv_cache_mib << 20) // tp
-    return Choices(environment=environment, arguments=arguments)
+    return VllmSetup(environment=environment, arguments=arguments)
 
 
 class OnHost(Protocol):
@@ -176,7 +176,7 @@ class Device(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Here:
+class _HostTensors:
     """Tensors that are in main memory already."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -267,7 +267,7 @@ class CpuDevice:
 
     def to_host(self, *tensors: torch.Tensor) -> OnHost:
         """The tensors themselves."""
-        return _Here(tensors)
+        return _HostTensors(tensors)
 
     def to_device(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors themselves."""
@@ -279,7 +279,7 @@ class CpuDevice:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Landing:
+class _PinnedCopies:
     """Pinned buffers that a side stream is filling; `landed` is the event after the last copy."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -447,7 +447,7 @@ class CudaDevice:
             landed.record()
         for tensor in tensors:
             tensor.record_stream(self._side)  # else its memory could be reused before the copy has run
-        return _Landing(copies, landed)
+        return _PinnedCopies(copies, landed)
 
     def to_device(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copies on the compute stream, in order with the work that reads them."""

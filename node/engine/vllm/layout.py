@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ..protocol import Slice
+from ..protocol import KvSlice
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -55,7 +55,7 @@ class Shard:
     head_dim: int
     dtype: torch.dtype
 
-    def holds(self, part: Slice) -> bool:
+    def holds(self, part: KvSlice) -> bool:
         """Whether all of it is here."""
         layers, heads = self.layers, self.heads
         return (

@@ -1,8 +1,7 @@
-"""The main program of an engine process: one vLLM engine, driven by messages from the node's agent.
+"""vLLM's engine process: the program that its agent talks to, and the loop around one `LLMEngine`.
 
-One thread owns the engine and runs the loop; a reader and a writer thread serve the message socket, a third
-receives sockets of KV transfers, which a switchboard hands to the workers they are for. With tensor parallelism
-vLLM's workers are processes of their own. When the agent closes the message socket, or dies, all of them end.
+One thread owns the engine and runs the loop (`process`). Connections of KV transfers go through a switchboard to the
+workers that they are for. With tensor parallelism vLLM's workers are processes of their own, which end with this one.
 """
 
 from __future__ import annotations
@@ -10,110 +9,103 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import signal
 import socket
-import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import TYPE_CHECKING, Any, final
 
 from .. import protocol
 from ..gpucheck.synchronisations import record_if_asked
-from ..kv.connector import ConnectorSettings, P2PConnector, transfer_config
-from ..kv.step_work import Opening, transfer_params
+from ..kv.connector import P2PConnector
+from ..kv.step_work import OpenTransfer, transfer_params
 from ..kv.switchboard import Switchboard
-from ..logfile import redirect_output
-from ..mailbox import Outbox, listen
-from ..pipeline.crew import Mate, fork_mates
-from ..pipeline.pipes import Arrivals, PipelineError
-from ..pipeline.stage import check_pipeline, end_process, pipeline_arguments, run_mate, run_stage, take_seat
+from ..mailbox import Outbox
+from ..pipeline.pipes import PipeConnections, PipelineError
+from ..pipeline.stage import StageProgram, check_pipeline, end_process, join_pipeline, run_forked_worker
+from ..pipeline.stage_workers import ForkedWorker, fork_workers
+from ..process import AgentSockets, StartError, serve_agent
 from ..scratch import own_temporary_folder
 from ..stats import StepMeter
 from ..transfers.idle import IdleSteps
-from .capability import capabilities_from_nvml
-from .device import DeviceKind, choose, device_of
-from .gloo import share_device
+from .arguments import build_engine, device_kind, eos_tokens, stage_config
+from .device import DeviceKind, device_of
 from .layout import head_dim, kv_heads
 from .speed import measure, measure_worker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
 
 _log = logging.getLogger(__name__)
 
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it
-IDLE_WAIT_S = 0.02  # between steps while only KV is awaited, if nothing is heard of it
-BLIND_WAIT_S = 0.001  # the same, where nothing can be heard
 
 
-class StartError(Exception):
-    """The engine cannot start; the text is one line for the user."""
-
-
-def run_engine(config: protocol.EngineConfig, messages: socket.socket, sockets: socket.socket) -> int:
-    """Load the model and serve until told to stop. Returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if config.log_file:
-        redirect_output(Path(config.log_file))
+def run_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
+    """Load the model, or one stage of it, and serve until told to stop. Returns the exit status."""
     record_if_asked()
-    mates: tuple[Mate, ...] = ()
+    make_config = partial(stage_config, config)
+    forked: tuple[ForkedWorker, ...] = ()
     if config.partition:
-        become = partial(run_mate, config, partial(stage_config, config))
-        mates = fork_mates(config.tp - 1, become, (messages, sockets))
-    outbox = Outbox(messages)
-    inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
-    started = time.monotonic()
-    switchboard = Switchboard(config.tp, outbox.send)
-
-    def take(message: protocol.ToEngine) -> None:
-        inbox.put(message)
-        switchboard.news.set()
-
-    listen(messages, take)
-    arrivals = Arrivals(config.pipes)
-    threading.Thread(target=_accept, args=(sockets, switchboard, arrivals), name="kv-acceptor", daemon=True).start()
-    try:
-        if config.stage > 0:
-            return run_stage(config, outbox, inbox, switchboard, arrivals, mates, partial(stage_config, config))
-        if config.partition:
-            check_pipeline(config)
-            take_seat(config, arrivals, mates, end_process(outbox))
-        with own_temporary_folder():
-            runner = EngineRunner(config, outbox, switchboard)
-    except (StartError, PipelineError) as error:
-        _log.exception("the engine does not start")
-        outbox.send(protocol.StartFailed(reason=str(error)))
-        outbox.flush()
-        return 1
-    outbox.send(runner.ready(time.monotonic() - started))
-    runner.loop(inbox)
-    outbox.flush()
-    runner.close()
-    for mate in mates:
-        mate.end()
-    return 0
+        # Before this process has a second thread: a fork would inherit its locks, and not the thread that holds them.
+        forked = fork_workers(config.tp - 1, partial(run_forked_worker, config, make_config), sockets)
+    if config.stage > 0:
+        return serve_agent(sockets, lambda outbox: StageProgram(config, outbox, forked, make_config))
+    return serve_agent(sockets, lambda outbox: VllmProgram(config, outbox, forked))
 
 
-def _accept(sockets: socket.socket, switchboard: Switchboard, arrivals: Arrivals) -> None:
-    """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
-    while True:
+@final
+class VllmProgram:
+    """See `process.EngineProgram`: an engine on one box, or the head of a replica that spans several."""
+
+    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, forked: tuple[ForkedWorker, ...]) -> None:
+        self._config = config
+        self._outbox = outbox
+        self._forked = forked
+        self._inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
+        self._switchboard = Switchboard(config.tp, outbox.send, config.transfers)
+        self._connections = PipeConnections(config.pipes)
+        self._runner: EngineRunner | None = None
+
+    def take(self, message: protocol.ToEngine) -> None:
+        """By the thread that reads messages; wakes a loop that waits for KV."""
+        self._inbox.put(message)
+        self._switchboard.news.set()
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """A pipe from another stage, or a connection of a KV link."""
+        if not self._connections.put(hello, connection):
+            self._switchboard.attach(hello, connection)
+
+    def load(self) -> None:
+        """Build vLLM's engine; the head of a pipeline waits for the other stages first. Raises StartError."""
         try:
-            hello, descriptors, _, _ = socket.recv_fds(sockets, 64, 1)
-        except OSError:
-            return
-        if not hello:
-            return
-        for descriptor in descriptors:
-            connection = socket.socket(fileno=descriptor)
-            if not arrivals.put(hello, connection):
-                switchboard.attach(hello, connection)
+            if self._config.partition:
+                check_pipeline(self._config)
+                join_pipeline(self._config, self._connections, self._forked, end_process(self._outbox))
+            with own_temporary_folder():
+                self._runner = EngineRunner(self._config, self._outbox, self._switchboard)
+        except PipelineError as error:
+            raise StartError(str(error)) from error
+
+    def ready(self, load_s: float) -> protocol.EngineReady:
+        """Describe the engine, with the speed of its device measured now."""
+        return self._loaded.ready(load_s)
+
+    def serve(self) -> None:
+        """The engine's loop."""
+        self._loaded.loop(self._inbox)
+
+    def close(self) -> None:
+        """See worker processes and other stages off, so that none outlives this one."""
+        self._loaded.close()
+        for worker in self._forked:
+            worker.end()
+
+    @property
+    def _loaded(self) -> EngineRunner:
+        assert self._runner is not None, "load comes first"
+        return self._runner
 
 
 @dataclass(slots=True)
@@ -150,14 +142,14 @@ class EngineRunner:
         self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
         self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
 
-    def ready(self, load_s: float) -> protocol.Ready:
+    def ready(self, load_s: float) -> protocol.EngineReady:
         """Describe the engine, with the speed of its device measured now."""
         import vllm
 
         model, device = self._engine.model_config, device_kind()
         tflops, memory_gbps = self._measure(device, model.dtype)
         cache = self._engine.vllm_config.cache_config
-        return protocol.Ready(
+        return protocol.EngineReady(
             pid=os.getpid(),
             engine=f"vllm{'-cpu' if device == 'cpu' else ''} {vllm.__version__}",
             device=device,
@@ -208,7 +200,8 @@ class EngineRunner:
     def _idle_wait_s(self) -> float:
         """Workers of this box say when KV has come, those of other stages tell only their own agents. For KV that
         leaves nobody hurries."""
-        return BLIND_WAIT_S if self._config.partition and self._transfers.awaits_kv else IDLE_WAIT_S
+        settings, is_blind = self._config.transfers, self._config.partition and self._transfers.awaits_kv
+        return settings.blind_wait_s if is_blind else settings.idle_wait_s
 
     def _busy(self) -> bool:
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.
@@ -224,11 +217,11 @@ class EngineRunner:
                     # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
                     self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
-            case protocol.FirstToken():
+            case protocol.SetFirstToken():
                 self._begin_with(message)
             case protocol.Cancel(request=request):
                 self._abort([request])
-            case protocol.AbortTransfer() | protocol.SetPaths() | protocol.CloseLink():
+            case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._wait_no_longer(message.transfer)
                 # With the next step, so that it does not overtake what has been submitted; without one, directly. A
@@ -285,7 +278,7 @@ class EngineRunner:
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
         self._outbox.send(protocol.Step(outputs=(refused,), stats=self._stats()))
 
-    def _begin_with(self, told: protocol.FirstToken) -> None:
+    def _begin_with(self, told: protocol.SetFirstToken) -> None:
         """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
         the answer begins with one of our own."""
         live = self._live.get(told.request)
@@ -363,7 +356,7 @@ def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
     """What the connector is to know of a request."""
     if not submit.send and not submit.receive:
         return None
-    opening = Opening(
+    opening = OpenTransfer(
         transfer=(submit.send or submit.receive)[0].ticket.transfer,
         tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
         told_first=submit.told_first,
@@ -371,109 +364,3 @@ def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
         receive=submit.receive,
     )
     return {"kv_transfer_params": transfer_params(opening)}
-
-
-def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
-    """Make a vLLM engine with the KV connector in this process. Raises StartError with the first cause."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
-
-    try:
-        vllm_config = stage_config(config, switchboard)
-        if config.shorten_to_fit:
-            # As if no length had been given: vLLM then shortens this one to what it finds room for, in all stages.
-            vllm_config.model_config.original_max_model_len = -1
-        # Set after vLLM has, which spawns on a CPU: worker processes then import for a quarter of a minute what this
-        # one has from the fork server. On WSL, vLLM spawns them all the same.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-    except Exception as error:
-        # vLLM's configuration errors come wrapped in pages of context; the first line says what is wrong.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = " ".join(lines[:3]) or type(error).__name__
-        if len(text) > MAX_REASON:
-            text = f"{text[:MAX_REASON]}..."
-        raise StartError(f"vLLM cannot load {config.model}: {text}") from error
-
-
-def stage_config(config: protocol.EngineConfig, switchboard: str) -> VllmConfig:
-    """vLLM's configuration of this engine; for a worker that the head calls, of the same one."""
-    arguments = engine_args(config, switchboard)
-    with capabilities_from_nvml():
-        vllm_config = arguments.create_engine_config()
-    # Once more, since vLLM switches it off on CPUs, whatever it was told: there it gains nothing, but works.
-    vllm_config.scheduler_config.async_scheduling = arguments.async_scheduling
-    return vllm_config
-
-
-def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
-    """What vLLM is told of this engine, or of this stage of it, on the box with this switchboard. Sets what vLLM reads
-    from the environment."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = engine_arguments(config)
-    buffer_bytes = protocol.transfer_buffer_bytes(config, psutil.virtual_memory().total)
-    settings = ConnectorSettings(switchboard=switchboard, buffer_bytes=buffer_bytes // config.tp)
-    return EngineArgs(**arguments, **_joined(config), kv_transfer_config=transfer_config(settings))
-
-
-def _joined(config: protocol.EngineConfig) -> dict[str, Any]:
-    """How the workers of this engine find together."""
-    if config.tp > 1 and device_kind() == "cpu":
-        from torch._dynamo import config as compiler
-
-        # Although told not to compile, vLLM compiles the look-up in a split embedding, at the first request, for
-        # seconds.
-        compiler.disable = True
-    if config.partition:
-        environment, arguments = pipeline_arguments(config)
-        os.environ.update(environment)
-        return arguments
-    if config.tp == 1:
-        return {"distributed_executor_backend": "uni"}
-    return {"tensor_parallel_size": config.tp, "distributed_executor_backend": "mp"}
-
-
-def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
-    """Fields of `EngineArgs` for this model on this device, without those that join the engine with others. Sets what
-    vLLM reads from the environment, and how its process groups are made."""
-    choices = choose(
-        device_kind(),
-        dtype=config.dtype,
-        kv_cache_mib=config.kv_cache_mib,
-        stages=max(1, len(config.partition)),
-        tp=config.tp,
-        async_scheduling=config.async_scheduling,
-    )
-    os.environ.update(choices.environment)
-    share_device()
-    return {
-        **choices.arguments,
-        "model": config.model,
-        "max_model_len": config.max_model_len,
-        "block_size": config.block_size,
-        "max_num_batched_tokens": config.max_batched_tokens,
-        "max_num_seqs": config.max_requests,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "enable_prefix_caching": True,
-    }
-
-
-def device_kind() -> DeviceKind:
-    """What vLLM computes on here."""
-    from vllm.platforms import current_platform
-
-    return "cpu" if current_platform.is_cpu() else "cuda"
-
-
-def eos_tokens(model_config: Any) -> tuple[int, ...]:
-    """The token ids that end an answer: the model's and those of its generation settings."""
-    found: set[int] = set()
-    generation = model_config.try_get_generation_config() or {}
-    for value in (getattr(model_config.hf_config, "eos_token_id", None), generation.get("eos_token_id")):
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, list):
-            found.update(value)
-    return tuple(sorted(found))

@@ -1,7 +1,9 @@
-"""The program that sends, receives and relays KV in a box of an emulated network: `kvtransport` and no model.
+"""The program that sends, receives and relays KV in a box of an emulated network: `kvtransport` and
+no model.
 
-It says its data port, then obeys orders (see `orders`) until its input ends. The payload is numbers made from a
-seed, 1 MiB a frame, and the receiver checks that each frame is what it should be, and that all have come.
+It says its data port, then obeys orders (see `orders`) until its input ends. The payload is numbers
+made from a seed, 1 MiB a frame, and the receiver checks that each frame is what it should be, and
+that all have come.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import msgspec
 
 from ....kvtransport import KVFrame, TransferError
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.lanes import EndState
 from ....kvtransport.link.permits import RELAY_MAGIC
 from ....kvtransport.link.receive_link import IncomingTransfer, ReceiveLink
 from ....kvtransport.link.relay import Relay
 from ....kvtransport.link.send_link import OutgoingTransfer, SendLink
+from ....kvtransport.link.transfers import EndState
 from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hello, receive_burst, send_burst
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
@@ -87,11 +89,11 @@ class KVBox:
         """Carry out an order. Raises TransferError or OSError."""
         match order:
             case Listen(ticket):
-                self._endpoint.receiving(ticket)
+                self._endpoint.open_receiver(ticket)
             case Expect(link, transfers):
                 self._receive(link, transfers)
             case Connect(ticket, paths):
-                opened = self._endpoint.sending(ticket, paths)
+                opened = self._endpoint.open_sender(ticket, paths)
                 if not opened.wait_connected(sum(path.streams for path in paths), CONNECT_S):
                     why = opened.statistics().failures
                     raise TransferError(f"not all connections are up after {CONNECT_S:g} s: {why}")
@@ -123,7 +125,8 @@ class KVBox:
         return self._numbers[start : start + FRAME_BYTES]
 
     def _sum(self, frame: int) -> int:
-        """The checksum of a frame as it must arrive; of few kinds of frames, so that each is added up once."""
+        """The checksum of a frame as it must arrive; of few kinds of frames, so that each is added
+        up once."""
         start = frame * STEP % FRAME_BYTES
         if start not in self._sums:
             self._sums[start] = zlib.crc32(self._payload(frame))
@@ -148,8 +151,8 @@ class KVBox:
     def _push(self, outgoing: OutgoingTransfer, frames: int) -> None:
         try:
             for number in range(frames):
-                layer, piece = number % LAYERS, number // LAYERS
-                frame = KVFrame(layer, 0, HEADS, piece * TOKENS, TOKENS, RAW, BF16, HEAD_DIM, self._payload(number))
+                layer, span = number % LAYERS, number // LAYERS
+                frame = KVFrame(layer, 0, HEADS, span * TOKENS, TOKENS, RAW, BF16, HEAD_DIM, self._payload(number))
                 outgoing.send(frame, timeout=SEND_S)
             outgoing.finish(-(-frames // LAYERS) * TOKENS)
         except TransferError as error:

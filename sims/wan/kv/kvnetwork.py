@@ -1,7 +1,9 @@
-"""KV transfers between the boxes of an emulated network: one program in each box, told what to do from here.
+"""KV transfers between the boxes of an emulated network: one program in each box, told what to do
+from here.
 
-What is decided here is what a coordinator would decide from figures that were measured over the emulated links;
-what is moved are real bytes through `kvtransport`, between processes that share nothing but the network.
+What is decided here is what a coordinator would decide from figures that were measured over the
+emulated links; what is moved are real bytes through `kvtransport`, between processes that share
+nothing but the network.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ GUESS: Final = prior(50.0, 0.4, 1.0, reason="guess")
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What became of the transfers of one link: each one's state, in the order they were started."""
+    """What became of the transfers of one link: each one's state, in the order they were
+    started."""
 
     transfers: tuple[TransferState, ...]
 
@@ -132,7 +135,8 @@ class KVNetwork:
         self._programs.clear()
 
     def ask(self, box: str, order: Order) -> OrderReply:
-        """Have a box's program carry out an order. Raises `WanError` with its reason if it could not."""
+        """Have a box's program carry out an order. Raises `WanError` with its reason if it could
+        not."""
         with self._locks[box]:
             stdin = self._programs[box].stdin
             assert stdin is not None
@@ -154,7 +158,8 @@ class KVNetwork:
     # ---- measuring ------------------------------------------------------------------------------------------
 
     def measure(self, a: str, b: str) -> LinkFigures:
-        """Ping the link from `a` to `b` and send a burst over it; returns what is now believed of it."""
+        """Ping the link from `a` to `b` and send a burst over it; returns what is now believed of
+        it."""
         estimator = self._estimators.setdefault((a, b), LinkEstimator(GUESS))
         host, port = self.wan.route(a, b, self._ports[b])
         for rtt_s in self.ask(a, PingOrder(host, port, PINGS)).rtt_s:
@@ -171,7 +176,8 @@ class KVNetwork:
         return estimator.figures(time.monotonic())
 
     def known(self) -> NetworkView:
-        """What is known now: figures of all measured links, and each box's caps as its owner states them."""
+        """What is known now: figures of all measured links, and each box's caps as its owner states
+        them."""
         now = time.monotonic()
         boxes = {
             name: BoxFigures(
@@ -222,7 +228,8 @@ class KVNetwork:
 
 
 class BulkTransfers:
-    """A link from one box to another with its connections up, and the transfers on it. A context manager."""
+    """A link from one box to another with its connections up, and the transfers on it. A context
+    manager."""
 
     def __init__(self, network: KVNetwork, source: str, target: str, ticket: LinkTicket) -> None:
         self._network = network

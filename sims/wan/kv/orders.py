@@ -1,4 +1,5 @@
-"""What the owner of an emulated network tells the KV program in each box, and what that answers: JSON lines."""
+"""What the owner of an emulated network tells the KV program in each box, and what that answers:
+JSON lines."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """Receive these transfers on a link that was opened to listen, check what comes and acknowledge it."""
+    """Receive these transfers on a link that was opened to listen, check what comes and acknowledge
+    it."""
 
     link: bytes
     transfers: list[Bulk]
@@ -91,7 +93,8 @@ class ExpectBurst(msgspec.Struct, frozen=True, tag="expect_burst"):
 
 
 class SendBurst(msgspec.Struct, frozen=True, tag="send_burst"):
-    """Send a burst to another box's data port; answered when it is over, with what the receiver counted."""
+    """Send a burst to another box's data port; answered when it is over, with what the receiver
+    counted."""
 
     ticket: BurstTicket
     host: str
@@ -115,7 +118,8 @@ Order = (
 
 
 class TransferState(msgspec.Struct, frozen=True, kw_only=True):
-    """A transfer at its sender: `state` is open, delivered or failed; seconds from its start to its end or to now."""
+    """A transfer at its sender: `state` is open, delivered or failed; seconds from its start to its
+    end or to now."""
 
     state: str
     reason: str

@@ -1,7 +1,9 @@
-"""Path choice put to the test: five situations between three sites, with real KV bytes over emulated links.
+"""Path choice put to the test: five situations between three sites, with real KV bytes over
+emulated links.
 
-Every choice is made by `kvtransport.paths.choose` from what was measured over the links just before, and every time
-is from the start of a transfer to the receiver's acknowledgement, checksums of all of it included.
+Every choice is made by `kvtransport.paths.choose` from what was measured over the links just
+before, and every time is from the start of a transfer to the receiver's acknowledgement, checksums
+of all of it included.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ DEGRADED_GBPS = 0.03
 
 
 class PathCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One situation, emulated by `kind`: what was chosen and why, what it took beside what it is compared with, and
-    the verdict.
+    """One situation, emulated by `kind`: what was chosen and why, what it took beside what it is
+    compared with, and the verdict.
 
-    `by_path`: bytes confirmed over each path. `usd`: what they cost, at one cent per GB for whoever sends it and one
-    for whoever receives it. `figures`: further numbers of this case.
+    `by_path`: bytes confirmed over each path. `usd`: what they cost, at one cent per GB for whoever
+    sends it and one for whoever receives it. `figures`: further numbers of this case.
     """
 
     name: str
@@ -77,8 +79,8 @@ def good_links() -> Scenario:
 
 
 def thin_direct() -> Scenario:
-    """A thin direct link, and a relay at 2 Gb/s. So thin (a provider's global network has 0.1) that it is the links and
-    not busy cores that decide."""
+    """A thin direct link, and a relay at 2 Gb/s. So thin (a provider's global network has 0.1) that
+    it is the links and not busy cores that decide."""
     box = WanBox(up_gbps=2, down_gbps=2)
     return Scenario(
         boxes={SOURCE: box, TARGET: box, RELAY: box},
@@ -103,7 +105,8 @@ def _move(network: KVNetwork, paths: Sequence[KVPath], frames: int, *, warm: boo
 
 
 def many_streams(network: KVNetwork) -> PathCase:
-    """(a) n streams against one over the same long link, both warm: a link keeps its connections."""
+    """(a) n streams against one over the same long link, both warm: a link keeps its
+    connections."""
     frames = 100
     choice = _choose(network, frames, frozenset())
     one = _move(network, [KVPath(SOURCE, TARGET, None, 1, 0.0)], frames, warm=True)

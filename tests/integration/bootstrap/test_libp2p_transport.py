@@ -8,36 +8,38 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import cast
 
 import msgspec
 import pytest
 import trio
+from libp2p.custom_types import TProtocol
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
-from libp2p.stream_muxer.yamux.yamux import YamuxStream
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
+from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
 from p2pserve.bootstrap import (
     Address,
     AddressError,
     Bootstrap,
     Identity,
+    IdentityInUse,
     MemberState,
     Network,
     NetworkKey,
+    NetworkSettings,
     PeerId,
     PeerLost,
     PortInUse,
     Refused,
     RequestTimeout,
     Role,
+    TransportSettings,
     Unreachable,
-    sessions,
 )
-from p2pserve.bootstrap.members import mesh
-from p2pserve.bootstrap.members.membership import Timeouts
 from p2pserve.bootstrap.methods import Method, Notice
-from p2pserve.bootstrap.streams import libp2p_host, yamux
 from p2pserve.bootstrap.streams.framed import FramedConnection
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.streams.shared_port import DataSocketHandler
@@ -49,20 +51,10 @@ pytestmark = pytest.mark.beside
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = NetworkKey(b"n" * 32)
 DATA_HEAD = b"p2pXY/7\n"  # of a kind and version that only the reader has to know
-BRISK = Timeouts(ping_s=0.2, suspect_s=0.6, dead_s=1.5)
-PATIENT = Timeouts(ping_s=0.2, suspect_s=60.0, dead_s=120.0)
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is given up because this machine was busy with something else; a test of giving up says how soon."""
-    for module, name in (
-        (libp2p_host, "DIAL_SECONDS"),
-        (libp2p_host, "_UPGRADE_SECONDS"),
-        (yamux, "_STALLED_SECONDS"),
-        (sessions, "GREETING_SECONDS"),
-    ):
-        monkeypatch.setattr(module, name, 60.0)
+# Nothing is given up because this machine was busy with something else; a test of giving up says how soon.
+UNHURRIED = TransportSettings(dial_s=60.0, upgrade_s=60, stalled_s=60.0)
+PATIENT = NetworkSettings(ping_s=0.2, suspect_s=60.0, dead_s=120.0, greeting_s=60.0, settle_s=0.3, join_s=30.0)
+BRISK = replace(PATIENT, suspect_s=0.6, dead_s=1.5)
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -104,11 +96,12 @@ async def echo_back(connection: Connection) -> None:
 @asynccontextmanager
 async def echo_server(
     on_data_socket: DataSocketHandler | None = None,
+    settings: TransportSettings = UNHURRIED,
 ) -> AsyncIterator[tuple[Address, Identity, Libp2pTransport]]:
     """An echoing transport, and another that only dials."""
     server, dialler = Identity.generate(), Identity.generate()
-    listening = Libp2pTransport(server, LOOPBACK, LOOPBACK, on_data_socket)
-    dialling = Libp2pTransport(dialler, None, LOOPBACK)
+    listening = Libp2pTransport(server, LOOPBACK, LOOPBACK, on_data_socket, settings=settings)
+    dialling = Libp2pTransport(dialler, None, LOOPBACK, settings=settings)
     async with trio.open_nursery() as nursery:
         address = await nursery.start(listening.serve, echo_back)
         await nursery.start(dialling.serve, echo_back)
@@ -119,28 +112,28 @@ async def echo_server(
 def build(
     bootstrap: Network | Bootstrap | None,
     *,
+    key: NetworkKey = KEY,
     token: str | None = None,
+    identity: Identity | None = None,
     listen: Address = LOOPBACK,
     role: Role = Role.WORKER,
-    timeouts: Timeouts = PATIENT,
-    join_s: float = 30.0,
+    transport: type[Libp2pTransport] = Libp2pTransport,
+    settings: NetworkSettings = PATIENT,
 ) -> Network:
-    identity = Identity.generate()
+    identity = identity or Identity.generate()
     if isinstance(bootstrap, Network):
         bootstrap = Bootstrap(bootstrap.address.host, bootstrap.address.port, bootstrap.peer_id)
     bootstraps = () if bootstrap is None else (bootstrap,)
     network = Network(
-        transport=Libp2pTransport(identity, listen, LOOPBACK),
+        transport=transport(identity, listen, LOOPBACK, settings=UNHURRIED),
         identity=identity,
-        token=token or KEY.issue(bootstraps, role, time.time() + 60),
-        network_key_public=KEY.public,
+        token=token or key.issue(bootstraps, role, time.time() + 60),
+        network_key_public=key.public,
         role=role,
         announce=LOOPBACK,
         bootstraps=bootstraps,
         rng=random.Random(identity.peer_id),
-        timeouts=timeouts,
-        settle_s=0.3,
-        join_s=join_s,
+        settings=settings,
     )
 
     async def echo(peer: PeerId, role: Role, body: Echo) -> Echo:
@@ -242,24 +235,64 @@ def test_the_last_frame_before_a_close_arrives() -> None:
     run(main)
 
 
-def test_why_a_dial_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_dial_fails() -> None:
     async def main() -> None:
-        async with echo_server() as (address, server, dialling):
+        async with echo_server(settings=TransportSettings(dial_s=2.0)) as (address, server, dialling):
             silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
             deaf = Address("127.0.0.1", silent[0].socket.getsockname()[1])
             for target, peer, reason in (
                 (address, Identity.generate().peer_id, "another peer answers there"),
                 (Address("127.0.0.1", 1), server.peer_id, "connection refused; check"),
                 (Address("no-such-host.invalid", 1), server.peer_id, "cannot resolve host 'no-such-host.invalid'"),
-                (deaf, server.peer_id, "no answer within 1 s"),
+                (deaf, server.peer_id, "no answer within 2 s"),
             ):
-                if target == deaf:
-                    monkeypatch.setattr(libp2p_host, "DIAL_SECONDS", 1.0)
                 with pytest.raises(Unreachable, match=reason) as caught:
                     await dialling.dial(target, peer)
                 assert "\n" not in str(caught.value)
             for listener in silent:
                 await listener.aclose()
+
+    run(main)
+
+
+def test_who_answers_at_an_address_is_found_out_without_knowing_its_id() -> None:
+    async def main() -> None:
+        async with echo_server(settings=TransportSettings(dial_s=10.0)) as (address, server, dialling):
+            assert await dialling.identify(address) == server.peer_id
+            for _ in range(70):  # each leaves nothing behind: more than there may be strangers at a time
+                await dialling.identify(address)
+            connection = await dialling.dial(address, server.peer_id)
+            await connection.send(b"still here")
+            assert await connection.receive() == b"still here"
+            with pytest.raises(Unreachable, match=r"cannot reach a member at 127\.0\.0\.1:1: .*connection refused"):
+                await dialling.identify(Address("127.0.0.1", 1))
+            garbage = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            async with trio.open_nursery() as nursery:
+
+                async def answer(stream: trio.SocketStream) -> None:
+                    await stream.send_all(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+                nursery.start_soon(trio.serve_listeners, answer, garbage)
+                place = Address("127.0.0.1", garbage[0].socket.getsockname()[1])
+                with pytest.raises(Unreachable, match="something other than a p2pserve node answers there"):
+                    await dialling.identify(place)
+                nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_member_is_joined_by_its_address_and_a_clone_is_refused() -> None:
+    async def main() -> None:
+        async with build(None) as one, build(one) as two:
+            await until(two.connected)
+            anybody = Bootstrap(two.address.host, two.address.port)
+            async with build(anybody, token=KEY.issue((), Role.WORKER, time.time() + 60)) as three:
+                await until(lambda: len(one.connected()) == len(three.connected()) == 2)
+                clone = build(one, identity=three.identity)
+                with pytest.raises(IdentityInUse, match=r"delete identity\.key"):
+                    async with clone:
+                        pass
+                assert three.connected() == {one.peer_id, two.peer_id}
 
     run(main)
 
@@ -390,12 +423,11 @@ def test_garbage_scanners_and_hang_ups_do_not_disturb() -> None:
     run(main)
 
 
-@contextmanager
-def libp2ps_own_muxer() -> Iterator[None]:
-    """Transports that begin to serve here use libp2p's own yamux."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libp2p_host, "_OneStreamMuxer", MuxerMultistream)
-        yield
+class OtherMuxerTransport(Libp2pTransport):
+    """One with libp2p's own yamux."""
+
+    def new_muxer(self) -> MuxerMultistream:
+        return MuxerMultistream({TProtocol(YAMUX_PROTOCOL_ID): Yamux})
 
 
 @asynccontextmanager
@@ -403,13 +435,12 @@ async def one_with_libp2ps_own_muxer(
     *, dialler: bool
 ) -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2pTransport]]:
     """An echoing transport, and another that dials it: one of the two with libp2p's own yamux."""
-    listening = Libp2pTransport(Identity.generate(), LOOPBACK, LOOPBACK)
-    dialling = Libp2pTransport(Identity.generate(), None, LOOPBACK)
+    ours, other = (Libp2pTransport, OtherMuxerTransport) if dialler else (OtherMuxerTransport, Libp2pTransport)
+    listening = ours(Identity.generate(), LOOPBACK, LOOPBACK, settings=UNHURRIED)
+    dialling = other(Identity.generate(), None, LOOPBACK, settings=UNHURRIED)
     async with trio.open_nursery() as nursery:
-        with libp2ps_own_muxer() if not dialler else nullcontext():
-            address = await nursery.start(listening.serve, echo_back)
-        with libp2ps_own_muxer() if dialler else nullcontext():
-            await nursery.start(dialling.serve, echo_back)
+        address = await nursery.start(listening.serve, echo_back)
+        await nursery.start(dialling.serve, echo_back)
         yield address, listening, dialling
         nursery.cancel_scope.cancel()
 
@@ -434,11 +465,9 @@ def test_other_peers_may_use_another_yamux(dialler: bool) -> None:
     run(main)
 
 
-def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yamux, "_STALLED_SECONDS", 0.5)
-
+def test_a_peer_that_takes_nothing_is_given_up() -> None:
     async def main() -> None:
-        async with waiting_room() as (address, listening, dialling, room):
+        async with waiting_room(replace(UNHURRIED, stalled_s=0.5)) as (address, listening, dialling, room):
             near = await dialling.dial(address, listening.peer_id)
             await until(lambda: room)
 
@@ -460,7 +489,7 @@ def test_garbage_behind_the_handshake_does_not_disturb() -> None:
         async with one_with_libp2ps_own_muxer(dialler=True) as (address, listening, dialling):
             for attempt in range(24):
                 rogue = await dialling.dial(address, listening.peer_id)
-                stream = rogue._stream
+                stream = rogue.stream
                 assert isinstance(stream, YamuxStream)
                 if attempt % 3 == 0:  # a control stream with an absurd length
                     await stream.write(b"\xff\xff\xff\xff" + rng.randbytes(50))
@@ -481,7 +510,9 @@ def test_garbage_behind_the_handshake_does_not_disturb() -> None:
 
 
 @asynccontextmanager
-async def waiting_room() -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2pTransport, list[Connection]]]:
+async def waiting_room(
+    settings: TransportSettings = UNHURRIED,
+) -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2pTransport, list[Connection]]]:
     """A transport that takes connections and admits nobody by itself, and one that dials."""
     room: list[Connection] = []
 
@@ -489,8 +520,8 @@ async def waiting_room() -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2p
         room.append(connection)
         await trio.sleep_forever()
 
-    listening = Libp2pTransport(Identity.generate(), LOOPBACK, LOOPBACK)
-    dialling = Libp2pTransport(Identity.generate(), None, LOOPBACK)
+    listening = Libp2pTransport(Identity.generate(), LOOPBACK, LOOPBACK, settings=settings)
+    dialling = Libp2pTransport(Identity.generate(), None, LOOPBACK, settings=settings)
     async with trio.open_nursery() as nursery:
         address = await nursery.start(listening.serve, wait)
         await nursery.start(dialling.serve, wait)
@@ -498,19 +529,18 @@ async def waiting_room() -> AsyncIterator[tuple[Address, Libp2pTransport, Libp2p
         nursery.cancel_scope.cancel()
 
 
-def test_who_opens_no_control_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_opens_no_control_stream_is_dropped() -> None:
     async def main() -> None:
         from libp2p.peer.id import ID
         from multiaddr import Multiaddr
 
-        async with waiting_room() as (address, listening, dialling, _):
+        async with waiting_room(replace(UNHURRIED, upgrade_s=1)) as (address, listening, dialling, _):
             good = await dialling.dial(address, listening.peer_id)
-            monkeypatch.setattr(libp2p_host, "_UPGRADE_SECONDS", 0.5)
-            assert dialling._swarm is not None
-            swarm = listening._swarm
+            assert dialling.swarm is not None
+            swarm = listening.swarm
             assert swarm is not None
             place = Multiaddr(f"/ip4/{address.host}/tcp/{address.port}")
-            idle = await dialling._swarm.dial_addr(place, ID.from_base58(listening.peer_id))
+            idle = await dialling.swarm.dial_addr(place, ID.from_base58(listening.peer_id))
             silent = await trio.open_tcp_stream(address.host, address.port)
             await silent.send_all(b"x")
             with pytest.raises(PeerLost):
@@ -522,7 +552,7 @@ def test_who_opens_no_control_stream_is_dropped(monkeypatch: pytest.MonkeyPatch)
                     pass
             await silent.aclose()
             await idle.close()
-            await until(lambda: len(listening._strangers) == 1)
+            await until(lambda: listening.strangers == 1)
             await good.send(b"still here")
 
     run(main)
@@ -547,9 +577,9 @@ def test_little_is_taken_before_admission_and_all_after_it() -> None:
             await until(lambda: room)
             far = room.pop()
             assert isinstance(far, FramedConnection)
-            await until(lambda: len(far._inbox) == 4)
+            await until(lambda: far.waiting == 4)
             await trio.sleep(0.2)
-            assert len(far._inbox) == 4, "the rest waits at its sender"
+            assert far.waiting == 4, "the rest waits at its sender"
             far.admit()
             await near.send(bytes(1_000_000))
             assert [len(await far.receive()) for _ in range(101)] == [100_000] * 100 + [1_000_000]
@@ -557,11 +587,9 @@ def test_little_is_taken_before_admission_and_all_after_it() -> None:
     run(main)
 
 
-def test_only_so_many_strangers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libp2p_host, "_MAX_STRANGERS", 3)
-
+def test_only_so_many_strangers_at_once() -> None:
     async def main() -> None:
-        async with waiting_room() as (address, listening, dialling, room):
+        async with waiting_room(replace(UNHURRIED, max_strangers=3)) as (address, listening, dialling, room):
             held = [await dialling.dial(address, listening.peer_id) for _ in range(3)]
             with pytest.raises(Unreachable):
                 await dialling.dial(address, listening.peer_id)
@@ -569,7 +597,7 @@ def test_only_so_many_strangers_at_once(monkeypatch: pytest.MonkeyPatch) -> None
             room[0].admit()
             held.append(await dialling.dial(address, listening.peer_id))
             await held[1].aclose()  # who goes makes room, too
-            await until(lambda: len(listening._strangers) < 3)
+            await until(lambda: listening.strangers < 3)
             await dialling.dial(address, listening.peer_id)
 
     run(main)
@@ -644,12 +672,23 @@ def test_hundreds_of_timeouts_leave_the_connection_healthy() -> None:
     run(main)
 
 
-def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sessions, mesh):
-        monkeypatch.setattr(module, "YOUNG_S", 0.3)
+class RecordingTransport(Libp2pTransport):
+    """One that remembers whom it dialled."""
 
+    dialled: FramedConnection | None = None
+
+    async def dial(self, address: Address, peer_id: PeerId) -> FramedConnection:
+        self.dialled = await super().dial(address, peer_id)
+        return self.dialled
+
+
+def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with build(None) as one, build(one) as two:
+        hurried = replace(PATIENT, crossing_s=0.3)
+        async with (
+            build(None, settings=hurried) as one,
+            build(one, settings=hurried, transport=RecordingTransport) as two,
+        ):
             heard: list[int] = []
             lost: list[PeerId] = []
             two.on_notice(telling("tell"), lambda peer, role, body: heard.append(len(body.text)))
@@ -662,7 +701,8 @@ def test_a_peer_that_stops_reading_is_disconnected_on_both_sides(monkeypatch: py
                 await trio.sleep_forever()
                 raise AssertionError
 
-            monkeypatch.setattr(two._sessions.by_peer[one.peer_id].control.connection, "receive", stuck)
+            assert isinstance(two.transport, RecordingTransport)
+            monkeypatch.setattr(two.transport.dialled, "receive", stuck)
 
             def tell(count: int) -> None:
                 for _ in range(count):
@@ -685,9 +725,7 @@ def test_a_wrong_token_is_refused_by_the_other_side() -> None:
         async with build(None) as one:
             here = Bootstrap(one.address.host, one.address.port, one.peer_id)
             other_key = NetworkKey.generate()
-            stranger = build(here, token=other_key.issue((here,), Role.WORKER, time.time() + 60))
-            stranger.network_key_public = other_key.public
-            stranger.__post_init__()  # one that believes in its own network
+            stranger = build(here, key=other_key)  # one that believes in its own network
             with pytest.raises(Refused, match="belongs to another network"):
                 async with stranger:
                     pass
@@ -701,7 +739,7 @@ def test_nobody_answers_at_the_bootstrap() -> None:
     async def main() -> None:
         nobody = Bootstrap("127.0.0.1", 1, Identity.generate().peer_id)
         with pytest.raises(Unreachable, match=r"at 127\.0\.0\.1:1: .*connection refused; check"):
-            async with build(nobody, join_s=1.0):
+            async with build(nobody, settings=replace(PATIENT, join_s=1.0)):
                 pass
 
     run(main)
@@ -740,12 +778,12 @@ def node_process(bootstrap: Network) -> Iterator[subprocess.Popen[str]]:
             process.stdout.close()
 
 
-@pytest.mark.parametrize(("how", "timeouts"), [(signal.SIGKILL, Timeouts()), (signal.SIGSTOP, BRISK)])
-def test_the_death_of_a_process_is_noticed(how: signal.Signals, timeouts: Timeouts) -> None:
+@pytest.mark.parametrize(("how", "settings"), [(signal.SIGKILL, PATIENT), (signal.SIGSTOP, BRISK)])
+def test_the_death_of_a_process_is_noticed(how: signal.Signals, settings: NetworkSettings) -> None:
     """Of one that is killed its connections tell; of one that hangs, its silence."""
 
     async def main() -> None:
-        async with build(None, timeouts=timeouts) as one, build(one, timeouts=timeouts) as two:
+        async with build(None, settings=settings) as one, build(one, settings=settings) as two:
             with node_process(one) as process:
                 await until(lambda: len(one.entries("load")) == len(two.entries("load")) == 1)
                 await until(lambda: len(one.connected()) == len(two.connected()) == 2)
@@ -755,6 +793,6 @@ def test_the_death_of_a_process_is_noticed(how: signal.Signals, timeouts: Timeou
                 process.send_signal(how)
                 await until(lambda: not one.entries("load") and not two.entries("load"))
                 assert victim in lost
-                assert timeouts is BRISK or lost == [victim]
+                assert settings is BRISK or lost == [victim]
 
     run(main)

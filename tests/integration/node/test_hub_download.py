@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 from safetensors.numpy import save
 
-from p2pserve.node.models import ModelError, Progress, download, open_model
+from p2pserve.node.models import DownloadProgress, ModelError, download, open_model
 
 pytestmark = pytest.mark.beside
 
@@ -278,7 +278,7 @@ def test_a_model_in_one_file(hub: Hub) -> None:
 def test_progress_goes_from_what_is_there_to_all(hub: Hub) -> None:
     model = open_model(NAME)
     model.fetch(0, 1)
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     model.fetch(0, 2, seen.append)
     total = sum(len(hub.files[file]) for file in SHARDS[:2])
     done = [each.done_bytes for each in seen]
@@ -326,7 +326,7 @@ def test_a_download_that_was_given_up_is_taken_up_again(hub: Hub) -> None:
     hub.cut_after[SHARDS[1]] = [1_500_000, 0, 0, 0]
     assert f"{SHARDS[1]} stopped at 1500000 of" in refusal()
     hub.asked.clear()
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     folder = open_model(NAME).fetch(1, 3, seen.append)
     assert (folder / SHARDS[1]).read_bytes() == hub.files[SHARDS[1]]
     assert hub.fetched() == [(SHARDS[1], "bytes=1500000-")]
@@ -337,7 +337,7 @@ def test_a_hub_without_ranges(hub: Hub) -> None:
     hub.cut_after[SHARDS[1]] = [1_500_000]
     model = open_model(NAME)
     hub.ranges = False
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     folder = model.fetch(1, 3, seen.append)
     assert (folder / SHARDS[1]).read_bytes() == hub.files[SHARDS[1]]
     assert seen[-1].done_bytes == seen[-1].total_bytes
@@ -346,7 +346,7 @@ def test_a_hub_without_ranges(hub: Hub) -> None:
 def test_a_report_that_raises_ends_the_download_and_keeps_what_has_come(hub: Hub) -> None:
     model = open_model(NAME)
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: DownloadProgress) -> None:
         if progress.done_bytes >= 1 << 20:
             raise KeyboardInterrupt
 
@@ -360,7 +360,7 @@ def test_a_report_that_raises_ends_the_download_and_keeps_what_has_come(hub: Hub
 
 def test_a_corrupt_file_is_fetched_once_more(hub: Hub) -> None:
     hub.corrupt[SHARDS[1]] = 1
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     folder = open_model(NAME).fetch(1, 3, seen.append)
     assert (folder / SHARDS[1]).read_bytes() == hub.files[SHARDS[1]]
     assert hub.fetched() == [(SHARDS[1], None)] * 2

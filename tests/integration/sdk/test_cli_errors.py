@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -104,6 +105,20 @@ def test_help_is_quick_because_it_loads_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True)
     assert done.stdout.endswith(b"set()\n")
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "says"),
+    [(">&-", "output: standard output is closed"), (">/dev/full", "output: it cannot be written: No space left")],
+)
+@pytest.mark.parametrize("command", ["--help", "status", "status --format json"])
+def test_output_that_goes_nowhere(network: Running, command: str, redirection: str, says: str) -> None:
+    words = f"exec {shlex.join(COMMAND)} {command} {redirection}"
+    variables = {**environment(), "P2PSERVE_BOOTSTRAP": network.tokens["client"]}
+    done = subprocess.run(["sh", "-c", words], capture_output=True, cwd=ROOT, env=variables, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith(f"p2pserve: error: {says}")
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_version() -> None:

@@ -8,11 +8,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pserve.bootstrap import NetworkError, PeerId, RequestTimeout
 from p2pserve.kvtransport.wire.tickets import LinkTicket, issue_link
-from p2pserve.node.engine.protocol import Rank
+from p2pserve.node.engine.protocol import WorkerRank
 from p2pserve.node.links.kv_links import LEASE_S, Ends, IncomingLinks, OutgoingLinks
 
-P, Q = (Ends(PeerId(peer), Rank(), Rank()) for peer in "pq")
-P1 = P._replace(source=Rank(stage=1))
+P, Q = (Ends(PeerId(peer), WorkerRank(), WorkerRank()) for peer in "pq")
+P1 = P._replace(source=WorkerRank(stage=1))
 
 
 async def elapse(seconds: float) -> None:
@@ -26,7 +26,7 @@ def test_each_two_workers_have_one_link() -> None:
     ticket = links.of(P)
     assert links.of(P) is ticket
     assert ticket.lease_s == LEASE_S
-    for other in (links.of(Q), links.of(P1), links.of(P._replace(target=Rank(tp=1)))):
+    for other in (links.of(Q), links.of(P1), links.of(P._replace(target=WorkerRank(tp=1)))):
         assert {ticket.link, ticket.secret}.isdisjoint({other.link, other.secret})
         assert links.knows(other.link)
     assert links.knows(ticket.link)

@@ -32,7 +32,7 @@ from p2pserve.node.links.kv_ways import (
     PERMIT_MARGIN_S,
     REFUSED_S,
     KvWays,
-    WaySettings,
+    LinkSettings,
 )
 from p2pserve.node.methods import LINK_OPEN, RELAY_OPEN
 from p2pserve.node.models import ModelInfo, WeightSizes
@@ -58,16 +58,16 @@ async def elapse(seconds: float) -> None:
         await trio.sleep_forever()
 
 
-WHOLE = protocol.Slice(first_layer=0, last_layer=MODEL.layers, first_head=0, last_head=MODEL.kv_heads)
-RANK = protocol.Rank()
+WHOLE = protocol.KvSlice(first_layer=0, last_layer=MODEL.layers, first_head=0, last_head=MODEL.kv_heads)
+RANK = protocol.WorkerRank()
 
 
 def part_of(
-    peer: PeerId, ticket: TransferTicket, piece: protocol.Slice = WHOLE, target: protocol.Rank = RANK
-) -> messages.Part:
+    peer: PeerId, ticket: TransferTicket, piece: protocol.KvSlice = WHOLE, target: protocol.WorkerRank = RANK
+) -> messages.TicketedSlice:
     """What one worker here sends to one worker of another node."""
-    found = messages.Piece(source_peer=S, source=RANK, target_peer=peer, target=target, slice=piece)
-    return messages.Part(piece=found, ticket=ticket)
+    found = messages.RankSlice(source_peer=S, source=RANK, target_peer=peer, target=target, slice=piece)
+    return messages.TicketedSlice(rank_slice=found, ticket=ticket)
 
 
 def figures(gbps: float, rtt_s: float = 0.02, **more: Any) -> LinkFigures:
@@ -79,7 +79,7 @@ class World:
     """A node's ways, and the others: what they advertise, and how they answer."""
 
     nursery: trio.Nursery
-    settings: WaySettings = field(default_factory=WaySettings)
+    settings: LinkSettings = field(default_factory=LinkSettings)
     tables: dict[PeerId, messages.LinkTable] = field(default_factory=dict)
     lives: dict[PeerId, int] = field(default_factory=dict)
     addresses: dict[PeerId, Address] = field(default_factory=dict)
@@ -216,11 +216,11 @@ class World:
         )
 
 
-def open_world(settings: WaySettings | None = None) -> AbstractAsyncContextManager[World]:
+def open_world(settings: LinkSettings | None = None) -> AbstractAsyncContextManager[World]:
     @asynccontextmanager
     async def opened() -> Any:
         async with trio.open_nursery() as nursery:
-            yield World(nursery, settings or WaySettings())
+            yield World(nursery, settings or LinkSettings())
             nursery.cancel_scope.cancel()
 
     return opened()
@@ -329,7 +329,7 @@ def test_a_relay_is_taken_where_it_is_the_better_way_and_its_permit_is_kept() ->
 @pytest.mark.parametrize("case", ["as good directly", "does not relay", "no address", "no figures", "unknown here"])
 def test_no_relay_without_a_reason_and_the_means(case: str) -> None:
     async def main() -> None:
-        async with open_world(WaySettings(box=BoxFigures(up_gbps=2.0))) as world:
+        async with open_world(LinkSettings(box=BoxFigures(up_gbps=2.0))) as world:
             world.triangle(direct=2.0 if case == "as good directly" else 0.1)
             if case == "does not relay":
                 world.member(R, relay_gbps=0.0)
@@ -398,7 +398,7 @@ def test_a_node_that_does_not_answer_is_said_so_and_asked_again() -> None:
 
 def test_a_path_that_costs_too_much_is_not_taken() -> None:
     async def main() -> None:
-        async with open_world(WaySettings(box=BoxFigures(up_usd_per_gb=0.02), max_usd_per_gb=0.01)) as world:
+        async with open_world(LinkSettings(box=BoxFigures(up_usd_per_gb=0.02), max_usd_per_gb=0.01)) as world:
             world.link(S, T, figures(1.0))
             with pytest.raises(NoPath):
                 await world.outlet()
@@ -462,12 +462,12 @@ def test_a_ticket_of_a_link_that_its_node_does_not_know_is_refused() -> None:
 def test_each_two_workers_have_a_link_of_their_own_and_a_part_of_the_bytes() -> None:
     async def main() -> None:
         async with open_world() as world:
-            half = protocol.Slice(first_layer=0, last_layer=MODEL.layers // 2, first_head=0, last_head=1)
+            half = protocol.KvSlice(first_layer=0, last_layer=MODEL.layers // 2, first_head=0, last_head=1)
             whole = await world.outlet(tokens=100, codec="raw")
             expected = world.ways._ways[whole.link.link].job.bytes * len(half.layers) * len(half.heads)
             first, second = whole.link, issue_link(600.0, world.rng.randbytes)
             world.links[T] = second  # what the other worker's question is answered with
-            part = part_of(T, world.ticket(codec="raw"), half, protocol.Rank(tp=1))
+            part = part_of(T, world.ticket(codec="raw"), half, protocol.WorkerRank(tp=1))
             outlet = await world.ways.outlet(part, "tiny", 100)
             assert (outlet.link, outlet.slice, outlet.ticket) == (second, half, part.ticket)
             sent = world.ways._ways[second.link].job.bytes
@@ -569,7 +569,7 @@ def test_round_trips_of_connections_are_measured_too() -> None:
 # ---- steering -----------------------------------------------------------------------------------------------
 
 
-UP = WaySettings(box=BoxFigures(up_gbps=2.0))  # so that two paths carry no more than one
+UP = LinkSettings(box=BoxFigures(up_gbps=2.0))  # so that two paths carry no more than one
 
 
 async def on_its_way(world: World, tokens: int = 10 * LONG) -> None:
@@ -697,7 +697,7 @@ def test_a_transfer_is_watched_to_its_last_byte(codec: str) -> None:
 
 def test_what_a_transfer_cost_by_the_boxes_own_prices() -> None:
     async def main() -> None:
-        async with open_world(WaySettings(box=BoxFigures(up_usd_per_gb=0.01))) as world:
+        async with open_world(LinkSettings(box=BoxFigures(up_usd_per_gb=0.01))) as world:
             world.triangle()
             world.member(T, down_usd_per_gb=0.02)
             world.member(R, up_usd_per_gb=0.05, down_usd_per_gb=0.03)
@@ -713,7 +713,7 @@ def test_what_a_transfer_cost_by_the_boxes_own_prices() -> None:
 
 def test_the_table_says_what_was_measured_and_hardly_ever_changes() -> None:
     async def main() -> None:
-        settings = WaySettings(site="fra", box=BoxFigures(up_gbps=1.0))
+        settings = LinkSettings(site="fra", box=BoxFigures(up_gbps=1.0))
         async with open_world(settings) as world:
             world.link(S, T, figures(1.0))
             world.ways.estimator(R)  # nothing measured: not told

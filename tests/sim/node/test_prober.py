@@ -23,7 +23,7 @@ from p2pserve.kvtransport.probing.figures import BoxFigures, Source
 from p2pserve.kvtransport.probing.probe import Activity, BurstRequest, ProbeSettings
 from p2pserve.node import messages
 from p2pserve.node.links import prober
-from p2pserve.node.links.kv_ways import KvWays, WaySettings
+from p2pserve.node.links.kv_ways import KvWays, LinkSettings
 from p2pserve.node.links.prober import Neighbour, Prober
 from p2pserve.node.methods import PROBE_OPEN
 from p2pserve.node.testing import MemoryExchange
@@ -60,7 +60,7 @@ class World:
     """A prober among neighbours: how they answer, and how bursts go."""
 
     nursery: trio.Nursery
-    settings: WaySettings = field(default_factory=WaySettings)
+    settings: LinkSettings = field(default_factory=LinkSettings)
     neighbours: list[Neighbour] = field(default_factory=lambda: [Neighbour(A, ADDRESS, 0.02)])
     answers: list[messages.ProbeOpened | NetworkError] = field(default_factory=list)
     outcomes: list[BurstSample | Exception] = field(default_factory=list)
@@ -137,15 +137,15 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
 
     @asynccontextmanager
-    async def opened(settings: WaySettings) -> AsyncIterator[World]:
+    async def opened(settings: LinkSettings) -> AsyncIterator[World]:
         async with trio.open_nursery() as nursery:
             worlds.append(World(nursery, settings))
             yield worlds[0]
             nursery.cancel_scope.cancel()
 
-    def run(scenario: Callable[[World], Coroutine[Any, Any, None]], settings: WaySettings | None = None) -> None:
+    def run(scenario: Callable[[World], Coroutine[Any, Any, None]], settings: LinkSettings | None = None) -> None:
         async def main() -> None:
-            async with opened(settings or WaySettings()) as world:
+            async with opened(settings or LinkSettings()) as world:
                 await scenario(world)
 
         trio.run(main, clock=MockClock(autojump_threshold=0))
@@ -338,5 +338,5 @@ def test_what_is_refused_is_said_with_its_reason(play: Callable[..., None], case
         assert (found.ticket is None) == bool(said)
         assert world.reserved == (None if said else A)
 
-    price = WaySettings(box=BoxFigures(down_usd_per_gb=500.0)) if case == "no money" else None
+    price = LinkSettings(box=BoxFigures(down_usd_per_gb=500.0)) if case == "no money" else None
     play(scenario, price)

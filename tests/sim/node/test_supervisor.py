@@ -22,7 +22,6 @@ from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.methods import STAGE_OPEN
 from p2pserve.node.models import ModelError
-from p2pserve.node.replica import supervisor
 from p2pserve.node.replica.engine_link import EngineLink, EngineStartError
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import Stages, limits_of
@@ -50,9 +49,9 @@ def opening(of: tuple[Stage, ...], stage: int, *pipes: protocol.PipeEnd) -> mess
     return messages.StageOpen(service=SERVICE, stages=of, stage=stage, pipes=pipes, limits=limits)
 
 
-def ready(config: protocol.EngineConfig) -> protocol.Ready:
+def ready(config: protocol.EngineConfig) -> protocol.EngineReady:
     head = config.stage == 0
-    return protocol.Ready(
+    return protocol.EngineReady(
         pid=7,
         engine="scripted",
         device="cpu",
@@ -75,7 +74,7 @@ class Process:
 
     def __init__(self, config: protocol.EngineConfig) -> None:
         self.config = config
-        self.ready: protocol.Ready | None = None
+        self.ready: protocol.EngineReady | None = None
         self.gone = trio.Event()
         self.how = "ended"
 
@@ -164,6 +163,7 @@ class World:
             log=Path(own),
             channel=None,
             on_change=adverts.append,
+            open_server=self.fork_server,
         )
         self.boxes[own] = Box(own, found, runs, adverts)
 
@@ -177,14 +177,14 @@ class World:
             def engine_lost(self, how: str) -> None:
                 world.boxes[own].lost.append(how)
 
-            def on_engine_message(self, message: protocol.Message) -> None:
+            def on_engine_message(self, message: protocol.EngineMessage) -> None:
                 raise AssertionError
 
         return Told()
 
     @asynccontextmanager
     async def fork_server(
-        self, *, log: Path | None, threads: int, channel: int | None, emulated: bool
+        self, *, log: Path | None, threads: int, channel: int | None, backend: str
     ) -> AsyncIterator[Any]:
         self.servers += 1
         own, world = PeerId(str(log)), self
@@ -267,12 +267,10 @@ def play(*peers: str) -> Callable[[Callable[[World], Coroutine[Any, Any, None]]]
         async def main() -> None:
             async with trio.open_nursery() as nursery:
                 world = World(nursery, *peers)
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(supervisor, "open_fork_server", world.fork_server)
-                    world.run()
-                    await elapse(0.01)
-                    await story(world)
-                    nursery.cancel_scope.cancel()
+                world.run()
+                await elapse(0.01)
+                await story(world)
+                nursery.cancel_scope.cancel()
 
         trio.run(main, clock=MockClock(autojump_threshold=0))
 
@@ -535,10 +533,8 @@ def test_a_box_that_serves_alone_and_cannot_start_at_all_tells_its_user(kind: st
             world = World(nursery, "a")
             (world.start_faults if kind == "start" else world.fetch_faults)[PeerId("a")] = ["no such model"]
             world.assign("a")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(supervisor, "open_fork_server", world.fork_server)
-                with pytest.raises((EngineStartError, ModelError), match="no such model"):
-                    await world.box("a").supervisor.run()
+            with pytest.raises((EngineStartError, ModelError), match="no such model"):
+                await world.box("a").supervisor.run()
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 

@@ -8,15 +8,15 @@ import pytest
 
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import DecodeBatch, Sequence
-from p2pserve.sims.engine.values import EngineSettings, EngineSignal, SignalKind, SimEngineError, StepRecord
+from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 from p2pserve.sims.testing import LinearTimes
 
 TIMES = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)
-SMALL = EngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=4)
+SMALL = SimEngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=4)
 
 
 def engine_of(
-    times: LinearTimes = TIMES, settings: EngineSettings = SMALL, kv_tokens: int = 4000, stages: int = 1
+    times: LinearTimes = TIMES, settings: SimEngineSettings = SMALL, kv_tokens: int = 4000, stages: int = 1
 ) -> Engine:
     return Engine(times, settings, kv_tokens=kv_tokens, stages=stages)
 
@@ -43,11 +43,11 @@ def test_one_request_alone() -> None:
     engine = engine_of()
     news = run(engine, [(5.0, Sequence(7, 50, 4))])
     first = 5.0 + 1.0 + 0.5
-    assert moments(news, SignalKind.FIRST) == {7: pytest.approx(first)}
+    assert moments(news, SignalKind.FIRST_TOKEN) == {7: pytest.approx(first)}
     # three more tokens over 50, 51 and 52 tokens of context
     assert moments(news, SignalKind.DONE) == {7: pytest.approx(first + 3 * 1.1 + 0.153)}
-    assert (engine.tally.prompt_tokens, engine.tally.written_tokens, engine.tally.steps) == (50, 4, 4)
-    assert engine.tally.peak_blocks == 14  # 53 tokens: the last is never put into the cache
+    assert (engine.counts.prompt_tokens, engine.counts.output_tokens, engine.counts.steps) == (50, 4, 4)
+    assert engine.counts.peak_blocks == 14  # 53 tokens: the last is never put into the cache
     assert engine.free_tokens == 4000
 
 
@@ -75,7 +75,7 @@ def test_who_arrives_joins_at_the_next_step_and_reads_beside_the_decoding() -> N
         ("decode", 16, 1),
     ]
     assert steps[1].end_s == pytest.approx(3.321)
-    assert moments(news, SignalKind.FIRST)[2] == pytest.approx(3.321 + 1.0 + 0.2 + 0.1 + 0.012)
+    assert moments(news, SignalKind.FIRST_TOKEN)[2] == pytest.approx(3.321 + 1.0 + 0.2 + 0.1 + 0.012)
 
 
 def test_an_arrival_on_a_boundary_joins_there() -> None:
@@ -100,7 +100,7 @@ def test_the_token_budget_leaves_prompts_what_decoding_does_not_take() -> None:
 
 
 def test_no_more_sequences_than_seats() -> None:
-    settings = EngineSettings(max_batched_tokens=100, max_sequences=2, block_tokens=4)
+    settings = SimEngineSettings(max_batched_tokens=100, max_sequences=2, block_tokens=4)
     engine = engine_of(LinearTimes(step=1.0), settings)
     news = run(engine, [(0.0, Sequence(key, 5, 3)) for key in range(4)])
     assert moments(news, SignalKind.DONE) == {0: 3.0, 1: 3.0, 2: 6.0, 3: 6.0}
@@ -110,47 +110,47 @@ def test_the_last_to_join_loses_its_memory_and_computes_again() -> None:
     # 6 blocks of 4: two prompts of 8 fill 4, and each grows by a block every 4 tokens
     engine = engine_of(LinearTimes(step=1.0), kv_tokens=24)
     news = run(engine, [(0.0, Sequence(1, 8, 9)), (0.0, Sequence(2, 8, 9))])
-    assert engine.tally.preemptions == 1
+    assert engine.counts.preemptions == 1
     done = moments(news, SignalKind.DONE)
     # 4 steps later both want a fourth block: 2 goes, with 5 tokens written, and starts again when 1 is done at 9
     assert done == {1: 9.0, 2: 9.0 + 1.0 + 3.0}
-    assert moments(news, SignalKind.FIRST) == {1: 1.0, 2: 1.0}  # told once
-    assert engine.tally.prompt_tokens == 8 + 8 + 13
-    assert engine.tally.written_tokens == 18
+    assert moments(news, SignalKind.FIRST_TOKEN) == {1: 1.0, 2: 1.0}  # told once
+    assert engine.counts.prompt_tokens == 8 + 8 + 13
+    assert engine.counts.output_tokens == 18
 
 
 def test_a_prompt_waits_for_memory_and_those_behind_it_wait_too() -> None:
     engine = engine_of(LinearTimes(step=1.0), kv_tokens=40)
     news = run(engine, [(0.0, Sequence(1, 20, 5)), (0.5, Sequence(2, 30, 1)), (0.6, Sequence(3, 4, 1))])
-    first = moments(news, SignalKind.FIRST)
+    first = moments(news, SignalKind.FIRST_TOKEN)
     assert first[2] == first[3] == 6.0
 
 
 def test_what_never_fits_is_refused() -> None:
     engine = engine_of(kv_tokens=40)
-    assert engine.fits(Sequence(1, 40, 1))
-    assert not engine.fits(Sequence(1, 40, 2))
+    assert engine.can_fit(Sequence(1, 40, 1))
+    assert not engine.can_fit(Sequence(1, 40, 2))
     with pytest.raises(SimEngineError, match="needs more KV than the 10 blocks"):
         engine.submit(Sequence(1, 41, 1), 0.0)
     with pytest.raises(SimEngineError, match="less than a block"):
         engine_of(kv_tokens=3)
     with pytest.raises(SimEngineError, match="no token of a step would be left"):
-        EngineSettings(max_batched_tokens=64, max_sequences=64)
+        SimEngineSettings(max_batched_tokens=64, max_sequences=64)
 
 
 def test_a_prompt_that_is_handed_over_keeps_its_memory_until_it_is_released() -> None:
     engine = engine_of(kv_tokens=40)
-    sequence = Sequence(1, 30, 0, hands_over=True)
+    sequence = Sequence(1, 30, 0, sends_kv=True)
     news = run(engine, [(0.0, sequence)])
     assert [(signal.kind, signal.at, signal.tokens) for signal in news] == [
-        (SignalKind.READING, 1.3, 30),
-        (SignalKind.READ, 1.3, 0),
+        (SignalKind.PREFILL_STEP, 1.3, 30),
+        (SignalKind.PREFILLED, 1.3, 0),
     ]
     assert engine.free_tokens == 8
     engine.submit(Sequence(2, 20, 1), 2.0)
     assert engine.advance(2.0) == []
     assert engine.wake_at == inf
-    engine.release(sequence, 3.0)
+    engine.release_kv(sequence, 3.0)
     assert engine.wake_at == 3.0
     assert engine.advance(3.0) == []
     assert engine.wake_at == pytest.approx(4.2)
@@ -158,19 +158,19 @@ def test_a_prompt_that_is_handed_over_keeps_its_memory_until_it_is_released() ->
 
 def test_kv_from_elsewhere_is_decoded_from_the_step_after_it_came() -> None:
     engine = engine_of()
-    whole, part = Sequence(1, 31, 2, fresh=False, incoming=30), Sequence(2, 50, 1, incoming=30)
+    whole, part = Sequence(1, 31, 2, fresh=False, external=30), Sequence(2, 50, 1, external=30)
     engine.submit(whole, 0.0)
     engine.submit(part, 0.0)
-    assert engine.expects(whole)
-    assert engine.expects(part)
+    assert engine.has_blocks_for(whole)
+    assert engine.has_blocks_for(part)
     assert engine.wake_at == inf
-    engine.land(whole, 1.0)
-    engine.land(part, 1.0)
+    engine.receive_kv(whole, 1.0)
+    engine.receive_kv(part, 1.0)
     engine.check_integrity()
     news = run(engine, [])
     # 20 tokens of the second are read beside the first's step over 30 tokens of context
     mixed = 1.0 + 1.0 + 0.2 + 0.1 + 0.03
-    assert moments(news, SignalKind.FIRST) == {2: pytest.approx(mixed)}
+    assert moments(news, SignalKind.FIRST_TOKEN) == {2: pytest.approx(mixed)}
     assert moments(news, SignalKind.DONE)[2] == pytest.approx(mixed)
     assert moments(news, SignalKind.DONE)[1] == pytest.approx(mixed + 1.0 + 0.1 + 0.031)
     assert engine.free_tokens == 4000
@@ -178,37 +178,48 @@ def test_kv_from_elsewhere_is_decoded_from_the_step_after_it_came() -> None:
 
 def test_the_first_token_of_kv_from_elsewhere_is_told_when_its_step_begins() -> None:
     engine = engine_of(LinearTimes(step=1.0))
-    engine.submit(Sequence(1, 31, 5, incoming=30), 0.0)
-    engine.land(next(iter(engine._expected.values())), 2.0)
+    engine.submit(Sequence(1, 31, 5, external=30), 0.0)
+    engine.receive_kv(next(iter(engine._awaiting_kv.values())), 2.0)
     news = run(engine, [])
-    assert moments(news, SignalKind.FIRST) == {1: 3.0}
+    assert moments(news, SignalKind.FIRST_TOKEN) == {1: 3.0}
     assert moments(news, SignalKind.DONE) == {1: 7.0}
 
 
 def test_room_is_made_for_kv_when_somebody_ends() -> None:
     engine = engine_of(LinearTimes(step=1.0), kv_tokens=40)
-    waits = Sequence(2, 25, 1, incoming=24)
+    waits = Sequence(2, 25, 1, external=24)
     news = run(engine, [(0.0, Sequence(1, 20, 5)), (0.5, waits)])
-    assert [signal.kind for signal in news if signal.sequence is waits] == [SignalKind.ROOM]
-    assert engine.expects(waits)
-    engine.withdraw(waits, 6.0)
+    assert [signal.kind for signal in news if signal.sequence is waits] == [SignalKind.HAS_ROOM]
+    assert engine.has_blocks_for(waits)
+
+
+def test_what_no_kv_comes_for_is_computed_here() -> None:
+    engine = engine_of(LinearTimes(step=1.0), kv_tokens=40)
+    has_room, queued = Sequence(1, 25, 2, external=24), Sequence(2, 21, 2, external=20)
+    engine.submit(has_room, 0.0)
+    engine.submit(queued, 0.0)
+    assert [engine.has_blocks_for(sequence) for sequence in (has_room, queued)] == [True, False]
+    engine.expect_no_kv(queued, 1.0)
+    engine.expect_no_kv(has_room, 1.0)  # has had its turn: it comes before the other one
+    news = run(engine, [])
+    assert moments(news, SignalKind.FIRST_TOKEN) == {1: 2.0, 2: 4.0}
+    assert moments(news, SignalKind.DONE) == {1: 3.0, 2: 5.0}
     assert engine.free_tokens == 40
-    engine.withdraw(waits, 6.0)  # nothing is left to forget
     engine.check_integrity()
 
 
 def test_in_a_pipeline_prompts_follow_each_other() -> None:
     times = LinearTimes(step=4.0, interval_share=0.25)
-    engine = engine_of(times, EngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4), stages=4)
+    engine = engine_of(times, SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4), stages=4)
     news = run(engine, [(0.0, Sequence(key, 10, 1)) for key in range(3)])
     assert moments(news, SignalKind.DONE) == {0: 4.0, 1: 5.0, 2: 6.0}
-    assert engine.tally.prefill_s == 3.0  # of the first stage
+    assert engine.counts.prefill_s == 3.0  # of the first stage
 
 
 def test_in_a_pipeline_each_batch_reads_within_its_own_budget() -> None:
     times = LinearTimes(token=0.4, request=1.0, interval_share=0.25)
     steps: list[StepRecord] = []
-    settings = EngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4)
+    settings = SimEngineSettings(max_batched_tokens=10, max_sequences=8, block_tokens=4)
     engine = Engine(times, settings, kv_tokens=4000, stages=4, record=steps.append)
     run(engine, [*((0.0, Sequence(key, 5, 9)) for key in range(4)), (9.0, Sequence(9, 27, 1))])
     (mixed,) = [step for step in steps if step.kind == "mixed"]
@@ -221,11 +232,11 @@ def test_a_lost_engine_says_how_far_it_had_got() -> None:
     engine = engine_of(LinearTimes(step=1.0))
     for key in (1, 2):
         engine.submit(Sequence(key, 10, 20), 0.0)
-    engine.submit(Sequence(3, 30, 0, hands_over=True), 0.0)
+    engine.submit(Sequence(3, 30, 0, sends_kv=True), 0.0)
     engine.advance(0.0)
     engine.advance(1.0)
-    engine.submit(Sequence(4, 10, 5, incoming=9), 2.0)
-    lost = {sequence.key: sequence for sequence in engine.lose(5.5)}
+    engine.submit(Sequence(4, 10, 5, external=9), 2.0)
+    lost = {sequence.key: sequence for sequence in engine.stop(5.5)}
     assert sorted(lost) == [1, 2, 3, 4]
     assert (lost[1].known, lost[1].left) == (15, 15)  # one token when it was read, four since
     assert (lost[4].known, lost[4].left) == (10, 5)
@@ -237,7 +248,7 @@ def test_waiting_as_theory_has_it() -> None:
     count, rho = 40_000, 0.7
     rng = np.random.default_rng(3)
     arrivals = np.cumsum(rng.exponential(1.0 / rho, count)).tolist()
-    settings = EngineSettings(max_batched_tokens=1000, max_sequences=1, block_tokens=1)
+    settings = SimEngineSettings(max_batched_tokens=1000, max_sequences=1, block_tokens=1)
     engine = Engine(LinearTimes(step=1.0), settings, kv_tokens=1000)
     news = run_fast(engine, [(at, Sequence(key, 1000, 1)) for key, at in enumerate(arrivals)])
     done = moments(news, SignalKind.DONE)
@@ -245,7 +256,7 @@ def test_waiting_as_theory_has_it() -> None:
     assert wait == pytest.approx(rho / (2 * (1 - rho)), rel=0.07)
     # the same load, but exponential service: prompts of one chunk with that many tokens
     tokens = np.maximum(1, np.rint(rng.exponential(1000.0, count))).astype(int)
-    settings = EngineSettings(max_batched_tokens=30_000, max_sequences=1, block_tokens=1)
+    settings = SimEngineSettings(max_batched_tokens=30_000, max_sequences=1, block_tokens=1)
     engine = Engine(LinearTimes(token=1e-3), settings, kv_tokens=30_000)
     news = run_fast(engine, [(at, Sequence(key, int(tokens[key]), 1)) for key, at in enumerate(arrivals)])
     done = moments(news, SignalKind.DONE)
@@ -281,10 +292,10 @@ def test_skipping_ahead_changes_nothing(seed: int) -> None:
         if not skip:
             engine._batch.steps_to_ending = lambda: 1  # type: ignore[method-assign]
         news = run(engine, [(at, Sequence(key, prompt, output)) for at, key, prompt, output in arrivals])
-        tally = engine.tally
-        counts = (tally.steps, tally.prompt_tokens, tally.written_tokens, tally.preemptions)
+        totals = engine.counts
+        counts = (totals.steps, totals.prompt_tokens, totals.output_tokens, totals.preemptions)
         assert engine.free_tokens == kv_tokens
-        return moments(news, SignalKind.FIRST), moments(news, SignalKind.DONE), counts
+        return moments(news, SignalKind.FIRST_TOKEN), moments(news, SignalKind.DONE), counts
 
     fast, plain = outcome(skip=True), outcome(skip=False)
     assert len(fast[1]) == 60

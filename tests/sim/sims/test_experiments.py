@@ -106,7 +106,7 @@ def test_links_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
             for row in link_rows(Scope.quick())
             if row.column == column.value
         }
-        apart = "A40 read, 3090Ti write"
+        apart = "A40 prefill, 3090Ti decode"
         assert rows[40, apart, "4 bit"] > 1.1
         assert rows[40, apart, "16 bit"] < rows[40, apart, "4 bit"]
         assert rows[5, apart, "4 bit"] < 0.6

@@ -87,14 +87,14 @@ def test_a_limit_holds_until_it_is_lifted() -> None:
     slow, other = net.start(0, 1, 30.0, 0.0, limit=2.0), net.start(0, 1, 40.0, 0.0)
     assert (slow.rate, other.rate) == (2.0, 8.0)
     assert net.advance(net.wake_at) == [other]
-    net.unlimit(slow, 6.0)
+    net.lift_limit(slow, 6.0)
     assert net.wake_at == pytest.approx(6.0 + 18.0 / 10.0)
 
 
 def test_at_least_so_much_is_left_when_a_limit_is_lifted() -> None:
     net = network(FOUR)
     flow = net.start(0, 1, 30.0, 0.0, limit=10.0)
-    net.unlimit(flow, 2.9, at_least=5.0)
+    net.lift_limit(flow, 2.9, at_least=5.0)
     assert net.wake_at == pytest.approx(3.4)
 
 
@@ -140,7 +140,7 @@ def test_any_traffic_is_fair_and_arrives(seed: int) -> None:
             live[flow.key] = (flow, size, now)
             sent += 1
         elif action < 0.9:
-            net.unlimit(rng.choice(list(live.values()))[0], now)
+            net.lift_limit(rng.choice(list(live.values()))[0], now)
         else:
             key = rng.choice(list(live))
             net.stop(live.pop(key)[0], now)
@@ -152,16 +152,16 @@ def test_any_traffic_is_fair_and_arrives(seed: int) -> None:
 
 def test_kv_whose_next_chunk_is_put_off_arrives_all_the_same() -> None:
     network = FluidNetwork(np.full((2, 2), 1e9))
-    handovers = KVTransfers(network, layerwise=True)
-    handover = KVTransfer(1, TransferLinks((LinkShare(0, 1, 1.0),), 0.0), 1e6, layers=4)
-    handover.room = True
-    handovers.reading(handover, 100, 1.0, 0.0)  # 75 MB/s while it is read: all 100 MB have left after 1.33 s
+    transfers = KVTransfers(network, layerwise=True)
+    transfer = KVTransfer(1, TransferLinks((LinkShare(0, 1, 1.0),), 0.0), 1e6, layers=4)
+    transfer.has_room = True
+    transfers.start_prefill_step(transfer, 100, 1.0, 0.0)  # 75 MB/s while it is read: all 100 MB have left after 1.33 s
     (early,) = network.advance(2.0)
-    assert handovers.ended(early) is None
-    handovers.reading(handover, 100, 3.0, 2.0)
-    handovers.all_read(handover, 3.0)
+    assert transfers.end_flow(early) is None
+    transfers.start_prefill_step(transfer, 100, 3.0, 2.0)
+    transfers.end_prefill(transfer, 3.0)
     ended = []
     while network.wake_at < inf:
-        ended += [handovers.ended(flow) for flow in network.advance(network.wake_at)]
-    assert ended[-1] is handover
-    assert handovers.sent_bytes == {(0, 1): pytest.approx(200e6)}
+        ended += [transfers.end_flow(flow) for flow in network.advance(network.wake_at)]
+    assert ended[-1] is transfer
+    assert transfers.sent_bytes == {(0, 1): pytest.approx(200e6)}

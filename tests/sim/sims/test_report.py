@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from math import inf, isnan
+from math import isnan
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,6 @@ from p2pserve.sims.results.outcomes import (
     StepLog,
     TransferRecord,
     attainment,
-    deadline_scale,
     summarise,
 )
 from p2pserve.sims.results.plots import Timeline, attainment_curve, plot_attainment, plot_timeline
@@ -62,7 +61,7 @@ def result_of(*, steps: bool = True) -> SimResult:
             phase=phase,
             boxes=(name,),
             times="by hand",
-            tally=EngineCounts(prefill_s=2.0, decode_s=1.0, steps=7, peak_blocks=5),
+            counts=EngineCounts(prefill_s=2.0, decode_s=1.0, steps=7, peak_blocks=5),
             blocks=10,
         )
         for name, phase in (("reads", Phase.PREFILL), ("writes", Phase.DECODE))
@@ -101,9 +100,6 @@ def test_attainment_over_deadlines_of_any_length() -> None:
     outcomes, slo = RESULT.services[0].outcomes, RESULT.services[0].service.slo
     assert [attainment(outcomes, slo, scale) for scale in (0.4, 0.5, 1.0, 3.5)] == [0.0, 0.5, 0.5, 0.75]
     assert attainment_curve(outcomes, slo, np.array([0.5, 3.5])).tolist() == [0.5, 0.75]
-    assert deadline_scale(outcomes, slo) == pytest.approx(0.5)
-    assert deadline_scale(outcomes, slo, 0.75) == pytest.approx(3.5)
-    assert deadline_scale(outcomes, slo, 0.9) == inf
 
 
 def test_a_report_for_people_and_for_programs() -> None:

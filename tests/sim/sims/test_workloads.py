@@ -7,13 +7,10 @@ import pytest
 
 from p2pserve.sims.records import TraceError
 from p2pserve.sims.workloads import (
-    LengthKind,
-    LengthPairing,
     azure,
     draw,
     read_requests,
     replay,
-    synthetic_lengths,
     workload_of,
 )
 
@@ -73,44 +70,11 @@ def test_same_seed_same_requests() -> None:
     assert one.prompt.tobytes() != other.prompt.tobytes()
 
 
-def test_prompt_and_output_are_drawn_together_or_not() -> None:
+def test_prompt_and_output_are_drawn_together() -> None:
     rows = set(zip(CONVERSATION.lengths.prompt.tolist(), CONVERSATION.lengths.output.tolist(), strict=True))
-
-    def known(pairing: LengthPairing) -> float:
-        trace = draw(CONVERSATION.lengths, rate=5.0, rng=np.random.default_rng(3), requests=2000, pairing=pairing)
-        assert ("independently" in trace.lengths) is (pairing is LengthPairing.INDEPENDENT)
-        drawn = zip(trace.prompt.tolist(), trace.output.tolist(), strict=True)
-        return sum(pair in rows for pair in drawn) / len(trace)
-
-    assert known(LengthPairing.JOINT) == 1.0
-    assert known(LengthPairing.INDEPENDENT) < 0.6
-
-
-def test_lengths_made_up() -> None:
-    rng = np.random.default_rng(0)
-    fixed = synthetic_lengths(LengthKind.FIXED, (512, 0), (16, 0), rng, 10)
-    assert (set(fixed.prompt.tolist()), set(fixed.output.tolist())) == ({512}, {16})
-    assert fixed.source == "synthetic, fixed: prompt 512, output 16 tokens"
-    uniform = synthetic_lengths(LengthKind.UNIFORM, (10, 12), (1, 3), rng, 500)
-    assert (set(uniform.prompt.tolist()), set(uniform.output.tolist())) == ({10, 11, 12}, {1, 2, 3})
-    normal = synthetic_lengths(LengthKind.LOGNORMAL, (1000, 800), (200, 100), rng, 50_000)
-    assert normal.prompt.mean() == pytest.approx(1000, rel=0.03)
-    assert normal.prompt.std() == pytest.approx(800, rel=0.06)
-    assert normal.output.min() >= 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "prompt", "said"),
-    [
-        (LengthKind.FIXED, (0.0, 0.0), "prompt length is 0; it must be at least 1"),
-        (LengthKind.UNIFORM, (5.0, 4.0), "between 5 and 4"),
-        (LengthKind.LOGNORMAL, (5.0, 0.0), "deviation of 0"),
-        (LengthKind.LOGNORMAL, (float("nan"), 1.0), "prompt length is nan"),
-    ],
-)
-def test_lengths_that_cannot_be(kind: LengthKind, prompt: tuple[float, float], said: str) -> None:
-    with pytest.raises(TraceError, match=said):
-        synthetic_lengths(kind, prompt, (10.0, 20.0), np.random.default_rng(0))
+    trace = draw(CONVERSATION.lengths, rate=5.0, rng=np.random.default_rng(3), requests=2000)
+    assert rows.issuperset(zip(trace.prompt.tolist(), trace.output.tolist(), strict=True))
+    assert trace.lengths == "Azure 2023 conversation"
 
 
 def test_draws_that_cannot_be() -> None:

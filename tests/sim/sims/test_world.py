@@ -14,7 +14,7 @@ from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster, ClusterError
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
 from p2pserve.coordinator.routing import RoutingSettings
-from p2pserve.sims.engine.values import EngineSettings
+from p2pserve.sims.engine.values import SimEngineSettings
 from p2pserve.sims.policies import PLAN, RANDOM, ROUND_ROBIN
 from p2pserve.sims.records import Trace
 from p2pserve.sims.results.outcomes import SimResult, summarise
@@ -331,7 +331,7 @@ def test_a_plan_says_how_much_its_replicas_read_in_a_step() -> None:
     trace = trace_of((0.0, 1024, 2))
     assert go(with_steps(0, 1), trace).services[0].outcomes.ttft_s.tolist() == [1.0]
     assert go(with_steps(512, 1), trace).services[0].outcomes.ttft_s.tolist() == [2.0]
-    started = SimSettings(engine=EngineSettings(max_batched_tokens=256, max_sequences=8))
+    started = SimSettings(engine=SimEngineSettings(max_batched_tokens=256, max_sequences=8))
     assert go(with_steps(512, 1), trace, settings=started).services[0].outcomes.ttft_s.tolist() == [4.0]
     later = [PlanChange(0.5, 0, with_steps(260, 2))]
     assert go(with_steps(512, 1), trace, changes=later).services[0].outcomes.ttft_s.tolist() == [3.0]
@@ -423,10 +423,10 @@ def test_everything_ends_once_and_everything_is_given_back(kv_tokens: int, layer
     assert (outcome.replays > 0).any()
     assert (outcome.outcomes.ttft_s > 0.0).all()
     assert (outcome.outcomes.ttft_s <= outcome.outcomes.e2e_s).all()
-    written = sum(replica.tally.written_tokens for replica in result.replicas)
+    written = sum(replica.counts.output_tokens for replica in result.replicas)
     assert written <= trace.output.sum()  # those of hand-overs are written by no engine's decode
     if kv_tokens == 800:
-        assert sum(replica.tally.preemptions for replica in result.replicas) > 0
+        assert sum(replica.counts.preemptions for replica in result.replicas) > 0
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_dispatch_by_queues_beats_dispatch_in_turn_and_at_random() -> None:
         result = simulate(
             cluster_of(["fast", "slow"]),
             [run_of(plan, trace)],
-            settings=SimSettings(routing=RoutingSettings(policy=dispatch), engine=EngineSettings(max_sequences=16)),
+            settings=SimSettings(routing=RoutingSettings(policy=dispatch), engine=SimEngineSettings(max_sequences=16)),
             model_of=lambda cluster, service, replica: ReplicaModel(fast if replica.id == "fast" else slow, 20_000),
         )
         return float(result.services[0].outcomes.e2e_s.mean())

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.bootstrap import Identity, Role, TokenError
+from p2pserve.bootstrap import Identity, NetworkSettings, Role, TokenError
 from p2pserve.bootstrap.members.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
-from p2pserve.bootstrap.members.membership import Membership, MemberState, MergeResult, Timeouts
+from p2pserve.bootstrap.members.membership import Membership
+from p2pserve.bootstrap.members.states import MemberState, MergeResult
 
 ME, ANN, BOB = (Identity(bytes([seed]) * 32) for seed in (1, 2, 3))
 
@@ -24,7 +25,7 @@ def said(who: Identity, kind: str, version: int, payload: bytes = b"", *, life: 
 
 
 def table(who: Identity = ME, incarnation: int = 1) -> Membership:
-    membership = Membership(who, Role.WORKER, incarnation=incarnation, timeouts=Timeouts())
+    membership = Membership(who, Role.WORKER, incarnation=incarnation, settings=NetworkSettings())
     membership.publish(MEMBER_KIND, record())
     return membership
 

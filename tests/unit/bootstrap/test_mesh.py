@@ -4,15 +4,16 @@ import random
 
 import pytest
 
-from p2pserve.bootstrap import Address, PeerId
+from p2pserve.bootstrap import Address, NetworkSettings, PeerId
 from p2pserve.bootstrap.members.mesh import Dial, DialBook, should_replace
 
 LOW, ME, HIGH = PeerId("a"), PeerId("b"), PeerId("c")
 AT = Address("192.0.2.1", 1)
+SETTINGS = NetworkSettings()
 
 
 def test_the_lower_peer_dials_at_once_and_the_higher_waits() -> None:
-    book = DialBook(ME, random.Random(0))
+    book = DialBook(ME, random.Random(0), SETTINGS)
     wanted = {LOW: AT, HIGH: AT, ME: AT}
     assert book.take_due(wanted, (), 0.0) == (Dial(HIGH, AT),)
     wake = book.wake_at(())
@@ -22,7 +23,7 @@ def test_the_lower_peer_dials_at_once_and_the_higher_waits() -> None:
 
 
 def test_nobody_is_dialled_who_is_connected_or_being_dialled() -> None:
-    book = DialBook(ME, random.Random(0))
+    book = DialBook(ME, random.Random(0), SETTINGS)
     assert book.take_due({HIGH: AT}, {HIGH}, 0.0) == ()
     assert len(book.take_due({HIGH: AT}, (), 0.0)) == 1
     assert book.take_due({HIGH: AT}, (), 100.0) == ()
@@ -30,7 +31,7 @@ def test_nobody_is_dialled_who_is_connected_or_being_dialled() -> None:
 
 
 def test_the_backoff_doubles_to_thirty_seconds_with_jitter() -> None:
-    book, now, waits = DialBook(ME, random.Random(0)), 0.0, []
+    book, now, waits = DialBook(ME, random.Random(0), SETTINGS), 0.0, []
     for _ in range(12):
         assert book.take_due({HIGH: AT}, (), now)
         book.on_result(HIGH, False, now)
@@ -45,13 +46,13 @@ def test_the_backoff_doubles_to_thirty_seconds_with_jitter() -> None:
 
 
 def test_a_broken_connection_is_redialled_at_once_by_both() -> None:
-    book = DialBook(ME, random.Random(0))
+    book = DialBook(ME, random.Random(0), SETTINGS)
     book.on_disconnected(LOW, 5.0)
     assert book.take_due({LOW: AT}, (), 5.0) == (Dial(LOW, AT),)
 
 
 def test_a_peer_that_moved_is_tried_at_its_new_address_at_once() -> None:
-    book = DialBook(ME, random.Random(0))
+    book = DialBook(ME, random.Random(0), SETTINGS)
     for now in (0.0, 1.0, 3.0, 8.0):
         book.take_due({HIGH: AT}, (), now)
         book.on_result(HIGH, False, now)
@@ -59,7 +60,7 @@ def test_a_peer_that_moved_is_tried_at_its_new_address_at_once() -> None:
 
 
 def test_a_peer_without_a_port_is_never_dialled() -> None:
-    book = DialBook(ME, random.Random(0))
+    book = DialBook(ME, random.Random(0), SETTINGS)
     assert book.take_due({HIGH: Address("192.0.2.1", 0)}, (), 0.0) == ()
     assert book.wake_at(()) is None
 
@@ -75,32 +76,16 @@ def test_both_ends_keep_the_same_connection(
         me=LOW,
         peer=HIGH,
         new_dialled_by_me=dialled_by_low,
-        new_incarnation=1,
         held_dialled_by_me=not dialled_by_high_held,
-        held_incarnation=1,
         held_age_s=age,
+        crossing_s=5.0,
     )
     at_high = should_replace(
         me=HIGH,
         peer=LOW,
         new_dialled_by_me=not dialled_by_low,
-        new_incarnation=1,
         held_dialled_by_me=dialled_by_high_held,
-        held_incarnation=1,
         held_age_s=age,
+        crossing_s=5.0,
     )
     assert at_low == at_high == expected
-
-
-@pytest.mark.parametrize(("incarnation", "expected"), [(2, True), (0, False)])
-def test_a_newer_life_always_wins(incarnation: int, expected: bool) -> None:
-    for dialled_by_me in (True, False):
-        assert expected == should_replace(
-            me=LOW,
-            peer=HIGH,
-            new_dialled_by_me=dialled_by_me,
-            new_incarnation=incarnation,
-            held_dialled_by_me=not dialled_by_me,
-            held_incarnation=1,
-            held_age_s=0.0,
-        )

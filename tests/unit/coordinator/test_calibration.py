@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator import BoxView, LatencyProfile, PhaseCost, PhaseFit
-from p2pserve.coordinator.calibration import BATCH, FURTHEST, WORST_FIT, calibrated
+from p2pserve.coordinator.calibration import BATCH, FURTHEST, WORST_FIT, calibrate_boxes
 from p2pserve.coordinator.costs.gpus import GpuSpec, Specs
 from p2pserve.coordinator.costs.model_shape import MODELS
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
@@ -55,7 +55,7 @@ def profile(prefill: float | None = None, decode: float | None = None, error: fl
 
 def test_the_roofline_takes_as_long_as_the_engine_did() -> None:
     slow = box("a", profile=profile(1.5 * prefill_s(box("a")), 1.3 * decode_s(box("a"))))
-    found = calibrated({"a": slow}, WORKLOAD)["a"]
+    found = calibrate_boxes({"a": slow}, WORKLOAD)["a"]
     assert prefill_s(found) == pytest.approx(1.5 * prefill_s(slow), rel=0.03)
     assert decode_s(found) == pytest.approx(1.3 * decode_s(slow), rel=0.03)
 
@@ -64,7 +64,7 @@ def test_what_a_box_has_not_done_is_taken_from_its_like() -> None:
     reader = box("a", profile=profile(prefill=2.0 * prefill_s(box("a"))))
     writer = box("b", profile=profile(decode=2.0 * decode_s(box("b"))))
     other = box("c", card="RTX-4090-24GB")
-    found = calibrated({one.peer: one for one in (reader, writer, other)}, WORKLOAD)
+    found = calibrate_boxes({one.peer: one for one in (reader, writer, other)}, WORKLOAD)
     assert found["a"].compute_tflops == found["b"].compute_tflops < 150.0
     assert found["a"].memory_gbps == pytest.approx(found["b"].memory_gbps, rel=0.1)
     assert found["a"].memory_gbps < 1200.0
@@ -72,7 +72,7 @@ def test_what_a_box_has_not_done_is_taken_from_its_like() -> None:
 
 
 def test_a_correction_has_bounds() -> None:
-    found = calibrated({"a": box("a", profile=profile(1e5, 1e-9))}, WORKLOAD)["a"]
+    found = calibrate_boxes({"a": box("a", profile=profile(1e5, 1e-9))}, WORKLOAD)["a"]
     assert found.compute_tflops == pytest.approx(200.0 / FURTHEST, rel=0.01)
     assert found.memory_gbps == pytest.approx(1600.0 * FURTHEST, rel=0.01)
 
@@ -89,4 +89,4 @@ def test_a_correction_has_bounds() -> None:
     ],
 )
 def test_figures_that_stay_as_they_are(one: BoxView) -> None:
-    assert calibrated({"a": one}, WORKLOAD) == {"a": one}
+    assert calibrate_boxes({"a": one}, WORKLOAD) == {"a": one}

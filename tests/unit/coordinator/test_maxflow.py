@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.dev.maxflow import (
+    LayerRange,
     NodeKind,
     NoPlacement,
-    Placement,
     compute_bound,
     least_layer,
     max_flow,
@@ -24,7 +24,7 @@ FAST = NodeKind("fast", 2, (400.0, 190.0, 120.0, 85.0))
 SLOW = NodeKind("slow", 3, (100.0, 45.0))
 
 
-def least_cut(kinds: Sequence[NodeKind], nodes: Sequence[Placement], layers: int, link: float) -> float:
+def least_cut(kinds: Sequence[NodeKind], nodes: Sequence[LayerRange], layers: int, link: float) -> float:
     """By trying every set of nodes on the source's side, each node as an entrance and an exit."""
     found = inf
     for inside in product((False, True), repeat=2 * len(nodes)):
@@ -41,12 +41,12 @@ def least_cut(kinds: Sequence[NodeKind], nodes: Sequence[Placement], layers: int
     return found
 
 
-def drawn(rng: np.random.Generator, kinds: Sequence[NodeKind], layers: int) -> list[Placement]:
+def drawn(rng: np.random.Generator, kinds: Sequence[NodeKind], layers: int) -> list[LayerRange]:
     nodes = []
     for kind in rng.integers(len(kinds), size=4).tolist():
         held = int(rng.integers(1, min(layers, len(kinds[kind].tokens_s)) + 1))
         first = int(rng.integers(layers - held + 1))
-        nodes.append(Placement(kind, first, first + held))
+        nodes.append(LayerRange(kind, first, first + held))
     return nodes
 
 
@@ -55,7 +55,7 @@ def best_placement(kinds: Sequence[NodeKind], layers: int) -> float:
     choices = []
     for number, kind in enumerate(kinds):
         ranges = [
-            Placement(number, first, first + held)
+            LayerRange(number, first, first + held)
             for held in range(1, min(layers, len(kind.tokens_s)) + 1)
             for first in range(layers - held + 1)
         ]

@@ -14,11 +14,11 @@ from p2pserve.coordinator import BoxView, CapacityError, Demand, LinkView, Phase
 from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, Links
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.coordinator.costs.rounds import CHUNKS
+from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS
 from p2pserve.coordinator.network_plan import MAX_PAIRINGS, plan_network
-from p2pserve.coordinator.network_problem import network_problem
+from p2pserve.coordinator.network_problem import build_network_problem
 from p2pserve.coordinator.planning.model.workload import KV_BITS
-from p2pserve.kernels.format import Codec
+from p2pserve.kernels.codecs import CODEC_NAMES
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 PEER = "12D3KooW{:044d}".format
@@ -258,8 +258,8 @@ def test_a_plan_says_how_much_a_step_may_compute_and_keeps_to_it() -> None:
     boxes = [msgspec.structs.replace(FLOP_RICH, phase=P), msgspec.structs.replace(BYTE_RICH, phase=D)]
     plan = some_plan(*boxes, links=fast("f", "b"))
     steps = {replica.id: replica.step_tokens for replica in plan.replicas}
-    assert steps["f"] == CHUNKS[0]  # it only reads
-    assert steps["b"] in CHUNKS
+    assert steps["f"] == TOKEN_BUDGETS[0]  # it only reads
+    assert steps["b"] in TOKEN_BUDGETS
 
     def running(tokens: int) -> Plan:
         """The plan, with another budget for who decodes."""
@@ -316,7 +316,7 @@ def test_refusals() -> None:
 
 
 def test_every_codec_has_its_bits() -> None:
-    assert set(KV_BITS) == {codec.value for codec in Codec}
+    assert set(KV_BITS) == set(CODEC_NAMES)
 
 
 # ---- what the network is taken for ----------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_the_engine_says_how_much_kv_there_is() -> None:
 
 def test_requests_longer_than_any_kv_cache_are_shortened() -> None:
     demand = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((90_000, 10_000),))
-    network = network_problem(
+    network = build_network_problem(
         [box("a", kv_tokens=20_000), box("b", kv_tokens=3_000)],
         [], [demand], service="llama", codec="kv4", previous=None,
     )  # fmt: skip
@@ -343,28 +343,28 @@ def test_requests_longer_than_any_kv_cache_are_shortened() -> None:
 
 
 def test_a_quiet_network_is_planned_for_what_it_could_carry() -> None:
-    network = network_problem([box("a"), box("b")], [], [], service="llama", codec="kv4", previous=None)
+    network = build_network_problem([box("a"), box("b")], [], [], service="llama", codec="kv4", previous=None)
     assert network is not None
     assert network.service.workload.rate == pytest.approx(network.colocated_rate)
     assert network.asked < network.service.workload.rate
     silent = Demand(requests_s=0.0, arrival_cv=1.0, lengths=((300, 7),))
-    idle = network_problem([box("a"), box("b")], [], [silent], service="llama", codec="kv4", previous=None)
+    idle = build_network_problem([box("a"), box("b")], [], [silent], service="llama", codec="kv4", previous=None)
     assert idle is not None
     assert idle.asked == 0.0
     assert idle.service.workload.rate == pytest.approx(idle.colocated_rate)
     assert idle.service.workload.mean_prompt == 300
-    asked = network_problem([box("a")], [], [], service="llama", codec="kv4", previous=None, rate=0.5)
+    asked = build_network_problem([box("a")], [], [], service="llama", codec="kv4", previous=None, rate=0.5)
     assert asked is not None
     assert asked.service.workload.rate == 0.5
 
 
 def test_emulated_boxes_count_for_their_card_and_real_ones_for_what_was_measured() -> None:
     shown = box("a", 1.0, 1.0, card="A40-48GB", specs=Specs.DENSE, emulated=True)
-    network = network_problem([shown], [], [], service="llama", codec="kv4", previous=None)
+    network = build_network_problem([shown], [], [], service="llama", codec="kv4", previous=None)
     assert network is not None
     card = network.problem.cluster.boxes[0].gpu
     assert (card.name, card.tflops, card.memory_gbps, card.specs) == ("A40-48GB", 149.7, 696.0, Specs.DENSE)
-    real = network_problem(
+    real = build_network_problem(
         [box("a", 240.0, 1200.0, tp=2, card="A40-48GB")], [], [], service="llama", codec="kv4", previous=None
     )
     assert real is not None

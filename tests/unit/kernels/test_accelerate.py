@@ -6,35 +6,39 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from p2pserve.kernels import accelerate, fp8_native, kivi4_native, kv4_native, native
-from p2pserve.kernels.accelerate import AUTO_AFTER_BYTES, Mode
+from p2pserve.kernels import accelerate, native
+from p2pserve.kernels.accelerate import AUTO_AFTER_BYTES, KernelMode
 from p2pserve.kernels.codec import decode, encode
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError
+from p2pserve.kernels.fp8 import native as fp8_native
+from p2pserve.kernels.kivi4 import native as kivi4_native
+from p2pserve.kernels.kv4 import native as kv4_native
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 NATIVE = {"kv4": kv4_native, "fp8": fp8_native, "kivi4": kivi4_native}
+SOURCE = Path(kv4_native.__file__).with_name("kv4.cpp")
 
 
 @pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> accelerate._Process:
+def process() -> Iterator[None]:
     """A process that has coded nothing yet."""
-    fresh = accelerate._Process()
-    monkeypatch.setattr(accelerate, "_PROCESS", fresh)
-    return fresh
+    accelerate.restart()
+    yield
+    accelerate.restart()
 
 
 class TestModes:
     def test_the_environment_chooses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("P2PSERVE_KERNELS", "eager")
-        assert accelerate.mode() is Mode.EAGER
+        assert accelerate.mode() is KernelMode.EAGER
         assert not accelerate.ready(10 * AUTO_AFTER_BYTES)
 
     def test_an_unknown_mode_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +56,7 @@ class TestModes:
 
     def test_eager_builds_nothing(self) -> None:
         accelerate.set_mode("eager")
-        library = native.Library("kv4.cpp")
+        library = native.Library(SOURCE)
         assert library.get() is None
         assert "not loaded" in repr(library)
 
@@ -68,21 +72,21 @@ class TestLibrary:
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.delenv("CXX", raising=False)
         with caplog.at_level(logging.WARNING):
-            assert native.Library("kv4.cpp").get() is None
+            assert native.Library(SOURCE).get() is None
         assert "kv4.cpp: KV codecs stay with plain torch: no C++ compiler was found" in caplog.text
 
-    def test_auto_switches_when_it_is_ready(self, process: accelerate._Process) -> None:
+    def test_auto_switches_when_it_is_ready(self) -> None:
         accelerate.set_mode("auto")
-        library = native.Library("kv4.cpp")
+        library = native.Library(SOURCE)
         may_build = threading.Event()
 
         def hold() -> None:
             may_build.wait()
 
-        process.submit(hold)
+        accelerate.submit(hold)
         assert library.get() is None
         may_build.set()
-        process.submit(lambda: None).wait()
+        accelerate.submit(lambda: None).wait()
         assert library.get() is not None
 
     def test_a_folder_that_others_can_write_is_refused(
@@ -92,17 +96,17 @@ class TestLibrary:
         tmp_path.chmod(0o777)
         monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
         with caplog.at_level(logging.WARNING):
-            assert native.Library("kv4.cpp").get() is None
+            assert native.Library(SOURCE).get() is None
         assert "can be written by others" in caplog.text
         assert not list(tmp_path.iterdir())
 
     def test_it_is_built_once_and_found_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         accelerate.set_mode("compiled")
         monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path / "new"))
-        assert native.Library("kv4.cpp").get() is not None
+        assert native.Library(SOURCE).get() is not None
         (built,) = (tmp_path / "new").iterdir()
         before = built.stat().st_mtime_ns
-        assert native.Library("kv4.cpp").get() is not None
+        assert native.Library(SOURCE).get() is not None
         assert built.stat().st_mtime_ns == before
 
 

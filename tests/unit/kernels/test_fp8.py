@@ -15,11 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kernels import accelerate, fp8_native
+from p2pserve.kernels import accelerate
 from p2pserve.kernels.codec import decode, encode
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError
-from p2pserve.kernels.fp8_layout import Fp8Layout
-from p2pserve.kernels.fp8_reference import Sections, dequantise, quantise
+from p2pserve.kernels.fp8 import native as fp8_native
+from p2pserve.kernels.fp8.layout import Fp8Layout
+from p2pserve.kernels.fp8.reference import Fp8Sections, dequantise, quantise
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -227,15 +228,15 @@ class TestNative:
             k[3:40, 0, 0], k[:, 2], v[:, 1], v[tokens // 2, 0, 0] = 0.0, -0.0, -0.0, -0.0
             k, v = k.to(dtype), v.to(dtype)
             plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
-            sections = Sections.of(plain, layout, dtype)
-            quantise(k, v, sections, layout)
+            assert quantise(k, v, plain, layout)
             assert fp8_native.quantise(k, v, quick, layout)
             assert torch.equal(plain, quick)
             for _ in range(2):
                 expected, got = torch.empty(2, *k.shape, dtype=dtype), torch.empty(2, *k.shape, dtype=dtype)
-                dequantise(sections, expected[0], expected[1], layout)
-                assert fp8_native.dequantise(plain, layout, got[0], got[1])
+                assert dequantise(plain, expected[0], expected[1], layout)
+                assert fp8_native.dequantise(plain, got[0], got[1], layout)
                 assert torch.equal(expected.view(torch.int16), got.view(torch.int16))
+                sections = Fp8Sections.of(plain, layout, dtype)
                 for codes in (sections.key_codes, sections.value_codes):
                     codes.copy_(torch.randint(256, codes.shape, generator=generator))
 
@@ -244,7 +245,7 @@ class TestNative:
         k, v = block(200, 3, 80, torch.bfloat16)
         layout = Fp8Layout(40, 200, 3, 80)
         plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
-        quantise(k, v, Sections.of(plain, layout, torch.bfloat16), layout)
+        assert quantise(k, v, plain, layout)
         assert fp8_native.quantise(k, v, quick, layout)
         assert torch.equal(plain, quick)
 

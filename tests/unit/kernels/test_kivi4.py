@@ -15,11 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kernels import accelerate, kivi4_native
+from p2pserve.kernels import accelerate
 from p2pserve.kernels.codec import decode, encode
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError
-from p2pserve.kernels.kivi4_layout import KIVI4_HEADER_BYTES, Kivi4Layout
-from p2pserve.kernels.kivi4_reference import Sections, dequantise, quantise
+from p2pserve.kernels.format import HEADER_BYTES
+from p2pserve.kernels.kivi4 import native as kivi4_native
+from p2pserve.kernels.kivi4.layout import Kivi4Layout
+from p2pserve.kernels.kivi4.reference import dequantise, quantise
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -170,7 +172,7 @@ class TestFormat:
         assert len(encode("kivi4", k, v, start=start, layer=0)) == layout.total_bytes
 
     def test_five_bits_per_element_and_a_header(self) -> None:
-        assert Kivi4Layout(512, 512, 8, 128).total_bytes == KIVI4_HEADER_BYTES + 2 * 512 * 8 * 128 * 5 // 8
+        assert Kivi4Layout(512, 512, 8, 128).total_bytes == HEADER_BYTES + 2 * 512 * 8 * 128 * 5 // 8
 
     def test_chunks_at_multiples_of_32_decode_as_the_whole_does(self) -> None:
         k, v = block(150, 2, 64, torch.bfloat16)
@@ -207,13 +209,12 @@ class TestNative:
             k[7, 1, -1], v[8], v[8, 1, 0] = -0.0, v[8].abs(), -0.0
             k[:32, 2, 0] = torch.arange(32).clamp(max=22) * 2.0**-24  # 22 / 15 is 1 in fp16's subnormal numbers
             plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
-            sections = Sections.of(plain, layout, dtype)
-            quantise(k, v, sections)
+            assert quantise(k, v, plain, layout)
             assert kivi4_native.quantise(k, v, quick, layout)
             assert torch.equal(plain, quick)
             expected, got = torch.empty(2, *k.shape, dtype=dtype), torch.empty(2, *k.shape, dtype=dtype)
-            dequantise(sections, expected[0], expected[1])
-            assert kivi4_native.dequantise(plain, layout, got[0], got[1])
+            assert dequantise(plain, expected[0], expected[1], layout)
+            assert kivi4_native.dequantise(plain, got[0], got[1], layout)
             assert torch.equal(expected.view(torch.int16), got.view(torch.int16))
 
     @pytest.mark.parametrize("heads", [1, 3])
@@ -222,7 +223,7 @@ class TestNative:
         k, v = block(96, heads, 80, torch.bfloat16)
         layout = Kivi4Layout(0, 96, heads, 80)
         plain, quick = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
-        quantise(k, v, Sections.of(plain, layout, torch.bfloat16))
+        assert quantise(k, v, plain, layout)
         assert kivi4_native.quantise(k, v, quick, layout)
         assert torch.equal(plain, quick)
 

@@ -15,10 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kernels import accelerate, kv4_native, kv4_reference
+from p2pserve.kernels import accelerate
 from p2pserve.kernels.codec import decode, encode, wire_dtype
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError
-from p2pserve.kernels.format import Codec, Kv4Layout, WireDtype, payload_bytes
+from p2pserve.kernels.format import WireDtype, payload_bytes
+from p2pserve.kernels.kv4 import KV4
+from p2pserve.kernels.kv4 import native as kv4_native
+from p2pserve.kernels.kv4.layout import LARGEST, Kv4Layout
+from p2pserve.kernels.kv4.reference import hadamard
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -110,7 +114,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_the_largest_values_stay_finite(self, dtype: torch.dtype) -> None:
-        largest = 65504.0 if dtype == torch.float16 else kv4_reference.LARGEST
+        largest = 65504.0 if dtype == torch.float16 else LARGEST
         generator = torch.Generator().manual_seed(1)
         x = ((torch.rand(70, 1, 64, generator=generator) * 2 - 1) * largest).to(dtype)
         x[10:20] = largest
@@ -233,7 +237,7 @@ class TestFormat:
     def test_at_most_four_and_a_half_bits_per_element(self, head_dim: int) -> None:
         """1500 tokens in chunks of 512, with everything."""
         total = sum(
-            payload_bytes(Codec.KV4, WireDtype.BF16, start=start, tokens=tokens, heads=8, head_dim=head_dim)
+            payload_bytes(KV4, WireDtype.BF16, start=start, tokens=tokens, heads=8, head_dim=head_dim)
             for start, tokens in ((0, 512), (512, 512), (1024, 476))
         )
         assert total * 8 / (1500 * 8 * head_dim * 2) <= 4.5
@@ -247,7 +251,7 @@ class TestFormat:
     )
     def test_any_geometry(self, start: int, tokens: int, head_dim: int, dtype: torch.dtype) -> None:
         k, v = block(tokens, 1, head_dim, dtype)
-        expected = payload_bytes(Codec.KV4, wire_dtype(dtype), start=start, tokens=tokens, heads=1, head_dim=head_dim)
+        expected = payload_bytes(KV4, wire_dtype(dtype), start=start, tokens=tokens, heads=1, head_dim=head_dim)
         assert len(encode("kv4", k, v, start=start, layer=0)) == expected
         got_k, got_v = there_and_back(k, v, start)
         assert relative_error(got_k, k) < 0.25
@@ -255,8 +259,8 @@ class TestFormat:
 
     def test_the_rotation_is_sylvesters(self) -> None:
         four = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
-        assert torch.equal(kv4_reference.hadamard(4), four)
-        assert torch.equal(kv4_reference.hadamard(12), torch.block_diag(four, four, four))
+        assert torch.equal(hadamard(4), four)
+        assert torch.equal(hadamard(12), torch.block_diag(four, four, four))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

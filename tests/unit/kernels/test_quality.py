@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import nan
 from typing import ClassVar
 
 import pytest
@@ -12,8 +14,17 @@ import torch
 
 from p2pserve.kernels import accelerate
 from p2pserve.kernels.dev import quality, quality_model
-from p2pserve.kernels.dev.quality import ModelReport, Report, measure_model, measure_tensors, render
-from p2pserve.kernels.dev.quality_model import TokenScores, divergence
+from p2pserve.kernels.dev.quality import (
+    FULL,
+    QUICK,
+    ModelReport,
+    Report,
+    broken_bounds,
+    measure_model,
+    measure_tensors,
+    render,
+)
+from p2pserve.kernels.dev.quality_model import TokenScores, Window, cut_windows, divergence, module_source
 from p2pserve.kernels.dev.quality_paired import Difference, difference
 from p2pserve.kernels.dev.quality_rouge import Rouge, mean_rouge, rouge
 from p2pserve.kernels.dev.quality_tensors import KINDS, Errors, block_errors, tensors, through
@@ -136,20 +147,16 @@ def nothing_compiles() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model() -> quality_model.BundledModel:
     pytest.importorskip("transformers")
-    return quality_model.BundledModel()
+    return quality_model.BundledModel(lambda module: module_source(module)[:2500])
 
 
 class TestModel:
-    @pytest.fixture(autouse=True)
-    def short_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        text = quality_model._source("heapq")[:2500]
-        monkeypatch.setattr(quality_model, "_source", lambda _: text)
-
     def test_predictions_change_with_the_codec_and_only_with_it(self, model: quality_model.BundledModel) -> None:
         steps: list[int] = []
-        found = model.scores(("raw", "fp8", "kivi4"), ("heapq",), lambda: steps.append(1))
+        windows = model.windows(("heapq",))
+        found = model.scores(("raw", "fp8", "kivi4"), windows, lambda: steps.append(1))
         raw, fp8, kivi4 = found.values()
-        assert len(steps) == 3 * model.windows(("heapq",))
+        assert len(steps) == 3 * len(windows)
         assert 2 < raw.perplexity < 100
         assert 0 < abs(fp8.perplexity / raw.perplexity - 1) < 0.02
         assert raw.loss.shape == fp8.loss.shape == fp8.divergence.shape
@@ -161,7 +168,7 @@ class TestModel:
         self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(quality_model, "through", lambda codec, k, v: (k, v))
-        found = model.scores(("kv4", "raw"), ("heapq",))
+        found = model.scores(("kv4", "raw"), model.windows(("heapq",)))
         assert list(found) == ["kv4", "raw"]
         assert float(found["kv4"].divergence.abs().max()) < 1e-9
         assert found["kv4"].perplexity == pytest.approx(found["raw"].perplexity, rel=1e-6)
@@ -173,17 +180,14 @@ class TestModel:
             return (torch.zeros_like(k), torch.zeros_like(v)) if codec == "kv4" else (k, v)
 
         monkeypatch.setattr(quality_model, "through", nothing_of_kv4)
-        found = model.scores(("raw", "kv4"), ("heapq",))
+        found = model.scores(("raw", "kv4"), model.windows(("heapq",)))
         assert found["kv4"].perplexity > 1.5 * found["raw"].perplexity
         assert float(found["kv4"].divergence.mean()) > 0.1
 
-    def test_continuations_of_a_cache_that_was_not_changed(
-        self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(quality_model, "CONTINUATION_TOKENS", 8)
+    def test_continuations_of_a_cache_that_was_not_changed(self, model: quality_model.BundledModel) -> None:
         prompts = model.prompts(("heapq",), 2)
         assert prompts.shape == (2, 512)
-        first, second = (model.continuations("raw", prompts) for _ in range(2))
+        first, second = (model.continuations("raw", prompts, 8) for _ in range(2))
         assert first == second
         assert len(first) == 2
 
@@ -191,7 +195,7 @@ class TestModel:
         for count in (2, 100, 2049, 2050, 5000):
             ids = torch.arange(count)
             scored = [
-                i for start, first, window in quality_model._windows(ids) for i in range(first, start + len(window))
+                i for window in cut_windows(ids) for i in range(window.first_scored, window.start + len(window.ids))
             ]
             assert scored == list(range(1, count))
 
@@ -204,11 +208,11 @@ class _Told:
     def prompts(self, modules: Sequence[str], each: int) -> torch.Tensor:
         return torch.zeros(len(modules) * each, 1)
 
-    def windows(self, modules: Sequence[str]) -> int:
-        return len(modules)
+    def windows(self, modules: Sequence[str], most: int | None) -> list[Window]:
+        return [Window(0, 1, torch.zeros(3)) for _ in modules]
 
     def scores(
-        self, codecs: Sequence[str], modules: Sequence[str], advance: Callable[[], None]
+        self, codecs: Sequence[str], windows: Sequence[Window], advance: Callable[[], None]
     ) -> dict[str, TokenScores]:
         losses = {"raw": [1.0, 2.0, 3.0], "kv4": [1.5, 2.5, 3.5], "kivi4": [1.0, 1.0, 2.5]}
         divergences = {"raw": 0.0, "kv4": 0.25, "kivi4": 0.75}
@@ -216,14 +220,14 @@ class _Told:
             codec: TokenScores(torch.tensor(losses[codec]), torch.full((3,), divergences[codec])) for codec in codecs
         }
 
-    def continuations(self, codec: str, prompts: torch.Tensor) -> list[str]:
+    def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
         return self.texts[codec]
 
 
 def test_what_the_model_says_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses 0.5, 1.5 and 1 apart: mean 1, variance 1/4. ROUGE-1 of the texts: 1 and 1/2 against 0 and 1/2."""
     monkeypatch.setattr(quality, "BundledModel", _Told)
-    found = measure_model(("raw", "kv4", "kivi4"), ("heapq",), 2)
+    found = measure_model(("raw", "kv4", "kivi4"), replace(QUICK, continuations=2))
     assert found.perplexity == pytest.approx({"raw": math.exp(2), "kv4": math.exp(2.5), "kivi4": math.exp(1.5)})
     assert found.change("kv4") == pytest.approx(100 * (math.exp(0.5) - 1))
     assert found.divergence == {"raw": 0.0, "kv4": 0.25, "kivi4": 0.75}
@@ -253,7 +257,7 @@ class TestReport:
                 "rouge_l": Difference(-0.0325, 0.0258),
             },
         )
-        return Report(dict.fromkeys(CODECS, 4.4), errors, model, ("heapq",), 4)
+        return Report(dict.fromkeys(CODECS, 4.4), errors, model, QUICK)
 
     def test_json_names_every_figure(self) -> None:
         found = json.loads(json.dumps(self.report().as_json(), allow_nan=False))
@@ -279,11 +283,59 @@ class TestReport:
         assert ["ROUGE-1", "of", "continuations", "+0.0125", "±", "0.0256"] in lines
         assert ["ROUGE-L", "of", "continuations", "-0.0325", "±", "0.0258"] in lines
 
+    def test_it_says_what_it_measured(self) -> None:
+        """The quick figures are of a small sample, and the report says so wherever it is read."""
+        found = self.report().as_json()
+        assert found["sample"] == str(QUICK)
+        assert found["held_out_modules"] == ("heapq",)
+        assert found["continuations"] == QUICK.continuations
+        assert "quick, a small sample: 1 window(s) of heapq; 3 continuations of each, 16 tokens" in render(
+            self.report()
+        )
+        assert "512 x 4 x 128" in QUICK.labels()["logit_error_db"]
+        assert "64 greedy tokens" in FULL.labels()["rouge"]
+        assert str(FULL).startswith("full: all windows of argparse, dataclasses")
+
+    @pytest.mark.parametrize(
+        ("codec", "perplexity", "broken"),
+        [("kv4", 10.29, False), ("kv4", 10.31, True), ("fp8", 10.09, False), ("fp8", 10.11, True), ("kv4", nan, True)],
+    )
+    def test_a_perplexity_beyond_its_bound_is_said(self, codec: str, perplexity: float, broken: bool) -> None:
+        report = self.report()
+        worse = {**report.model.perplexity, codec: perplexity}
+        found = broken_bounds(replace(report, model=replace(report.model, perplexity=worse)))
+        assert [line.split()[0] for line in found] == [codec] * broken
+
+    def test_bits_and_errors_beyond_their_bounds_are_said(self) -> None:
+        report = self.report()
+        assert broken_bounds(report) == []
+        assert "4.501 bits" in broken_bounds(replace(report, bits={**report.bits, "kv4": 4.501}))[0]
+        errors = {**report.errors, "normal": {**report.errors["normal"], "kv4": Errors(-19.9, 0.1, 0.2)}}
+        (line,) = broken_bounds(replace(report, errors=errors))
+        assert line == "kv4's attention-logit error on normal tensors is larger than kivi4's"
+        assert f"BROKEN: {line}" in render(replace(report, errors=errors))
+
+    def test_a_broken_bound_is_the_exit_code(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report = self.report()
+        monkeypatch.setattr(quality, "measure_tensors", lambda codecs, tokens: (report.bits, report.errors))
+        monkeypatch.setattr(quality, "measure_model", lambda codecs, sample: report.model)
+        assert quality.main(["--quick", "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["broken_bounds"] == []
+        monkeypatch.setattr(quality, "measure_tensors", lambda codecs, tokens: ({**report.bits, "kv4": 5.0}, {}))
+        assert quality.main(["--quick"]) == 1
+
+    def test_threads_are_counted_from_one(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            quality.main(["--threads", "0"])
+        assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
+
     def test_without_transformers(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         def missing(*_: object) -> None:
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
-        monkeypatch.setattr(quality, "measure_tensors", lambda codecs: ({}, {}))
+        monkeypatch.setattr(quality, "measure_tensors", lambda codecs, tokens: ({}, {}))
         monkeypatch.setattr(quality, "measure_model", missing)
         assert quality.main(["--quick"]) == 2
         assert "needs transformers; install p2pserve[cpu]" in capsys.readouterr().err

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from p2pserve.kernels.codec import decode_into, encode_into, warm_up, wire_dtype
-from p2pserve.kernels.format import Codec, payload_bytes
+from p2pserve.kernels.codecs import codec_named
+from p2pserve.kernels.format import payload_bytes
 
 pytest.importorskip("triton")
 
@@ -34,25 +35,28 @@ def test_the_kernels_make_the_bytes_of_the_references() -> None:
 
 def kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Kernel, types of its arguments, and its constants, for heads of 128, and `kv4`'s for V of 288 too."""
-    from p2pserve.kernels import triton_fp8, triton_kivi4, triton_kv4
+    from p2pserve.kernels.fp8 import triton as triton_fp8
+    from p2pserve.kernels.kivi4 import triton as triton_kivi4
+    from p2pserve.kernels.kv4 import triton as triton_kv4
 
     columns = {"x": "*bf16", "zeros": "*bf16", "packed": "*u8", "flag": "*i32", "columns": "i32"}
     rows = dict.fromkeys(("coded", "lead", "code_first", "code_stop", "width"), "i32")
     found: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
-    for name, into in (("_quantise", "into"), ("_dequantise", "stored")):
-        found[f"kivi4{name} K"] = getattr(triton_kivi4, name), {**columns, "inner": "i32"}, {"width": 32, "block": 64}
-        found[f"kivi4{name} V"] = getattr(triton_kivi4, name), columns, {"inner": 1, "width": 32, "block": 64}
+    for name, into in (("quantise", "into"), ("dequantise", "stored")):
+        kernel = getattr(triton_kivi4, f"{name}_kernel")
+        found[f"kivi4 {name} K"] = kernel, {**columns, "inner": "i32"}, {"width": 32, "block": 64}
+        found[f"kivi4 {name} V"] = kernel, columns, {"inner": 1, "width": 32, "block": 64}
         part = {"x": "*bf16", into: ("*bf16", "*u8", "*u8", "*i32"), "tokens": "i32", "lead": "i32", "width": "i32"}
-        found[f"fp8{name} K"] = getattr(triton_fp8, f"{name}_keys"), part, {"block": 64}
+        found[f"fp8 {name} K"] = getattr(triton_fp8, f"{name}_keys_kernel"), part, {"block": 64}
         part = {"x": "*bf16", into: ("*u8", "*u8", "*i32"), "rows": "i32"}
-        found[f"fp8{name} V"] = getattr(triton_fp8, f"{name}_values"), part, {"width": 128, "block": 32}
+        found[f"fp8 {name} V"] = getattr(triton_fp8, f"{name}_values_kernel"), part, {"width": 128, "block": 32}
         part = {"x": "*bf16", into: ("*bf16", *["*u8"] * 4, "*i32"), **rows}
-        found[f"kv4{name} K"] = getattr(triton_kv4, f"{name}_keys"), part, {"block": 64}
+        found[f"kv4 {name} K"] = getattr(triton_kv4, f"{name}_keys_kernel"), part, {"block": 64}
         flag = ["*i32"] if into == "into" else []
         part = {"x": "*bf16", into: (*["*u8"] * 3, *flag), "matrix": "*fp16", "vectors": "i32"}
         for head_dim in (128, 288):
-            constants = {"shape": triton_kv4._value_shape(head_dim), "tiles": 8}
-            found[f"kv4{name} V {head_dim}"] = getattr(triton_kv4, f"{name}_values"), part, constants
+            constants = {"shape": triton_kv4.value_shape(head_dim), "tiles": 8}
+            found[f"kv4 {name} V {head_dim}"] = getattr(triton_kv4, f"{name}_values_kernel"), part, constants
     return found
 
 
@@ -94,10 +98,10 @@ def test_the_kernels_compile_for_gpus(architecture: int, tmp_path: Path, monkeyp
 
 
 def test_vectors_of_all_widths_are_cut_into_chunks_that_a_gpu_can_hold() -> None:
-    from p2pserve.kernels.triton_kv4 import _value_shape
+    from p2pserve.kernels.kv4.triton import value_shape
 
     for head_dim in range(1, 1025):
-        _, width, taken, groups, half, side, together, vectors = (part.value for part in _value_shape(head_dim))
+        _, width, taken, groups, half, side, together, vectors = (part.value for part in value_shape(head_dim))
         chunk, run = width * taken, 2**together
         assert head_dim % chunk == 0
         assert taken <= groups
@@ -110,13 +114,13 @@ def test_vectors_of_all_widths_are_cut_into_chunks_that_a_gpu_can_hold() -> None
 
 @pytest.mark.parametrize("head_dim", [16, 80, 144, 288, 512, 1024])
 def test_the_small_matrix_and_the_signs_make_the_whole_one(head_dim: int) -> None:
-    from p2pserve.kernels.kv4_reference import hadamard
-    from p2pserve.kernels.triton_kv4 import _sign, _small_hadamard
+    from p2pserve.kernels.kv4.reference import hadamard
+    from p2pserve.kernels.kv4.triton import sign, small_hadamard
 
-    small = _small_hadamard(head_dim).to(torch.float32)
+    small = small_hadamard(head_dim).to(torch.float32)
     run = head_dim & -head_dim
     parts = max(1, run // len(small))
-    signs = torch.tensor([[_sign.fn(line, column) for column in range(parts)] for line in range(parts)])
+    signs = torch.tensor([[sign.fn(line, column) for column in range(parts)] for line in range(parts)])
     assert torch.equal(torch.kron(signs, small)[:run, :run], hadamard(run))
 
 
@@ -160,15 +164,17 @@ def test_after_the_warm_up_no_window_needs_another_kernel(
     """Triton takes seconds to compile for what it has not seen: integers that are multiples of 16, others, and 1."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("Triton interprets in this process")
-    from p2pserve.kernels import fp8, kivi4, kv4, soundness, triton_fp8, triton_kivi4, triton_kv4
+    from p2pserve.kernels import payload as payloads
+    from p2pserve.kernels import soundness
+    from p2pserve.kernels.fp8 import triton as triton_fp8
+    from p2pserve.kernels.kivi4 import triton as triton_kivi4
+    from p2pserve.kernels.kv4 import triton as triton_kv4
 
     found: set[Any] = set()
     for module in (triton_kv4, triton_fp8, triton_kivi4):
-        for name in [name for name in vars(module) if name.startswith(("_quantise", "_dequantise"))]:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Variants(getattr(module, name), found))
-    for chooser in (kv4, fp8, kivi4):
-        monkeypatch.setattr(chooser, "has_triton", lambda _: True)
-        monkeypatch.setattr(chooser, "ready", lambda _: False)
+    monkeypatch.setattr(payloads, "has_triton", lambda _: True)
     monkeypatch.setattr(soundness, "record_moment", Mock())
     dtype = torch.bfloat16
     warm_up(codec, heads=heads, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"))
@@ -187,7 +193,7 @@ def test_after_the_warm_up_no_window_needs_another_kernel(
     ):
         k, v = (torch.zeros(tokens, heads, head_dim, dtype=dtype) for _ in range(2))
         size = payload_bytes(
-            Codec(codec), wire_dtype(dtype), start=start, tokens=tokens, heads=heads, head_dim=head_dim
+            codec_named(codec), wire_dtype(dtype), start=start, tokens=tokens, heads=heads, head_dim=head_dim
         )
         payload = torch.zeros(size, dtype=torch.uint8)
         encode_into(codec, k, v, payload, start=start, layer=0)

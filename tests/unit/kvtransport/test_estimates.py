@@ -314,33 +314,33 @@ class TestRates:
                 link.on_unreachable(now=now)
             figures = link.figures(now)  # validates itself
             assert 0.0 < figures.one_stream_gbps <= figures.capacity_gbps
-            assert link.settled(now).alike(figures, 0.1)
+            assert link.stable_figures(now).alike(figures, 0.1)
 
     def test_settled_figures_are_the_same_object_until_they_are_news(self) -> None:
         link = LinkEstimator(ATLANTIC)
         for i in range(30):
             link.on_ping(0.1, now=i)
             link.on_burst(burst(1.0), now=i)
-        before = link.settled(30)
+        before = link.stable_figures(30)
         link.on_ping(0.101, now=31)
         link.on_burst(burst(1.02), now=31)
-        assert link.settled(31) is before
-        assert link.settled(40) is before
+        assert link.stable_figures(31) is before
+        assert link.stable_figures(40) is before
         link.on_burst(burst(0.3), now=41)
         link.on_burst(burst(0.3), now=42)  # nobody has asked between the two
-        assert link.settled(42).capacity_gbps == pytest.approx(0.3)
+        assert link.stable_figures(42).capacity_gbps == pytest.approx(0.3)
         for _ in range(3):
             link.on_unreachable(now=43)
-        assert not link.settled(43).reachable
+        assert not link.stable_figures(43).reachable
 
     def test_settled_figures_fade_and_follow_a_drift(self) -> None:
         link = LinkEstimator(ATLANTIC)
         link.on_burst(burst(1.0), now=0)
-        sure = link.settled(0).rate_confidence
-        assert link.settled(3600).rate_confidence < sure / 2
+        sure = link.stable_figures(0).rate_confidence
+        assert link.stable_figures(3600).rate_confidence < sure / 2
         for i in range(200):
             link.on_burst(burst(1.0 - 0.003 * i), now=4000 + 60 * i)
-            assert link.settled(4000 + 60 * i).capacity_gbps == pytest.approx(
+            assert link.stable_figures(4000 + 60 * i).capacity_gbps == pytest.approx(
                 link.figures(4000 + 60 * i).capacity_gbps, rel=0.12
             )
 

@@ -19,6 +19,7 @@ from p2pserve.kvtransport import (
 from p2pserve.kvtransport.dev.fuzz import fuzz
 from p2pserve.kvtransport.link.dialling import Dialler
 from p2pserve.kvtransport.link.permits import RelayLedger, pack_relay_hello
+from p2pserve.kvtransport.link.settings import LinkSettings
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, Channel, LinkHello, LinkRole, parse_link_hello
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
 from p2pserve.kvtransport.wire.signals import (
@@ -262,42 +263,42 @@ def test_tickets_and_paths_name_what_is_wrong_with_them(make: object, field: str
 
 
 def test_the_dialler_dials_what_is_missing_and_waits_longer_each_time() -> None:
-    dialler = Dialler(random.Random(1))
+    dialler = Dialler(LinkSettings(), random.Random(1))
     path = DialPath("h", 1, streams=2)
     dialler.set_paths([path], 0.0)
-    first, second = dialler.due(0.0)
-    assert dialler.due(0.0) == []
-    assert dialler.up(first.slot, 7)
+    first, second = dialler.take_due(0.0)
+    assert dialler.take_due(0.0) == []
+    assert dialler.mark_up(first.slot, 7)
     times, now = [], 0.0
     for _ in range(8):
-        dialler.down(second.slot, "refused", now)
+        dialler.mark_down(second.slot, "refused", now)
         assert dialler.failures == {"direct": "refused"}
         times.append(dialler.wake_at() - now)
         now = dialler.wake_at()
-        assert [attempt.slot for attempt in dialler.due(now)] == [second.slot]
+        assert [attempt.slot for attempt in dialler.take_due(now)] == [second.slot]
     assert times[0] <= 0.1
     assert 2.5 <= times[-1] <= 5.0
-    assert dialler.up(second.slot, 8)
+    assert dialler.mark_up(second.slot, 8)
     assert dialler.failures == {}
     assert dialler.paths == (path,)
 
 
 def test_former_paths_leave_when_a_new_one_is_up() -> None:
-    dialler = Dialler(random.Random(1))
+    dialler = Dialler(LinkSettings(), random.Random(1))
     old, new = DialPath("a", 1, streams=3), DialPath("b", 1, label="relay")
     dialler.set_paths([old], 0.0)
-    for number, attempt in enumerate(dialler.due(0.0)):
-        dialler.up(attempt.slot, number)
+    for number, attempt in enumerate(dialler.take_due(0.0)):
+        dialler.mark_up(attempt.slot, number)
     dialler.set_paths([DialPath("a", 1), new], 1.0)
-    assert sorted(dialler.leaving()) == [1, 2], "one that is wanted is up already"
+    assert sorted(dialler.take_leaving()) == [1, 2], "one that is wanted is up already"
     dialler.set_paths([new], 2.0)
-    assert dialler.leaving() == []
-    (attempt,) = dialler.due(2.0)
-    assert dialler.up(attempt.slot, 9)
-    assert dialler.leaving() == [0]
+    assert dialler.take_leaving() == []
+    (attempt,) = dialler.take_due(2.0)
+    assert dialler.mark_up(attempt.slot, 9)
+    assert dialler.take_leaving() == [0]
     dialler.set_paths([], 3.0)
-    assert dialler.leaving() == [9]
-    assert not dialler.up(attempt.slot, 10)
+    assert dialler.take_leaving() == [9]
+    assert not dialler.mark_up(attempt.slot, 10)
 
 
 def test_a_short_fuzz_finds_nothing() -> None:

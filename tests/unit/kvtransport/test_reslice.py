@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pserve.kernels import codec as codecs
+from p2pserve.kernels.codecs import CODECS
 from p2pserve.kernels.format import Codec
 from p2pserve.kvtransport import Assembly, KVFrame
 from p2pserve.kvtransport.errors import FiguresError
-from p2pserve.kvtransport.link.reslice import ShardLayout, ShardRank, ShardTransfer, localise, reslice
+from p2pserve.kvtransport.routing.reslice import ShardLayout, ShardRank, ShardTransfer, localise, reslice
 
 TPS, HEADS, PPS = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4)
 CUTS = [(tp, pp) for tp in TPS for pp in PPS]
@@ -185,7 +186,7 @@ def decoded(codec: Codec, frame: KVFrame) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize(("source", "target"), MOVES)
 def test_the_numbers_arrive(codec: Codec, source: ShardLayout, target: ShardLayout) -> None:
     k, v = made_kv()
@@ -214,5 +215,5 @@ def test_the_numbers_arrive(codec: Codec, source: ShardLayout, target: ShardLayo
                 got = decoded(codec, frame)
                 for part, full in zip(got, whole[frame.layer], strict=True):
                     assert torch.equal(part, full[:, frame.head_first : frame.head_last])
-        assert assembly.done
+        assert assembly.is_done
         assembly.check_integrity()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, bytes_per_s
 from p2pserve.kvtransport.routing.paths import NetworkView, PathQuery, choose
-from p2pserve.kvtransport.routing.steering import PathChange, PathController, SteeringSettings, TriggerKind
+from p2pserve.kvtransport.routing.settings import SteeringSettings
+from p2pserve.kvtransport.routing.steering import PathChange, PathController, TriggerKind
 
 MB = 1_000_000
 TICK = 0.05
@@ -235,7 +236,7 @@ def test_whatever_links_do_transfers_end_and_changes_stay_few(
 
 
 @pytest.mark.parametrize(
-    "bad", [{"window_s": 0.0}, {"slow_part": 1.0}, {"slow_part": 0.0}, {"hold_s": -1.0}, {"look_s": float("inf")}]
+    "bad", [{"window_s": 0.0}, {"slow_share": 1.0}, {"slow_share": 0.0}, {"hold_s": -1.0}, {"look_s": float("inf")}]
 )
 def test_bad_settings(bad: dict[str, Any]) -> None:
     with pytest.raises(FiguresError, match=f"steering.{next(iter(bad))}"):

@@ -115,7 +115,7 @@ class TestAssembly:
             assembly.check_integrity()
             whole = naive.all(axis=(0, 1))
             assert assembly.complete_tokens() == (tokens if whole.all() else int(whole.argmin()))
-            assert assembly.done == bool(naive.all())
+            assert assembly.is_done == bool(naive.all())
 
     @pytest.mark.parametrize("seed", range(5))
     def test_shards_of_heads_in_any_order(self, seed: int) -> None:
@@ -128,9 +128,9 @@ class TestAssembly:
         random.Random(seed).shuffle(pieces)
         assembly = Assembly(range(2, 6), 8, 601)
         for piece in pieces:
-            assert not assembly.done
+            assert not assembly.is_done
             assembly.add(piece)
-        assert assembly.done
+        assert assembly.is_done
         assert assembly.complete_tokens() == 601
 
     def test_the_valid_prefix_of_a_broken_transfer(self) -> None:

@@ -14,7 +14,7 @@ from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
 from p2pserve.kvtransport.probing.probe import BurstRequest
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node import messages
-from p2pserve.node.engine.protocol import BatchLimits, Inlet, Outlet, PipeEnd, Rank, Sampling, Slice
+from p2pserve.node.engine.protocol import BatchLimits, Inlet, KvSlice, Outlet, PipeEnd, Sampling, WorkerRank
 from p2pserve.node.view import NetworkView
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -33,9 +33,9 @@ TICKET = BurstTicket(b"b" * 16, b"k" * 32, 4, 1.0, 1 << 20, 0.01)
 FIGURES = LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=1.0)
 TABLE = messages.LinkTable(site="fra", box=BoxFigures(up_gbps=1.0, relay_budget_bytes=5), links={"p": FIGURES})
 STAGES = (Stage(peer="p", tp=1, first_layer=0, last_layer=3), Stage(peer="q", tp=1, first_layer=3, last_layer=4))
-RANK, SLICE = Rank(stage=1), Slice(first_layer=3, last_layer=4, first_head=0, last_head=2)
-PIECE = messages.Piece(source_peer="q", source=RANK, target_peer="d", target=Rank(tp=1), slice=SLICE)
-PART = messages.Part(piece=PIECE, ticket=TRANSFER)
+RANK, SLICE = WorkerRank(stage=1), KvSlice(first_layer=3, last_layer=4, first_head=0, last_head=2)
+PIECE = messages.RankSlice(source_peer="q", source=RANK, target_peer="d", target=WorkerRank(tp=1), slice=SLICE)
+PART = messages.TicketedSlice(rank_slice=PIECE, ticket=TRANSFER)
 OUTLET = Outlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK, paths=(), gbps=1.0, rtt_s=0.1)
 TRANSFERRED = messages.TransferFigures(
     raw_bytes=1, wire_bytes=1, frames=1, span_s=0.1, visible_s=0.1, hidden_fraction=0.0
@@ -51,12 +51,12 @@ MESSAGES: list[messages.Message] = [
     TABLE,
     messages.LinkTable(),
     messages.LinkOpen(service="tiny"),
-    messages.LinkOpen(service="tiny", source=RANK, target=Rank(tp=3)),
+    messages.LinkOpen(service="tiny", source=RANK, target=WorkerRank(tp=3)),
     OPENING,
     messages.StageLoaded(),
-    messages.StageInlets(transfer=TRANSFER.transfer, codec="raw", deadline_s=1.0, pieces=(PIECE,)),
+    messages.StageInlets(transfer=TRANSFER.transfer, codec="raw", deadline_s=1.0, slices=(PIECE,)),
     messages.StageInletsOpened(inlets=(Inlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK),)),
-    messages.StageOutlets(tokens=5, parts=(PART,)),
+    messages.StageOutlets(tokens=5, slices=(PART,)),
     messages.StageOutletsOpened(outlets=(OUTLET,)),
     messages.StageTransfer(transfer=TRANSFER.transfer, link=LINK.link, figures=TRANSFERRED),
     messages.StageAbort(transfer=TRANSFER.transfer, reason="x"),
@@ -76,9 +76,9 @@ MESSAGES: list[messages.Message] = [
         codec="kv4",
         prefill=STAGES,
     ),
-    messages.DecodeOpened(parts=(PART,)),
+    messages.DecodeOpened(slices=(PART,)),
     messages.FirstToken(request="r", token=5),
-    messages.PrefillOpen(request="r", service="tiny", prompt=(1, 2), deadline_s=1.0, parts=(PART,)),
+    messages.PrefillOpen(request="r", service="tiny", prompt=(1, 2), deadline_s=1.0, slices=(PART,)),
 ]
 
 
@@ -120,17 +120,17 @@ HOSTILE: list[tuple[type[messages.Message], dict[str, Any]]] = [
     (messages.ProbeOpened, {"ticket": changed(TICKET, burst=b"")}),
     (messages.ProbeOpened, {"ticket": changed(TICKET, rtt_s=NAN)}),
     *(
-        (messages.DecodeOpened, {"parts": [changed(PART, ticket=changed(TRANSFER, **bad))]})
+        (messages.DecodeOpened, {"slices": [changed(PART, ticket=changed(TRANSFER, **bad))]})
         for bad in ({"transfer": bytes(16)}, {"codec": "zip"}, {"deadline_s": NAN}, {"link": b""})
     ),
     *(
-        (messages.DecodeOpened, {"parts": [changed(PART, piece=changed(PIECE, **bad))]})
+        (messages.DecodeOpened, {"slices": [changed(PART, rank_slice=changed(PIECE, **bad))]})
         for bad in ({"source_peer": ""}, {"target": {"stage": -1}}, {"slice": changed(SLICE, last_layer=3)})
     ),
-    (messages.DecodeOpened, {"parts": [changed(PART)] * (messages.MAX_PIECES + 1)}),
-    (messages.PrefillOpen, changed(MESSAGES[-1], parts=[])),
+    (messages.DecodeOpened, {"slices": [changed(PART)] * (messages.MAX_SLICES + 1)}),
+    (messages.PrefillOpen, changed(MESSAGES[-1], slices=[])),
     (messages.StageAbort, {"transfer": b"short", "reason": "x"}),
-    (messages.StageInlets, {"transfer": bytes(17), "codec": "raw", "deadline_s": 1.0, "pieces": []}),
+    (messages.StageInlets, {"transfer": bytes(17), "codec": "raw", "deadline_s": 1.0, "slices": []}),
     (messages.StageOpen, changed(OPENING, stage=0)),
     *(
         (messages.StageOpen, changed(OPENING, limits=changed(OPENING.limits, **bad)))

@@ -14,10 +14,10 @@ from safetensors.numpy import save
 
 from p2pserve.coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
 from p2pserve.node.models import (
+    DownloadProgress,
     LayerRange,
     ModelError,
     ModelInfo,
-    Progress,
     ProgressLine,
     TerminalProgress,
     WeightSizes,
@@ -472,8 +472,8 @@ def test_weights_that_are_none(tmp_path: Path, weights: bytes, said: str) -> Non
 # ---- progress ---------------------------------------------------------------------------------------------
 
 
-def progress(done: int, total: int = 10_000_000) -> Progress:
-    return Progress(done_bytes=done, total_bytes=total, file="m.safetensors")
+def progress(done: int, total: int = 10_000_000) -> DownloadProgress:
+    return DownloadProgress(done_bytes=done, total_bytes=total, file="m.safetensors")
 
 
 def test_lines_come_at_an_interval_and_at_the_end() -> None:

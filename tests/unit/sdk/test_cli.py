@@ -1,21 +1,25 @@
 """The command line's errors, as far as they need no network."""
 
+import errno
 import io
 import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 import p2pserve.sdk
 from p2pserve.bootstrap import AddressError, PortInUse, Refused, TokenError, Unreachable
+from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.models import ModelError
 from p2pserve.node.replica.engine_link import EngineStartError
 from p2pserve.node.requests.text import PromptError
 from p2pserve.sdk.cli import build_parser, main
 from p2pserve.sdk.commands import network as commands
+from p2pserve.sdk.commands import node as node_commands
 from p2pserve.sdk.errors import DemoFailed, InvalidRequest, RequestFailed, UsageError, first_of
 from p2pserve.sdk.failures import explain
 
@@ -194,3 +198,65 @@ def test_public_names_are_there() -> None:
     assert set(p2pserve.sdk.__all__) <= set(dir(p2pserve.sdk))
     with pytest.raises(AttributeError):
         _ = p2pserve.sdk.nonsense
+
+
+class _Full(io.StringIO):
+    """A file on a disk without room."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fileno(self) -> int:
+        return self.spare.fileno()
+
+    def __init__(self, spare: IO[bytes]) -> None:
+        super().__init__()
+        self.spare = spare
+
+
+def test_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "out").open("wb") as spare:
+        monkeypatch.setattr(sys, "stdout", _Full(spare))
+        assert main(["--version"]) == 1
+    monkeypatch.undo()
+    assert capsys.readouterr().err == "p2pserve: error: output: it cannot be written: No space left on device\n"
+
+
+def test_a_closed_output_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["--help"]) == 1
+    monkeypatch.undo()
+    assert "output: standard output is closed" in capsys.readouterr().err
+
+
+def test_a_closed_input_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert error_line(["generate", "-"], capsys) == (2, "p2pserve: error: prompt: standard input is closed\n")
+
+
+@pytest.mark.parametrize(("option", "says"), [("--threads=0", "0 is less than 1"), ("--tp=0", "0 is less than 1")])
+def test_options_of_an_engine_that_cannot_be(option: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = error_line(["join", option], capsys)
+    assert code == 2
+    assert option.partition("=")[0] in line
+    assert says in line
+
+
+@pytest.mark.parametrize(("gpus", "says"), [(0, "this box has none"), (1, "this box has 1")])
+def test_more_gpus_than_there_are(
+    gpus: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu(uuid="GPU-0", name="NVIDIA A40", memory_gib=45.0)
+    found = Hardware(processor="x", cores=8, memory_gib=32.0, gpus=(gpu,) * gpus)
+    monkeypatch.setattr(node_commands, "probe", lambda: found)
+    code, line = error_line(["bootstrap", "--model", "bundled", "--tp", "2"], capsys)
+    assert code == 2
+    assert line.startswith("p2pserve: error: tp: 2 GPUs are to share each layer")
+    assert says in line
+
+
+def test_a_simulation_has_no_running_network_to_offer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_line(["sim"], capsys) == (2, "p2pserve: error: cluster: give --cluster FILE\n")
+    assert "--live for the running network" in error_line(["plan"], capsys)[1]

@@ -13,7 +13,7 @@ from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.kvtransport.probing.figures import LinkFigures, Source
 from p2pserve.node import messages
-from p2pserve.node.box.emulation import parse_cards
+from p2pserve.node.engine.emulated.model import parse_cards
 from p2pserve.sdk.live import comparison as live_comparison
 from p2pserve.sdk.live.comparison import cluster_of, compare, figures_of, kv_bits, main, simulated
 from p2pserve.sdk.live.network import LiveRun, LiveSettings

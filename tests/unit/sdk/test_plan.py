@@ -96,7 +96,7 @@ def test_a_lost_box_leaves_its_requests_undone(planned: Path, capsys: pytest.Cap
     ("arguments", "line"),
     [
         (CLUSTER, "model: give --model and --workload and --rate, or --services FILE"),
-        (SERVICE, "cluster: give --cluster FILE"),
+        (SERVICE, "cluster: give --cluster FILE, or --live for the running network"),
         ([*SERVICE, "--cluster", "x"], "cluster 'x' is neither a file nor one of cronus-a100-a10"),
         ([*SERVICE, "--cluster", "x.json"], "cluster: x.json cannot be read: No such file or directory"),
         ([*CLUSTER, *SERVICE, "--model", "llama-31b"], "model 'llama-31b' is not known"),
@@ -105,7 +105,7 @@ def test_a_lost_box_leaves_its_requests_undone(planned: Path, capsys: pytest.Cap
         ([*CLUSTER, *SERVICE, "--slo", "fast"], "slo: 'fast' is neither like 5x nor like ttft=2"),
         ([*CLUSTER, *SERVICE, "--pin", "x=prefill"], "box 'x' of --pin or --exclude is not in the cluster: a100"),
         ([*CLUSTER, *SERVICE, "--pin", "a100=fast"], "pin: 'a100=fast' is not like BOX=prefill"),
-        ([*CLUSTER, *SERVICE, "--pin", "a100=prefill"], "nobody writes tokens"),
+        ([*CLUSTER, *SERVICE, "--pin", "a100=prefill"], "nobody decodes"),
         ([*CLUSTER, *SERVICE, "--pin", "a100=mixed", "--pin", "a100=decode"], "pinned to mixed and to decode"),
         ([*CLUSTER, *SERVICE, "--pin", "a100=mixed", "--exclude", "a100"], "box a100 is excluded as well"),
         ([*CLUSTER, *SERVICE, "--exclude", "a100"], "every box of the cluster is excluded"),
@@ -163,3 +163,8 @@ def test_services_of_several_models_share_a_cluster(tmp_path: Path, capsys: pyte
     file.write_text(json.dumps([{"name": "a", **entry}, {"name": "a", **entry}]))
     assert main(["plan", *CLUSTER, "--services", str(file)]) == 2
     assert "each with a name of its own" in capsys.readouterr().err
+
+
+def test_help_says_which_command_looks_at_the_running_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--help"]) == 0
+    assert "plan --live" in " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,7 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.messages import Advert, Chunk, EngineAdvert
+from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import InvalidRequest
 from p2pserve.sdk.requests import Candidate, Diverged, Piece, Replay, build_request, gateways
@@ -59,8 +59,8 @@ def test_a_request_has_the_parameters_and_an_id_of_its_own() -> None:
     assert one.request != other.request
 
 
-def chunk(text: str, *tokens: int) -> Chunk:
-    return Chunk(request="r", text=text, tokens=tokens)
+def chunk(text: str, *tokens: int) -> AnswerUpdate:
+    return AnswerUpdate(request="r", text=text, tokens=tokens)
 
 
 def test_a_replay_hands_on_only_what_is_new() -> None:
@@ -75,7 +75,7 @@ def test_a_replay_hands_on_only_what_is_new() -> None:
 
 
 @pytest.mark.parametrize("again", [chunk("ab", 1, 9), chunk("ax", 1, 2)])
-def test_a_replay_that_differs_is_refused(again: Chunk) -> None:
+def test_a_replay_that_differs_is_refused(again: AnswerUpdate) -> None:
     replay = Replay()
     replay.take(chunk("ab", 1, 2))
     replay.restart()

@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId, RemoteError, Role
+from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, NetworkSettings, PeerId, RemoteError, Role
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.memory import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
@@ -21,7 +21,7 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import (
     ADVERT,
     Advert,
-    Chunk,
+    AnswerUpdate,
     EngineAdvert,
     Generate,
     Generating,
@@ -29,7 +29,7 @@ from p2pserve.node.messages import (
     StatusQuery,
     StopRequest,
 )
-from p2pserve.node.methods import CHUNK, GENERATE, GENERATE_STOP, STATUS
+from p2pserve.node.methods import ANSWER, GENERATE, GENERATE_STOP, STATUS
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk import AsyncClient, Client
 from p2pserve.sdk.errors import ClientClosed, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
@@ -78,8 +78,8 @@ class Gateway:
     def say(
         self, client: PeerId, body: Generate, text: str, *tokens: int, finish: str | None = None, error: str = ""
     ) -> None:
-        chunk = Chunk(request=body.request, text=text, tokens=tokens, finish=finish, error=error)
-        self.network.notify(client, CHUNK, chunk)
+        chunk = AnswerUpdate(request=body.request, text=text, tokens=tokens, finish=finish, error=error)
+        self.network.notify(client, ANSWER, chunk)
 
 
 class World:
@@ -146,7 +146,7 @@ class World:
             bootstraps=self._here,
             rng=random.Random(2),
             clock=lambda: NOW,
-            join_s=1.0,
+            settings=NetworkSettings(join_s=1.0),
         )
 
 

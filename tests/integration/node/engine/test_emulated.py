@@ -21,7 +21,8 @@ from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kernels.format import Codec, WireDtype, payload_bytes
+from p2pserve.kernels.codecs import codec_named
+from p2pserve.kernels.format import WireDtype, payload_bytes
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
@@ -31,7 +32,8 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
-from p2pserve.node.replica.engine_link import EngineStartError, open_fork_server
+from p2pserve.node.replica.engine_link import EngineStartError
+from p2pserve.node.replica.fork_server import open_fork_server
 
 from ...conftest import PATIENCE_S, open_cluster
 
@@ -41,7 +43,9 @@ SHAPE = ModelShape(
     name="small", layers=6, hidden=1024, heads=8, kv_heads=4, head_dim=128, intermediate=4096, vocabulary=1000
 )
 EMULATION = protocol.Emulation(model=SHAPE, gpu=gpu_table().find("H100"), gpu_link_gbps=100.0, vocabulary=1000)
-CONFIG = protocol.EngineConfig(model="small", emulation=EMULATION, max_batched_tokens=256)
+CONFIG = protocol.EngineConfig(
+    model="small", backend="emulated", options=msgspec.to_builtins(EMULATION), max_batched_tokens=256
+)
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
@@ -57,7 +61,7 @@ def on_trial(work: Any) -> None:
     """Run `work(trial)` with a fork server that has no vLLM."""
 
     async def main() -> None:
-        async with open_fork_server(log=None, threads=1, emulated=True) as server, open_trial(server) as trial:
+        async with open_fork_server(log=None, threads=1, backend="emulated") as server, open_trial(server) as trial:
             with trio.fail_after(PATIENCE_S):
                 await work(trial)
 
@@ -86,7 +90,7 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
             assert report.raw_bytes == length * SHAPE.kv_bytes_per_token
             chunks = [min(256, length - start) for start in range(0, length, 256)]
             sizes = [
-                payload_bytes(Codec(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
+                payload_bytes(codec_named(codec), WireDtype.BF16, start=256 * n, tokens=tokens, heads=4, head_dim=128)
                 for n, tokens in enumerate(chunks)
             ]
             assert sum(report.paths.values()) == SHAPE.layers * sum(sizes)
@@ -186,7 +190,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         path = KvPath("127.0.0.1", listener.getsockname()[1], pace_bytes_s=bytes_s)
         link = issue_link(600.0, secrets.token_bytes)
-        whole = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=0, last_head=SHAPE.kv_heads)
+        whole = protocol.KvSlice(first_layer=0, last_layer=SHAPE.layers, first_head=0, last_head=SHAPE.kv_heads)
         ended, whole_prompts = threading.Semaphore(0), threading.Semaphore(0)
         arrivals = []
         for _ in range(6):
@@ -196,14 +200,14 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
             outlet = protocol.Outlet(slice=whole, ticket=ticket, link=link, paths=(path,), gbps=1.0, rtt_s=0.001)
             sender.send([outlet], ended.release)
             now = time.monotonic()
-            sender.compute(ticket.transfer, ComputedSpan(0, tokens, now, now, final=True))
+            sender.send_span(ticket.transfer, ComputedSpan(0, tokens, now, now, final=True))
         connection, _ = listener.accept()
         receiver.attach(read_link_hello(connection, PATIENCE_S).pack(), connection)
         for each in reversed(arrivals):  # whoever has a place first goes first, whatever was computed first
             each.start()
         held = 0
         while any(each.progress()[0] < 1.0 for each in arrivals):
-            held = max(held, sender._endpoint.budget.held)
+            held = max(held, sender.endpoint.budget.held)
             time.sleep(0.001)
         for count in (ended, whole_prompts):
             assert all(count.acquire(timeout=PATIENCE_S) for _ in arrivals)
@@ -213,7 +217,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
     assert [report.reason for report in found] == [""] * 6
     assert sum(report.raw_bytes for report in found) == 6 * tokens * SHAPE.kv_bytes_per_token > 6 * limit
     for end in (sender, receiver):
-        end._endpoint.close("the test is over")
+        end.endpoint.close("the test is over")
 
 
 def test_workers_of_different_widths() -> None:
@@ -228,9 +232,9 @@ def test_workers_of_different_widths() -> None:
         for rank in range(4):
             (outlet,), (inlet,) = trial.hand_off(trial.join(narrow), "kv4", narrow.ready)
             transfer = transfer or outlet.ticket.transfer
-            part = protocol.Slice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
+            part = protocol.KvSlice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
             ticket = msgspec.structs.replace(outlet.ticket, transfer=transfer)
-            source, target = protocol.Rank(tp=rank), protocol.Rank(tp=rank // 2)
+            source, target = protocol.WorkerRank(tp=rank), protocol.WorkerRank(tp=rank // 2)
             send.append(msgspec.structs.replace(outlet, rank=source, slice=part, ticket=ticket))
             receive.append(msgspec.structs.replace(inlet, rank=target, slice=part, ticket=ticket))
         prompt = prompt_of(400)
@@ -245,15 +249,16 @@ def test_workers_of_different_widths() -> None:
 def test_a_model_that_does_not_fit_is_one_line() -> None:
     async def work(trial: Trial) -> None:
         big = msgspec.structs.replace(SHAPE, layers=4000)
+        options = msgspec.to_builtins(msgspec.structs.replace(EMULATION, model=big))
         with pytest.raises(EngineStartError, match="no room for KV"):
-            await trial.start(msgspec.structs.replace(CONFIG, emulation=msgspec.structs.replace(EMULATION, model=big)))
+            await trial.start(msgspec.structs.replace(CONFIG, options=options))
 
     on_trial(work)
 
 
 def test_a_network_of_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) -> None:
     """KV goes from prefill to decode; kill -9 of the decoding engine changes no token; everything says `emulated`."""
-    knobs = ({"emulate": "2xL4", "kv_cache_mib": None},) * 2
+    knobs = ({"backend": "emulated", "emulate": "2xL4", "kv_cache_mib": None},) * 2
 
     async def main() -> None:
         async with open_cluster(None, tmp_path, "qwen2-7b", 2, codec="kv4", knobs=knobs) as network:

@@ -18,20 +18,23 @@ import pytest
 import torch
 import trio
 
-from p2pserve.kernels.codec import codec_from_wire, decode, dtype_from_wire, torch_dtype
+from p2pserve.kernels.codec import decode, torch_dtype
+from p2pserve.kernels.codecs import codec_from_wire
+from p2pserve.kernels.format import dtype_from_wire
 from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.link.endpoint import Endpoint
-from p2pserve.kvtransport.link.reslice import ShardLayout, reslice
+from p2pserve.kvtransport.routing.reslice import ShardLayout, reslice
 from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine import protocol
-from p2pserve.node.replica.engine_link import EngineLink, EngineStartError, ForkServer, open_fork_server
+from p2pserve.node.replica.engine_link import EngineLink, EngineStartError, ForkServerClient
+from p2pserve.node.replica.fork_server import open_fork_server
 
 from .devices import BLOCK, SETTINGS, require_devices
 
 COUNT = 16
-ALL = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)  # of the random model
+ALL = protocol.KvSlice(first_layer=0, last_layer=4, first_head=0, last_head=2)  # of the random model
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
 
 
@@ -85,7 +88,7 @@ class Engine:
         self._news.set()
         self._news = trio.Event()
 
-    def send(self, message: protocol.Message) -> None:
+    def send(self, message: protocol.EngineMessage) -> None:
         assert self.link is not None
         self.link.send(message)
 
@@ -157,7 +160,7 @@ class Way:
     link: LinkTicket
     port: int
     pacing: Literal["auto", "layerwise", "serialised"] = "auto"
-    slice: protocol.Slice = ALL
+    slice: protocol.KvSlice = ALL
     source: int = 0  # the tensor-parallel ranks at both ends
     target: int = 0
     pace_bytes_s: int = 0
@@ -171,7 +174,7 @@ class Way:
     def outlet(self) -> protocol.Outlet:
         path = KvPath("127.0.0.1", self.port, pace_bytes_s=self.pace_bytes_s)
         return protocol.Outlet(
-            rank=protocol.Rank(tp=self.source),
+            rank=protocol.WorkerRank(tp=self.source),
             slice=self.slice,
             ticket=self.ticket,
             link=self.link,
@@ -183,7 +186,9 @@ class Way:
 
     @property
     def inlet(self) -> protocol.Inlet:
-        return protocol.Inlet(rank=protocol.Rank(tp=self.target), slice=self.slice, ticket=self.ticket, link=self.link)
+        return protocol.Inlet(
+            rank=protocol.WorkerRank(tp=self.target), slice=self.slice, ticket=self.ticket, link=self.link
+        )
 
     def again(self) -> "Way":
         """Another transfer on the same link."""
@@ -200,7 +205,7 @@ def ways_between(source_tp: int, target_tp: int, port: int) -> list[Way]:
     for piece in reslice(ShardLayout.uniform(source_tp, (4,), 2), ShardLayout.uniform(target_tp, (4,), 2)):
         link = issue_link(600.0, secrets.token_bytes)
         ticket = TransferTicket(transfer=transfer, link=link.link, codec="raw", deadline_s=30.0)
-        part = protocol.Slice(
+        part = protocol.KvSlice(
             first_layer=piece.layers.start,
             last_layer=piece.layers.stop,
             first_head=piece.heads.start,
@@ -258,7 +263,7 @@ async def engines(channels: list[int], model: Path, **config: object) -> AsyncIt
         yield lambda **changes: start(server, protocol.EngineConfig(**{**settings, **changes}))
 
 
-async def start(server: ForkServer, config: protocol.EngineConfig) -> Engine:
+async def start(server: ForkServerClient, config: protocol.EngineConfig) -> Engine:
     engine = Engine()
     with trio.fail_after(100):
         engine.link = await server.start_engine(config, engine.on_message)
@@ -637,7 +642,7 @@ def test_a_transfer_goes_on_over_other_paths(engine_channels: list[int], random_
                 prefill.submit(prompt, send=replace(way, port=nobody.getsockname()[1]))
                 await prefill.until(lambda: any(report.waiting_bytes for report in prefill.links))
                 other = KvPath("127.0.0.1", way.port, label="other", streams=2)
-                prefill.send(protocol.SetPaths(link=way.link.link, paths=(other,)))
+                prefill.send(protocol.SetLinkPaths(link=way.link.link, paths=(other,)))
                 for _ in range(2):
                     decode_.attach(*await accepted(listener))
                 result = await delivered(prefill, decode_, way, request)
@@ -786,7 +791,7 @@ async def read_kv(engine: Engine, prompt: tuple[int, ...]) -> dict[int, tuple[to
     def receive(way: Way, hello: bytes, connection: socket.socket) -> None:
         with Endpoint() as endpoint:
             endpoint.attach(parse_link_hello(hello), connection)
-            incoming = endpoint.receiving(way.link).expect(way.ticket)
+            incoming = endpoint.open_receiver(way.link).expect(way.ticket)
             incoming.grant()
             for frame in incoming:
                 parts.setdefault(frame.layer, {})[frame.start] = decode(

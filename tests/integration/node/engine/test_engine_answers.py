@@ -21,9 +21,9 @@ import pytest
 import trio
 
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.trials.trial import Answer, Trial, TrialEngine, open_trial
+from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.models import BUNDLED
-from p2pserve.node.replica.engine_link import open_fork_server
+from p2pserve.node.replica.fork_server import open_fork_server
 from p2pserve.node.requests.text import TextModel
 
 from ...conftest import PATIENCE_S
@@ -81,7 +81,7 @@ def worst(prompt: Sequence[int], tokens: Sequence[int]) -> float:
 
 async def hand_over(
     prefill: TrialEngine, decode: TrialEngine, prompt: list[int], handed: int, ends: tuple[Any, Any]
-) -> Answer:
+) -> TrialAnswer:
     """The first `handed` positions of a prompt from one engine to the other, which answers."""
     send, receive = ends
     request = decode.submit(prompt, COUNT, receive=receive, receive_tokens=handed)
@@ -95,7 +95,7 @@ async def hand_over(
 @pytest.mark.parametrize("way", ["layerwise", "serialised"])
 @pytest.mark.parametrize("codec", ["raw", "kv4"])
 def test_answers_from_kv_of_another_engine_are_those_of_transformers(
-    run: Callable[[Body], None], dtype: str, codec: str, way: protocol.HowToLeave
+    run: Callable[[Body], None], dtype: str, codec: str, way: protocol.WantedSendMode
 ) -> None:
     """All of each prompt, and a part of it that ends within a block. And KV of another prompt would be noticed."""
     margin = MARGINS[dtype, codec]

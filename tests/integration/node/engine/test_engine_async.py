@@ -21,8 +21,8 @@ import trio
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.trials.trial import Answer, Trial, TrialEngine, open_trial
-from p2pserve.node.replica.engine_link import open_fork_server
+from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
+from p2pserve.node.replica.fork_server import open_fork_server
 
 from ...conftest import PATIENCE_S
 
@@ -55,7 +55,7 @@ class Engines:
         return (await self.plain.answer(self.plain.submit(prompt, count, **sampling))).tokens
 
     def ends(
-        self, pacing: protocol.HowToLeave = "auto", deadline_s: float = PATIENCE_S
+        self, pacing: protocol.WantedSendMode = "auto", deadline_s: float = PATIENCE_S
     ) -> tuple[protocol.Outlet, protocol.Inlet]:
         """Of one transfer between the two."""
         (outlet,), (inlet,) = self.trial.hand_off(self.link, "raw", self.decode.ready, pacing=pacing)
@@ -65,12 +65,12 @@ class Engines:
     async def hand_over(
         self,
         prompt: tuple[int, ...],
-        pacing: protocol.HowToLeave,
+        pacing: protocol.WantedSendMode,
         *,
         part: int | None = None,
         count: int = COUNT,
         **sampling: Any,
-    ) -> Answer:
+    ) -> TrialAnswer:
         """Prefill `part` of the prompt, or all of it, at the one and go on at the other."""
         part = len(prompt) if part is None else part
         outlet, inlet = self.ends(pacing)
@@ -83,7 +83,7 @@ class Engines:
 
     async def hand_over_to_workers(
         self, receiver: TrialEngine, links: list[LinkTicket], prompt: tuple[int, ...]
-    ) -> Answer:
+    ) -> TrialAnswer:
         """The same for an engine of two workers, which have a KV head each."""
         (whole,), _ = self.trial.hand_off(links[0], "raw", receiver.ready)
         send, receive = [], []
@@ -91,7 +91,7 @@ class Engines:
             ticket = msgspec.structs.replace(whole.ticket, link=link.link)
             part = msgspec.structs.replace(whole.slice, first_head=tp, last_head=tp + 1)
             send.append(msgspec.structs.replace(whole, slice=part, ticket=ticket, link=link))
-            receive.append(protocol.Inlet(rank=protocol.Rank(tp=tp), slice=part, ticket=ticket, link=link))
+            receive.append(protocol.Inlet(rank=protocol.WorkerRank(tp=tp), slice=part, ticket=ticket, link=link))
         request = receiver.submit(prompt, COUNT, receive=tuple(receive), receive_tokens=len(prompt))
         first = self.prefill.submit(prompt, 1, send=tuple(send))
         answer = await receiver.answer(request)
@@ -200,7 +200,7 @@ def test_answers_are_the_same(run: Callable[[Body], None]) -> None:
 
 
 @pytest.mark.parametrize("pacing", ["layerwise", "serialised"])
-def test_kv_is_handed_over(run: Callable[[Body], None], pacing: protocol.HowToLeave) -> None:
+def test_kv_is_handed_over(run: Callable[[Body], None], pacing: protocol.WantedSendMode) -> None:
     """Around the ends of blocks and of steps, all of a prompt and parts of it; again, beside cached blocks."""
 
     async def body(engines: Engines) -> None:
@@ -344,7 +344,7 @@ async def begun(engine: TrialEngine, request: str) -> None:
     await engine._until(lambda: request in engine.answers)
 
 
-async def ended(engine: TrialEngine, request: str) -> Answer:
+async def ended(engine: TrialEngine, request: str) -> TrialAnswer:
     """An answer, however it ends."""
     await engine._until(lambda: request in engine.answers and engine.answers[request].finish != "")
     return engine.answers.pop(request)

@@ -14,8 +14,8 @@ import trio
 
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.trials.trial import Answer, Trial, TrialEngine, open_trial
-from p2pserve.node.replica.engine_link import open_fork_server
+from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
+from p2pserve.node.replica.fork_server import open_fork_server
 
 from ...conftest import PATIENCE_S
 from .devices import SETTINGS
@@ -55,7 +55,7 @@ class Pair:
             ticket = msgspec.structs.replace(whole.ticket, link=link.link)
             part = msgspec.structs.replace(whole.slice, first_layer=layer, last_layer=layer + layers)
             send.append(msgspec.structs.replace(whole, slice=part, ticket=ticket, link=link))
-            receive.append(protocol.Inlet(rank=protocol.Rank(stage=stage), slice=part, ticket=ticket, link=link))
+            receive.append(protocol.Inlet(rank=protocol.WorkerRank(stage=stage), slice=part, ticket=ticket, link=link))
             layer += layers
         return tuple(send), tuple(receive)
 
@@ -78,7 +78,7 @@ class Pair:
         (token,) = first.tokens
         return token
 
-    async def hand_over(self, prompt: tuple[int, ...], **sampling: Any) -> Answer:
+    async def hand_over(self, prompt: tuple[int, ...], **sampling: Any) -> TrialAnswer:
         """The whole of it."""
         request, send = self.receive(prompt, **sampling)
         self.decode.tell_first(request, await self.begin(prompt, send, **sampling))

@@ -6,14 +6,14 @@ import psutil
 import pytest
 import trio
 
-from p2pserve.node.engine.protocol import HowToLeave
+from p2pserve.node.engine.protocol import WantedSendMode
 from p2pserve.node.engine.trials import selftest
-from p2pserve.node.engine.trials.selftest import Verdict, run_selftest
-from p2pserve.node.engine.trials.trial import Answer, Trial, TrialEngine
-from p2pserve.node.replica.engine_link import open_fork_server
+from p2pserve.node.engine.trials.selftest import SelfTestResult, run_selftest
+from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine
+from p2pserve.node.replica.fork_server import open_fork_server
 
 
-async def verdict_of(channel: int) -> Verdict:
+async def verdict_of(channel: int) -> SelfTestResult:
     async with open_fork_server(log=None, threads=1, channel=channel) as server:
         return await run_selftest(server)
 
@@ -46,8 +46,8 @@ def test_kv_of_another_prompt_is_noticed(engine_channels: list[int], monkeypatch
     hand_over = selftest._hand_over
 
     async def of_another(
-        trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: HowToLeave
-    ) -> Answer:
+        trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: WantedSendMode
+    ) -> TrialAnswer:
         submit = prefill.submit
         monkeypatch.setattr(prefill, "submit", lambda tokens, *more, **named: submit(tokens[::-1], *more, **named))
         return await hand_over(trial, prefill, decode, prompt, way)

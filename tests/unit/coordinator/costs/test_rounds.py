@@ -4,47 +4,47 @@ from math import inf
 
 import pytest
 
-from p2pserve.coordinator.costs.rounds import CHUNKS, Chunk, chunk_tokens, round_s
+from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS, PrefillChunk, choose_token_budget, round_s
 from p2pserve.sims.testing import LinearTimes
 
 PIPELINE = LinearTimes(token=0.4, request=1.0, context=0.01, interval_share=0.25)
 
 
 def test_one_stage_takes_as_long_as_its_step() -> None:
-    assert round_s(PIPELINE, 1, [Chunk(5, 0.0)], 3, 100.0) == pytest.approx(5 * 0.4 + 3.0 + 1.0)
+    assert round_s(PIPELINE, 1, [PrefillChunk(5, 0.0)], 3, 100.0) == pytest.approx(5 * 0.4 + 3.0 + 1.0)
 
 
 def test_a_single_chunk_holds_up_the_whole_round() -> None:
     # its batch takes 9 * 0.4 s through all stages, and the others cannot pass it
-    assert round_s(PIPELINE, 4, [Chunk(9, 0.0)], 4, 0.0) == pytest.approx(9 * 0.4 + 4.0)
+    assert round_s(PIPELINE, 4, [PrefillChunk(9, 0.0)], 4, 0.0) == pytest.approx(9 * 0.4 + 4.0)
 
 
 def test_with_a_chunk_in_every_batch_the_slowest_stage_counts() -> None:
     # four batches of 40 tokens and one that decodes, at a quarter of 0.4 s each
     slowest = 4 * 41 * 0.1
     assert slowest < 40 * 0.4 + 4.0
-    assert round_s(PIPELINE, 4, [Chunk(40, 0.0)] * 4, 4, 0.0) == pytest.approx(40 * 0.4 + 4.0)
+    assert round_s(PIPELINE, 4, [PrefillChunk(40, 0.0)] * 4, 4, 0.0) == pytest.approx(40 * 0.4 + 4.0)
     # where nobody decodes much, only the chunks take time
     light = LinearTimes(token=0.4, request=0.01, interval_share=0.5)
-    assert round_s(light, 4, [Chunk(40, 0.0)] * 4, 4, 0.0) == pytest.approx(4 * 41 * 0.2)
+    assert round_s(light, 4, [PrefillChunk(40, 0.0)] * 4, 4, 0.0) == pytest.approx(4 * 41 * 0.2)
 
 
 def test_two_chunks_for_four_batches_leave_two_that_only_decode() -> None:
     slow = LinearTimes(token=0.1, request=10.0, interval_share=1.0)
-    assert round_s(slow, 4, [Chunk(400, 0.0)] * 2, 4, 0.0) == pytest.approx(2 * 401 * 0.1 + 0.5 * 40.0)
+    assert round_s(slow, 4, [PrefillChunk(400, 0.0)] * 2, 4, 0.0) == pytest.approx(2 * 401 * 0.1 + 0.5 * 40.0)
 
 
 def test_the_chunk_is_the_largest_that_the_deadline_allows() -> None:
     times = LinearTimes(step=0.02, token=1e-4)
-    taken = {tokens: 0.02 + (tokens - 4) * 1e-4 for tokens in CHUNKS}
-    assert chunk_tokens(times, 1, inf) == CHUNKS[0]
-    for tokens in CHUNKS:
-        assert chunk_tokens(times, 1, taken[tokens] / 0.7 + 1e-9) == tokens
-    assert chunk_tokens(times, 1, 1e-3) == CHUNKS[-1]
+    taken = {tokens: 0.02 + (tokens - 4) * 1e-4 for tokens in TOKEN_BUDGETS}
+    assert choose_token_budget(times, 1, inf) == TOKEN_BUDGETS[0]
+    for tokens in TOKEN_BUDGETS:
+        assert choose_token_budget(times, 1, taken[tokens] / 0.7 + 1e-9) == tokens
+    assert choose_token_budget(times, 1, 1e-3) == TOKEN_BUDGETS[-1]
 
 
 def test_a_pipeline_reads_less_at_a_time() -> None:
     times = LinearTimes(step=0.02, token=1e-4, interval_share=0.5)
-    assert chunk_tokens(times, 1, 0.33) == 2048
+    assert choose_token_budget(times, 1, 0.33) == 2048
     # four chunks of 764 at half of 0.0964 s are 0.193 s; of 1,020 they are 0.244 s, and 0.7 of the deadline is 0.231 s
-    assert chunk_tokens(times, 4, 0.33) == 768
+    assert choose_token_budget(times, 4, 0.33) == 768

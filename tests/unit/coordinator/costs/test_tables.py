@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from p2pserve.coordinator.costs.profiled import ProfiledTimes, ProfileError
 from p2pserve.coordinator.costs.step_times import StepTimes, chunk_pairs
 from p2pserve.coordinator.costs.tables import (
-    Curve,
     DistserveTimes,
     HelixTimes,
+    InterpolatedTable,
     SplitwiseTimes,
     TableError,
     helix_layers,
@@ -90,7 +90,7 @@ def test_a_falling_fit_is_held() -> None:
         (lambda: SplitwiseTimes("llama2-70b", "a100-80gb", 3), "perf_model.csv has no .*'a100-80gb', 3"),
         (lambda: HelixTimes("h100"), "has no h100; it has a100"),
         (lambda: DistserveTimes("distserve", "opt-13b", 8), "has no .*'opt-13b', 8"),
-        (lambda: Curve({1: 2.0}), "two points"),
+        (lambda: InterpolatedTable({1: 2.0}), "two points"),
     ],
 )
 def test_what_was_not_measured_is_refused(make: object, words: str) -> None:

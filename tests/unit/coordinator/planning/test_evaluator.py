@@ -99,14 +99,14 @@ def test_nothing_is_much_better_than_it_promises(slo: Slo) -> None:
     for rate in (1.0, 8.0):
         lower = LowerLevel(mixed_lengths(rate, slo))
         for solution in some_solutions()[::2]:
-            assert lower.promise(solution) >= lower.score(solution).objective - 0.03
+            assert lower.upper_bound(solution) >= lower.score(solution).objective - 0.03
 
 
 @pytest.mark.parametrize("rate", [1.0, 8.0, 20.0])
 def test_where_links_are_fast_plans_do_what_they_promise(rate: float) -> None:
     lower = LowerLevel(problem(400.0, rate, SLO))
     for solution in (BY_BOX, SPLIT, ACROSS):
-        assert lower.promise(solution) == pytest.approx(lower.score(solution).objective, abs=0.005)
+        assert lower.upper_bound(solution) == pytest.approx(lower.score(solution).objective, abs=0.005)
 
 
 def test_more_requests_are_worth_less_and_overload_has_a_slope() -> None:
@@ -122,9 +122,9 @@ def test_more_requests_are_worth_less_and_overload_has_a_slope() -> None:
 
 def test_of_equally_good_plans_the_one_that_carries_more_wins() -> None:
     lower = LowerLevel(problem(40.0, 0.01))
-    both, one = lower.score(BY_BOX), lower.score(BY_BOX[:1])
-    assert both.attainment == one.attainment == pytest.approx(1.0)
-    assert both.objective > one.objective
+    mixed_rate, one = lower.score(BY_BOX), lower.score(BY_BOX[:1])
+    assert mixed_rate.attainment == one.attainment == pytest.approx(1.0)
+    assert mixed_rate.objective > one.objective
 
 
 def test_money_counts_when_it_is_asked_to() -> None:
@@ -137,15 +137,15 @@ def test_money_counts_when_it_is_asked_to() -> None:
     assert LowerLevel(free).score(SPLIT).objective - lower.score(SPLIT).objective == pytest.approx(
         0.1 * (2.8 + gigabytes), rel=1e-6
     )
-    assert lower.promise(SPLIT) >= lower.score(SPLIT).objective
+    assert lower.upper_bound(SPLIT) >= lower.score(SPLIT).objective
 
 
 def test_groups_hold_the_model_or_not() -> None:
     lower = LowerLevel(problem(40.0, 1.0))
-    assert lower.holds((Slice(0, 2),), 0)
-    assert not lower.holds((Slice(0, 1),), 0)
-    assert not lower.holds((Slice(1, 2),), 0)
-    assert lower.holds((Slice(0, 1), Slice(1, 2)), 0)
+    assert lower.can_hold((Slice(0, 2),), 0)
+    assert not lower.can_hold((Slice(0, 1),), 0)
+    assert not lower.can_hold((Slice(1, 2),), 0)
+    assert lower.can_hold((Slice(0, 1), Slice(1, 2)), 0)
     # what does not hold it is no replica, and the rest goes on
     assert lower.score((group(M, (0, 4)), group(M, (1, 2)))) == lower.score((group(M, (0, 4)),))
 
@@ -157,7 +157,7 @@ def test_an_atomic_box_works_as_one() -> None:
         gbps=cluster.gbps, rtt_s=cluster.rtt_s, usd_per_gb=cluster.usd_per_gb,
     )  # fmt: skip
     lower = LowerLevel(Problem(cluster=whole, services=(service(1.0),), pinned={}))
-    assert not lower.holds((Slice(0, 2),), 0)
+    assert not lower.can_hold((Slice(0, 2),), 0)
     (proposal,) = lower.propose(SPLIT, epoch=0, version=0)
     assert [[stage.tp for stage in replica.stages] for replica in proposal.plan.replicas] == [[4], [4]]
 
@@ -243,30 +243,30 @@ def test_boxes_that_cannot_reach_each_other_cannot_split() -> None:
     lower = LowerLevel(problem(0.0, 1.0, SLO))
     assert lower.score(SPLIT).attainment == 0.0
     assert lower.score(BY_BOX).attainment > 0.9
-    with pytest.raises(UnservedError, match="service s: no replicas"):
+    with pytest.raises(UnservedError, match="service s: no prefill replica"):
         lower.propose(SPLIT, epoch=0, version=0)
 
 
 def test_the_limits_are_named() -> None:
     assert "limit: the links" in LowerLevel(problem(2.0, 1.0)).propose(SPLIT, epoch=0, version=0)[0].limits
-    reads = LowerLevel(problem(40.0, 1.0, output=2)).propose(SPLIT, epoch=0, version=0)[0].limits
-    writes = LowerLevel(problem(40.0, 1.0, output=400)).propose(SPLIT, epoch=0, version=0)[0].limits
-    assert "limit: reading" in reads
-    assert "limit: writing" in writes
-    assert "all do both" in LowerLevel(problem(40.0, 1.0)).propose(BY_BOX, epoch=0, version=0)[0].limits
+    does_prefill = LowerLevel(problem(40.0, 1.0, output=2)).propose(SPLIT, epoch=0, version=0)[0].limits
+    does_decode = LowerLevel(problem(40.0, 1.0, output=400)).propose(SPLIT, epoch=0, version=0)[0].limits
+    assert "limit: prefill (" in does_prefill
+    assert "limit: decode (" in does_decode
+    assert "all of them mixed" in LowerLevel(problem(40.0, 1.0)).propose(BY_BOX, epoch=0, version=0)[0].limits
 
 
 def test_services_share_links_and_boxes() -> None:
     first, second = service(2.0, SLO, name="one"), service(2.0, SLO, name="two", model="llama-7b")
     alone = LowerLevel(Problem(cluster=boxes(10.0), services=(second,), pinned={}))
-    both = LowerLevel(Problem(cluster=boxes(10.0), services=(first, second), pinned={}))
+    mixed_rate = LowerLevel(Problem(cluster=boxes(10.0), services=(first, second), pinned={}))
     solution = (
         group(P, (0, 2)), group(D, (1, 3)), group(P, (0, 2), service=1), group(D, (1, 1), service=1)
     )  # fmt: skip
     by_itself = alone.score((group(P, (0, 2)), group(D, (1, 1))))
-    together = both.score(solution)
+    together = mixed_rate.score(solution)
     assert together.attainment < by_itself.attainment
-    proposals = both.propose(solution, epoch=1, version=1)
+    proposals = mixed_rate.propose(solution, epoch=1, version=1)
     assert [proposal.plan.service for proposal in proposals] == ["one", "two"]
     gpus = [gpu for proposal in proposals for replica in proposal.plan.replicas for gpu in replica.gpus]
     assert len(gpus) == len(set(gpus)) == 8

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.planning.model.kv_cost import kv_gigabits
-from p2pserve.coordinator.planning.model.length_classes import classes_of
+from p2pserve.coordinator.planning.model.length_classes import classify_lengths
 from p2pserve.coordinator.planning.model.link_share import LEAST, MOST, LinkShares
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
 
@@ -24,7 +24,7 @@ def service(output: int, slo: Slo, prompt: int = 1024) -> Service:
 
 
 def shares(*services: Service) -> LinkShares:
-    return LinkShares([(one, classes_of(one.workload)) for one in services])
+    return LinkShares([(one, classify_lengths(one.workload)) for one in services])
 
 
 PACED = Slo(ttft_s=3.0, tpot_s=0.4, e2e_s=100.0)

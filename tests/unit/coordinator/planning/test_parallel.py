@@ -16,16 +16,16 @@ from p2pserve.coordinator.costs.replica import Hop
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import LOADS
 from p2pserve.coordinator.planning.lower.parallel import (
+    BoxGpus,
     Configuration,
-    Demand,
-    Options,
-    Part,
-    Parts,
+    GroupHardware,
+    ParallelOptions,
+    ServiceNeeds,
     best_order,
-    fits,
+    has_memory_for,
     split_layers,
 )
-from p2pserve.coordinator.planning.model.length_classes import classes_of
+from p2pserve.coordinator.planning.model.length_classes import classify_lengths
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
 
 Matrix = NDArray[np.float64]
@@ -34,23 +34,23 @@ A40 = gpu_table().find("A40-48GB", Specs.TABLE1)
 TI = gpu_table().find("RTX-3090TI-24GB", Specs.TABLE1)
 
 
-def demand(model: ModelShape, slo: Slo | None = None, prompt: int = 1024, output: int = 64) -> Demand:
+def needs(model: ModelShape, slo: Slo | None = None, prompt: int = 1024, output: int = 64) -> ServiceNeeds:
     workload = Workload(name="x", prompts=np.full(8, prompt), outputs=np.full(8, output), rate=1.0)
     service = Service(name="s", model=model, workload=workload, slo=slo or Slo())
-    return Demand(service, classes_of(workload), prompt + output)
+    return ServiceNeeds(service, classify_lengths(workload), prompt + output)
 
 
-def box(gpu: GpuSpec, gpus: int, *, atomic: bool = False) -> Parts:
-    return Parts((Part(gpu, gpus, 160.0, atomic),), ())
+def box(gpu: GpuSpec, gpus: int, *, atomic: bool = False) -> GroupHardware:
+    return GroupHardware((BoxGpus(gpu, gpus, 160.0, atomic),), ())
 
 
-def pair(gbps: float, rtt_s: float = 1e-3) -> Parts:
+def pair(gbps: float, rtt_s: float = 1e-3) -> GroupHardware:
     hop = Hop(rtt_s, gbps)
-    return Parts((Part(A40, 2, 160.0, False), Part(TI, 2, 160.0, False)), ((hop, hop), (hop, hop)))
+    return GroupHardware((BoxGpus(A40, 2, 160.0, False), BoxGpus(TI, 2, 160.0, False)), ((hop, hop), (hop, hop)))
 
 
-def configure(parts: Parts, phase: Phase, wanted: Demand) -> Configuration | None:
-    return Options(parts, wanted).best(phase)
+def configure(parts: GroupHardware, phase: Phase, wanted: ServiceNeeds) -> Configuration | None:
+    return ParallelOptions(parts, wanted).best(phase)
 
 
 def length(costs: Matrix, order: tuple[int, ...], cycle: bool) -> float:
@@ -78,7 +78,7 @@ def test_a_cycle_takes_the_dearest_hop_on_its_way_back() -> None:
 def test_boxes_without_a_way_between_them_have_no_order() -> None:
     assert best_order(np.array([[0, inf], [1, 0]]), cycle=True) is None
     assert best_order(np.array([[0, inf], [1, 0]]), cycle=False) == (1, 0)
-    assert configure(pair(0.0), Phase.PREFILL, demand(model_shape("llama-7b"))) is None
+    assert configure(pair(0.0), Phase.PREFILL, needs(model_shape("llama-7b"))) is None
 
 
 def test_many_boxes_are_ordered_greedily() -> None:
@@ -106,16 +106,16 @@ def test_no_other_split_has_a_faster_slowest_stage(layers: int, rates: list[floa
 
 
 def test_memory_is_looked_at_first() -> None:
-    big, small = demand(model_shape("llama-30b")), demand(model_shape("llama-7b"))
-    assert not fits(box(TI, 2).parts, big)
+    big, small = needs(model_shape("llama-30b")), needs(model_shape("llama-7b"))
+    assert not has_memory_for(box(TI, 2).parts, big)
     assert configure(box(TI, 2), Phase.DECODE, big) is None
     assert configure(box(TI, 2), Phase.DECODE, small) is not None
     # the weights fit, a prompt of a hundred thousand tokens does not
-    assert configure(box(A40, 2), Phase.DECODE, demand(model_shape("llama-30b"), prompt=100_000)) is None
+    assert configure(box(A40, 2), Phase.DECODE, needs(model_shape("llama-30b"), prompt=100_000)) is None
 
 
 def test_the_width_divides_the_heads() -> None:
-    found = configure(box(A40, 8), Phase.PREFILL, demand(model_shape("llama-30b")))  # 52 heads
+    found = configure(box(A40, 8), Phase.PREFILL, needs(model_shape("llama-30b")))  # 52 heads
     assert found is not None
     assert {tp for _, tp, _ in found.stages} <= {1, 2, 4}
     assert sum(tp for _, tp, _ in found.stages) == 8
@@ -123,33 +123,33 @@ def test_the_width_divides_the_heads() -> None:
 
 
 def test_an_atomic_box_is_one_stage() -> None:
-    found = configure(box(A40, 4, atomic=True), Phase.MIXED, demand(model_shape("llama-30b")))
+    found = configure(box(A40, 4, atomic=True), Phase.MIXED, needs(model_shape("llama-30b")))
     assert found is not None
     assert found.stages == ((0, 4, 60),)
 
 
 def test_tight_deadlines_ask_for_speed_and_loose_ones_for_throughput() -> None:
     model = model_shape("llama-30b")
-    loose = configure(box(A40, 4), Phase.PREFILL, demand(model))
-    tight = configure(box(A40, 4), Phase.PREFILL, demand(model, Slo(ttft_s=0.6)))
+    loose = configure(box(A40, 4), Phase.PREFILL, needs(model))
+    tight = configure(box(A40, 4), Phase.PREFILL, needs(model, Slo(ttft_s=0.6)))
     assert loose is not None
     assert tight is not None
     assert len(loose.stages) > len(tight.stages)
-    assert loose.behaviour.read > tight.behaviour.read
-    classes = demand(model).classes
+    assert loose.behaviour.prefill_rate > tight.behaviour.prefill_rate
+    classes = needs(model).classes
     assert tight.behaviour.alone_s(classes) < loose.behaviour.alone_s(classes)
 
 
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("slo", [Slo(), Slo(ttft_s=0.6, tpot_s=0.05), Slo(e2e_s=6.0)])
 def test_no_other_shape_carries_clearly_more(phase: Phase, slo: Slo) -> None:
-    wanted = demand(model_shape("llama-30b"), slo)
+    wanted = needs(model_shape("llama-30b"), slo)
 
-    def carried(parts: Parts) -> float:
+    def carried(parts: GroupHardware) -> float:
         found = configure(parts, phase, wanted)
         assert found is not None
         behaves = found.behaviour
-        half = slo if behaves.reads and behaves.writes else replace(slo, e2e_s=slo.e2e_s / 2)
+        half = slo if behaves.does_prefill and behaves.does_decode else replace(slo, e2e_s=slo.e2e_s / 2)
         return float((LOADS * behaves.rate * wanted.in_time([behaves], half, (1, 1))).max())
 
     shapes = (((0, 1, 15),) * 4, ((0, 2, 30),) * 2, ((0, 4, 60),))
@@ -159,7 +159,7 @@ def test_no_other_shape_carries_clearly_more(phase: Phase, slo: Slo) -> None:
 
 
 def test_across_boxes_the_faster_cards_hold_more_layers() -> None:
-    found = configure(pair(40.0), Phase.PREFILL, demand(model_shape("llama-30b")))
+    found = configure(pair(40.0), Phase.PREFILL, needs(model_shape("llama-30b")))
     assert found is not None
     held = {part: sum(layers for p, _, layers in found.stages if p == part) for part in (0, 1)}
     assert held[0] > held[1]

@@ -12,9 +12,18 @@ from numpy.typing import NDArray
 
 from p2pserve.coordinator.costs.step_times import DecodeLine
 from p2pserve.coordinator.plan import Phase
-from p2pserve.coordinator.planning.lower.behaviour import LOADS, MAX_BATCH, Behaviour, Row, behaviour
-from p2pserve.coordinator.planning.lower.queueing import Fates, Fleet, Reading, Sending, Writing, alone, in_time, waits
-from p2pserve.coordinator.planning.model.length_classes import Classes, classes_of
+from p2pserve.coordinator.planning.lower.behaviour import LOADS, MAX_BATCH, Behaviour, LoadRow, model_replica
+from p2pserve.coordinator.planning.lower.queueing import (
+    DecodeTimes,
+    PrefillTimes,
+    ReplicaTables,
+    RequestTimes,
+    TransferTimes,
+    chance_in_time,
+    in_time_by_load,
+    waiting_times,
+)
+from p2pserve.coordinator.planning.model.length_classes import Classes, classify_lengths
 from p2pserve.coordinator.planning.model.workload import Slo, Workload
 from p2pserve.sims.testing import LinearTimes
 
@@ -41,16 +50,16 @@ class PlainTimes:
 
 
 def classes(prompt: int = 1000, output: int = 101) -> Classes:
-    return classes_of(Workload(name="x", prompts=np.full(4, prompt), outputs=np.full(4, output), rate=1.0))
+    return classify_lengths(Workload(name="x", prompts=np.full(4, prompt), outputs=np.full(4, output), rate=1.0))
 
 
 def single(behaves: Behaviour, *args: Any, **kwargs: Any) -> NDArray[np.float64]:
-    """`alone` for one replica."""
-    return np.asarray(alone([behaves], *args, **kwargs)[0])
+    """`in_time_by_load` for one replica."""
+    return np.asarray(in_time_by_load([behaves], *args, **kwargs)[0])
 
 
 def at(behaves: Behaviour, column: str, load: float) -> float:
-    return float(np.interp(load, LOADS, behaves.table[:, Row._fields.index(column)]))
+    return float(np.interp(load, LOADS, behaves.table[:, LoadRow._fields.index(column)]))
 
 
 def test_classes_keep_shares_and_means() -> None:
@@ -58,41 +67,41 @@ def test_classes_keep_shares_and_means() -> None:
     workload = Workload(
         name="x", prompts=rng.integers(1, 5000, 997), outputs=rng.integers(1, 500, 997), rate=1.0
     )  # fmt: skip
-    found = classes_of(workload)
+    found = classify_lengths(workload)
     assert len(found.share) == 36
     assert found.share.sum() == pytest.approx(1.0)
     assert found.share @ found.prompt == pytest.approx(workload.mean_prompt)
     assert found.share @ found.output == pytest.approx(workload.mean_output)
     assert found.share @ found.pairs == pytest.approx(workload.mean_pairs)
-    few = classes_of(Workload(name="x", prompts=np.array([5]), outputs=np.array([1]), rate=1.0))
+    few = classify_lengths(Workload(name="x", prompts=np.array([5]), outputs=np.array([1]), rate=1.0))
     assert few.share.tolist() == [1.0]
 
 
 def test_context_that_is_met_is_that_of_long_answers() -> None:
     # one request in two writes 10 tokens, the other 990: 99 of 100 tokens are the latter's, halfway through on average
     workload = Workload(name="x", prompts=np.array([100, 100]), outputs=np.array([10, 990]), rate=1.0)
-    found = classes_of(workload)
+    found = classify_lengths(workload)
     assert found.held == pytest.approx((10 * 105 + 990 * 595) / 1000)
     assert found.life == pytest.approx((10**2 + 990**2) / 2000)
 
 
 @given(st.floats(0.05, 0.95), st.floats(0.01, 10))
 def test_one_exponential_server_is_exact(rho: float, service: float) -> None:
-    busy, wait = waits(np.array([rho]), np.array([service]), 1.0, 1)
+    busy, wait = waiting_times(np.array([rho]), np.array([service]), 1.0, 1)
     assert busy[0] == pytest.approx(rho)
     assert busy[0] * wait[0] == pytest.approx(rho * service / (1 - rho))  # M/M/1
-    late = 1.0 - in_time(np.array([2.0 * service]), np.array([0.0]), busy, wait)
+    late = 1.0 - chance_in_time(np.array([2.0 * service]), np.array([0.0]), busy, wait)
     assert late[0] == pytest.approx(rho * exp(-2.0 * (1 - rho)), rel=1e-3)
 
 
 def test_one_server_of_fixed_service_has_the_mean_of_pollaczek_and_khinchine() -> None:
-    busy, wait = waits(np.array([0.8]), np.array([0.5]), 0.5, 1)
+    busy, wait = waiting_times(np.array([0.8]), np.array([0.5]), 0.5, 1)
     assert busy[0] * wait[0] == pytest.approx(0.8 * 0.5 / (2 * 0.2))
 
 
 @pytest.mark.parametrize(("servers", "rho", "exact"), [(2, 0.8, 0.7111), (4, 0.9, 0.7878), (8, 0.7, 0.2706)])
 def test_several_servers_wait_about_as_often_as_erlang_says(servers: int, rho: float, exact: float) -> None:
-    busy, _ = waits(np.array([rho]), np.array([1.0]), 1.0, servers)
+    busy, _ = waiting_times(np.array([rho]), np.array([1.0]), 1.0, servers)
     assert busy[0] == pytest.approx(exact, abs=0.06)
 
 
@@ -102,53 +111,53 @@ def test_a_wait_and_a_normal_time_add_up_as_in_a_sample() -> None:
         rng.random(400_000) < 0.7, rng.exponential(0.5, 400_000), 0.0
     )  # fmt: skip
     for slack in (-0.2, 0.1, 0.6, 1.5):
-        known = in_time(np.array([slack]), np.array([0.3]), np.array([0.7]), np.array([0.5]))
+        known = chance_in_time(np.array([slack]), np.array([0.3]), np.array([0.7]), np.array([0.5]))
         assert known[0] == pytest.approx(float((sample <= slack).mean()), abs=4e-3)
 
 
 @given(st.floats(-100, 100), st.floats(0, 10), st.floats(0, 1), st.floats(0, 1e6))
 def test_a_chance_is_a_chance(slack: float, sd: float, busy: float, wait: float) -> None:
-    found = in_time(np.array([slack]), np.array([sd]), np.array([busy]), np.array([wait]))[0]
+    found = chance_in_time(np.array([slack]), np.array([sd]), np.array([busy]), np.array([wait]))[0]
     assert -1e-12 <= found <= 1.0
 
 
 def test_a_reader_reads_as_many_prompts_as_its_time_allows() -> None:
-    one = behaviour(Phase.PREFILL, PlainTimes(), classes(), kv_tokens=10**6)
-    assert one.read == pytest.approx(1.0)
-    assert not one.writes
-    pipeline = behaviour(Phase.PREFILL, PlainTimes(interval=0.5), classes(), kv_tokens=10**6)
-    assert pipeline.read == pytest.approx(2.0)
-    assert pipeline.lone_s[0] == pytest.approx(1.0)
+    one = model_replica(Phase.PREFILL, PlainTimes(), classes(), kv_tokens=10**6)
+    assert one.prefill_rate == pytest.approx(1.0)
+    assert not one.does_decode
+    pipeline = model_replica(Phase.PREFILL, PlainTimes(interval=0.5), classes(), kv_tokens=10**6)
+    assert pipeline.prefill_rate == pytest.approx(2.0)
+    assert pipeline.prefill_s[0] == pytest.approx(1.0)
 
 
 def test_the_chunks_of_a_long_prompt_follow_each_other_through_a_pipeline() -> None:
-    found = behaviour(Phase.PREFILL, PlainTimes(interval=0.5), classes(prompt=4096), kv_tokens=10**6)
-    assert found.lone_s[0] == pytest.approx(2.048 + 1.024)
+    found = model_replica(Phase.PREFILL, PlainTimes(interval=0.5), classes(prompt=4096), kv_tokens=10**6)
+    assert found.prefill_s[0] == pytest.approx(2.048 + 1.024)
 
 
 def test_a_writer_obeys_littles_law_at_every_load() -> None:
     known = classes()
-    found = behaviour(Phase.DECODE, PlainTimes(request_s=1e-3), known, kv_tokens=10**7)
+    found = model_replica(Phase.DECODE, PlainTimes(request_s=1e-3), known, kv_tokens=10**7)
     assert found.max_batch == MAX_BATCH
-    assert found.write == pytest.approx(256 / (101 * (0.02 + 0.256)), rel=1e-6)
+    assert found.decode_rate == pytest.approx(256 / (101 * (0.02 + 0.256)), rel=1e-6)
     for load in (0.2, 0.5, 0.9, 1.0):
         batch, tpot = at(found, "batch", load), at(found, "tpot_s", load)
-        assert batch == pytest.approx(load * found.write * known.mean_output * tpot, rel=0.03)
+        assert batch == pytest.approx(load * found.decode_rate * known.mean_output * tpot, rel=0.03)
         assert tpot == pytest.approx(0.02 + 1e-3 * max(batch, 1.0), rel=0.03)
 
 
 def test_memory_limits_the_batch_and_is_partly_taken_by_prompts_on_their_way() -> None:
     known = classes()
-    found = behaviour(Phase.DECODE, PlainTimes(), known, kv_tokens=20_000)
+    found = model_replica(Phase.DECODE, PlainTimes(), known, kv_tokens=20_000)
     # a request holds 1050.5 tokens; reading takes 1 s, writing 101 * 20 ms = 2.02 s
     assert found.max_batch == int(20_000 / (1050.5 + 1000 / 2.02))
 
 
 def test_reading_takes_time_from_writing_on_a_mixed_replica() -> None:
     known = classes(prompt=1024)
-    writer = behaviour(Phase.DECODE, PlainTimes(), known, kv_tokens=10**7)
-    mixed = behaviour(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7)
-    assert mixed.rate < writer.write
+    decode = model_replica(Phase.DECODE, PlainTimes(), known, kv_tokens=10**7)
+    mixed = model_replica(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7)
+    assert mixed.rate < decode.decode_rate
     assert mixed.rate < 1.0 / 1.024
     # nearly all of the time goes to prompts: half a chunk each, every chunk with a step of 20 ms
     assert mixed.rate == pytest.approx(1.0 / (1.024 + 0.02 * 0.5), rel=1e-3)
@@ -158,7 +167,7 @@ def test_reading_takes_time_from_writing_on_a_mixed_replica() -> None:
 
 def test_no_deadline_is_met_always_and_an_impossible_one_never() -> None:
     known = classes()
-    found = behaviour(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7)
+    found = model_replica(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7)
     assert single(found, known, Slo(), 1.0).tolist() == [1.0] * len(LOADS)
     assert single(found, known, Slo(ttft_s=0.5), 1.0).max() < 1e-9
 
@@ -170,8 +179,8 @@ DEADLINES = (Slo(ttft_s=3.0), Slo(tpot_s=0.05), Slo(e2e_s=8.0), Slo(ttft_s=2.0, 
 @pytest.mark.parametrize("phase", list(Phase))
 def test_more_load_is_never_better_and_more_replicas_never_worse(slo: Slo, phase: Phase) -> None:
     known = classes()
-    found = behaviour(phase, PlainTimes(request_s=5e-4), known, kv_tokens=60_000)
-    one, four = (single(found, known, slo, 1.0, crowd=(n, n)) for n in (1, 4))
+    found = model_replica(phase, PlainTimes(request_s=5e-4), known, kv_tokens=60_000)
+    one, four = (single(found, known, slo, 1.0, phase_counts=(n, n)) for n in (1, 4))
     assert (np.diff(one) <= 1e-6).all()
     assert (np.diff(four) <= 1e-6).all()
     assert (four >= one - 1e-3)[one > 0.6].all()
@@ -179,7 +188,7 @@ def test_more_load_is_never_better_and_more_replicas_never_worse(slo: Slo, phase
 
 def test_bursts_wait_longer() -> None:
     known = classes()
-    found = behaviour(Phase.PREFILL, PlainTimes(), known, kv_tokens=10**6)
+    found = model_replica(Phase.PREFILL, PlainTimes(), known, kv_tokens=10**6)
     even, bursts = (single(found, known, Slo(ttft_s=4.0), cv) for cv in (1.0, 4.0))
     assert (bursts[1:-1] < even[1:-1]).all()
 
@@ -188,9 +197,9 @@ def test_a_queue_in_a_plain_simulation_is_as_estimated() -> None:
     rng = np.random.default_rng(11)
     prompts = rng.integers(200, 2000, 4000)
     workload = Workload(name="x", prompts=prompts, outputs=np.full(4000, 1), rate=0.6)
-    known = classes_of(workload)
-    found = behaviour(Phase.PREFILL, PlainTimes(), known, kv_tokens=10**6)
-    load = workload.rate / found.read
+    known = classify_lengths(workload)
+    found = model_replica(Phase.PREFILL, PlainTimes(), known, kv_tokens=10**6)
+    load = workload.rate / found.prefill_rate
     arrivals = np.cumsum(rng.exponential(1 / workload.rate, 100_000))
     service = rng.choice(prompts, 100_000) * 1e-3
     work = np.cumsum(service)
@@ -203,14 +212,14 @@ def test_a_queue_in_a_plain_simulation_is_as_estimated() -> None:
 
 def test_replicas_looked_up_together_are_as_alone() -> None:
     known = classes()
-    both = [behaviour(phase, PlainTimes(), known, kv_tokens=10**6) for phase in (Phase.MIXED, Phase.DECODE)]
+    mixed_rate = [model_replica(phase, PlainTimes(), known, kv_tokens=10**6) for phase in (Phase.MIXED, Phase.DECODE)]
 
-    def writing(fleet: Fleet, index: list[int], load: list[float]) -> Writing:
+    def decoding(tables: ReplicaTables, index: list[int], load: list[float]) -> DecodeTimes:
         which, loads = np.array(index), np.array(load)
-        return fleet.writing(which, loads, fleet.at(which, loads), 2)
+        return tables.decoding(which, loads, tables.at(which, loads), 2)
 
-    together = writing(Fleet.of(both, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
-    apart = writing(Fleet.of(both[1:], known, 1.0), [0, 0], [0.3, 1.0])
+    together = decoding(ReplicaTables.of(mixed_rate, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
+    apart = decoding(ReplicaTables.of(mixed_rate[1:], known, 1.0), [0, 0], [0.3, 1.0])
     assert together.tpot_s[[0, 2]].tolist() == apart.tpot_s.tolist()
     assert together.admit_s[2] < inf
 
@@ -218,23 +227,23 @@ def test_replicas_looked_up_together_are_as_alone() -> None:
 @pytest.mark.parametrize("phase", list(Phase))
 def test_many_replicas_at_once_fare_exactly_as_one_after_the_other(phase: Phase) -> None:
     known = classes()
-    found = [behaviour(phase, PlainTimes(request_s=cost), known, kv_tokens=60_000) for cost in (0.0, 5e-4, 2e-3)]
+    found = [model_replica(phase, PlainTimes(request_s=cost), known, kv_tokens=60_000) for cost in (0.0, 5e-4, 2e-3)]
     slo = Slo(ttft_s=2.0, tpot_s=0.1, e2e_s=9.0)
-    together = alone(found, known, slo, 1.0, crowd=(3, 2))
-    assert together.tolist() == [single(one, known, slo, 1.0, crowd=(3, 2)).tolist() for one in found]
+    together = in_time_by_load(found, known, slo, 1.0, phase_counts=(3, 2))
+    assert together.tolist() == [single(one, known, slo, 1.0, phase_counts=(3, 2)).tolist() for one in found]
 
 
 def test_what_is_read_and_written_together_takes_less_than_apart() -> None:
     times = LinearTimes(step=0.05, token=1e-4, request=1e-3)  # the step is taken once for both
-    found = behaviour(Phase.MIXED, times, classes(), kv_tokens=20_000)
-    assert found.both < min(found.read, found.write)
-    assert found.both > 1.03 / (1.0 / found.read + 1.0 / found.write)
+    found = model_replica(Phase.MIXED, times, classes(), kv_tokens=20_000)
+    assert found.mixed_rate < min(found.prefill_rate, found.decode_rate)
+    assert found.mixed_rate > 1.03 / (1.0 / found.prefill_rate + 1.0 / found.decode_rate)
 
 
 def test_few_tokens_see_prompts_or_none_and_many_see_the_average() -> None:
     def paced(output: int) -> float:
         known = classes(output=output)
-        found = behaviour(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7, tpot_s=10.0)
+        found = model_replica(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7, tpot_s=10.0)
         return float(np.interp(0.5, LOADS, single(found, known, Slo(tpot_s=0.45), 1.0)))
 
     # a prompt takes a second: between five tokens one is too much, and the replica reads half of the time
@@ -245,11 +254,11 @@ def test_few_tokens_see_prompts_or_none_and_many_see_the_average() -> None:
 def test_kv_that_shares_its_link_is_later_as_in_a_sample() -> None:
     none, one = np.zeros(1), np.ones((1, 1))
     known = classes(output=11)
-    reading = Reading(0.0 * one, 0.0 * one, none, none)
-    writing = Writing(none + 0.1, 0.1 * one, 0.1 * one, 0.01 * one, none, none)
-    sending = Sending(0.5 * one, none + 0.6, 2.0 * one)
-    fates = Fates(
-        replace(known, output=known.output[:1]), reading, writing, sending, 0.0 * one, none, none
+    prefilling = PrefillTimes(0.0 * one, 0.0 * one, none, none)
+    decoding = DecodeTimes(none + 0.1, 0.1 * one, 0.1 * one, 0.01 * one, none, none)
+    sending = TransferTimes(0.5 * one, none + 0.6, 2.0 * one)
+    fates = RequestTimes(
+        replace(known, output=known.output[:1]), prefilling, decoding, sending, 0.0 * one, none, none
     )  # fmt: skip
     rng = np.random.default_rng(5)
     waited = 0.5 + np.where(rng.random(200_000) < 0.6, rng.exponential(2.0, 200_000), 0.0)
@@ -257,4 +266,4 @@ def test_kv_that_shares_its_link_is_later_as_in_a_sample() -> None:
     assert sending.variance[0, 0] == pytest.approx(waited.var(), rel=0.03)
     tpot = 0.1 + 0.01 * rng.normal(size=200_000) + waited / 10
     for deadline in (0.16, 0.25, 0.5):
-        assert fates.paced_within(deadline)[0, 0] == pytest.approx(float((tpot <= deadline).mean()), abs=0.01)
+        assert fates.pace_within(deadline)[0, 0] == pytest.approx(float((tpot <= deadline).mean()), abs=0.01)

@@ -18,12 +18,17 @@ from p2pserve.coordinator.planning.model.errors import NoPlan
 from p2pserve.coordinator.planning.model.problem import Group, Problem, Slice, Solution
 from p2pserve.coordinator.planning.model.slo import parse_slo
 from p2pserve.coordinator.planning.model.workload import Service, Workload
-from p2pserve.coordinator.planning.upper.judge import Judge, boxes_per_replica
-from p2pserve.coordinator.planning.upper.light import keeping, reschedule, surviving
-from p2pserve.coordinator.planning.upper.moves import neighbour
+from p2pserve.coordinator.planning.upper.light_rescheduling import (
+    find_surviving_groups,
+    keep_loaded_stages,
+    reschedule_lightly,
+)
+from p2pserve.coordinator.planning.upper.moves import random_neighbour
 from p2pserve.coordinator.planning.upper.packing import Packing
+from p2pserve.coordinator.planning.upper.scorer import Scorer, mean_boxes_per_replica
 from p2pserve.coordinator.planning.upper.search import SearchResult, search
-from p2pserve.coordinator.planning.upper.space import Space
+from p2pserve.coordinator.planning.upper.search_space import SearchSpace
+from p2pserve.coordinator.planning.upper.settings import SearchSettings
 
 SMALL = {
     "two kinds": [{"id": "a40", "gpu": "A40", "gpus": 2}, {"id": "ti", "gpu": "RTX 3090 Ti", "gpus": 2}],
@@ -63,24 +68,24 @@ def test_a_small_cluster_is_planned_as_well_as_by_trying_everything(name: str, g
 def test_of_what_is_as_good_that_is_taken_which_stands_the_loss_of_a_box() -> None:
     cluster = small("two kinds", 100.0)
     asked = problem(cluster, "llama-7b", 0.5)  # hardly any work: all solutions are as good
-    space = Space.of(asked, LowerLevel(asked))
-    judge = Judge(space, limit=1000)
+    space = SearchSpace.of(asked, LowerLevel(asked))
+    scorer = Scorer(space, limit=1000)
     spanning: Solution = (Group((Slice(0, 2), Slice(1, 2)), Phase.MIXED),)
     apart: Solution = (Group((Slice(0, 2),), Phase.MIXED), Group((Slice(1, 2),), Phase.MIXED))
-    assert (boxes_per_replica(spanning), boxes_per_replica(apart)) == (2.0, 1.0)
-    lead = judge.objective(spanning) - judge.objective(apart)
-    assert judge.sturdiest(-1.0, abs(lead) + 1e-6) == apart
-    assert judge.sturdiest(-1.0, 0.0) == judge.best
+    assert (mean_boxes_per_replica(spanning), mean_boxes_per_replica(apart)) == (2.0, 1.0)
+    lead = scorer.objective(spanning) - scorer.objective(apart)
+    assert scorer.pick_most_robust(-1.0, abs(lead) + 1e-6) == apart
+    assert scorer.pick_most_robust(-1.0, 0.0) == scorer.best
     assert all(len(group.slices) == 1 for group in found(asked).solution)
 
 
 def test_a_start_by_rates_carries_as_much_as_any_solution_of_its_phases() -> None:
     asked = problem(small("two kinds", 1000.0), "llama-7b", 50.0)
-    space = Space.of(asked, LowerLevel(asked))
+    space = SearchSpace.of(asked, LowerLevel(asked))
     phases = (Phase.PREFILL, Phase.DECODE)
 
     def carried(solution: Solution) -> float:
-        rates = [space.evaluator.rates(group, 2) for group in solution]
+        rates = [space.evaluator.max_rates(group, 2) for group in solution]
         return min(sum(read for read, _ in rates), sum(write for _, write in rates))
 
     start = Packing(space, 2).start(np.random.default_rng(0), phases)
@@ -116,18 +121,18 @@ def test_neighbours_are_solutions() -> None:
     boxes = tuple(replace(box, atomic=number == 1) for number, box in enumerate(cluster.boxes))
     one, other = (problem(replace(cluster, boxes=boxes), model, 2.0) for model in ("llama-13b", "llama-30b"))
     asked = replace(one, services=(*one.services, *other.services), pinned={boxes[0].id: Phase.DECODE})
-    space = Space.of(asked, LowerLevel(asked))
+    space = SearchSpace.of(asked, LowerLevel(asked))
     rng = np.random.default_rng(0)
     here, changed = found(asked).solution, 0
     for _ in range(300):
-        there = neighbour(space, here, rng)
+        there = random_neighbour(space, here, rng)
         if there is None:
             continue
         changed += there != here
         used = Counter[int]()
         for group in there:
             used.update(dict(group.slices))
-            assert space.holds(group.slices, group.service)
+            assert space.can_hold(group.slices, group.service)
             assert group.phase in space.phases_of(group.slices)
         assert all(used[box] <= boxes[box].gpus for box in used)
         assert used[1] in (0, boxes[1].gpus)
@@ -160,13 +165,13 @@ def test_time_that_is_up_ends_the_search_with_a_solution() -> None:
 def test_rescheduling_changes_phases_and_nothing_else() -> None:
     asked = problem(packaged_cluster("thunderserve-cloud-32", Specs.MEASURED), "llama-30b", 3.0)
     before = LowerLevel(asked)
-    running: Solution = search(asked, before, rng=np.random.default_rng(0), limit=60).solution
+    running: Solution = search(asked, before, rng=np.random.default_rng(0), settings=SearchSettings(steps=60)).solution
     ids = [box.id for box in asked.cluster.boxes]
     lost = "a6000-0" if any(ids[part.box] == "a6000-0" for group in running for part in group.slices) else "a40"
     smaller = replace(asked, cluster=asked.cluster.without(frozenset({lost})))
-    left = surviving(running, asked.cluster, smaller.cluster)
-    evaluator = keeping(smaller, left, before)
-    adjusted = reschedule(smaller, evaluator, left)
+    left = find_surviving_groups(running, asked.cluster, smaller.cluster)
+    evaluator = keep_loaded_stages(smaller, left, before)
+    adjusted = reschedule_lightly(smaller, evaluator, left)
     assert adjusted.score.objective >= adjusted.before.objective
     assert [group.slices for group in adjusted.solution] == [group.slices for group in left]
     changed = {group.slices for group, old in zip(adjusted.solution, left, strict=True) if group.phase != old.phase}

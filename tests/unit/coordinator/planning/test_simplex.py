@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from p2pserve.coordinator.planning.lower.simplex import Pieces, maximise
+from p2pserve.coordinator.planning.lower.simplex import Segments, maximise
 
 Array = NDArray[np.float64]
 
-FREE = Pieces((inf,), (0.0,))
+FREE = Segments((inf,), (0.0,))
 """What is left of something, and worth nothing."""
 
 
-def plain(gains: list[float]) -> list[Pieces]:
-    return [Pieces((inf,), (gain,)) for gain in gains]
+def plain(gains: list[float]) -> list[Segments]:
+    return [Segments((inf,), (gain,)) for gain in gains]
 
 
-def solved(rows: list[list[float]], left: list[float], free: list[Pieces], basic: list[Pieces]) -> Array:
+def solved(rows: list[list[float]], left: list[float], free: list[Segments], basic: list[Segments]) -> Array:
     return maximise(np.array(rows, dtype=np.float64), np.array(left, dtype=np.float64), free, basic)
 
 
@@ -32,22 +32,22 @@ def test_the_best_corner() -> None:
 
 def test_a_free_variable_stops_at_its_bound() -> None:
     # 2 x + y where x + y <= 5 and y <= 2: x does not care for what y stops at
-    assert solved([[1, 1]], [5], [*plain([1]), Pieces((2.0,), (2.0,))], [FREE]) == pytest.approx([3.0, 2.0])
+    assert solved([[1, 1]], [5], [*plain([1]), Segments((2.0,), (2.0,))], [FREE]) == pytest.approx([3.0, 2.0])
 
 
 def test_a_basic_variable_stops_at_its_bound() -> None:
     # s = 2 x, which may be 3; and x <= 9
-    assert solved([[-2], [1]], [0, 9], plain([1]), [Pieces((3.0,), (0.0,)), FREE]) == pytest.approx([1.5])
+    assert solved([[-2], [1]], [0, 9], plain([1]), [Segments((3.0,), (0.0,)), FREE]) == pytest.approx([1.5])
 
 
 def test_a_load_goes_as_far_as_it_pays() -> None:
     # a request is worth 1 and loads by 1/2; load costs 1 up to 0.5, then 1.5, then 3: the second piece still pays
-    costly = Pieces((0.5, 0.8, 1.0), (-1.0, -1.5, -3.0))
+    costly = Segments((0.5, 0.8, 1.0), (-1.0, -1.5, -3.0))
     assert solved([[-0.5]], [0], plain([1]), [costly]) == pytest.approx([1.6])
 
 
 def test_what_enters_may_have_pieces_too() -> None:
-    assert solved([[1]], [5], [Pieces((1.0, 2.0, 9.0), (3.0, 1.0, -1.0))], [FREE]) == pytest.approx([2.0])
+    assert solved([[1]], [5], [Segments((1.0, 2.0, 9.0), (3.0, 1.0, -1.0))], [FREE]) == pytest.approx([2.0])
 
 
 def test_what_is_worth_nothing_stays_at_nothing() -> None:
@@ -73,9 +73,9 @@ def test_no_other_solver_finds_more_in_pieces(seed: int, rows: int, columns: int
     """Every variable worth less and less, as variables of their own for the other solver."""
     rng = np.random.default_rng(seed)
 
-    def bent(low: float, high: float) -> Pieces:
+    def bent(low: float, high: float) -> Segments:
         ends = np.cumsum(rng.uniform(0.1, 1.0, pieces))
-        return Pieces(tuple(ends.tolist()), tuple(sorted(rng.uniform(low, high, pieces).tolist(), reverse=True)))
+        return Segments(tuple(ends.tolist()), tuple(sorted(rng.uniform(low, high, pieces).tolist(), reverse=True)))
 
     costs = rng.uniform(-1.0, 0.2, (rows, columns)) * (rng.random((rows, columns)) < 0.7)
     free = [bent(-0.2, 1.0) for _ in range(columns)]
@@ -89,7 +89,7 @@ def test_no_other_solver_finds_more_in_pieces(seed: int, rows: int, columns: int
     equal = np.kron(np.hstack((costs, np.eye(rows))), np.ones(pieces))
     best = linprog(-worth, A_eq=equal, b_eq=np.zeros(rows), bounds=[(0.0, width) for width in widths])
 
-    def value(one: Pieces, level: float) -> float:
+    def value(one: Segments, level: float) -> float:
         steps = np.concatenate(([0.0], np.cumsum(np.diff((0.0, *one.ends)) * np.array(one.worth))))
         return float(np.interp(level, (0.0, *one.ends), steps))
 

@@ -13,10 +13,16 @@ from unittest.mock import Mock, patch
 
 import torch
 
-from p2pserve.kernels import fp8, fp8_reference, kivi4, kivi4_reference, kv4, kv4_reference, soundness
+from p2pserve.kernels import payload as payloads
+from p2pserve.kernels import soundness
 from p2pserve.kernels.codec import decode_into, encode, encode_into
 from p2pserve.kernels.errors import CodecError
-from p2pserve.kernels.format import Fp8Layout, Kivi4Layout, Kv4Layout
+from p2pserve.kernels.fp8.layout import Fp8Layout
+from p2pserve.kernels.fp8.reference import Fp8Sections
+from p2pserve.kernels.kivi4.layout import Kivi4Layout
+from p2pserve.kernels.kivi4.reference import Kivi4Sections
+from p2pserve.kernels.kv4.layout import Kv4Layout
+from p2pserve.kernels.kv4.reference import Kv4Sections
 
 # tokens, heads, head_dim, start
 GEOMETRIES = (
@@ -94,11 +100,11 @@ def corrupted(codec: str, payload: torch.Tensor, like: torch.Tensor, start: int)
     for name, value in places[codec]:
         corrupt = payload.clone()
         if codec == "kv4":
-            part = getattr(kv4_reference.Sections.of(corrupt, Kv4Layout(start, *like.shape), like.dtype), name)
+            part = getattr(Kv4Sections.of(corrupt, Kv4Layout(start, *like.shape), like.dtype), name)
         elif codec == "fp8":
-            part = getattr(fp8_reference.Sections.of(corrupt, Fp8Layout(start, *like.shape), like.dtype), name)
+            part = getattr(Fp8Sections.of(corrupt, Fp8Layout(start, *like.shape), like.dtype), name)
         else:
-            part = getattr(kivi4_reference.Sections.of(corrupt, Kivi4Layout(start, *like.shape), like.dtype), name)
+            part = getattr(Kivi4Sections.of(corrupt, Kivi4Layout(start, *like.shape), like.dtype), name)
         part.view(-1)[-1] = value
         yield corrupt
 
@@ -125,9 +131,7 @@ def triton_on(device: str) -> Iterator[None]:
         yield
         return
     with (
-        patch.object(kv4, "has_triton", lambda _: True),
-        patch.object(fp8, "has_triton", lambda _: True),
-        patch.object(kivi4, "has_triton", lambda _: True),
+        patch.object(payloads, "has_triton", lambda _: True),
         patch.object(soundness, "record_moment", Mock()),
     ):
         yield

@@ -19,9 +19,10 @@ from p2pserve.node.box.fitting import (
     step_tokens_on,
 )
 from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.engine.protocol import BatchLimits
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import EngineKnobs, Offer, describe_length, engine_config, share_of
+from p2pserve.node.replica.hosting import EngineSettings, describe_length, engine_config, share_of
 
 GIB = 1 << 30
 
@@ -111,7 +112,7 @@ TABLE = [
 )
 def test_layers_and_lengths_that_fit(name: str, gib: int, tp: int, layers: int, longest: int | None) -> None:
     model = known_model(name)
-    share = share_of(model, box_with(tp, gib), EngineKnobs(tp=tp))
+    share = share_of(model, box_with(tp, gib), EngineSettings(tp=tp))
     assert (share.layers, share.limits.max_model_len) == (layers, longest)
     assert share.kv_cache_mib is None  # what the engine finds free
     if layers < model.layers:
@@ -129,7 +130,7 @@ def test_a_length_that_the_owner_wants_fits_or_makes_the_box_a_stage() -> None:
     model, box = known_model("Llama-3.1-8B"), box_with(1, 24)
     # (19.55 - 0.98) / (0.406 + 0.25) = 28.3 layers for 65,536 tokens, and half of a gibibyte for twice as many
     for wanted, layers in ((4096, 32), (36_864, 32), (65_536, 28), (131_072, 20), (1 << 20, 20)):
-        share = share_of(model, box, EngineKnobs(max_model_len=wanted))
+        share = share_of(model, box, EngineSettings(max_model_len=wanted))
         assert (share.layers, share.limits.max_model_len) == (layers, wanted)
 
 
@@ -137,7 +138,7 @@ def test_a_box_with_room_for_too_little_is_a_stage() -> None:
     model = known_model("Llama-3.1-8B")
     lengths = []
     for tenth in range(180, 241):  # of a gibibyte
-        share = share_of(model, box_of(1, "unknown", tenth / 10), EngineKnobs())
+        share = share_of(model, box_of(1, "unknown", tenth / 10), EngineSettings())
         alone = share.layers == model.layers
         lengths.append((share.limits.max_model_len or model.max_model_len) if alone else 0)
     assert sorted(set(lengths)) == list(range(0, 36_864 + 1, LEAST_MODEL_LEN))
@@ -146,11 +147,11 @@ def test_a_box_with_room_for_too_little_is_a_stage() -> None:
 
 def test_an_owner_who_gives_less_memory_is_given_a_cache_of_that_size() -> None:
     model, box = known_model("Llama-3.1-8B"), box_with(1, 48)
-    share = share_of(model, box, EngineKnobs(memory_gib=18.0))
+    share = share_of(model, box, EngineSettings(memory_gib=18.0))
     assert share.kv_cache_mib == int((18.0 - 14.957) * 1024)
     assert share.limits.max_model_len == 24_576  # 3,115 MiB are 24,920 tokens
-    assert share_of(model, box, EngineKnobs(kv_cache_mib=1040)).limits.max_model_len == 8192  # and a block
-    assert share_of(model, box, EngineKnobs(kv_cache_mib=1039)).limits.max_model_len == 6144
+    assert share_of(model, box, EngineSettings(kv_cache_mib=1040)).limits.max_model_len == 8192  # and a block
+    assert share_of(model, box, EngineSettings(kv_cache_mib=1039)).limits.max_model_len == 6144
 
 
 def test_layers_that_look_back_through_a_window_need_less() -> None:
@@ -171,23 +172,23 @@ def test_layers_that_look_back_through_a_window_need_less() -> None:
 def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
     model, box = known_model("Llama-3.1-8B"), box_with(1, 24)
 
-    def offer(hardware: Hardware, knobs: EngineKnobs) -> Offer:
+    def offer(hardware: Hardware, knobs: EngineSettings) -> ServedModel:
         found: Any = type("Found", (), {"info": model, "folder": "/model"})()
-        return Offer(found, None, share_of(model, hardware, knobs))  # type: ignore[arg-type]
+        return ServedModel(model=found, text=None, share=share_of(model, hardware, knobs))  # type: ignore[arg-type]
 
-    def started(hardware: Hardware, knobs: EngineKnobs) -> tuple[int | None, bool, str | None]:
+    def started(hardware: Hardware, knobs: EngineSettings) -> tuple[int | None, bool, str | None]:
         made = offer(hardware, knobs)
         config = engine_config(made, hardware, knobs, log=None)  # type: ignore[arg-type]
         return config.max_model_len, config.shorten_to_fit, describe_length(made, knobs)
 
     said = "Llama-3.1-8B: 36,864 of 131,072 tokens fit on this box; --max-model-len says otherwise"
-    assert started(box, EngineKnobs()) == (36_864, True, said)
-    assert started(box_with(1, 80), EngineKnobs()) == (None, True, None)
-    assert started(box, EngineKnobs(max_model_len=4096)) == (4096, False, None)
+    assert started(box, EngineSettings()) == (36_864, True, said)
+    assert started(box_with(1, 80), EngineSettings()) == (None, True, None)
+    assert started(box, EngineSettings(max_model_len=4096)) == (4096, False, None)
     cpu = replace_gpus(box)
-    assert started(cpu, EngineKnobs(max_model_len=2048)) == (2048, False, None)
-    assert started(cpu, EngineKnobs(kv_cache_mib=64 * 1024)) == (None, False, None)  # 256 KiB a token in float32
-    assert started(cpu, EngineKnobs(kv_cache_mib=1056))[:2] == (4096, True)
+    assert started(cpu, EngineSettings(max_model_len=2048)) == (2048, False, None)
+    assert started(cpu, EngineSettings(kv_cache_mib=64 * 1024)) == (None, False, None)  # 256 KiB a token in float32
+    assert started(cpu, EngineSettings(kv_cache_mib=1056))[:2] == (4096, True)
 
 
 def replace_gpus(box: Hardware) -> Hardware:
@@ -223,7 +224,7 @@ def test_without_a_gpu_steps_and_requests_are_as_they_were() -> None:
         weights=WeightSizes(layers=(1000, 1000), embeddings=1000, head=0, float_bytes=2),
     )
     cpu = Hardware(cores=4, memory_gib=64.0, processor="x")
-    assert share_of(model, cpu, EngineKnobs()).limits == BatchLimits(
+    assert share_of(model, cpu, EngineSettings()).limits == BatchLimits(
         max_model_len=None, max_batched_tokens=512, max_requests=64
     )
 
@@ -237,8 +238,8 @@ def test_as_many_requests_at_once_as_kv_is_there_for(kv_tokens: int, requests: i
 
 def test_what_the_owner_says_counts() -> None:
     model, box = known_model("Llama-3.1-8B"), box_with(1, 80)
-    assert share_of(model, box, EngineKnobs()).limits.max_requests == 256
-    knobs = EngineKnobs(max_requests=1000, max_batched_tokens=3000)
+    assert share_of(model, box, EngineSettings()).limits.max_requests == 256
+    knobs = EngineSettings(max_requests=1000, max_batched_tokens=3000)
     assert share_of(model, box, knobs).limits == BatchLimits(
         max_model_len=None, max_batched_tokens=3000, max_requests=1000
     )

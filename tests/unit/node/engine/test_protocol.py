@@ -13,7 +13,7 @@ from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.link.permits import Permit
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.protocol import EngineProtocolError, Message, Unframer
+from p2pserve.node.engine.protocol import EngineMessage, EngineProtocolError, Unframer
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
 TRANSFER = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="kv4", deadline_s=30.0)
@@ -30,9 +30,9 @@ PATHS = (
     DialPath("192.0.2.1", 4000, streams=8),
     DialPath("relay.example", 1, label="p2", streams=64, relay=PERMIT, congestion="bbr", pace_bytes_s=10),
 )
-PART = protocol.Slice(first_layer=4, last_layer=8, first_head=0, last_head=1)
+PART = protocol.KvSlice(first_layer=4, last_layer=8, first_head=0, last_head=1)
 OUTLET = protocol.Outlet(
-    rank=protocol.Rank(stage=1, tp=2),
+    rank=protocol.WorkerRank(stage=1, tp=2),
     slice=PART,
     ticket=TRANSFER,
     link=LINK,
@@ -44,29 +44,29 @@ OUTLET = protocol.Outlet(
 INLET = protocol.Inlet(slice=PART, ticket=TRANSFER, link=LINK)
 OTHER_LINK = LinkTicket(link=b"o" * 16, secret=b"s" * 32, lease_s=600.0)
 OTHER_INLET = protocol.Inlet(
-    rank=protocol.Rank(tp=1),
-    slice=protocol.Slice(first_layer=4, last_layer=8, first_head=1, last_head=2),
+    rank=protocol.WorkerRank(tp=1),
+    slice=protocol.KvSlice(first_layer=4, last_layer=8, first_head=1, last_head=2),
     ticket=TransferTicket(transfer=b"t" * 16, link=OTHER_LINK.link, codec="kv4", deadline_s=30.0),
     link=OTHER_LINK,
 )
 SAMPLING = protocol.Sampling(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=11, ignore_eos=True)
 STATS = protocol.EngineStats(running=1, waiting=2, kv_usage=0.25, kv_free_tokens=4096)
-TO_ENGINE: list[Message] = [
+TO_ENGINE: list[EngineMessage] = [
     protocol.Submit(request="a", prompt=(1, 2, 3), sampling=SAMPLING, deadline_s=1.5, send=(OUTLET,)),
     protocol.Submit(
         request="b", prompt=(0,), sampling=SAMPLING, deadline_s=9, receive=(INLET, OTHER_INLET), receive_tokens=1
     ),
     protocol.Cancel(request="a"),
     protocol.AbortTransfer(transfer=b"t" * 16, reason="no route"),
-    protocol.SetPaths(link=LINK.link, paths=PATHS),
-    protocol.SetPaths(link=LINK.link, paths=()),
+    protocol.SetLinkPaths(link=LINK.link, paths=PATHS),
+    protocol.SetLinkPaths(link=LINK.link, paths=()),
     protocol.CloseLink(link=LINK.link, reason="gone"),
     protocol.Stop(),
     protocol.LimitSteps(tokens=384),
-    protocol.FirstToken(request="b", token=5),
+    protocol.SetFirstToken(request="b", token=5),
 ]
-FROM_ENGINE: list[Message] = [
-    protocol.Ready(
+FROM_ENGINE: list[EngineMessage] = [
+    protocol.EngineReady(
         pid=1,
         engine="vllm 0.32.0",
         device="cpu",
@@ -111,7 +111,7 @@ FROM_ENGINE: list[Message] = [
     ),
     protocol.EngineFailed(reason="a stage is gone"),
 ]
-PACKETS: list[Message] = [
+PACKETS: list[EngineMessage] = [
     protocol.Spawn(engine=3, config=protocol.EngineConfig(model="/models/a", kv_cache_mib=64, log_file="engine.log")),
     protocol.Preloaded(pid=9, version="0.32.0", seconds=4.5),
     protocol.PreloadFailed(reason="no module"),
@@ -125,11 +125,11 @@ DECODERS: dict[str, msgspec.msgpack.Decoder[protocol.ToEngine] | msgspec.msgpack
 
 def test_every_message_of_the_protocol_is_in_these_lists() -> None:
     listed = {type(message) for message in (*TO_ENGINE, *FROM_ENGINE, *PACKETS)}
-    assert listed == {kind for kind in Message.__subclasses__() if kind.__module__ == protocol.__name__}
+    assert listed == {kind for kind in EngineMessage.__subclasses__() if kind.__module__ == protocol.__name__}
 
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
-def test_messages_to_an_engine_arrive_unchanged(message: Message) -> None:
+def test_messages_to_an_engine_arrive_unchanged(message: EngineMessage) -> None:
     (body,) = Unframer().feed(protocol.frame(message))
     assert protocol.to_engine.decode(body) == message
     with pytest.raises(msgspec.ValidationError):
@@ -137,7 +137,7 @@ def test_messages_to_an_engine_arrive_unchanged(message: Message) -> None:
 
 
 @pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
-def test_messages_of_an_engine_arrive_unchanged(message: Message) -> None:
+def test_messages_of_an_engine_arrive_unchanged(message: EngineMessage) -> None:
     (body,) = Unframer().feed(protocol.frame(message))
     assert protocol.from_engine.decode(body) == message
     with pytest.raises(msgspec.ValidationError):
@@ -145,13 +145,13 @@ def test_messages_of_an_engine_arrive_unchanged(message: Message) -> None:
 
 
 @pytest.mark.parametrize("message", PACKETS, ids=lambda message: type(message).__name__)
-def test_packets_of_the_fork_server_arrive_unchanged(message: Message) -> None:
+def test_packets_of_the_fork_server_arrive_unchanged(message: EngineMessage) -> None:
     decoder = protocol.spawn if isinstance(message, protocol.Spawn) else protocol.fork_server_event
     assert decoder.decode(protocol.pack(message)) == message
 
 
 @pytest.mark.parametrize("message", [*TO_ENGINE, *FROM_ENGINE], ids=lambda message: type(message).__name__)
-def test_an_unknown_field_is_refused(message: Message) -> None:
+def test_an_unknown_field_is_refused(message: EngineMessage) -> None:
     fields = msgspec.msgpack.decode(protocol.pack(message))
     body = msgspec.msgpack.encode({**fields, "extra": 1})
     for decoder in DECODERS.values():
@@ -167,7 +167,7 @@ def test_garbage_is_refused_or_is_a_message(name: str, body: bytes) -> None:
         found = DECODERS[name].decode(body)
     except msgspec.MsgspecError:
         return
-    assert isinstance(found, Message)
+    assert isinstance(found, EngineMessage)
 
 
 def with_(value: msgspec.Struct, **changes: object) -> dict[str, object]:
@@ -217,7 +217,7 @@ def other_transfer() -> dict[str, object]:
         (FROM_ENGINE[4], "waiting_bytes", 1 << 62),
     ],
 )
-def test_a_figure_that_cannot_be_is_refused(message: Message, field: str, bad: object) -> None:
+def test_a_figure_that_cannot_be_is_refused(message: EngineMessage, field: str, bad: object) -> None:
     fields = msgspec.msgpack.decode(protocol.pack(message))
     if field == "stats":
         bad = dict(zip(("running", "waiting", "kv_usage", "kv_free_tokens"), bad, strict=True))  # type: ignore[call-overload]
@@ -252,7 +252,7 @@ def test_no_secret_is_shown() -> None:
 
 
 @pytest.mark.parametrize("message", [*TO_ENGINE, *FROM_ENGINE], ids=lambda message: type(message).__name__)
-def test_a_damaged_message_is_refused_or_is_a_message(message: Message) -> None:
+def test_a_damaged_message_is_refused_or_is_a_message(message: EngineMessage) -> None:
     """The other process is ours, but it may have gone wrong."""
     rng = random.Random(1)
     whole = protocol.pack(message)
@@ -265,7 +265,7 @@ def test_a_damaged_message_is_refused_or_is_a_message(message: Message) -> None:
                 found = decoder.decode(bytes(damaged[: rng.choice((len(damaged), rng.randrange(len(damaged))))]))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
-            assert isinstance(found, Message)
+            assert isinstance(found, EngineMessage)
 
 
 def test_frames_may_be_split_at_every_byte() -> None:

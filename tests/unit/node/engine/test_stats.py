@@ -12,8 +12,8 @@ import pytest
 
 from p2pserve.coordinator.profile import StepSample
 from p2pserve.node.engine.protocol import Iterations
-from p2pserve.node.engine.stats import INTERVAL_S, SAMPLES_KEPT, StepMeter, Tally, Thinned, sample_of
-from p2pserve.node.engine.transfers.patience import Patience
+from p2pserve.node.engine.stats import INTERVAL_S, SAMPLES_KEPT, SpreadSample, StepMeter, StepTotals, describe_step
+from p2pserve.node.engine.transfers.wait_limits import WaitLimits
 
 
 def decode(seconds: float = 0.002, requests: int = 32, context: int = 3200) -> StepSample:
@@ -32,14 +32,14 @@ def decode(seconds: float = 0.002, requests: int = 32, context: int = 3200) -> S
     ],
 )
 def test_what_is_kept_is_spread_evenly(count: int, kept: tuple[int, ...]) -> None:
-    thinned: Thinned[int] = Thinned(4)
+    thinned: SpreadSample[int] = SpreadSample(4)
     for value in range(count):
         thinned.add(value)
     assert thinned.kept == kept
 
 
 def test_steps_are_summed_up_and_told_ten_times_a_second() -> None:
-    tally = Tally()
+    tally = StepTotals()
     assert tally.take(5.0, at_once=True) is None
     for _ in range(50):
         tally.add(decode(), preempted=0)
@@ -83,7 +83,7 @@ def test_a_step_is_told_by_what_it_costs() -> None:
     step = scheduled(
         new={"prompt": (0, 100), "handed over": (255, 1)}, cached={"chunk": (512, 64), "a": (40, 1), "b": (50, 1)}
     )
-    assert sample_of(step, 0.5) == StepSample(0.5, 2, 164, 3, 345)
+    assert describe_step(step, 0.5) == StepSample(0.5, 2, 164, 3, 345)
 
 
 class FakeScheduler:
@@ -143,14 +143,14 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.now = 10.0
-        self.patience = Patience()
+        self.limits = WaitLimits()
         self._next = scheduled({}, {})
         self._free_at = 0.0
         self._queue: deque[tuple[Any, float]] = deque()
         self.meter = StepMeter(self, lambda: self.now, self._learn, concurrent=False)
 
     def _learn(self, step: StepSample) -> None:
-        self.patience.on_prefill(step.prefill_tokens, step.seconds)
+        self.limits.on_prefill(step.prefill_tokens, step.seconds)
 
     def schedule(self) -> Any:
         self.now += HOST_S
@@ -227,10 +227,10 @@ def test_waiting_for_kv_belongs_to_no_step() -> None:
     assert device.run([decode, decode, nothing]) == pytest.approx([HOST_S + DECODE_S, DECODE_S])
 
 
-def test_patience_learns_how_long_prefills_take_and_not_how_long_their_launch() -> None:
+def test_wait_limits_learn_how_long_prefills_take_and_not_how_long_their_launch() -> None:
     device = FakeDevice()
     device.run([(chunk(128 * number), CHUNK_S) for number in range(50)])
-    assert f"{1 / (CHUNK_S / 128):.0f} tokens/s" in repr(device.patience)
+    assert f"{1 / (CHUNK_S / 128):.0f} tokens/s" in repr(device.limits)
 
 
 def test_a_step_that_computes_nothing_is_none() -> None:

@@ -13,7 +13,7 @@ from p2pserve.node.box.fitting import CPU_KV_CACHE_MIB, Room, default_tp, layers
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import EngineKnobs, share_of, step_limit
+from p2pserve.node.replica.hosting import EngineSettings, share_of, step_limit
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 
@@ -142,7 +142,7 @@ TWENTY = model(*[1000] * 20)  # 20 GB, nearly
 
 def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> None:
     def taken(sizes: ModelInfo, hardware: Hardware, **knobs: Any) -> tuple[int, int]:
-        share = share_of(sizes, hardware, EngineKnobs(**knobs))
+        share = share_of(sizes, hardware, EngineSettings(**knobs))
         return share.layers, share.tp
 
     assert taken(TWENTY, box(24.0), max_model_len=16) == (20, 1)
@@ -157,15 +157,19 @@ def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> No
 @pytest.mark.parametrize(
     ("hardware", "knobs", "said"),
     [
-        (box(24.0, 24.0, 24.0), EngineKnobs(tp=3), "cannot share the 4 heads and 4 KV heads"),
-        (box(24.0), EngineKnobs(tp=2), "more than the 1 GPUs"),
-        (box(2.0), EngineKnobs(), "not one of its 20 layers"),
-        (box(), EngineKnobs(memory_gib=0.1), "not one of its 20 layers"),
-        (box(24.0), EngineKnobs(max_requests=300, max_batched_tokens=256), "max-requests: 300 are more than the 256"),
-        (box(), EngineKnobs(max_requests=513), "max-requests: 513 are more than the 512"),
+        (box(24.0, 24.0, 24.0), EngineSettings(tp=3), "cannot share the 4 heads and 4 KV heads"),
+        (box(24.0), EngineSettings(tp=2), "more than the 1 GPUs"),
+        (box(2.0), EngineSettings(), "not one of its 20 layers"),
+        (box(), EngineSettings(memory_gib=0.1), "not one of its 20 layers"),
+        (
+            box(24.0),
+            EngineSettings(max_requests=300, max_batched_tokens=256),
+            "max-requests: 300 are more than the 256",
+        ),
+        (box(), EngineSettings(max_requests=513), "max-requests: 513 are more than the 512"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(hardware: Hardware, knobs: EngineKnobs, said: str) -> None:
+def test_what_cannot_be_is_said_before_anything_starts(hardware: Hardware, knobs: EngineSettings, said: str) -> None:
     with pytest.raises(NodeError, match=said) as caught:
         share_of(TWENTY, hardware, knobs)
     assert "\n" not in str(caught.value)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.kvtransport.wire.tickets import TransferTicket
-from p2pserve.node.engine.protocol import Rank, Slice
-from p2pserve.node.messages import Part, Piece
-from p2pserve.node.replica.place import Place, PlaceError, check_sends, pieces_between, place_in
+from p2pserve.node.engine.protocol import KvSlice, WorkerRank
+from p2pserve.node.messages import RankSlice, TicketedSlice
+from p2pserve.node.replica.place import Place, PlaceError, check_sends, place_in, slices_between
 
 
 def stages(name: str, *layers: int, tp: int = 1) -> tuple[Stage, ...]:
@@ -27,25 +27,27 @@ def unequal(name: str, layers: tuple[int, ...], widths: tuple[int, ...]) -> tupl
     )
 
 
-def parts(pieces: tuple[Piece, ...], transfer: bytes = b"t" * 16) -> tuple[Part, ...]:
-    return tuple(Part(piece=each, ticket=TransferTicket(transfer, b"l" * 16, "raw", 1.0)) for each in pieces)
+def parts(pieces: tuple[RankSlice, ...], transfer: bytes = b"t" * 16) -> tuple[TicketedSlice, ...]:
+    return tuple(
+        TicketedSlice(rank_slice=each, ticket=TransferTicket(transfer, b"l" * 16, "raw", 1.0)) for each in pieces
+    )
 
 
 def test_one_box_sends_everything_to_one_box() -> None:
-    (piece,) = pieces_between(stages("p", 4), stages("d", 4), layers=4, kv_heads=2)
-    whole = Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)
-    assert piece == Piece(source_peer="p0", source=Rank(), target_peer="d0", target=Rank(), slice=whole)
+    (piece,) = slices_between(stages("p", 4), stages("d", 4), layers=4, kv_heads=2)
+    whole = KvSlice(first_layer=0, last_layer=4, first_head=0, last_head=2)
+    assert piece == RankSlice(source_peer="p0", source=WorkerRank(), target_peer="d0", target=WorkerRank(), slice=whole)
 
 
 def test_stages_send_straight_to_the_stages_that_need_it() -> None:
-    found = pieces_between(stages("p", 1, 3), stages("d", 2, 2), layers=4, kv_heads=2)
+    found = slices_between(stages("p", 1, 3), stages("d", 2, 2), layers=4, kv_heads=2)
     ways = [(each.source_peer, each.target_peer, each.slice.first_layer, each.slice.last_layer) for each in found]
     assert ways == [("p0", "d0", 0, 1), ("p1", "d0", 1, 2), ("p1", "d1", 2, 4)]
     assert [(each.source.stage, each.target.stage) for each in found] == [(0, 0), (1, 0), (1, 1)]
 
 
 def test_workers_of_one_box_have_their_own_heads() -> None:
-    found = pieces_between(stages("p", 4), stages("d", 4, tp=2), layers=4, kv_heads=2)
+    found = slices_between(stages("p", 4), stages("d", 4, tp=2), layers=4, kv_heads=2)
     assert [(each.target.tp, each.slice.first_head, each.slice.last_head) for each in found] == [(0, 0, 1), (1, 1, 2)]
 
 
@@ -61,7 +63,7 @@ def test_every_layer_and_head_comes_to_each_of_its_holders_once_and_from_one_tha
         return tuple(data.draw(st.sampled_from([1, 2, 4, 8])) for _ in layers)
 
     prefill, decode = unequal("p", left, widths(left)), unequal("d", right, widths(right))
-    found = pieces_between(prefill, decode, layers=6, kv_heads=4)
+    found = slices_between(prefill, decode, layers=6, kv_heads=4)
     copies = [
         (each.target_peer, each.target, layer, head)
         for each in found
@@ -87,24 +89,24 @@ def test_every_layer_and_head_comes_to_each_of_its_holders_once_and_from_one_tha
 def test_stages_that_hold_no_such_model_are_refused(wrong: tuple[Stage, ...], said: str) -> None:
     for prefill, decode in ((wrong, stages("d", 4)), (stages("p", 4), wrong)):
         with pytest.raises(PlaceError, match=said):
-            pieces_between(prefill, decode, layers=4, kv_heads=2)
+            slices_between(prefill, decode, layers=4, kv_heads=2)
 
 
-def forged(piece: Piece, **changes: object) -> Piece:
+def forged(piece: RankSlice, **changes: object) -> RankSlice:
     return msgspec.structs.replace(piece, **changes)
 
 
 def test_what_is_wanted_must_be_here() -> None:
     place = Place(stages("p", 2, 2), 0)
-    good = pieces_between(place.stages, stages("d", 4), layers=4, kv_heads=2)
+    good = slices_between(place.stages, stages("d", 4), layers=4, kv_heads=2)
     check_sends(parts(good), place, kv_heads=2)
     wrong = [
         (forged(good[0], target_peer="p1"), "another replica"),
         (forged(good[0], source_peer="p1"), "no worker"),
-        (forged(good[0], source=Rank(stage=2)), "no worker"),
-        (forged(good[0], source=Rank(tp=1)), "no worker"),
+        (forged(good[0], source=WorkerRank(stage=2)), "no worker"),
+        (forged(good[0], source=WorkerRank(tp=1)), "no worker"),
         (forged(good[0], slice=good[1].slice), "does not hold"),
-        (forged(good[0], slice=Slice(first_layer=0, last_layer=2, first_head=1, last_head=3)), "does not hold"),
+        (forged(good[0], slice=KvSlice(first_layer=0, last_layer=2, first_head=1, last_head=3)), "does not hold"),
     ]
     for bad, said in wrong:
         with pytest.raises(PlaceError, match=said):

@@ -22,7 +22,7 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.links.kv_ways import MAX_TRANSFER_S, KvWays
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.engine_link import EngineLink, EngineLost
-from p2pserve.node.replica.hand_off import HandOffs
+from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
 from p2pserve.node.testing import MemoryExchange
@@ -33,7 +33,7 @@ LINK = issue_link(600.0, random.Random(99).randbytes)
 SERVICE = "tiny-1234"
 SAMPLING = protocol.Sampling(max_tokens=5)
 STATS = protocol.EngineStats(1, 0, 0.5, 100)
-READY = protocol.Ready(
+READY = protocol.EngineReady(
     pid=1,
     engine="scripted",
     device="cpu",
@@ -58,8 +58,8 @@ MODEL = ModelInfo(
     max_model_len=512,
     weights=WeightSizes(layers=(1000,) * 4, embeddings=500, head=500),
 )
-WHOLE = protocol.Slice(first_layer=0, last_layer=4, first_head=0, last_head=2)
-RANK = protocol.Rank()
+WHOLE = protocol.KvSlice(first_layer=0, last_layer=4, first_head=0, last_head=2)
+RANK = protocol.WorkerRank()
 PATHS = (DialPath("192.0.2.7", 4321, streams=2),)
 
 T = TypeVar("T")
@@ -74,10 +74,10 @@ def ticket_of(seed: int = 0) -> TransferTicket:
     return issue_transfer(LINK.link, "raw", 30.0, random.Random(seed).randbytes)
 
 
-def part_of(seed: int = 0, target: str = D) -> messages.Part:
+def part_of(seed: int = 0, target: str = D) -> messages.TicketedSlice:
     """All of a prompt's KV, from this box to another."""
-    piece = messages.Piece(source_peer=OWN, source=RANK, target_peer=target, target=RANK, slice=WHOLE)
-    return messages.Part(piece=piece, ticket=ticket_of(seed))
+    piece = messages.RankSlice(source_peer=OWN, source=RANK, target_peer=target, target=RANK, slice=WHOLE)
+    return messages.TicketedSlice(rank_slice=piece, ticket=ticket_of(seed))
 
 
 def outlet_of(seed: int = 0) -> protocol.Outlet:
@@ -102,19 +102,21 @@ class ScriptedWays:
     def __init__(self) -> None:
         self.faults: list[BaseException] = []
         self.during: Callable[[], None] = lambda: None
-        self.asked: list[tuple[messages.Part, str, int]] = []
+        self.asked: list[tuple[messages.TicketedSlice, str, int]] = []
         self.lost: list[PeerId] = []
         self.links: dict[PeerId, LinkTicket] = {}
         self.link_reports: list[protocol.LinkReport] = []
         self.transfers: list[tuple[PeerId, protocol.TransferReport]] = []
         self.engines: list[str] = []
 
-    async def outlet(self, part: messages.Part, service: str, tokens: int) -> protocol.Outlet:
+    async def outlet(self, part: messages.TicketedSlice, service: str, tokens: int) -> protocol.Outlet:
         self.asked.append((part, service, tokens))
         self.during()
         if self.faults:
             raise self.faults.pop(0)
-        return protocol.Outlet(slice=part.piece.slice, ticket=part.ticket, link=LINK, paths=PATHS, gbps=1.0, rtt_s=0.01)
+        return protocol.Outlet(
+            slice=part.rank_slice.slice, ticket=part.ticket, link=LINK, paths=PATHS, gbps=1.0, rtt_s=0.01
+        )
 
     def engine_ready(self, dtype: str) -> None:
         self.engines.append(dtype)
@@ -146,8 +148,8 @@ class World:
         for peer in (A, B):
             self.exchange.join(peer)
         self.ways = ScriptedWays()
-        self.hand_offs = HandOffs(model=MODEL, ways=cast(KvWays, self.ways), messenger=messenger)
-        self.worker = Worker(service=SERVICE, hand_offs=self.hand_offs, messenger=messenger)
+        self.transfers = KvTransfers(model=MODEL, ways=cast(KvWays, self.ways), messenger=messenger)
+        self.worker = Worker(service=SERVICE, transfers=self.transfers, messenger=messenger)
         self.engine = EngineLink(trio.socket.from_stdlib_socket(ours), self.sockets, self.worker.on_engine_message)
         self.engine.ready = READY
         self.use()
@@ -163,7 +165,7 @@ class World:
         self.engine_messages.close()
         self.engine_sockets.close()
 
-    def asked(self) -> list[protocol.Message]:
+    def asked(self) -> list[protocol.EngineMessage]:
         """What the engine has been sent since the last call."""
         found = []
         while True:
@@ -196,7 +198,7 @@ class World:
             "service": SERVICE,
             "prompt": (1, 2, 3),
             "deadline_s": 60.0,
-            "parts": (part_of(seed),),
+            "slices": (part_of(seed),),
         }
         body = messages.PrefillOpen(**{**fields, **changes})
         return run(self.worker.open_prefill(gateway, Role.WORKER, body))
@@ -207,7 +209,7 @@ class World:
     def link(self, peer: PeerId, service: str = SERVICE) -> LinkTicket:
         """What a node is answered that wants to push KV here."""
         body = messages.LinkOpen(service=service)
-        return run(self.hand_offs.open_link(peer, Role.WORKER, body)).link
+        return run(self.transfers.open_link(peer, Role.WORKER, body)).link
 
     def report(self, transfer: bytes, reason: str = "") -> None:
         self.worker.on_engine_message(
@@ -265,9 +267,9 @@ def test_every_engine_of_the_replica_hears_how_much_a_step_may_compute(world: Wo
 
 
 def test_a_decode_request_gets_a_ticket_for_the_link_of_its_prefill_node(world: World) -> None:
-    (part,) = world.decode(deadline_s=60.0, codec="kv4").parts
+    (part,) = world.decode(deadline_s=60.0, codec="kv4").slices
     assert (part.ticket.codec, part.ticket.deadline_s) == ("kv4", 30.0)
-    assert part.piece == messages.Piece(source_peer=P, source=RANK, target_peer=OWN, target=RANK, slice=WHOLE)
+    assert part.rank_slice == messages.RankSlice(source_peer=P, source=RANK, target_peer=OWN, target=RANK, slice=WHOLE)
     link = world.link(P)
     expected = protocol.Submit(
         request="decode:r",
@@ -282,7 +284,7 @@ def test_a_decode_request_gets_a_ticket_for_the_link_of_its_prefill_node(world: 
 
 
 def ticket(opened: messages.DecodeOpened) -> TransferTicket:
-    (part,) = opened.parts
+    (part,) = opened.slices
     return part.ticket
 
 
@@ -325,7 +327,7 @@ def test_kv_is_not_awaited_for_hours(world: World) -> None:
 
 @pytest.mark.parametrize("changes", [{"receive_tokens": 0}, {"prefill": ()}, {"receive_tokens": 0, "prefill": ()}])
 def test_a_request_of_one_box_needs_no_ticket(world: World, changes: dict[str, Any]) -> None:
-    assert world.decode(**changes).parts == ()
+    assert world.decode(**changes).slices == ()
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
     assert (submit.receive, submit.send, submit.receive_tokens) == ((), (), 0)
@@ -397,7 +399,7 @@ def test_a_bug_on_the_way_to_an_outlet_leaves_nothing_behind(world: World) -> No
 
 
 def test_kv_for_this_very_node_is_the_askers_fault(world: World) -> None:
-    assert refusal(world, "prefill", parts=(part_of(target=OWN),)) == "invalid"
+    assert refusal(world, "prefill", slices=(part_of(target=OWN),)) == "invalid"
     assert world.ways.asked == []
     assert world.worker.idle
 
@@ -473,9 +475,9 @@ def test_an_engine_that_has_just_died_gets_nothing(world: World, kind: str) -> N
 def test_a_node_whose_engine_never_started_refuses() -> None:
     ways = cast(KvWays, ScriptedWays())
     messenger = MemoryExchange().join(OWN)
-    hand_offs = HandOffs(model=MODEL, ways=ways, messenger=messenger)
-    worker = Worker(service=SERVICE, hand_offs=hand_offs, messenger=messenger)
-    body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, parts=(part_of(),))
+    transfers = KvTransfers(model=MODEL, ways=ways, messenger=messenger)
+    worker = Worker(service=SERVICE, transfers=transfers, messenger=messenger)
+    body = messages.PrefillOpen(request="r", service=SERVICE, prompt=(1,), deadline_s=1.0, slices=(part_of(),))
     with pytest.raises(RemoteError) as caught:
         run(worker.open_prefill(A, Role.WORKER, body))
     assert caught.value.code == "no-engine"
@@ -654,7 +656,7 @@ def test_the_first_token_is_passed_on_by_its_gateway_only(world: World) -> None:
     world.worker.first_token(A, Role.WORKER, messages.FirstToken(request="unknown", token=5))
     assert world.asked() == []
     world.worker.first_token(A, Role.WORKER, body)
-    assert world.asked() == [protocol.FirstToken(request="decode:r", token=5)]
+    assert world.asked() == [protocol.SetFirstToken(request="decode:r", token=5)]
 
 
 def test_nobody_waits_for_a_first_token_without_kv_of_the_whole_prompt(world: World) -> None:
@@ -809,7 +811,7 @@ def test_a_lost_node_takes_its_links_along(world: World) -> None:
 
 def test_other_paths_and_what_links_do_pass_between_engine_and_ways(world: World) -> None:
     world.worker.set_paths(LINK.link, PATHS)
-    assert world.asked() == [protocol.SetPaths(link=LINK.link, paths=PATHS)]
+    assert world.asked() == [protocol.SetLinkPaths(link=LINK.link, paths=PATHS)]
     report = protocol.LinkReport(link=LINK.link, paths=(), transfers=1, waiting_bytes=5, blocked=False)
     world.worker.on_engine_message(report)
     assert world.ways.link_reports == [report]

@@ -18,16 +18,16 @@ from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LinkHello
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
-from p2pserve.node.engine.protocol import Inlet, LinkReport, Outlet, Slice, TransferReport
+from p2pserve.node.engine.protocol import Inlet, KvSlice, LinkReport, Outlet, TransferReport
 from p2pserve.node.engine.transfers.hub import TransferHub, TransferMemory
-from p2pserve.node.engine.transfers.incoming import Incoming, LayerPiece
-from p2pserve.node.engine.transfers.outgoing import Outgoing, Prefilled
+from p2pserve.node.engine.transfers.incoming import LayerKv, PromptReceiver
+from p2pserve.node.engine.transfers.outgoing import Prefilled, PromptSender
 from p2pserve.node.engine.vllm.device import CpuDevice
 from p2pserve.node.engine.vllm.layout import Shard
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
 SHARD = Shard(layers=range(LAYERS), heads=range(HEADS), head_dim=HEAD_DIM, dtype=torch.float32)
-ALL = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
+ALL = KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 LINK = issue_link(600.0, random.Random(1).randbytes)
 TOKENS = 8
 ROW_BYTES = 2 * HEADS * HEAD_DIM * 4  # of one position in one layer
@@ -226,16 +226,18 @@ def path_to_nowhere() -> Iterator[DialPath]:
         yield DialPath("127.0.0.1", taken.getsockname()[1], label="nowhere")
 
 
-def outlet_of(*paths: DialPath, ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: Slice = ALL) -> Outlet:
+def outlet_of(
+    *paths: DialPath, ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: KvSlice = ALL
+) -> Outlet:
     return Outlet(slice=part, ticket=ticket, link=link, paths=paths, gbps=1.0, rtt_s=0.001)
 
 
-def inlet_of(ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: Slice = ALL) -> Inlet:
+def inlet_of(ticket: TransferTicket = TICKET, link: LinkTicket = LINK, part: KvSlice = ALL) -> Inlet:
     return Inlet(slice=part, ticket=ticket, link=link)
 
 
-def heads_of(first: int, last: int) -> Slice:
-    return Slice(first_layer=0, last_layer=LAYERS, first_head=first, last_head=last)
+def heads_of(first: int, last: int) -> KvSlice:
+    return KvSlice(first_layer=0, last_layer=LAYERS, first_head=first, last_head=last)
 
 
 # ---- the engines' parts -------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def slots_of(first: int, last: int) -> torch.Tensor:
     return torch.arange(first, last) + 1000
 
 
-def expected(hub: TransferHub, *inlets: Inlet, tokens: int = TOKENS) -> Incoming:
+def expected(hub: TransferHub, *inlets: Inlet, tokens: int = TOKENS) -> PromptReceiver:
     """A receiving end whose engine has no blocks yet."""
     inlets = inlets or (inlet_of(),)
     hub.expect(inlets, tokens)
@@ -255,19 +257,19 @@ def expected(hub: TransferHub, *inlets: Inlet, tokens: int = TOKENS) -> Incoming
     return incoming
 
 
-def started(hub: TransferHub, *inlets: Inlet, tokens: int = TOKENS, first: int = 0) -> Incoming:
+def started(hub: TransferHub, *inlets: Inlet, tokens: int = TOKENS, first: int = 0) -> PromptReceiver:
     """A receiving end whose engine has blocks."""
     incoming = expected(hub, *inlets, tokens=tokens)
     hub.start(incoming, first, slots_of)
     return incoming
 
 
-def wait_for(incoming: Incoming, *, pieces: int) -> None:
+def wait_for(incoming: PromptReceiver, *, pieces: int) -> None:
     """Until so many are in the inbox, or it has failed."""
     until(lambda: len(incoming._inbox) >= pieces or incoming._failure)
 
 
-def take_all(incoming: Incoming) -> list[LayerPiece]:
+def take_all(incoming: PromptReceiver) -> list[LayerKv]:
     """What is in the inbox now."""
     pieces = []
     while (piece := incoming.take()) is not None:
@@ -275,9 +277,9 @@ def take_all(incoming: Incoming) -> list[LayerPiece]:
     return pieces
 
 
-def receive_rest(incoming: Incoming) -> list[LayerPiece]:
+def receive_rest(incoming: PromptReceiver) -> list[LayerKv]:
     """Take until all has arrived, or the transfer has failed."""
-    pieces: list[LayerPiece] = []
+    pieces: list[LayerKv] = []
 
     def over() -> bool:
         outcome = incoming.outcome(0.0)  # first: what comes after it is still taken
@@ -288,7 +290,7 @@ def receive_rest(incoming: Incoming) -> list[LayerPiece]:
     return pieces
 
 
-def assert_arrived_once(pieces: list[LayerPiece], tokens: int, *, first: int = 0) -> None:
+def assert_arrived_once(pieces: list[LayerKv], tokens: int, *, first: int = 0) -> None:
     """Every layer, head and position from `first` on, with the values that the model computed."""
     seen = torch.zeros(LAYERS, tokens, HEADS, dtype=torch.int)
     for piece in pieces:
@@ -302,7 +304,7 @@ def assert_arrived_once(pieces: list[LayerPiece], tokens: int, *, first: int = 0
     assert (seen[:, first:] == 1).all()
 
 
-def settled(incoming: Incoming) -> str | None:
+def settled(incoming: PromptReceiver) -> str | None:
     """Its outcome, once its threads have ended."""
     for thread in threading.enumerate():
         if thread.name == f"kv-decode-{incoming.transfer.hex()[:8]}":
@@ -321,30 +323,30 @@ class TwoHubs:
     reports: Reports
     tokens: int
 
-    def open(self, ticket: TransferTicket = TICKET, *, start: bool = True) -> tuple[Outgoing, Incoming]:
+    def open(self, ticket: TransferTicket = TICKET, *, start: bool = True) -> tuple[PromptSender, PromptReceiver]:
         incoming = (started if start else expected)(self.receiver, inlet_of(ticket), tokens=self.tokens)
         self.sender.send(outlet_of(self.listener.path, ticket=ticket), self.tokens)
         (outgoing,) = self.sender.outgoing(ticket.transfer)
         return outgoing, incoming
 
     def announce(
-        self, outgoing: Outgoing, last: int | None = None, *, layers: range = SHARD.layers, first_block: int = 0
+        self, outgoing: PromptSender, last: int | None = None, *, layers: range = SHARD.layers, first_block: int = 0
     ) -> None:
         """The model has computed these layers up to `last`."""
         block_ids = blocks_for(self.tokens, first_block)
         computed = Prefilled(block_ids, self.tokens if last is None else last, self.sender._source.device.mark())
         outgoing.announce_layers(layers, computed)
 
-    def prefill_done(self, outgoing: Outgoing) -> None:
+    def prefill_done(self, outgoing: PromptSender) -> None:
         outgoing.prefill_done(self.tokens, self.sender._source.device.mark())
 
-    def receive(self, outgoing: Outgoing, incoming: Incoming, *, first: int = 0) -> TransferReport:
+    def receive(self, outgoing: PromptSender, incoming: PromptReceiver, *, first: int = 0) -> TransferReport:
         """The receiving engine does its part."""
         assert_arrived_once(receive_rest(incoming), self.tokens, first=first)
         incoming.applied()
         return self.reports.end(outgoing.ticket)
 
-    def finish(self, outgoing: Outgoing, incoming: Incoming, *, first: int = 0) -> TransferReport:
+    def finish(self, outgoing: PromptSender, incoming: PromptReceiver, *, first: int = 0) -> TransferReport:
         """Both engines do their part."""
         self.announce(outgoing)
         self.prefill_done(outgoing)

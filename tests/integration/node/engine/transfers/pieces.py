@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 
 from p2pserve.kvtransport.link.dialling import DialPath
-from p2pserve.kvtransport.link.reslice import ShardTransfer
+from p2pserve.kvtransport.routing.reslice import ShardTransfer
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
-from p2pserve.node.engine.protocol import Inlet, Outlet, Rank, Slice
+from p2pserve.node.engine.protocol import Inlet, KvSlice, Outlet, WorkerRank
 from p2pserve.node.engine.trials.trial import Trial
 
 
@@ -20,14 +20,14 @@ def transfer_between(
     outlets, inlets = [], []
     for piece, link in zip(pieces, links, strict=True):
         own = TransferTicket(ticket.transfer, link.link, ticket.codec, ticket.deadline_s)
-        part = Slice(
+        part = KvSlice(
             first_layer=piece.layers.start,
             last_layer=piece.layers.stop,
             first_head=piece.heads.start,
             last_head=piece.heads.stop,
         )
-        source = Rank(stage=piece.source.stage, tp=piece.source.tp)
-        target = Rank(stage=piece.target.stage, tp=piece.target.tp)
+        source = WorkerRank(stage=piece.source.stage, tp=piece.source.tp)
+        target = WorkerRank(stage=piece.target.stage, tp=piece.target.tp)
         path = DialPath("127.0.0.1", trial._port)
         outlets.append(Outlet(rank=source, slice=part, ticket=own, link=link, paths=(path,), gbps=10, rtt_s=0.0001))
         inlets.append(Inlet(rank=target, slice=part, ticket=own, link=link))

@@ -13,7 +13,8 @@ from typing import get_args
 import pytest
 import torch
 
-from p2pserve.kernels.codec import Codec, encode, wire_dtype
+from p2pserve.kernels.codec import encode, wire_dtype
+from p2pserve.kernels.codecs import RAW
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES
 from p2pserve.kvtransport.link.send_link import OutgoingTransfer as SendingEnd
@@ -22,8 +23,9 @@ from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node.engine.protocol import CloseLink
-from p2pserve.node.engine.transfers.hub import GPU_STAGED_BYTES, TransferHub, transfer_memory
-from p2pserve.node.engine.transfers.incoming import LayerPiece
+from p2pserve.node.engine.settings import TransferSettings
+from p2pserve.node.engine.transfers.hub import TransferHub, transfer_memory
+from p2pserve.node.engine.transfers.incoming import LayerKv
 from p2pserve.node.engine.vllm.device import DeviceKind
 
 from .hubs import (
@@ -64,10 +66,10 @@ def frame(layer: int, start: int, tokens: int) -> KVFrame:
         head_last=HEADS,
         start=start,
         tokens=tokens,
-        codec=Codec.RAW.wire,
+        codec=RAW.wire,
         dtype=wire_dtype(keys.dtype).wire,
         head_dim=HEAD_DIM,
-        payload=encode(Codec.RAW, keys, -keys, start=start, layer=layer),
+        payload=encode(RAW, keys, -keys, start=start, layer=layer),
     )
 
 
@@ -86,7 +88,7 @@ class Sender:
 @contextmanager
 def connected(hub: TransferHub) -> Iterator[Sender]:
     with listening(hub) as listener, Endpoint() as endpoint:
-        yield Sender(endpoint, endpoint.sending(LINK, [listener.path]), listener)
+        yield Sender(endpoint, endpoint.open_sender(LINK, [listener.path]), listener)
     hub._endpoint.close("the test is over")
 
 
@@ -287,10 +289,10 @@ def test_a_device_without_memory_left_fails_the_transfer_at_once() -> None:
 
 def test_what_is_decoded_takes_little_of_a_gpu_whatever_the_box_has() -> None:
     much = 1 << 30
-    assert transfer_memory(much, "cpu").staged_bytes == much
-    assert transfer_memory(much, "cuda").staged_bytes == GPU_STAGED_BYTES
-    assert transfer_memory(1 << 20, "cuda").staged_bytes == 1 << 20
-    assert {transfer_memory(much, kind).host_bytes for kind in get_args(DeviceKind)} == {much}
+    assert transfer_memory(much, "cpu", TransferSettings()).staged_bytes == much
+    assert transfer_memory(much, "cuda", TransferSettings()).staged_bytes == TransferSettings().gpu_staged_bytes
+    assert transfer_memory(1 << 20, "cuda", TransferSettings()).staged_bytes == 1 << 20
+    assert {transfer_memory(much, kind, TransferSettings()).host_bytes for kind in get_args(DeviceKind)} == {much}
 
 
 def test_what_all_transfers_may_send_ahead_stays_within_the_host_memory() -> None:
@@ -319,7 +321,7 @@ def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
     hub = make_hub(host_bytes=1 << 20, staged_bytes=limit)
     tickets = [ticket_of(seed) for seed in range(3)]
     incoming = [started(hub, inlet_of(ticket), tokens=tokens) for ticket in tickets]
-    arrived: dict[bytes, list[LayerPiece]] = {each.transfer: [] for each in incoming}
+    arrived: dict[bytes, list[LayerKv]] = {each.transfer: [] for each in incoming}
     with connected(hub) as sender:
         ends = [sender.open(ticket) for ticket in tickets]
         for end in ends:

@@ -12,11 +12,11 @@ import pytest
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import TransferTicket, issue_link
-from p2pserve.node.engine.protocol import CloseLink, SetPaths
+from p2pserve.node.engine.protocol import CloseLink, SetLinkPaths
 from p2pserve.node.engine.transfers import outgoing as sending
 from p2pserve.node.engine.transfers.host_buffer import SHARE
 from p2pserve.node.engine.transfers.hub import TransferMemory
-from p2pserve.node.engine.transfers.outgoing import Outgoing, Prefilled
+from p2pserve.node.engine.transfers.outgoing import Prefilled, PromptSender
 
 from .hubs import (
     HEADS,
@@ -121,20 +121,20 @@ def test_a_transfer_moves_to_other_paths() -> None:
         incoming = started(hubs.receiver)
         hubs.sender.send(outlet_of(nowhere), TOKENS)
         (outgoing,) = hubs.sender.outgoing(TICKET.transfer)
-        hubs.sender.carry_out(SetPaths(link=LINK.link, paths=(hubs.listener.path,)))
+        hubs.sender.carry_out(SetLinkPaths(link=LINK.link, paths=(hubs.listener.path,)))
         report = hubs.finish(outgoing, incoming)
         assert report.delivered
         assert {label for label, size in report.paths.items() if size} == {"direct"}
         # Of a link that is no more: no matter. Nor is it for the end that does not dial.
-        hubs.sender.carry_out(SetPaths(link=b"?" * 16, paths=(hubs.listener.path,)))
-        hubs.receiver.carry_out(SetPaths(link=LINK.link, paths=(hubs.listener.path,)))
+        hubs.sender.carry_out(SetLinkPaths(link=b"?" * 16, paths=(hubs.listener.path,)))
+        hubs.receiver.carry_out(SetLinkPaths(link=LINK.link, paths=(hubs.listener.path,)))
 
 
 def test_paths_that_are_set_before_the_link_is_open_are_taken() -> None:
     """An agent of a stage may be ahead of the step that opens the link."""
     with two_hubs() as hubs, path_to_nowhere() as nowhere:
         incoming = started(hubs.receiver)
-        hubs.sender.carry_out(SetPaths(link=LINK.link, paths=(hubs.listener.path,)))
+        hubs.sender.carry_out(SetLinkPaths(link=LINK.link, paths=(hubs.listener.path,)))
         hubs.sender.send(outlet_of(nowhere), TOKENS)
         (outgoing,) = hubs.sender.outgoing(TICKET.transfer)
         assert hubs.finish(outgoing, incoming).delivered
@@ -532,7 +532,7 @@ def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> No
         senders.append(make_hub(reports, cache=cache, shard=shard))
     with listening(hub) as listener:
         incoming = started(hub, *map(inlet_of, TICKETS, LINKS, PARTS))
-        ends: list[Outgoing] = []
+        ends: list[PromptSender] = []
         for sender, ticket, link, part in zip(senders, TICKETS, LINKS, PARTS, strict=True):
             sender.send(outlet_of(listener.path, ticket=ticket, link=link, part=part), TOKENS)
             ends += sender.outgoing(ticket.transfer)

@@ -22,7 +22,7 @@ import torch
 from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
-from p2pserve.node.engine.protocol import Inlet, LinkReport, Outlet, Slice, TransferReport
+from p2pserve.node.engine.protocol import Inlet, KvSlice, LinkReport, Outlet, TransferReport
 from p2pserve.node.engine.transfers.hub import TransferHub, TransferMemory
 from p2pserve.node.engine.transfers.outgoing import Prefilled
 from p2pserve.node.engine.vllm.device import CpuDevice
@@ -37,7 +37,7 @@ LINK_BYTES_S = 500e6  # 4 Gb/s: less than either end can do
 DEADLINE_S = 240.0
 
 SHARD = Shard(layers=range(LAYERS), heads=range(HEADS), head_dim=HEAD_DIM, dtype=torch.bfloat16)
-WHOLE = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
+WHOLE = KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 LINK = issue_link(600.0, random.Random(1).randbytes)
 TICKET = issue_transfer(LINK.link, "raw", DEADLINE_S, random.Random(2).randbytes)
 

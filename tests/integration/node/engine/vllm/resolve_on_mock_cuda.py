@@ -56,10 +56,10 @@ def preload(trap: Trap) -> dict[str, Any]:
     """What the fork server does before it forks anything, and what it has changed."""
     import torch
 
-    from p2pserve.node.engine import forkserver
+    from p2pserve.node.engine.vllm import preload as fork_server_work
 
     before = {name: look_up(name) for name in DUMMIES_OF_CPU_WORKERS}
-    version = forkserver.preload()
+    version = fork_server_work.preload()
     import vllm.utils.torch_utils
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu import buffer_utils
@@ -92,7 +92,7 @@ def build(layout: dict[str, Any]) -> tuple[Any, str]:
     from vllm.v1.executor import Executor
 
     from p2pserve.node.engine.protocol import EngineConfig
-    from p2pserve.node.engine.vllm.process import build_engine
+    from p2pserve.node.engine.vllm.arguments import build_engine
     from p2pserve.node.models import BUNDLED
 
     processes: Any = system_utils

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from p2pserve.node.replica.engine_link import ENGINE_ENVIRONMENT
+from p2pserve.node.engine.vllm.backend import VLLM
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(400)]
 
@@ -57,7 +57,7 @@ LAYOUTS = {
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of `PROCESSES` has found, by `resolve_on_mock_cuda`."""
     folder = tmp_path_factory.mktemp("mock-cuda")
-    environment = {**os.environ, **ENGINE_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **VLLM.environment, "OMP_NUM_THREADS": "1"}
     started: list[tuple[Path, subprocess.Popen[str]]] = []
     for together in PROCESSES:
         log = folder / f"{together[0]}.log"

@@ -1,27 +1,22 @@
 """The emulated engine against a clock of its own: what it says, and when each step is to end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
 
-from p2pserve.coordinator.costs.gpus import GpuError, gpu_table
+from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.costs.step_times import chunk_pairs
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
-from p2pserve.node.box.emulation import emulated_hardware, emulated_model, parse_cards
-from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.box.home import NodeError
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, modelled
+from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, model_capacity
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan
-from p2pserve.node.models import BUNDLED, ModelError
-from p2pserve.node.replica.hosting import EngineKnobs, look_at
 
 SHAPE = ModelShape(
     name="small", layers=8, hidden=1024, heads=8, kv_heads=4, head_dim=128, intermediate=4096, vocabulary=1000
@@ -31,7 +26,7 @@ EMULATION = protocol.Emulation(model=SHAPE, gpu=GPU, gpu_link_gbps=100.0, vocabu
 TIMES = replica_times(SHAPE, (StageHardware(GPU, 1, 8, 100.0),))
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
 TICKET = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="kv4", deadline_s=30.0)
-ALL = protocol.Slice(first_layer=0, last_layer=8, first_head=0, last_head=4)
+ALL = protocol.KvSlice(first_layer=0, last_layer=8, first_head=0, last_head=4)
 OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(DialPath("192.0.2.1", 1),), gbps=1.0, rtt_s=0.01)
 INLET = protocol.Inlet(slice=ALL, ticket=TICKET, link=LINK)
 
@@ -71,14 +66,14 @@ class FakeWays:
     arrivals: list[FakeArrivals] = field(default_factory=list)
     forgotten: list[bytes] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    orders: list[protocol.Message] = field(default_factory=list)
+    orders: list[protocol.EngineMessage] = field(default_factory=list)
 
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
         self.sends[outlets[0].ticket.transfer] = on_end
 
-    def compute(self, transfer: bytes, chunk: ComputedSpan) -> None:
+    def send_span(self, transfer: bytes, span: ComputedSpan) -> None:
         assert transfer in self.sends
-        self.chunks.append(chunk)
+        self.chunks.append(span)
 
     def withdraw(self, transfer: bytes) -> None:
         self.withdrawn.append(transfer)
@@ -95,7 +90,7 @@ class FakeWays:
     def abort(self, transfer: bytes, reason: str) -> None:
         self.aborted.append(reason)
 
-    def carry_out(self, order: protocol.SetPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
+    def obey(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         self.orders.append(order)
 
 
@@ -105,31 +100,31 @@ class Bench:
     def __init__(self, **settings: object) -> None:
         self.now = 100.0
         self.ways = FakeWays()
-        self.said: list[protocol.Message] = []
+        self.said: list[protocol.EngineMessage] = []
         self.woken: list[KvEnded | KvSent] = []
-        config = msgspec.structs.replace(protocol.EngineConfig(model="small", emulation=EMULATION), **settings)
-        self.engine = EmulatedEngine(config, self.ways, tell=self.said.append, wake=self.woken.append)
+        config = msgspec.structs.replace(protocol.EngineConfig(model="small", backend="emulated"), **settings)
+        self.engine = EmulatedEngine(config, EMULATION, self.ways, tell=self.said.append, wake=self.woken.append)
 
     def submit(self, request: str, length: int, count: int, **settings: object) -> tuple[int, ...]:
         """Take in a request; returns its prompt."""
         tokens = tuple(1 + (i * 7) % 800 for i in range(length))
         sampling = protocol.Sampling(max_tokens=count)
         submit = protocol.Submit(request=request, prompt=tokens, sampling=sampling, deadline_s=60.0)
-        self.engine.take(msgspec.structs.replace(submit, **settings), self.now)
+        self.engine.handle(msgspec.structs.replace(submit, **settings), self.now)
         return tokens
 
     def step(self, late_s: float = 0.0) -> float | None:
         """One step of the loop; returns how long the step was to take, or None."""
         for word in self.woken:
-            self.engine.take(word, self.now)
+            self.engine.handle(word, self.now)
         self.woken.clear()
-        ends = self.engine.begin(self.now)
+        ends = self.engine.begin_step(self.now)
         seconds = None
         if ends is not None:
             seconds = ends - self.now
             self.now = ends + late_s
-            self.engine.end(self.now)
-        self.engine.look(self.now)
+            self.engine.end_step(self.now)
+        self.engine.check_deadlines(self.now)
         return seconds
 
     def outputs(self) -> list[protocol.NewTokens]:
@@ -160,10 +155,10 @@ def test_the_time_of_this_process_is_not_added_to_the_model() -> None:
     bench = Bench()
     bench.submit("r", 10, 50)
     began = bench.now
-    wanted = TIMES.prefill_s(10, chunk_pairs(0, 10)) + sum(TIMES.decode_line(1).step_s(10 + n) for n in range(19))
+    expected = TIMES.prefill_s(10, chunk_pairs(0, 10)) + sum(TIMES.decode_line(1).step_s(10 + n) for n in range(19))
     for _ in range(20):
         bench.step(late_s=0.001)
-    assert bench.now - began == pytest.approx(wanted + 0.001)
+    assert bench.now - began == pytest.approx(expected + 0.001)
 
 
 def test_what_is_far_behind_is_not_caught_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,7 +168,7 @@ def test_what_is_far_behind_is_not_caught_up(caplog: pytest.LogCaptureFixture) -
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(10))
     assert "too slow" in caplog.text
     caplog.clear()
-    bench.engine.take(protocol.Cancel(request="r"), bench.now)
+    bench.engine.handle(protocol.Cancel(request="r"), bench.now)
     bench.now += 5.0  # a pause is no delay
     bench.submit("s", 10, 2)
     bench.step()
@@ -188,7 +183,7 @@ def test_a_prompt_for_another_engine_is_told_of_chunk_by_chunk() -> None:
     assert first is not None
     assert second is not None
     chunks = bench.ways.chunks
-    assert [(chunk.first, chunk.last, chunk.final) for chunk in chunks] == [(0, 512, False), (512, 600, True)]
+    assert [(span.first, span.last, span.final) for span in chunks] == [(0, 512, False), (512, 600, True)]
     assert chunks[0].began == began
     assert chunks[0].ends == chunks[1].began == pytest.approx(began + first)
     assert chunks[1].ends == pytest.approx(bench.now)
@@ -200,7 +195,7 @@ def test_a_cancelled_prompt_ends_its_transfer() -> None:
     bench = Bench()
     bench.submit("r", 600, 1, send=(OUTLET,))
     bench.step()
-    bench.engine.take(protocol.Cancel(request="r"), bench.now)
+    bench.engine.handle(protocol.Cancel(request="r"), bench.now)
     assert bench.ways.aborted == ["the request was cancelled"]
     assert bench.engine.idle
 
@@ -259,7 +254,7 @@ def test_a_prompt_that_is_given_up_keeps_its_room_until_its_transfer_has_ended(h
     bench.step()
     bench.now += 0.1
     if how == "cancelled":
-        bench.engine.take(protocol.Cancel(request="r"), bench.now)
+        bench.engine.handle(protocol.Cancel(request="r"), bench.now)
     bench.step()
     bench.step()
     assert len(bench.ways.aborted) == 1
@@ -274,7 +269,7 @@ def test_a_prompt_that_has_been_read_is_sent_although_its_request_is_cancelled()
     bench = small_room()
     bench.submit("r", 400, 5, send=(OUTLET,))
     bench.step()
-    bench.engine.take(protocol.Cancel(request="r"), bench.now)
+    bench.engine.handle(protocol.Cancel(request="r"), bench.now)
     bench.step()
     assert bench.ways.aborted == []
     assert stats(bench).kv_free_tokens == 368
@@ -292,7 +287,7 @@ def test_what_is_preempted_is_not_sent_before_it_is_computed_again() -> None:
     while not bench.engine.idle:
         assert bench.step() is not None
     again = bench.ways.chunks[len(read) :]
-    assert [(chunk.first, chunk.last, chunk.final) for chunk in again] == [(0, 384, True)]
+    assert [(span.first, span.last, span.final) for span in again] == [(0, 384, True)]
     assert [output.finish for output in bench.outputs() if output.finish] == ["length"] * 2
 
 
@@ -328,15 +323,15 @@ def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
     """Whichever comes first; the last position of the prompt is not computed again."""
     bench = Bench()
     prompt, arrivals = told_first(bench)
-    told = protocol.FirstToken(request="r", token=77)
+    told = protocol.SetFirstToken(request="r", token=77)
     if first == "token":
-        bench.engine.take(told, bench.now)
+        bench.engine.handle(told, bench.now)
         assert bench.step() is None
         arrive(arrivals, 600)
     else:
         arrive(arrivals, 600)
         assert bench.step() is None
-        bench.engine.take(told, bench.now)
+        bench.engine.handle(told, bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(600))
     bench.step()
     answer = EmulatedAnswer((*prompt, 77), 900)
@@ -353,10 +348,10 @@ def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
     arrive(arrivals, 600)
     assert bench.step() is None
     if word == "abort":
-        bench.engine.take(protocol.AbortTransfer(transfer=TICKET.transfer, reason="it was lost"), bench.now)
+        bench.engine.handle(protocol.AbortTransfer(transfer=TICKET.transfer, reason="it was lost"), bench.now)
         assert bench.ways.orders
     else:
-        bench.engine.take(protocol.FirstToken(request="r", token=900), bench.now)
+        bench.engine.handle(protocol.SetFirstToken(request="r", token=900), bench.now)
     assert bench.step() == pytest.approx(TIMES.decode_line(1).step_s(599))
     assert bench.outputs()[0].tokens == (EmulatedAnswer(prompt, 900).next(),)
 
@@ -366,19 +361,19 @@ def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None
     prompt, arrivals = told_first(bench)
     arrive(arrivals, 37)
     assert bench.step() == pytest.approx(TIMES.prefill_s(568, chunk_pairs(32, 568)))
-    bench.engine.take(protocol.FirstToken(request="r", token=77), bench.now)
+    bench.engine.handle(protocol.SetFirstToken(request="r", token=77), bench.now)
     bench.step()
     answer = EmulatedAnswer(prompt, 900)
     assert [output.tokens for output in bench.outputs()] == [(answer.next(),), (answer.next(),)]
 
 
-@pytest.mark.parametrize(("arrived", "kept"), [(0, 0), (37, 32), (599, 592)])
-def test_what_is_missing_is_computed(arrived: int, kept: int) -> None:
+@pytest.mark.parametrize(("received", "kept"), [(0, 0), (37, 32), (599, 592)])
+def test_what_is_missing_is_computed(received: int, kept: int) -> None:
     bench = Bench(max_batched_tokens=1000)
     bench.submit("r", 600, 2, receive=(INLET,), receive_tokens=600)
     bench.step()
     (arrivals,) = bench.ways.arrivals
-    arrivals.part, arrivals.tokens = arrived / 600, arrived
+    arrivals.part, arrivals.tokens = received / 600, received
     arrivals.abort("the sender is gone")
     left = 600 - kept
     assert bench.step() == pytest.approx(TIMES.prefill_s(left, chunk_pairs(kept, left)))
@@ -420,7 +415,7 @@ def test_deadlines_refusals_and_orders() -> None:
     bench.step()
     assert [told.finish for told in bench.outputs() if told.finish] == ["deadline"]
     order = protocol.CloseLink(link=LINK.link, reason="gone")
-    bench.engine.take(order, bench.now)
+    bench.engine.handle(order, bench.now)
     assert bench.ways.orders == [order]
     bench.submit("fits", 98, 50)
     while bench.step() is not None:
@@ -454,60 +449,4 @@ def test_it_says_that_it_is_emulated_and_what_it_holds() -> None:
     assert (ready.tflops, ready.memory_gbps, ready.vocabulary) == (GPU.tflops, GPU.memory_gbps, 900)
     big = msgspec.structs.replace(EMULATION, model=msgspec.structs.replace(SHAPE, layers=2000))
     with pytest.raises(EmulationError, match="no room for KV"):
-        modelled(big, tp=1, kv_cache_mib=None)
-
-
-HARDWARE = Hardware(cores=2, memory_gib=8.0, processor="x")
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "name"),
-    [
-        ("4xA40", 4, "A40-48GB"),
-        ("l4", 1, "L4-24GB"),
-        (" 2 x RTX 4090 ", 2, "RTX-4090-24GB"),
-        ("8*H100", 8, "H100-SXM5-80GB"),
-    ],
-)
-def test_cards_are_named_as_people_write_them(text: str, count: int, name: str) -> None:
-    cards = parse_cards(text)
-    assert (cards.count, cards.gpu.name) == (count, name)
-    box = emulated_hardware(cards, HARDWARE)
-    assert box.emulated
-    assert [gpu.name for gpu in box.gpus] == [name] * count
-    assert box.summary().startswith(f"emulated {count}x {name}")
-
-
-@pytest.mark.parametrize("text", ["", "4x", "0xA40", "100xA40", "4xA41", "A40x4"])
-def test_cards_that_there_are_none_of(text: str) -> None:
-    with pytest.raises(GpuError, match="emulate"):
-        parse_cards(text)
-
-
-def test_a_model_is_a_known_name_or_a_folder() -> None:
-    cards = parse_cards("2xA40")
-    known = emulated_model("Llama-30B", cards)
-    assert known.info.service == "llama-30b-emulated"
-    assert known.folder == BUNDLED
-    assert known.emulation.vocabulary == 4096  # no more than the tokenizer has
-    assert known.info.weights.of_stage(0, 60) == known.emulation.model.weight_bytes
-    bundled = emulated_model("bundled", cards)
-    assert bundled.info.service.startswith("bundled-emulated-")
-    assert bundled.info.max_model_len == 2048
-    with pytest.raises(ModelError, match="is not known"):
-        emulated_model("llama-31b", cards)
-
-
-def test_a_box_offers_what_its_cards_hold() -> None:
-    knobs = EngineKnobs(emulate="4xA40")
-    box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
-    assert look_at("llama-30b", box, knobs).share.tp == 4
-    for changes, words in (
-        ({"emulate": "1xA40"}, "no room for KV"),
-        ({"tp": 3}, "cannot share the 52 heads and 52 KV heads"),
-        ({"tp": 5}, "more than the 4"),
-    ):
-        changed = replace(knobs, **changes)
-        here = emulated_hardware(parse_cards(changed.emulate or ""), HARDWARE)
-        with pytest.raises(NodeError, match=words):
-            look_at("llama-30b", here, changed)
+        model_capacity(big, tp=1, kv_cache_mib=None)

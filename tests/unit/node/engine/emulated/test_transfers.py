@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from p2pserve.kvtransport.errors import TransferAborted
-from p2pserve.kvtransport.link.lanes import EndState
 from p2pserve.kvtransport.link.sending import SendProgress
+from p2pserve.kvtransport.link.transfers import EndState
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers, PromptSender
+from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedSend, EmulatedTransfers
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 64
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
 TICKET = TransferTicket(transfer=b"t" * 16, link=LINK.link, codec="raw", deadline_s=30.0)
-ALL = protocol.Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
+ALL = protocol.KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(), gbps=1.0, rtt_s=0.01)
 
 
@@ -82,7 +82,7 @@ class Bench:
         self.reports: list[protocol.TransferReport] = []
         self.reported = threading.Event()
         self.ends: list[FakeEnd] = []
-        self.sender = PromptSender(OUTLET, cast("Any", self), (LAYERS, HEAD_DIM), self._report)
+        self.sender = EmulatedSend(OUTLET, cast("Any", self), (LAYERS, HEAD_DIM), self._report)
         (self.end,) = self.ends
 
     def _report(self, report: protocol.TransferReport) -> None:
@@ -98,10 +98,10 @@ class Bench:
     def wire_bytes(size: int) -> int:
         return size
 
-    def compute(self, first: int, last: int, *, final: bool = False) -> None:
+    def send_span(self, first: int, last: int, *, final: bool = False) -> None:
         """These positions have just been computed."""
         now = time.monotonic()
-        self.sender.compute(ComputedSpan(first, last, now, now, final))
+        self.sender.send_span(ComputedSpan(first, last, now, now, final))
 
     def sent(self) -> list[tuple[int, int, int]]:
         """Layer, first position and the one behind the last of each frame."""
@@ -110,8 +110,8 @@ class Bench:
 
 def test_nothing_is_queued_before_the_receiver_has_a_place() -> None:
     bench = Bench()
-    bench.compute(0, 8)
-    bench.compute(8, 12, final=True)
+    bench.send_span(0, 8)
+    bench.send_span(8, 12, final=True)
     until(lambda: bench.sender.progress().blocked_s > 0.0)  # the network must know why nothing moves
     assert bench.sent() == []
     bench.end.first = 5
@@ -127,7 +127,7 @@ def test_nothing_is_queued_before_the_receiver_has_a_place() -> None:
 
 def test_a_transfer_that_is_given_up_while_it_waits_for_a_place_ends() -> None:
     bench = Bench()
-    bench.compute(0, 8, final=True)
+    bench.send_span(0, 8, final=True)
     bench.sender.abort("the client has gone")
     assert bench.reported.wait(10.0)
     assert [(report.delivered, report.reason) for report in bench.reports] == [(False, "the client has gone")]
@@ -139,16 +139,16 @@ def test_what_is_withdrawn_is_sent_when_it_has_been_computed_again_and_nothing_t
     bench = Bench()
     bench.end.place.set()
     bench.end.gate.clear()
-    bench.compute(0, 8)
-    bench.compute(8, 12, final=True)
-    until(lambda: len(bench.end.frames) == 1)  # layer 0 of the first chunk is on its way
+    bench.send_span(0, 8)
+    bench.send_span(8, 12, final=True)
+    until(lambda: len(bench.end.frames) == 1)  # layer 0 of the first span is on its way
     bench.sender.withdraw()
     bench.end.gate.set()
-    bench.compute(0, 6)
+    bench.send_span(0, 6)
     until(lambda: len(bench.end.frames) == LAYERS)
     assert bench.sent() == [(0, 0, 8), (1, 0, 6), (2, 0, 6)]
     assert bench.end.finished == []
-    bench.compute(6, 12, final=True)
+    bench.send_span(6, 12, final=True)
     assert bench.reported.wait(10.0)
     assert bench.sent()[LAYERS:] == [(0, 8, 12), (1, 6, 12), (2, 6, 12)]
     assert bench.reports[0].delivered
@@ -164,7 +164,7 @@ def test_the_end_of_all_that_is_sent_of_a_prompt_is_told_once(count: int) -> Non
     transfers.send([msgspec.structs.replace(OUTLET, ticket=other)] * count, lambda: ended.append("all"))
     assert ended == ["all"]
     assert len(reports) == count
-    transfers._endpoint.close("the test is over")
+    transfers.endpoint.close("the test is over")
 
 
 def test_the_end_is_told_when_the_last_of_several_links_has_ended() -> None:
@@ -175,10 +175,10 @@ def test_the_end_is_told_when_the_last_of_several_links_has_ended() -> None:
     ticket = msgspec.structs.replace(TICKET, link=second.link)
     both = (OUTLET, msgspec.structs.replace(OUTLET, link=second, ticket=ticket))
     transfers.send(both, ended.set)
-    senders = {sender.outlet.link.link: sender for sender in transfers._of(TICKET.transfer)}
+    senders = {sender.outlet.link.link: sender for sender in transfers.senders_of(TICKET.transfer)}
     senders[LINK.link].abort("one link is lost")
-    until(lambda: len(transfers._of(TICKET.transfer)) == 1)
+    until(lambda: len(transfers.senders_of(TICKET.transfer)) == 1)
     assert not ended.is_set()
     senders[second.link].abort("so is the other")
     assert ended.wait(10.0)
-    transfers._endpoint.close("the test is over")
+    transfers.endpoint.close("the test is over")

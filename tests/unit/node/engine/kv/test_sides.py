@@ -17,19 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from p2pserve.kvtransport.routing.layerwise import SendDecision, SendMode
 from p2pserve.kvtransport.wire.tickets import TransferTicket, issue_link
 from p2pserve.node.engine.kv import worker_side
-from p2pserve.node.engine.kv.scheduler_side import GIVE_WAY_APART_S, GIVE_WAY_S, SchedulerSide
-from p2pserve.node.engine.kv.step_work import GiveWay, LoadWork, Opening, SendWork, StepWork, transfer_params
-from p2pserve.node.engine.kv.worker_side import IDLE_WRITE_S, WRITE_S, WorkerSide
-from p2pserve.node.engine.protocol import Inlet, Outlet, Rank, Slice
-from p2pserve.node.engine.transfers.incoming import LayerPiece
+from p2pserve.node.engine.kv.scheduler_side import SchedulerSide
+from p2pserve.node.engine.kv.step_work import LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks, transfer_params
+from p2pserve.node.engine.kv.worker_side import WorkerSide
+from p2pserve.node.engine.protocol import Inlet, KvSlice, Outlet, WorkerRank
+from p2pserve.node.engine.settings import TransferSettings
+from p2pserve.node.engine.transfers.incoming import LayerKv
 from p2pserve.node.engine.transfers.outgoing import Prefilled
 from p2pserve.node.engine.transfers.pacing import Pacing
 from p2pserve.node.engine.vllm.device import CpuDevice, Mark
 from p2pserve.node.engine.vllm.layout import CacheForm, Shard
 
+SETTINGS = TransferSettings()
 LAYERS, HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 8, 16, 12
 LINK = issue_link(600.0, random.Random(1).randbytes)
-WHOLE = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
+WHOLE = KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=HEADS)
 
 
 class Clock:
@@ -43,13 +45,15 @@ def ticket(transfer: bytes) -> TransferTicket:
     return TransferTicket(transfer=transfer, link=LINK.link, codec="raw", deadline_s=60.0)
 
 
-def sending(transfer: bytes, tokens: int) -> Opening:
+def sending(transfer: bytes, tokens: int) -> OpenTransfer:
     outlet = Outlet(slice=WHOLE, ticket=ticket(transfer), link=LINK, paths=(), gbps=1.0, rtt_s=0.0)
-    return Opening(transfer=transfer, tokens=tokens, send=(outlet,))
+    return OpenTransfer(transfer=transfer, tokens=tokens, send=(outlet,))
 
 
-def receiving(transfer: bytes, tokens: int) -> Opening:
-    return Opening(transfer=transfer, tokens=tokens, receive=(Inlet(slice=WHOLE, ticket=ticket(transfer), link=LINK),))
+def receiving(transfer: bytes, tokens: int) -> OpenTransfer:
+    return OpenTransfer(
+        transfer=transfer, tokens=tokens, receive=(Inlet(slice=WHOLE, ticket=ticket(transfer), link=LINK),)
+    )
 
 
 # ---- the scheduler's side -----------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ def scheduler(clock: Clock) -> SchedulerSide:
     return SchedulerSide(BLOCK, clock)
 
 
-def begin(scheduler: SchedulerSide, name: str, opening: Opening) -> Any:
+def begin(scheduler: SchedulerSide, name: str, opening: OpenTransfer) -> Any:
     request = Request(name, transfer_params(opening))
     scheduler.on_new_request(request)  # type: ignore[arg-type]
     return request
@@ -144,22 +148,22 @@ def test_prompts_that_are_held_make_room_one_by_one_when_kv_waits_for_blocks(
 
     def gave_way() -> list[bytes]:
         orders = scheduler.build_connector_meta(step({})).orders
-        return [order.transfer for order in orders if isinstance(order, GiveWay)]
+        return [order.transfer for order in orders if isinstance(order, YieldBlocks)]
 
     clock.now += 1000.0
     assert gave_way() == []  # nobody waits
     waiting = begin(scheduler, "r", receiving(b"r" * 16, 16))
     assert gave_way() == []
-    clock.now += GIVE_WAY_S + 0.01
+    clock.now += SETTINGS.yield_after_s + 0.01
     assert gave_way() == [b"a" * 16]
     assert gave_way() == []
-    clock.now += GIVE_WAY_APART_S
+    clock.now += SETTINGS.yield_apart_s
     assert gave_way() == [b"b" * 16]
-    clock.now += GIVE_WAY_APART_S
+    clock.now += SETTINGS.yield_apart_s
     assert gave_way() == [b"a" * 16]  # it was on its way to its receiver, and stayed
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([3],))
     scheduler.update_state_after_alloc(waiting, blocks, 16)
-    clock.now += GIVE_WAY_APART_S
+    clock.now += SETTINGS.yield_apart_s
     assert gave_way() == []
 
 
@@ -203,14 +207,14 @@ class Sender:
 class Receiver:
     """In place of `Incoming`, with so many pieces in its inbox."""
 
-    def __init__(self, transfer: bytes, pieces: list[LayerPiece], end: str | None = "") -> None:
+    def __init__(self, transfer: bytes, pieces: list[LayerKv], end: str | None = "") -> None:
         self.transfer, self.pieces, self.end = transfer, pieces, end
         self.was_applied = False
 
     def outcome(self, now: float) -> str | None:
         return self.end
 
-    def take(self) -> LayerPiece | None:
+    def take(self) -> LayerKv | None:
         return self.pieces.pop(0) if self.pieces else None
 
     @property
@@ -280,7 +284,7 @@ def worker(clock: Clock) -> Worker:
     hub, writers = Hub(), [Writer() for _ in range(LAYERS)]
     form = CacheForm(block_size=BLOCK, dtype=torch.float32)
     side = WorkerSide(
-        Rank(),
+        WorkerRank(),
         range(HEADS),
         form,
         lambda shard, device, read: hub,  # type: ignore[arg-type,return-value]
@@ -399,10 +403,10 @@ def test_a_step_is_learned_from_when_the_device_is_done_with_it(
 # ---- loading ------------------------------------------------------------------------------------------------
 
 
-def piece(layer: int, *, heads: range = range(HEADS), value: float = 1.0) -> LayerPiece:
+def piece(layer: int, *, heads: range = range(HEADS), value: float = 1.0) -> LayerKv:
     k = torch.full((20, len(heads), HEAD_DIM), value)
     slots = torch.arange(3 * BLOCK, 3 * BLOCK + 20)
-    return LayerPiece(layer, heads.start, 0, k, -k, slots)
+    return LayerKv(layer, heads.start, 0, k, -k, slots)
 
 
 def load_work(request: str, transfer: bytes) -> LoadWork:
@@ -427,7 +431,7 @@ def test_a_step_writes_for_a_short_while_and_the_rest_is_for_the_next(
     receiver = worker.hub.receivers[b"t" * 16] = Receiver(b"t" * 16, [piece(n % LAYERS) for n in range(100)])
     forward(worker, StepWork(loads=[load_work("r", b"t" * 16)], computing=computing))
     written = sum(writer.written for writer in worker.writers)
-    bound = (WRITE_S if computing else IDLE_WRITE_S) / 0.0004
+    bound = (SETTINGS.write_s if computing else SETTINGS.idle_write_s) / 0.0004
     assert bound <= written <= bound + 1
     assert worker.hub.news == 1  # the engine is not to sleep on it
     applied = [receiver.was_applied]
@@ -530,7 +534,7 @@ def test_saving_runs_nothing_on_the_models_thread(worker: Worker) -> None:
 @pytest.mark.parametrize("heads", [range(HEADS), range(1, 2)])
 def test_loading_never_waits_for_the_device(worker: Worker, heads: range) -> None:
     whole = piece(1, heads=heads)
-    staged = LayerPiece(1, heads.start, 0, whole.k.to("meta"), whole.v.to("meta"), whole.slots.to("meta"))
+    staged = LayerKv(1, heads.start, 0, whole.k.to("meta"), whole.v.to("meta"), whole.slots.to("meta"))
     receiver = worker.hub.receivers[b"t" * 16] = Receiver(b"t" * 16, [staged])
     with on_a_gpu(worker) as gpu:
         forward(worker, StepWork(loads=[load_work("r", b"t" * 16)], computing=True))
@@ -543,7 +547,7 @@ def test_loading_never_waits_for_the_device(worker: Worker, heads: range) -> Non
 def test_what_would_wait_is_seen(worker: Worker, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = piece(1)
     slots = whole.slots if wrong == "slots on the host" else whole.slots.to("meta")
-    staged = LayerPiece(1, 0, 0, whole.k.to("meta"), whole.v.to("meta"), slots)
+    staged = LayerKv(1, 0, 0, whole.k.to("meta"), whole.v.to("meta"), slots)
     worker.hub.receivers[b"t" * 16] = Receiver(b"t" * 16, [staged])
     if wrong == "a value read back":
         monkeypatch.setattr(Writer, "do_kv_cache_update", lambda self, layer, k, *rest: k.sum().item())

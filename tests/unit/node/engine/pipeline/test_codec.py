@@ -17,10 +17,18 @@ from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 
 from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
-from p2pserve.node.engine.kv.step_work import LoadWork, Opening, SendWork, StepWork, transfer_params
-from p2pserve.node.engine.pipeline.codec import MAX_DEPTH, Codec, CodecError
-from p2pserve.node.engine.pipeline.vocabulary import CALLABLE, CODEC, Activations, Answer, Call, Failed, Hello
-from p2pserve.node.engine.protocol import AbortTransfer, Outlet, Slice
+from p2pserve.node.engine.kv.step_work import LoadWork, OpenTransfer, SendWork, StepWork, transfer_params
+from p2pserve.node.engine.pipeline.codec import MAX_DEPTH, MessageCodec, MessageCodecError
+from p2pserve.node.engine.pipeline.vocabulary import (
+    CALLABLE,
+    CODEC,
+    Activations,
+    Call,
+    CallFailed,
+    CallResult,
+    LoadStage,
+)
+from p2pserve.node.engine.protocol import AbortTransfer, KvSlice, Outlet
 
 
 class Colour(enum.Enum):
@@ -53,10 +61,10 @@ class Unlisted:
     value: int
 
 
-SMALL = Codec(records=(Colour, Point, Frozen, Loose), structs=(Checked,))
+SMALL = MessageCodec(records=(Colour, Point, Frozen, Loose), structs=(Checked,))
 
 
-def through(codec: Codec, value: object) -> Any:
+def through(codec: MessageCodec, value: object) -> Any:
     return codec.decode([bytearray(buffer) for buffer in codec.encode(value)])
 
 
@@ -119,29 +127,29 @@ def test_tensors_are_not_copied() -> None:
     ],
 )
 def test_what_is_not_listed_cannot_be_sent(value: object, name: str) -> None:
-    with pytest.raises(CodecError, match=name):
+    with pytest.raises(MessageCodecError, match=name):
         SMALL.encode(value)
 
 
 def test_what_is_not_listed_cannot_be_received() -> None:
-    wide = Codec(records=(Unlisted, Point))
-    with pytest.raises(CodecError, match="'Unlisted' is not among"):
+    wide = MessageCodec(records=(Unlisted, Point))
+    with pytest.raises(MessageCodecError, match="'Unlisted' is not among"):
         SMALL.decode(wide.encode(Unlisted(1)))
-    with pytest.raises(CodecError, match=r"'os\.system' is not among"):
+    with pytest.raises(MessageCodecError, match=r"'os\.system' is not among"):
         SMALL.decode([msgspec.msgpack.encode([5, "os.system", "true"])])
 
 
 def test_another_release_of_a_class_is_noticed() -> None:
     other: Any = dataclasses.make_dataclass("Point", ["x", "y", "z"])
-    with pytest.raises(CodecError, match="Point has 2 fields here, 3 at the other end"):
-        SMALL.decode(Codec(records=(other,)).encode(other(1, 2, 3)))
+    with pytest.raises(MessageCodecError, match="Point has 2 fields here, 3 at the other end"):
+        SMALL.decode(MessageCodec(records=(other,)).encode(other(1, 2, 3)))
     assert "Point(x,y)" in SMALL.schema
-    assert SMALL.schema != Codec(records=(Colour, other, Frozen, Loose), structs=(Checked,)).schema
+    assert SMALL.schema != MessageCodec(records=(Colour, other, Frozen, Loose), structs=(Checked,)).schema
 
 
 def test_structs_with_types_are_checked() -> None:
     for data in (msgspec.msgpack.encode({"count": "many"}), b"", b"\xc1"):
-        with pytest.raises(CodecError):
+        with pytest.raises(MessageCodecError):
             SMALL.decode([msgspec.msgpack.encode([6, "Checked", data])])
 
 
@@ -154,10 +162,10 @@ def test_depth_is_bounded_both_ways() -> None:
     value: list[Any] = []
     for _ in range(MAX_DEPTH + 1):
         value = [value]
-    with pytest.raises(CodecError, match="deeper"):
+    with pytest.raises(MessageCodecError, match="deeper"):
         SMALL.encode(value)
     for levels in (MAX_DEPTH + 2, 100_000):
-        with pytest.raises(CodecError):
+        with pytest.raises(MessageCodecError):
             SMALL.decode([b"\x92\x00" * levels + b"\xc0"])
 
 
@@ -190,30 +198,30 @@ def test_depth_is_bounded_both_ways() -> None:
     ],
 )
 def test_trees_that_are_no_values(tree: object) -> None:
-    with pytest.raises(CodecError):
+    with pytest.raises(MessageCodecError):
         SMALL.decode([msgspec.msgpack.encode(tree), bytearray(64)])
 
 
 def test_a_name_may_stand_for_one_class_only() -> None:
     other: Any = dataclasses.make_dataclass("Point", ["x"])
     with pytest.raises(ValueError, match="one name"):
-        Codec(records=(Point, other))
+        MessageCodec(records=(Point, other))
     with pytest.raises(ValueError, match="neither"):
-        Codec(records=(dict,))
+        MessageCodec(records=(dict,))
 
 
 def scheduled(requests: int) -> Call:
     """What the head says for a step: one new request, the others decode, KV leaves and comes."""
     ticket = TransferTicket(transfer=b"t" * 16, link=b"l" * 16, codec="raw", deadline_s=5)
     outlet = Outlet(
-        slice=Slice(first_layer=0, last_layer=2, first_head=0, last_head=2),
+        slice=KvSlice(first_layer=0, last_layer=2, first_head=0, last_head=2),
         ticket=ticket,
         link=LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=60),
         paths=(DialPath("127.0.0.1", 5000),),
         gbps=1,
         rtt_s=0.01,
     )
-    opening = Opening(transfer=b"t" * 16, tokens=9, send=(outlet,))
+    opening = OpenTransfer(transfer=b"t" * 16, tokens=9, send=(outlet,))
     sampling = SamplingParams(
         max_tokens=5, stop_token_ids=[1, 2], output_kind=RequestOutputKind.DELTA, extra_args=transfer_params(opening)
     )
@@ -252,12 +260,12 @@ def test_what_stages_say_to_each_other() -> None:
     output.kv_connector_output = KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={3})
     for value in (
         *(
-            Hello("0.32.0", "...", (2, 4)),
+            LoadStage("0.32.0", "...", (2, 4)),
             scheduled(64),
-            Answer(3, {"layers.0": spec, "layers.1": latent}),
-            Answer(4, output),
+            CallResult(3, {"layers.0": spec, "layers.1": latent}),
+            CallResult(4, output),
         ),
-        *(Call(1, "initialize_from_config", ([config],)), Failed("no memory")),
+        *(Call(1, "initialize_from_config", ([config],)), CallFailed("no memory")),
     ):
         assert through(CODEC, value) == value
     logprobs = through(CODEC, LogprobsLists(np.ones((2, 3), np.int32), np.ones((2, 3), np.float32), np.ones(2), None))
@@ -301,6 +309,6 @@ def test_mutated_bytes_give_only_codec_errors() -> None:
         try:
             CODEC.decode(buffers)
             survived += 1
-        except CodecError:
+        except MessageCodecError:
             pass
     assert 100 < survived < 3900

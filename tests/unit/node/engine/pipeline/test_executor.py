@@ -19,15 +19,23 @@ from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.kvtransport.wire.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.wire.tickets import issue_link
-from p2pserve.node.engine.pipeline import pipes, rehearsal
-from p2pserve.node.engine.pipeline.crew import Crew
 from p2pserve.node.engine.pipeline.executor import PipelineExecutor
-from p2pserve.node.engine.pipeline.pipes import Arrivals, Inflow, Outflow, PipelineError, Reader, StageLost, open_pipes
+from p2pserve.node.engine.pipeline.pipes import (
+    ActivationsOutput,
+    PipeConnections,
+    PipeInput,
+    PipelineError,
+    PipeReader,
+    StageLost,
+    open_pipes,
+)
 from p2pserve.node.engine.pipeline.remote import RemoteWorker
-from p2pserve.node.engine.pipeline.scheduler import PipelineScheduler, all_under_way
+from p2pserve.node.engine.pipeline.scheduler import PipelineScheduler, is_all_scheduled
 from p2pserve.node.engine.pipeline.stage import check_pipeline
-from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Answer, Call, Failed
+from p2pserve.node.engine.pipeline.stage_workers import StageWorkers
+from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Call, CallFailed, CallResult
 from p2pserve.node.engine.protocol import EngineConfig, PipeEnd
+from p2pserve.node.engine.settings import PIPELINE_DEFAULTS, PipelineSettings
 
 PATIENT = PipeSettings(beat_s=30, lost_s=60)
 
@@ -56,8 +64,8 @@ class Local:
         self.calls.append("execute_model")
         return None if scheduler_output.num_scheduled_tokens else ModelRunnerOutput([], {})
 
-    def exercise(self) -> None:
-        self.calls.append("exercise")
+    def warm_up(self) -> None:
+        self.calls.append("warm_up")
 
     def sample_tokens(self, grammar_output: object) -> ModelRunnerOutput:
         self.calls.append("sample_tokens")
@@ -70,14 +78,14 @@ class Local:
 class Setting:
     """A head of two stages; `other` is the far end of its control pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PipelineSettings = PIPELINE_DEFAULTS) -> None:
         self.lost: list[PipelineError] = []
         pipe, self.other = piped()
-        self.stage = RemoteWorker("stage 1", pipe, self.lost.append)
+        self.stage = RemoteWorker("stage 1", pipe, self.lost.append, settings)
         self.head: Any = object.__new__(PipelineExecutor)
         self.head._sampling = []
-        self.head.crew = Crew()
-        self.head.crew.worker = Local()
+        self.head.workers = StageWorkers()
+        self.head.workers.worker = Local()
         self.head.kv_output_aggregator = None
         self.head.stages = (self.stage,)
 
@@ -98,9 +106,12 @@ class Setting:
         return self.head.sample_tokens(None, non_block=True) if tokens else first
 
 
+LOOKS = PipelineSettings(look_s=20.0, look_on_one_core=True)
+
+
 @pytest.fixture
-def setting() -> Iterator[Setting]:
-    made = Setting()
+def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
+    made = Setting(getattr(request, "param", PipelineSettings()))
     yield made
     made.other.close()
     made.stage.close("")
@@ -115,7 +126,7 @@ def test_batches_are_told_before_those_ahead_are_answered(setting: Setting) -> N
     calls = [setting.heard() for _ in range(2)]
     assert [call.method for call in calls] == ["run_batch"] * 2
     for token, call in enumerate(calls):
-        setting.say(Answer(call.number, output(token)))
+        setting.say(CallResult(call.number, output(token)))
     assert [step.result().sampled_token_ids for step in steps] == [[[0]], [[1]]]
     assert not setting.lost
 
@@ -129,8 +140,8 @@ def test_a_lone_request_under_way_makes_no_empty_batches() -> None:
     def request(computed: int) -> Any:
         return SimpleNamespace(num_computed_tokens=computed, num_tokens_with_spec=8)
 
-    assert all_under_way([request(8), request(9)])
-    assert not all_under_way([request(8), request(7)])
+    assert is_all_scheduled([request(8), request(9)])
+    assert not is_all_scheduled([request(8), request(7)])
     found: Any = object.__new__(PipelineScheduler)
     found.requests, found.finished_req_ids, found.connector, found.ec_connector = {"a": None}, set(), None, None
     found.num_waiting_for_streaming_input, found._pause_state = 0, None
@@ -148,21 +159,20 @@ def test_a_step_without_tokens_is_answered_at_once(setting: Setting) -> None:
     step = setting.step(tokens=0)
     call = setting.heard()
     assert call.method == "run_batch"
-    setting.say(Answer(call.number, output(5)))
+    setting.say(CallResult(call.number, output(5)))
     assert step.result().sampled_token_ids == [[5]]
 
 
-def test_the_head_exercises_while_it_looks_for_an_answer(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "_HAS_CORES", True)
-    monkeypatch.setattr(pipes, "LOOK_S", 20)
-    calls = setting.head.crew.worker.calls
+@pytest.mark.parametrize("setting", [LOOKS], indirect=True)
+def test_the_head_keeps_its_layers_warm_while_it_looks_for_an_answer(setting: Setting) -> None:
+    calls = setting.head.workers.worker.calls
     for delay_s in (0, 0.05):  # what has come soon is looked for the next time
-        assert "exercise" not in calls
+        assert "warm_up" not in calls
         step = setting.step()
         number = setting.heard().number
-        threading.Timer(delay_s, setting.say, (Answer(number, output(7)),)).start()
+        threading.Timer(delay_s, setting.say, (CallResult(number, output(7)),)).start()
         assert step.result().sampled_token_ids == [[7]]
-    assert "exercise" in calls
+    assert "warm_up" in calls
 
 
 def test_what_all_connectors_say_is_joined(setting: Setting) -> None:
@@ -173,7 +183,7 @@ def test_what_all_connectors_say_is_joined(setting: Setting) -> None:
 
     setting.head.kv_output_aggregator = Aggregator()
     step = setting.step()
-    setting.say(Answer(setting.heard().number, output(7)))
+    setting.say(CallResult(setting.heard().number, output(7)))
     mine, theirs = step.result()
     assert mine.kv_connector_output.finished_recving == {"a"}
     assert theirs.sampled_token_ids == [[7]]
@@ -181,18 +191,18 @@ def test_what_all_connectors_say_is_joined(setting: Setting) -> None:
 
 def test_other_calls_return_what_each_stage_says_the_heads_first(setting: Setting) -> None:
     future = setting.head.collective_rpc("get_supported_tasks", non_block=True)
-    setting.say(Answer(setting.heard().number, ("generate", "more")))
+    setting.say(CallResult(setting.heard().number, ("generate", "more")))
     assert future.result() == [("generate",), ("generate", "more")]
 
 
 class Box:
-    """The first worker of a stage and a mate, whose end of the pipe the test has."""
+    """The first worker of a stage and a remote, whose end of the pipe the test has."""
 
     def __init__(self) -> None:
         self.lost: list[PipelineError] = []
         pipe, self.other = piped()
-        self.crew = Crew([RemoteWorker("worker 1 of stage 2", pipe, self.lost.append)])
-        self.crew.worker = self
+        self.workers = StageWorkers([RemoteWorker("worker 1 of stage 2", pipe, self.lost.append, PipelineSettings())])
+        self.workers.worker = self
         self.free = 7
 
     def run_batch(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -202,12 +212,12 @@ class Box:
         return self.free
 
     def call(self, answer: object, method: str, *args: object) -> Any:
-        """What the stage returns, if the mate answers that."""
+        """What the stage returns, if the remote answers that."""
         with ThreadPoolExecutor(1) as threads:
-            called = threads.submit(self.crew.call, method, args, {})
+            called = threads.submit(self.workers.call, method, args, {})
             call = CODEC.decode(self.other.receive())
             assert call.method == method
-            self.other.send(CODEC.encode(answer if isinstance(answer, Failed) else Answer(call.number, answer)))
+            self.other.send(CODEC.encode(answer if isinstance(answer, CallFailed) else CallResult(call.number, answer)))
             return called.result(20)
 
 
@@ -243,7 +253,7 @@ def test_a_stage_has_the_memory_of_its_poorest_worker(box: Box, mine: int, their
 
 def test_a_worker_that_fails_is_named(box: Box) -> None:
     with pytest.raises(StageLost, match="worker 1 of stage 2 is lost: out of memory"):
-        box.call(Failed("out of memory"), "determine_available_memory")
+        box.call(CallFailed("out of memory"), "determine_available_memory")
     assert len(box.lost) == 1
 
 
@@ -255,7 +265,7 @@ def test_what_stages_are_not_asked(setting: Setting, method: object) -> None:
 
 def test_a_stage_that_fails_says_why(setting: Setting) -> None:
     step = setting.step()
-    setting.say(Failed("no memory left"))
+    setting.say(CallFailed("no memory left"))
     with pytest.raises(StageLost, match="stage 1 is lost: no memory left"):
         step.result()
     assert [str(error) for error in setting.lost] == ["stage 1 is lost: no memory left"]
@@ -272,7 +282,7 @@ def test_a_stage_that_is_gone_fails_what_waits_for_it_once(setting: Setting) -> 
     assert len(setting.lost) == 1
 
 
-@pytest.mark.parametrize("message", [Answer(99, None), Activations(False, {}), 5])
+@pytest.mark.parametrize("message", [CallResult(99, None), Activations(False, {}), 5])
 def test_an_answer_to_nothing_ends_the_pipe(setting: Setting, message: object) -> None:
     step = setting.step()
     setting.say(message)
@@ -290,7 +300,10 @@ def test_a_stage_that_is_alive_but_silent_is_given_up(setting: Setting) -> None:
 def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
     one, two = piped()
     lost: list[PipelineError] = []
-    out, into = Outflow(one, 1, lost.append), Inflow(two, "stage 0", lost.append)
+    out, into = (
+        ActivationsOutput(one, 1, lost.append, PipelineSettings()),
+        PipeInput(two, "stage 0", lost.append, PipelineSettings()),
+    )
     for n in range(5):
         out.put(partial(Activations, n % 2 == 0, {}), at_once=n != 2)  # the third by a thread, those behind it after it
     assert [into.get().merged for _ in range(5)] == [True, False] * 2 + [True]
@@ -304,14 +317,14 @@ def test_activations_arrive_in_order_and_their_loss_is_told() -> None:
 class Heard:
     """A reader, the far end of its pipe, and who has handed on what."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PipelineSettings = PIPELINE_DEFAULTS) -> None:
         self.messages: list[object] = []
         self.threads: list[threading.Thread] = []
         self.ends: list[str] = []
         self.ended = threading.Event()
-        self.exercises = 0
+        self.warm_ups = 0
         pipe, self.other = piped()
-        self.reader = Reader(pipe, "a reader", self._on_message, self._on_end)
+        self.reader = PipeReader(pipe, "a reader", self._on_message, self._on_end, settings)
 
     def say(self, message: object) -> None:
         self.other.send(CODEC.encode(message))
@@ -321,10 +334,10 @@ class Heard:
             self.say(message)
 
     def wait_for(self, count: int) -> None:
-        assert self.reader.read_until(lambda: len(self.messages) >= count, 30, self._exercise)
+        assert self.reader.read_until(lambda: len(self.messages) >= count, 30, self._warm_up)
 
-    def _exercise(self) -> None:
-        self.exercises += 1
+    def _warm_up(self) -> None:
+        self.warm_ups += 1
 
     def _on_message(self, message: object) -> None:
         self.threads.append(threading.current_thread())
@@ -335,9 +348,8 @@ class Heard:
         self.ended.set()
 
 
-def test_who_waits_for_a_message_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "REST_S", 60)
-    heard = Heard()
+def test_who_waits_for_a_message_reads_it() -> None:
+    heard = Heard(PipelineSettings(rest_s=60.0))
     heard.say(1)
     heard.wait_for(1)
     assert heard.threads == [threading.current_thread()]
@@ -358,9 +370,8 @@ def test_what_nobody_waits_for_is_heard_all_the_same() -> None:
     assert not heard.reader.read_until(lambda: False)
 
 
-def test_all_who_read_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "REST_S", 0)  # its own thread wants to read as much as those who wait
-    heard = Heard()
+def test_all_who_read_take_turns() -> None:
+    heard = Heard(PipelineSettings(rest_s=0.0))  # its own thread wants to read as much as those who wait
     count = 1500
     began = time.monotonic()
     with ThreadPoolExecutor(3) as threads:
@@ -377,13 +388,10 @@ def test_all_who_read_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(heard.ends) == 1
 
 
-@pytest.mark.parametrize("has_cores", [True, False])
-def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyPatch, has_cores: bool) -> None:
-    monkeypatch.setattr(pipes, "REST_S", 60)
-    monkeypatch.setattr(pipes, "LOOK_S", 20)
-    monkeypatch.setattr(pipes, "_HAS_CORES", has_cores)
-    monkeypatch.setattr(rehearsal, "EVERY_S", 0)  # after each look, which nobody may hear
-    heard = Heard()
+def heard_after(settings: PipelineSettings, monkeypatch: pytest.MonkeyPatch, *, pause_s: float = 0.0) -> Heard:
+    """A reader whose first message has come at once, and the second at its third look, or after a pause. Each look is
+    noted as a warm-up."""
+    heard = Heard(settings)
     looks: list[None] = []
 
     def look() -> None:
@@ -394,22 +402,24 @@ def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "sched_yield", look)
     heard.say(1)
     heard.wait_for(1)
-    assert not looks
-    if not has_cores:
-        threading.Timer(0.02, heard.say, (2,)).start()
+    assert not looks  # it was there
+    if pause_s:
+        threading.Timer(pause_s, heard.say, (2,)).start()
     heard.wait_for(2)
-    assert heard.exercises == len(looks) == (3 if has_cores else 0)
     assert heard.messages == [1, 2]
-    monkeypatch.setattr(pipes, "LOOK_S", 0)  # so that the next wait is too long
-    heard.say(3)
-    heard.wait_for(3)
-    looks.clear()
-    threading.Timer(0.02, heard.say, (4,)).start()
-    heard.wait_for(4)
-    assert not looks
-    assert heard.exercises == (3 if has_cores else 0)
+    assert heard.warm_ups == len(looks)
     heard.other.close()
     assert heard.ended.wait(20)
+    return heard
+
+
+def test_after_a_short_wait_who_waits_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = PipelineSettings(look_s=20.0, look_on_one_core=True, rest_s=60.0, message_warm_up_s=0.0)
+    assert heard_after(looks, monkeypatch).warm_ups == 3
+
+
+def test_who_may_not_look_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert heard_after(PipelineSettings(look_s=0.0, rest_s=60.0), monkeypatch, pause_s=0.02).warm_ups == 0
 
 
 def test_pipes_that_cannot_be_opened_name_the_stage() -> None:
@@ -417,15 +427,15 @@ def test_pipes_that_cannot_be_opened_name_the_stage() -> None:
         port = server.getsockname()[1]
     end = PipeEnd(stage=2, kind="data", ticket=issue_link(60, secrets.token_bytes), dial=DialPath("127.0.0.1", port))
     with pytest.raises(StageLost, match=f"no data pipe to stage 2: 127.0.0.1:{port}"):
-        open_pipes([end], Arrivals([end]), timeout_s=0.01)
+        open_pipes([end], PipeConnections([end]), PipelineSettings(connect_s=0.01))
     ends = [PipeEnd(stage=0, kind="control", ticket=end.ticket)]
     with pytest.raises(StageLost, match="no control pipe to stage 0: it has not come"):
-        open_pipes(ends, Arrivals(ends), timeout_s=0.01)
+        open_pipes(ends, PipeConnections(ends), PipelineSettings(connect_s=0.01))
 
 
 def test_connections_of_others_are_left_to_them() -> None:
     end = PipeEnd(stage=0, kind="control", ticket=issue_link(60, secrets.token_bytes))
-    arrivals = Arrivals([end])
+    arrivals = PipeConnections([end])
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert not arrivals.put(LinkHello(b"x" * 16, bytes(16), LinkRole.SENDER).pack(), ours)

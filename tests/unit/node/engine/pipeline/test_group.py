@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from p2pserve.node.engine.pipeline.group import HIDDEN, RESIDUAL, SocketGroup
-from p2pserve.node.engine.pipeline.pipes import Meanwhile, Seat
+from p2pserve.node.engine.pipeline.pipes import StageRank, WhileWaiting
 from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations
 from p2pserve.node.engine.vllm.device import CpuDevice
 
@@ -21,7 +21,7 @@ class Before:
         self.heads = [[len(buffer) for buffer in CODEC.encode(message)] for message in messages]
         self.waits = 0
 
-    def get(self, meanwhile: Meanwhile) -> Any:
+    def get(self, meanwhile: WhileWaiting) -> Any:
         """As from a pipe: all buffers lie in one, behind each other."""
         meanwhile()
         rest, sizes = memoryview(self.buffers[self.waits]), self.heads[self.waits]
@@ -31,9 +31,9 @@ class Before:
 
 
 def group_behind(before: Before) -> SocketGroup:
-    crew = SimpleNamespace(rank_in_group=0, broadcast_tensor_dict=lambda found, src: found)
+    workers = SimpleNamespace(rank_in_group=0, broadcast_tensor_dict=lambda found, src: found)
     alone = SimpleNamespace(device_group=None, cpu_group=None)
-    return SocketGroup(Seat(1, (1, 1), cast("Any", before)), alone, crew, CpuDevice())  # type: ignore[arg-type]
+    return SocketGroup(StageRank(1, (1, 1), cast("Any", before)), alone, workers, CpuDevice())  # type: ignore[arg-type]
 
 
 def received(group: SocketGroup) -> dict[str, torch.Tensor]:
@@ -44,15 +44,15 @@ def received(group: SocketGroup) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_it_waits_when_asked_to_and_exercises_meanwhile() -> None:
+def test_it_waits_when_asked_to_and_warm_ups_meanwhile() -> None:
     before = Before(Activations(False, {HIDDEN: torch.ones(2, 3), RESIDUAL: torch.zeros(2, 3)}))
     group = group_behind(before)
-    exercises: list[None] = []
-    group.exercise = lambda: exercises.append(None)
+    warm_ups: list[None] = []
+    group.warm_up = lambda: warm_ups.append(None)
     tensors, (arriving,), _ = group.irecv_tensor_dict()
-    assert before.waits == len(exercises) == 0
+    assert before.waits == len(warm_ups) == 0
     arriving.wait()
-    assert before.waits == len(exercises) == 1
+    assert before.waits == len(warm_ups) == 1
     assert torch.equal(tensors[HIDDEN], torch.ones(2, 3))
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.routing.layerwise import SendDecision, SendMode
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
-from p2pserve.node.engine.protocol import Outlet, Slice
-from p2pserve.node.engine.transfers.pacing import PREFILLS_ENOUGH, Pacer, Pacing
+from p2pserve.node.engine.protocol import KvSlice, Outlet
+from p2pserve.node.engine.settings import TransferSettings
+from p2pserve.node.engine.transfers.pacing import Pacer, Pacing
 from p2pserve.node.engine.vllm.layout import Shard
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -31,7 +32,7 @@ def outlet_of(
     heads: int = 8,
 ) -> Outlet:
     paths = tuple(DialPath("192.0.2.1", 1, label=f"path{i}", streams=n) for i, n in enumerate(streams))
-    part = Slice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=heads)
+    part = KvSlice(first_layer=0, last_layer=LAYERS, first_head=0, last_head=heads)
     return Outlet(slice=part, ticket=TICKET, link=LINK, paths=paths, gbps=gbps, rtt_s=rtt_s, pacing=pacing)
 
 
@@ -145,7 +146,7 @@ def test_when_the_machine_changes_both_ways_are_measured_again() -> None:
     for _ in range(20):
         prefill(3.0)
     again = taken[10:]
-    assert again.count(SendMode.LAYERWISE) == PREFILLS_ENOUGH
+    assert again.count(SendMode.LAYERWISE) == TransferSettings().prefills_enough
     assert again[-8:] == [SendMode.SERIALISED] * 8
 
 

@@ -16,7 +16,15 @@ from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
 from p2pserve.kvtransport.wire.frames import MAX_PAYLOAD_BYTES
-from p2pserve.node.engine.vllm.device import COPY_STREAMS, CpuDevice, CudaDevice, Device, DeviceKind, choose, device_of
+from p2pserve.node.engine.vllm.device import (
+    COPY_STREAMS,
+    CpuDevice,
+    CudaDevice,
+    Device,
+    DeviceKind,
+    choose_setup,
+    device_of,
+)
 from p2pserve.node.engine.vllm.speed import SpeedTest, Work, measure
 
 PATIENCE_S = 30.0
@@ -318,7 +326,7 @@ def test_a_cpu_copies_nothing() -> None:
 
 
 def test_an_engine_on_a_cpu_has_a_cache_of_a_given_size_and_exact_numbers() -> None:
-    choices = choose("cpu", dtype="auto", kv_cache_mib=None, stages=1, tp=1)
+    choices = choose_setup("cpu", dtype="auto", kv_cache_mib=None, stages=1, tp=1)
     assert choices.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     assert choices.arguments == {
         "dtype": "float32",
@@ -327,11 +335,11 @@ def test_an_engine_on_a_cpu_has_a_cache_of_a_given_size_and_exact_numbers() -> N
         "kv_cache_memory_bytes": 256 << 20,
         "async_scheduling": False,
     }
-    assert choose("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1, tp=1).arguments["dtype"] == "bfloat16"
+    assert choose_setup("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1, tp=1).arguments["dtype"] == "bfloat16"
 
 
 def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
-    choices = choose("cuda", dtype="auto", kv_cache_mib=None, stages=1, tp=1)
+    choices = choose_setup("cuda", dtype="auto", kv_cache_mib=None, stages=1, tp=1)
     assert choices.environment == {}
     assert choices.arguments == {
         "dtype": "auto",
@@ -345,24 +353,25 @@ def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
 def test_a_cache_of_a_given_size_asks_for_next_to_nothing_of_the_gpu(tp: int) -> None:
     """vLLM wants its share of the memory to be free when it starts, and then takes what the cache is given instead: so
     that four engines start on one card, the share must be small, however large the cache."""
-    arguments = choose("cuda", dtype="auto", kv_cache_mib=64, stages=1, tp=tp).arguments
+    arguments = choose_setup("cuda", dtype="auto", kv_cache_mib=64, stages=1, tp=tp).arguments
     assert arguments["kv_cache_memory_bytes"] == (64 << 20) // tp  # the box's cache is shared by its workers
     assert arguments["gpu_memory_utilization"] == 0.01
     assert (
-        choose("cuda", dtype="auto", kv_cache_mib=1 << 16, stages=1, tp=tp).arguments["gpu_memory_utilization"] == 0.01
+        choose_setup("cuda", dtype="auto", kv_cache_mib=1 << 16, stages=1, tp=tp).arguments["gpu_memory_utilization"]
+        == 0.01
     )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_stages_on_several_boxes_use_the_first_model_runner(kind: Any) -> None:
-    environment = choose(kind, dtype="auto", kv_cache_mib=None, stages=2, tp=1).environment
+    environment = choose_setup(kind, dtype="auto", kv_cache_mib=None, stages=2, tp=1).environment
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_owner_decides_on_asynchronous_scheduling_where_there_is_one_stage(kind: Any) -> None:
     for stages, asked, expected in ((1, True, True), (1, False, False), (2, True, False), (2, None, False)):
-        choices = choose(kind, dtype="auto", kv_cache_mib=None, stages=stages, tp=1, async_scheduling=asked)
+        choices = choose_setup(kind, dtype="auto", kv_cache_mib=None, stages=stages, tp=1, async_scheduling=asked)
         assert choices.arguments["async_scheduling"] is expected
 
 
@@ -371,7 +380,7 @@ def test_four_engines_with_caches_of_their_own_pass_the_check_that_one_without_f
     left = MemorySnapshot(total_memory=24 << 30, free_memory=2 << 30, device="cpu", auto_measure=False)
 
     def asks(kv_cache_mib: int | None) -> int:
-        arguments = choose("cuda", dtype="auto", kv_cache_mib=kv_cache_mib, stages=1, tp=1).arguments
+        arguments = choose_setup("cuda", dtype="auto", kv_cache_mib=kv_cache_mib, stages=1, tp=1).arguments
         share = arguments["gpu_memory_utilization"]
         return request_memory(left, CacheConfig(gpu_memory_utilization=share))
 

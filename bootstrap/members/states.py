@@ -1,0 +1,57 @@
+"""What the member table takes and gives, as plain values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from ..addresses import Address
+from ..trust.keys import PeerId
+from ..trust.tokens import Role
+from .entries import Entry, MemberRecord
+
+__all__ = ["CheckRecord", "Digest", "Member", "MemberState", "MergeResult", "TickResult"]
+
+Digest = dict[str, tuple[int, dict[str, int]]]  # origin -> (incarnation, kind -> version)
+CheckRecord = Callable[[str, MemberRecord], None]  # raises TokenError unless this peer may have this role
+
+
+class MemberState(Enum):
+    """See the picture in :mod:`.membership`."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A member as others see it."""
+
+    peer_id: PeerId
+    role: Role
+    state: MemberState
+    address: Address
+    incarnation: int
+    rtt_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeResult:
+    """What a merge did. Blame the sender for ``forged``; ``ignored`` entries may be right and
+    merely early."""
+
+    changed: tuple[Entry, ...] = ()
+    forged: int = 0
+    ignored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TickResult:
+    """What time has brought. Drop connections in ``drop`` first, then ping, then dial;
+    ``changed`` asks to tell the readers."""
+
+    drop: tuple[PeerId, ...] = ()
+    ping: tuple[PeerId, ...] = ()
+    forgotten: tuple[PeerId, ...] = ()
+    changed: bool = False

@@ -1,0 +1,95 @@
+"""What two networks would set differently: times, counts and limits of the peer-to-peer layer.
+
+    Network(..., settings=NetworkSettings.lan())
+    Libp2pTransport(identity, listen, announce, settings=TransportSettings(dial_s=2.0))
+
+Each knob says its unit and what pulling it costs. Sizes of the wire format are constants elsewhere.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+__all__ = ["NetworkSettings", "TransportSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSettings:
+    """Connections below the network. All times in seconds; longer ones forgive a slow path and
+    hide a dead one."""
+
+    dial_s: float = 5.0  # one dial, with all addresses of its host; a peer behind a firewall that drops costs all of it
+    upgrade_s: int = 5  # Noise, yamux and the opening of the control stream, each
+    stalled_s: float = 5.0  # a peer that takes no byte for so long is given up
+    peek_s: float = 10.0  # until an accepted socket has said what it is
+    max_strangers: int = 64  # inbound connections not let in yet; more keep a slow guest's place, and cost memory
+    max_undecided: int = 512  # accepted sockets that have not said what they are; more are closed at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSettings:
+    """Membership, sessions, gossip and election of one node. All nodes of a network should use
+    the same preset.
+
+    The defaults are :meth:`wan`: boxes in different places, joined by internet links.
+    """
+
+    # Liveness. Shorter: a death is noticed sooner, and a pause is more often mistaken for one.
+    ping_s: float = 1.0  # a peer that says nothing for so long is pinged
+    rtt_s: float = 2.5  # everyone is pinged so often, for the round trip; shorter costs messages
+    suspect_s: float = 3.0  # silence after which a member is suspect
+    dead_s: float = 8.0  # silence after which it is dead, and hung up on
+    forget_s: float = 600.0  # how long a dead member's entries are kept; shorter lets an old claim be believed again
+
+    # Joining.
+    join_s: float = 5.0  # how long to keep asking members that do not answer, before joining fails
+    join_retry_s: float = 0.3  # pause before the same member is asked again
+    head_start_s: float = 1.0  # members named by the token are asked so much earlier than remembered ones
+
+    # Dialling members that are missing. Shorter back-offs reconnect sooner and cost dials to the dead.
+    first_backoff_s: float = 0.5  # after the first failure; doubles with each one
+    last_backoff_s: float = 30.0  # at most, for members in general
+    named_backoff_s: float = 2.0  # at most, for members named by the token: one that restarts is found this soon
+    higher_waits_s: float = 1.5  # of two, the higher peer id lets the lower one dial for so long
+    crossing_s: float = 5.0  # two connections of one pair within this time were dialled at the same moment
+
+    # Sessions.
+    greeting_s: float = 5.0  # until a stranger has greeted
+    identity_check_s: float = 2.0  # until the holder of an identity that turns up twice has shown that it lives
+    ban_s: float = 60.0  # how long a peer that misbehaved is kept out
+    retire_s: float = 1.0  # how long the loser of two crossing connections stays open for what is on its way
+    max_offences: int = 16  # malformed or forged messages before a peer is disconnected
+    max_requests: int = 256  # served at once for one peer; more are answered "busy"
+
+    # Gossip. State reaches all n members after about log(n) rounds; cost per node and second: partners / interval.
+    gossip_s: float = 1.0
+    gossip_partners: int = 2
+    sync_s: float = 5.0  # until a gossip partner has answered
+
+    # Election.
+    settle_s: float = 1.0  # how long the candidates must be the same before one claims; shorter claims more often
+
+    # Addresses remembered between runs, last seen first.
+    max_remembered: int = 32
+
+    @classmethod
+    def wan(cls) -> Self:
+        """Boxes in different places: a second of jitter is no reason to reconnect."""
+        return cls()
+
+    @classmethod
+    def lan(cls) -> Self:
+        """Boxes in one rack: round trips below a millisecond, no pauses."""
+        return cls(
+            ping_s=0.5,
+            rtt_s=2.0,
+            suspect_s=1.5,
+            dead_s=4.0,
+            head_start_s=0.3,
+            first_backoff_s=0.2,
+            last_backoff_s=5.0,
+            named_backoff_s=1.0,
+            higher_waits_s=0.5,
+            identity_check_s=1.0,
+            gossip_s=0.5,
+            settle_s=0.5,
+        )

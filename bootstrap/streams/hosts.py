@@ -1,0 +1,55 @@
+"""Dialling a host that may have several addresses, within one deadline."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import trio
+
+from ..addresses import Address
+from ..errors import PeerLost, Unreachable
+from ..reasons import explain
+from ..trust.keys import PeerId
+
+__all__ = ["HostDialler", "resolve_host"]
+
+T = TypeVar("T")
+Resolver = Callable[[Address], Awaitable[list[str]]]
+
+
+async def resolve_host(address: Address) -> list[str]:
+    """The IP addresses of a host, in order of preference. libp2p's own resolver ignores the hosts
+    file."""
+    try:
+        found = await trio.socket.getaddrinfo(address.host, address.port, type=trio.socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreachable(f"cannot resolve host {address.host!r}: {error}; check the spelling") from error
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class HostDialler:
+    """Tries the addresses of a host in turn, for ``dial_s`` seconds in all."""
+
+    def __init__(self, dial_s: float, resolve: Resolver = resolve_host) -> None:
+        self.dial_s = dial_s
+        self._resolve = resolve
+
+    async def try_each(self, address: Address, peer_id: PeerId | None, attempt: Callable[[str], Awaitable[T]]) -> T:
+        """The first success; ``attempt`` gets one IP address, and raises PeerLost when it fails.
+
+        Raises Unreachable with the reason of the last failure.
+        """
+        deadline = trio.current_time() + self.dial_s
+        problem = f"no answer within {self.dial_s:g} s; check the address and the firewall"
+        with trio.move_on_at(deadline):
+            hosts = await self._resolve(address)
+            for index, host in enumerate(hosts):
+                now = trio.current_time()
+                # The deadline may be over already: trio sees to it only at the next wait, and a
+                # process that gets no processor has none. A moment to stop at may lie in the past;
+                # a number of seconds to go on for may not.
+                with trio.move_on_at(now + (deadline - now) / (len(hosts) - index)):
+                    try:
+                        return await attempt(host)
+                    except PeerLost as error:
+                        problem = explain(error, peer_id)
+        raise Unreachable(f"cannot reach {peer_id or 'a member'} at {address}: {problem}")

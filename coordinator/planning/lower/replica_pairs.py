@@ -1,0 +1,156 @@
+"""Pairs of replicas that may serve requests together, and how the KV gets from one to the other.
+
+A box of the reader sends to each box of the writer the layers that both hold, all of them at the
+same time, on a direct link each. So a transfer takes as long as the slowest of these; links inside
+a box have no limit in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...costs.replica import Hop
+from ...plan import Phase
+from ..model.cluster import Cluster
+from ..model.link_share import MOST, LinkShares
+from .flow import LinkCapacities, LinkDemand
+from .parallel import LOCAL_RTT_S
+
+__all__ = ["ClusterLinks", "KVHolder", "ReplicaPairs", "Spans", "pair_replicas"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+Spans = tuple[tuple[int, float, float], ...]
+"""Boxes in layer order: (box, first, last), with the layers as shares of the model."""
+
+ROUNDING: Final = 1e-9
+"""Shares of layers below this are none."""
+
+
+class KVHolder(NamedTuple):
+    """A replica as its neighbours see it."""
+
+    phase: Phase
+    spans: Spans
+
+
+class ClusterLinks:
+    """The cluster's links, with those inside of boxes on the diagonals. `capacities`: what plans
+    may count on."""
+
+    def __init__(self, cluster: Cluster, shares: LinkShares) -> None:
+        gbps, rtt = cluster.gbps.copy(), cluster.rtt_s.copy()
+        # what a box can send or take in all is at least its fastest link; nothing says that it were more
+        away = np.where(np.eye(len(gbps), dtype=bool), 0.0, gbps)
+        rates = gbps.copy(), away.max(axis=1), away.max(axis=0)
+        self._rates = LinkCapacities(*rates)
+        self.capacities = LinkCapacities(*(shares.of(one) * one for one in rates))
+        np.fill_diagonal(gbps, [box.gpu_link_gbps for box in cluster.boxes])
+        np.fill_diagonal(rtt, LOCAL_RTT_S)
+        self.latency_s = rtt / 2
+        with np.errstate(divide="ignore"):
+            self.gigabit_s = 1.0 / gbps
+        self._gbps, self._rtt_s = gbps.tolist(), rtt.tolist()
+
+    def hops(self, boxes: Sequence[int]) -> tuple[tuple[Hop, ...], ...]:
+        """[from][to] among these boxes; nothing for one box."""
+        if len(boxes) < 2:
+            return ()
+        return tuple(tuple(Hop(self._rtt_s[a][b], self._gbps[a][b]) for b in boxes) for a in boxes)
+
+    def busy(self, used: Array) -> Array:
+        """[from, to]: the share of the time that a transfer finds its way taken, when `used` Gb/s
+        flow."""
+        if not used.any():
+            return used
+        out, into = used.sum(axis=1, keepdims=True), used.sum(axis=0, keepdims=True)
+        rates = self._rates
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.maximum(used / rates.between, np.maximum(out / rates.out[:, None], into / rates.into))
+        return np.asarray(np.clip(np.nan_to_num(share, nan=0.0), 0.0, MOST))
+
+
+class ReplicaPairs(NamedTuple):
+    """By pair: indices of the replicas, seconds until the first byte and per Gb, and what goes over
+    which links.
+
+    A replica that keeps its requests is a pair with itself, and takes no time.
+    """
+
+    prefill: Index
+    decode: Index
+    latency_s: Array
+    gigabit_s: Array
+    link_demands: list[tuple[LinkDemand, ...]]
+
+
+def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: float) -> ReplicaPairs:
+    """All pairs that can: prefill to decode, prefill to mixed, mixed to decode, and every mixed one
+    with itself.
+
+    One mixed replica does not send to another, for which it would rather have kept the request.
+    Pairs without a link are left out. `gigabits`: of the KV of an average request.
+    """
+    kept = np.array([i for i, holder in enumerate(holders) if holder.phase is Phase.MIXED], dtype=np.intp)
+    nothing = np.zeros(len(kept))
+    own = ReplicaPairs(kept, kept, nothing, nothing, [()] * len(kept))
+    prefills = [i for i, holder in enumerate(holders) if holder.phase is not Phase.DECODE]
+    decodes = [i for i, holder in enumerate(holders) if holder.phase is not Phase.PREFILL]
+    if len(kept) == len(prefills) == len(decodes) or not prefills or not decodes:
+        return own
+    alpha, gigabit_s = _slowest_links([holders[i].spans for i in prefills], [holders[i].spans for i in decodes], links)
+    reads_only = np.array([holders[i].phase is Phase.PREFILL for i in prefills])
+    writes_only = np.array([holders[i].phase is Phase.DECODE for i in decodes])
+    rows, columns = np.nonzero((reads_only[:, None] | writes_only[None, :]) & np.isfinite(gigabit_s))
+    prefill, decode = np.array(prefills)[rows], np.array(decodes)[columns]
+    link_demands = [
+        _link_demands(holders[i].spans, holders[j].spans, gigabits)
+        for i, j in zip(prefill.tolist(), decode.tolist(), strict=True)
+    ]
+    return ReplicaPairs(
+        np.concatenate((kept, prefill)), np.concatenate((kept, decode)),
+        np.concatenate((nothing, alpha[rows, columns])), np.concatenate((nothing, gigabit_s[rows, columns])),
+        own.link_demands + link_demands,
+    )  # fmt: skip
+
+
+def _slowest_links(prefills: Sequence[Spans], decodes: Sequence[Spans], links: ClusterLinks) -> tuple[Array, Array]:
+    """[reader, writer]: the slowest pair of boxes that share layers, in latency, and in time per Gb
+    of a request."""
+    box_r, first_r, last_r, start_r = _flatten_spans(prefills)
+    box_w, first_w, last_w, start_w = _flatten_spans(decodes)
+    shared = np.minimum(last_r[:, None], last_w) - np.maximum(first_r[:, None], first_w)
+    boxes = np.ix_(box_r, box_w)
+    together = shared > ROUNDING
+    alpha = np.where(together, links.latency_s[boxes], 0.0)
+    with np.errstate(invalid="ignore"):
+        gigabit_s = np.where(together, links.gigabit_s[boxes] * shared, 0.0)
+    if len(box_r) > len(prefills) or len(box_w) > len(decodes):
+        alpha = np.maximum.reduceat(np.maximum.reduceat(alpha, start_r, axis=0), start_w, axis=1)
+        gigabit_s = np.maximum.reduceat(np.maximum.reduceat(gigabit_s, start_r, axis=0), start_w, axis=1)
+    return alpha, gigabit_s
+
+
+def _flatten_spans(replicas: Sequence[Spans]) -> tuple[Index, Array, Array, Index]:
+    """Boxes, first and last layers of all replicas, and where each one's begin."""
+    box, first, last = zip(*(span for spans in replicas for span in spans), strict=True)
+    counts = np.array([len(spans) for spans in replicas])
+    return np.array(box), np.array(first), np.array(last), np.concatenate(([0], np.cumsum(counts)[:-1]))
+
+
+def _link_demands(prefill: Spans, decode: Spans, gigabits: float) -> tuple[LinkDemand, ...]:
+    """Between different boxes only."""
+    if len(prefill) == len(decode) == 1:
+        source, target = prefill[0][0], decode[0][0]
+        return (LinkDemand(source, target, gigabits),) if source != target else ()
+    found = []
+    for source, first_r, last_r in prefill:
+        for target, first_w, last_w in decode:
+            shared = min(last_r, last_w) - max(first_r, first_w)
+            if shared > ROUNDING and source != target:
+                found.append(LinkDemand(source, target, shared * gigabits))
+    return tuple(found)

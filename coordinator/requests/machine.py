@@ -1,0 +1,420 @@
+"""The life of one request at its gateway: events in, actions out.
+
+    machine = RequestMachine(answer, prompt_tokens=20, now=0.0, deadline=60.0)
+    ready = machine.start(0.0)              # FindRoute(tokens=20)
+    ready = machine.routed(route, 0.0)      # OpenDecode(...)
+    ready = machine.decode_opened(1, 0.1, receives=True)
+    ...                                     # and at last EndRequest(finish="length", ...)
+
+Engines come and go; the gateway keeps the prompt and the answer so far. A request makes one attempt
+after the other, each on a route of its own, until its answer is complete. When the decode replica
+of an attempt is lost, the next attempt has the answer so far as part of its prompt, and the
+client's stream goes on. When the prefill replica is lost, the decode replica is told to compute the
+prompt itself, and the attempt goes on. ::
+
+    start -> ROUTING --routed--> SERVING --answer complete--> CLOSING --figures, or not--> OVER
+                ^                   |                (only while the KV transfer's report is awaited)
+                +--decode failed----+
+
+What the client has seen is what counts. A replica that has all of the prompt samples the first
+token as well, and the client sees it at once; the decode replica is told, and begins with it.
+Should that begin with another token all the same, the request is tried again from the one that was
+shown.
+
+Nothing here reads a clock or does I/O: every event comes with `now`, in seconds, which never goes
+back. Events of an attempt that is over are not heard. `engine` in an event of failure says which of
+the engines of that replica it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from math import inf
+from types import MappingProxyType
+from typing import Final, final
+
+from ..routing import Route
+from .placement import place
+from .values import (
+    Answer,
+    CancelTransfer,
+    CancelWork,
+    EndRequest,
+    FindRoute,
+    OpenDecode,
+    OpenPrefill,
+    PassFirstToken,
+    Ready,
+    RequestRecord,
+    RequestSettings,
+    Tokens,
+)
+
+__all__ = ["RequestMachine"]
+
+_DEFAULTS: Final = RequestSettings()
+_NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class _State(Enum):
+    ROUTING = "looks for a route"
+    SERVING = "has an attempt under way"
+    CLOSING = "has a complete answer, and waits for the figures of its KV transfer"
+    OVER = "is over"
+
+
+@final
+class _Attempt:
+    """One try at a request, on one route."""
+
+    __slots__ = ("decoding", "opening", "prefill_over", "prefilling", "shown", "tokens", "without_kv")
+
+    def __init__(self, opening: OpenDecode, tokens: int) -> None:
+        self.opening = opening
+        self.tokens = tokens  # that the decode replica was given
+        self.prefilling = False  # the prefill replica may be at work
+        self.decoding = False  # the decode replica has told of tokens
+        self.shown: Tokens = ()  # the first token, told by the prefill replica before that
+        self.prefill_over = opening.prefill is None  # nothing is expected of it any more
+        self.without_kv = self.prefill_over  # the decode replica computes all of the prompt
+
+
+@final
+class RequestMachine:
+    """See the module. Each public method is one event and returns what is to be done; `wake` is to
+    be called at `wake_at`, unless another event has changed that."""
+
+    __slots__ = (
+        "_answer", "_arrived", "_attempt", "_attempts", "_blamed", "_cached", "_deadline", "_failures", "_first_at",
+        "_give_up_at", "_last_at", "_opening", "_prompt", "_recovered", "_service", "_settings", "_state", "wake_at",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        service: str,
+        prompt_tokens: int,
+        now: float,
+        deadline: float = inf,
+        settings: RequestSettings = _DEFAULTS,
+    ) -> None:
+        self._answer = answer
+        self._service = service  # for people
+        self._prompt = prompt_tokens
+        self._arrived = now
+        self._deadline = deadline
+        self._settings = settings
+        self._state = _State.ROUTING
+        self._attempt: _Attempt | None = None
+        self._attempts = 0
+        self._opening: OpenDecode | None = None  # of the latest attempt
+        self.wake_at = deadline
+        """When it wants to be woken, in seconds; infinite: never. Any event may change that."""
+        self._give_up_at = inf  # while there is no route
+        self._blamed: Mapping[str, int] = _NOBODY
+        self._recovered: tuple[str, ...] = ()
+        self._failures = 0  # of engines that were to decode it, since one has added to the answer
+        self._first_at: float | None = None
+        self._last_at = now
+        self._cached: int | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<RequestMachine {self._prompt}+{self._answer.count} tokens {self._state.value}, attempt {self._attempts}>"
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows."""
+        return self._state is _State.OVER
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a prefill replica other than the decode replica may be at work."""
+        return self._attempt is not None and self._attempt.prefilling
+
+    def list_work(self) -> Iterator[tuple[str, int]]:
+        """The replicas at work on it, as far as is known, each with the tokens of the prompt that
+        it has yet to compute."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        where = attempt.opening
+        if where.prefill is not None and not attempt.prefill_over:
+            yield where.prefill, 0 if attempt.shown else where.split
+        own = attempt.tokens if attempt.without_kv else attempt.tokens - where.split
+        yield where.decode, 0 if attempt.decoding else own
+
+    # ---- routes ---------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> Ready:
+        """It has come."""
+        if self._answer.finish is not None:  # the answer was complete elsewhere, but for its end
+            return self._end(self._answer.finish, "", now)
+        return self._look_for_route(now)
+
+    def routed(self, route: Route, now: float) -> Ready:
+        """This is the route that was asked for."""
+        if self._state is not _State.ROUTING:
+            return ()
+        answer, settings = self._answer, self._settings
+        tokens = self._prompt + answer.count
+        self._attempts += 1
+        opening = place(
+            route, self._attempts, tokens, answer.left, first_token_at_prefill=settings.first_token_at_prefill
+        )
+        self._opening, self._attempt = opening, _Attempt(opening, tokens)
+        self._state, self.wake_at = _State.SERVING, self._deadline
+        return (opening,)
+
+    def not_routed(self, reason: str, now: float, *, is_hopeful: bool) -> Ready:
+        """There is no route now; `is_hopeful`: an engine is being started, so that waiting makes
+        sense."""
+        if self._state is not _State.ROUTING:
+            return ()
+        settings = self._settings
+        if is_hopeful:
+            self._give_up_at = now + settings.no_engine_grace_s
+        elif now >= self._give_up_at:
+            reasons = f" ({'; '.join(self._recovered)})" if self._recovered else ""
+            return self._end("error", f"no engine is left for {self._service}{reasons}: {reason}", now)
+        self.wake_at = min(self._deadline, self._give_up_at, now + settings.route_retry_s)
+        return ()
+
+    def network_changed(self, now: float) -> Ready:
+        """There may be a route where there was none."""
+        if self._state is not _State.ROUTING:
+            return ()
+        return (self._wanted(),)
+
+    def wake(self, now: float) -> Ready:
+        """It is `wake_at`, or later."""
+        if now < self.wake_at:
+            return ()
+        if self._state is _State.CLOSING:
+            return self._end(self._answer.finish, "", now)
+        if now >= self._deadline and self._state is not _State.OVER:
+            reasons = f" ({'; '.join(self._recovered)})" if self._recovered else ""
+            waited = self._deadline - self._arrived
+            return self._end("error", f"deadline: the answer was not complete after {waited:.1f} s{reasons}", now)
+        return self.network_changed(now)
+
+    # ---- what the replicas say ------------------------------------------------------------------------------
+
+    def decode_opened(self, attempt: int, now: float, *, receives: bool) -> Ready:
+        """The decode replica has accepted; `receives`: it is ready for the KV that it was to
+        receive."""
+        current = self._current(attempt)
+        if current is None or current.opening.prefill is None or current.without_kv:
+            return ()
+        where = current.opening
+        assert where.prefill is not None
+        if not receives:
+            current.prefill_over = current.without_kv = True
+            return ()
+        # From now on it may be at work, whether or not its answer gets here.
+        current.prefilling = True
+        opening = OpenPrefill(current.opening.attempt, where.prefill, where.split, where.first_token)
+        return (opening,)
+
+    def open_failed(self, attempt: int, replica: str, why: str, engine: int, now: float) -> Ready:
+        """A replica has refused the attempt, or has not answered; it may be at work all the same."""
+        current = self._current(attempt)
+        if current is None:
+            return ()
+        if replica == current.opening.decode:
+            self._blame(replica, engine, f"decode node {_short(replica)}: {why}")
+            return self._try_again(now)
+        if not current.prefilling:
+            return ()
+        forget = CancelWork(current.opening.attempt, replica)
+        return (forget, self._go_without_kv(current, why, engine))
+
+    def first_token(self, attempt: int, tokens: Tokens, finish: str | None, now: float) -> Ready:
+        """The prefill replica has sampled the first token of what is left of the answer."""
+        current = self._current(attempt)
+        if current is None or not current.opening.first_token or current.shown or not tokens:
+            return ()
+        if current.decoding or not current.prefilling:
+            return ()  # the decode replica does without this prefill, and has begun or is about to
+        current.shown = tokens[:1]
+        actions = self._show(current.shown, finish, now, now)
+        if self._answer.finish is not None:
+            return self._finish(actions, now, is_decode_over=False, wait=False)
+        passed = PassFirstToken(current.opening.attempt, current.opening.decode, current.shown[0])
+        return (*actions, passed)
+
+    def decoded(
+        self,
+        attempt: int,
+        tokens: Tokens,
+        finish: str | None,
+        now: float,
+        *,
+        cached: int = 0,
+        first_at: float | None = None,
+    ) -> Ready:
+        """The decode replica has more tokens, of which the first was there at `first_at` (None:
+        now)."""
+        current = self._current(attempt)
+        if current is None or finish == "deadline":
+            return ()  # the request's own deadline is the same moment, and says it better
+        if tokens and not current.decoding:
+            current.decoding = True
+            shown = len(current.shown)
+            if shown and tokens[:shown] != current.shown:
+                prefill = current.opening.prefill or current.opening.decode
+                began = f"decode node {_short(current.opening.decode)}: it began with another token than prefill node"
+                self._recovered = (*self._recovered, f"{began} {_short(prefill)}")
+                return self._try_again(now)
+            tokens = tokens[shown:]
+            if self._cached is None:
+                self._cached = cached
+        if tokens:
+            self._failures = 0
+        actions = self._show(tokens, finish, now if first_at is None else first_at, now)
+        if self._answer.finish is None:
+            return actions
+        return self._finish(actions, now, is_decode_over=finish is not None, wait=True)
+
+    def decode_failed(self, attempt: int, why: str, engine: int, now: float) -> Ready:
+        """The decode replica cannot go on with it; another one may."""
+        current = self._current(attempt)
+        if current is None:
+            return ()
+        decode = current.opening.decode
+        self._blame(decode, engine, f"decode node {_short(decode)}: {why}")
+        self._failures += 1
+        if self._failures == self._settings.max_failures:
+            reasons = "; ".join(self._recovered)
+            return self._end("error", f"given up: {self._failures} engines in a row failed with it ({reasons})", now)
+        return self._try_again(now)
+
+    def refused(self, attempt: int, why: str, now: float) -> Ready:
+        """The decode replica can never serve it: another one would say the same."""
+        if self._current(attempt) is None:
+            return ()
+        return self._end("error", f"the engine refuses the request: {why}", now)
+
+    def prefill_ended(self, attempt: int, failed: str, engine: int, now: float) -> Ready:
+        """The decode replica has all KV that it was to get, or (`failed`) will not get it."""
+        current = self._attempt
+        if current is None or current.opening.attempt != attempt or not current.prefilling:
+            return ()  # it was given up before it said so
+        if failed:
+            cancelled = self._go_without_kv(current, failed, engine)
+            if self._state is _State.SERVING:
+                return (cancelled,)
+        current.prefilling, current.prefill_over = False, True
+        return () if self._state is _State.SERVING else self._end(self._answer.finish, "", now)
+
+    def peer_lost(self, replica: str, engine: int, now: float) -> Ready:
+        """The connection to a replica's head is gone."""
+        current = self._attempt
+        if current is None or self._state is not _State.SERVING:
+            return ()
+        if replica == current.opening.decode:
+            self._blame(replica, engine, f"decode node {_short(replica)} was lost")
+            return self._try_again(now)
+        if replica == current.opening.prefill and current.prefilling:  # else its part was over
+            return (self._go_without_kv(current, "it was lost", engine),)
+        return ()
+
+    def stop(self, now: float) -> Ready:
+        """The client is gone, or wants no more of it."""
+        if self._state is _State.OVER:
+            return ()
+        return self._end(None, "", now)
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _current(self, number: int) -> _Attempt | None:
+        """The attempt under way, if that is its number."""
+        attempt = self._attempt
+        if attempt is None or attempt.opening.attempt != number or self._state is not _State.SERVING:
+            return None
+        return attempt
+
+    def _wanted(self) -> FindRoute:
+        return FindRoute(self._prompt + self._answer.count, self._blamed)
+
+    def _look_for_route(self, now: float) -> Ready:
+        self._state = _State.ROUTING
+        self._give_up_at = now + self._settings.no_engine_grace_s
+        self.wake_at = min(self._deadline, now + self._settings.route_retry_s)
+        return (self._wanted(),)
+
+    def _show(self, tokens: Tokens, finish: str | None, first_at: float, now: float) -> Ready:
+        """Add to the answer."""
+        if tokens:
+            self._last_at = now
+            if self._first_at is None:
+                self._first_at = first_at
+        shown = self._answer.take(tokens, finish)
+        return () if shown is None else (shown,)
+
+    def _blame(self, replica: str, engine: int, what: str) -> None:
+        self._blamed = {**self._blamed, replica: engine}
+        self._recovered = (*self._recovered, what)
+
+    def _go_without_kv(self, attempt: _Attempt, reason: str, engine: int) -> CancelTransfer:
+        """The prefill replica has failed: let the decode replica compute what it did not get."""
+        prefill = attempt.opening.prefill
+        assert prefill is not None
+        attempt.prefilling, attempt.prefill_over, attempt.without_kv = False, True, True
+        self._blame(prefill, engine, f"prefill node {_short(prefill)}: {reason}")
+        return CancelTransfer(attempt.opening.attempt, attempt.opening.decode, reason)
+
+    def _leave(self, *, is_decode_over: bool = False) -> Ready:
+        """End the attempt, and whatever may still be at work on it."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return ()
+        opening = attempt.opening
+        actions: Ready = () if is_decode_over else (CancelWork(opening.attempt, opening.decode),)
+        if attempt.prefilling and opening.prefill is not None:
+            actions = (*actions, CancelWork(opening.attempt, opening.prefill))
+        return actions
+
+    def _try_again(self, now: float) -> Ready:
+        """On another route, from what the client has seen."""
+        actions = self._leave()
+        return (*actions, *self._look_for_route(now))
+
+    def _finish(self, shown: Ready, now: float, *, is_decode_over: bool, wait: bool) -> Ready:
+        """The answer is complete."""
+        attempt = self._attempt
+        assert attempt is not None
+        if not (wait and attempt.prefilling):
+            return shown + self._end(self._answer.finish, "", now, is_decode_over=is_decode_over)
+        # The report of the KV transfer comes from another node, and may be on its way.
+        self._state = _State.CLOSING
+        self.wake_at = min(self._deadline, now + self._settings.figures_grace_s)
+        if is_decode_over:
+            return shown
+        return (*shown, CancelWork(attempt.opening.attempt, attempt.opening.decode))
+
+    def _end(self, finish: str | None, error: str, now: float, *, is_decode_over: bool = False) -> Ready:
+        # While it was closing, the decode replica had nothing to do any more, or has been told so.
+        actions = self._leave(is_decode_over=is_decode_over or self._state is _State.CLOSING)
+        self._state, self.wake_at = _State.OVER, inf
+        return (*actions, EndRequest(finish, error, self._record(now)))
+
+    def _record(self, now: float) -> RequestRecord | None:
+        opening = self._opening
+        if opening is None:
+            return None
+        first, last = self._first_at, self._last_at
+        if first is None:
+            first = last = now
+        return RequestRecord(
+            opening.prefill, opening.decode, self._attempts, self._recovered, self._cached or 0, self._answer.count,
+            self._arrived, first, last,
+        )  # fmt: skip
+
+
+def _short(replica: str) -> str:
+    """A peer id as people tell it from others."""
+    return f"..{replica[-6:]}"

@@ -1,0 +1,200 @@
+"""What goes into a request's machine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+__all__ = [
+    "Action",
+    "Answer",
+    "CancelTransfer",
+    "CancelWork",
+    "EndRequest",
+    "FindRoute",
+    "OpenDecode",
+    "OpenPrefill",
+    "PassFirstToken",
+    "Ready",
+    "RequestRecord",
+    "RequestSettings",
+    "ShowTokens",
+    "Tokens",
+]
+
+Tokens = Sequence[int]
+"""Token ids. The simulator, whose tokens have no ids, uses ranges of positions: they cost nothing
+to cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSettings:
+    """How patient a gateway is. All times are seconds.
+
+    `open_timeout_s`: how long a replica may take to accept a request; longer rides out a busy event
+    loop, and loses as much time on a replica that hangs. `no_engine_grace_s`: how long a request
+    waits while no engine is there nor being started; longer survives a restart, and keeps a client
+    of a dead service waiting. `route_retry_s`: between two looks for a route where nothing has been
+    heard. `figures_grace_s`: how long a complete answer waits for the report of its KV transfer,
+    which comes from another node. `max_failures`: engines in a row that fail with a request before
+    one adds to its answer; the request may be what ends them, so higher risks more engines of the
+    other requests. `first_token_at_prefill`: who prefills all of a prompt samples the first token
+    too (the simulator can do without).
+    """
+
+    open_timeout_s: float = 10.0
+    no_engine_grace_s: float = 5.0
+    route_retry_s: float = 1.0
+    figures_grace_s: float = 0.5
+    max_failures: int = 3
+    first_token_at_prefill: bool = True
+
+
+class Answer(Protocol):
+    """The answer so far. It survives every change of engine."""
+
+    @property
+    def count(self) -> int:
+        """Tokens of it."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """How many tokens may still come."""
+        ...
+
+    @property
+    def finish(self) -> str | None:
+        """How it ended: stop or length; None while it goes on."""
+        ...
+
+    def take(self, tokens: Tokens, finish: str | None) -> ShowTokens | None:
+        """Add tokens, and end where `finish`, the length or a stop string says so. Returns what the
+        client may see."""
+        ...
+
+
+class FindRoute(NamedTuple):
+    """Look for a route for so many tokens; answer with `routed` or `not_routed`.
+
+    `blamed`: the engines that have failed this request, by replica; the number is the one that the
+    failure's event had.
+    """
+
+    tokens: int
+    blamed: Mapping[str, int]
+
+
+class OpenDecode(NamedTuple):
+    """Ask a replica to serve the request to its end; answer with `decode_opened` or `open_failed`.
+
+    With `prefill` it is to receive the KV of the first `split` tokens from there, and the first
+    token of the answer if `first_token`; without, it computes all of the prompt.
+    """
+
+    attempt: int
+    decode: str
+    prefill: str | None = None
+    split: int = 0
+    first_token: bool = False
+
+
+class OpenPrefill(NamedTuple):
+    """Ask a replica to compute the first `split` tokens and to send their KV to the decode replica;
+    answer with `open_failed` if it does not accept. `first_token`: it samples one more token and
+    tells the gateway."""
+
+    attempt: int
+    prefill: str
+    split: int
+    first_token: bool
+
+
+class ShowTokens(NamedTuple):
+    """Send these to the client."""
+
+    text: str
+    tokens: Tokens
+
+
+class PassFirstToken(NamedTuple):
+    """Tell the decode replica the token that the client has seen: its part begins after that."""
+
+    attempt: int
+    decode: str
+    token: int
+
+
+class CancelTransfer(NamedTuple):
+    """Tell the decode replica that no KV will come: it computes the prompt itself."""
+
+    attempt: int
+    decode: str
+    reason: str
+
+
+class CancelWork(NamedTuple):
+    """Tell a replica to forget this attempt."""
+
+    attempt: int
+    replica: str
+
+
+class RequestRecord(NamedTuple):
+    """What a request was, at its end. `prefill` and `decode` are those of the last attempt;
+    `cached_tokens` are those that the first decode replica had in its cache; of `tokens` of the
+    answer, the first and the last one that this gateway got came at `first_at` and `last_at`."""
+
+    prefill: str | None
+    decode: str
+    attempts: int
+    recovered: tuple[str, ...]
+    cached_tokens: int
+    tokens: int
+    arrived: float
+    first_at: float
+    last_at: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from its arrival to the first token."""
+        return self.first_at - self.arrived
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds between two tokens."""
+        return (self.last_at - self.first_at) / max(1, self.tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        """Seconds from its arrival to the last token."""
+        return self.last_at - self.arrived
+
+
+class EndRequest(NamedTuple):
+    """Nothing follows. `finish` is stop, length or error, which `error` then explains in a line;
+    None: the client does not want to hear of it. `record` is None for one that never had a route.
+    """
+
+    finish: str | None
+    error: str
+    record: RequestRecord | None
+
+
+Action = (
+    FindRoute
+    | OpenDecode
+    | OpenPrefill
+    | ShowTokens
+    | PassFirstToken
+    | CancelTransfer
+    | CancelWork
+    | EndRequest
+)  # fmt: skip
+
+
+Ready = tuple[Action, ...]
+"""What one step asks for, to be done in this order: what the client has seen counts, so it is shown
+a token before a replica is told of it, and replicas are told to forget an attempt before the next
+one begins."""

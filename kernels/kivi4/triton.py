@@ -1,0 +1,135 @@
+"""`kivi4` for GPUs: the same bytes as the reference makes.
+
+One kernel serves K and V. It sees columns: a column is one group, its elements `inner` apart in memory. K's
+columns stand side by side (`inner` = heads * head_dim); V's lie one behind the other (`inner` = 1, which Triton
+compiles as a constant). Either way neighbouring threads touch neighbouring addresses, and the input is read once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..triton_bits import clamped, finite, nearby, raise_flag, rounded
+from .layout import GROUP, Kivi4Layout
+from .reference import Kivi4Sections
+
+__all__ = ["dequantise", "quantise"]
+
+COLUMNS = 64
+"""Columns per program: 32 x 64 values of 2 bytes, read in rows of 128 bytes."""
+
+_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
+"""One warp: no reduction then needs shared memory or a barrier, and 16 wide loads per thread are under way at once."""
+
+
+def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor) -> None:
+    """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values in whole groups."""
+    for x, zeros, packed, width in _groups(k, v, payload, layout):
+        columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
+        grid = (triton.cdiv(columns, COLUMNS),)
+        quantise_kernel[grid](x.contiguous(), zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
+
+
+def dequantise(
+    payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor
+) -> None:
+    """Write the `[coded, heads, head_dim]` 16-bit values in whole groups, both contiguous."""
+    for x, zeros, packed, width in _groups(k, v, payload, layout):
+        columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
+        grid = (triton.cdiv(columns, COLUMNS),)
+        dequantise_kernel[grid](x, zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
+
+
+def _groups(
+    k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], ...]:
+    """Values, zeros (the scales stand right behind them), codes and width of the groups of K and of V."""
+    sections = Kivi4Sections.of(payload, layout, k.dtype)
+    width = layout.head_dim // layout.value_groups
+    return (k, sections.key_zeros, sections.key_codes, GROUP), (v, sections.value_zeros, sections.value_codes, width)
+
+
+@triton.jit  # type: ignore[misc]
+def quantise_kernel(
+    x: tl.tensor,
+    zeros: tl.tensor,
+    packed: tl.tensor,
+    flag: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    half: tl.constexpr = (width + 1) // 2
+    column = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    valid = column < columns
+    group, lane = column // inner, column % inner
+    row = tl.arange(0, triton.next_power_of_2(half))
+    here = (row < half)[:, None] & valid[None, :]
+    there = (row < width - half)[:, None] & valid[None, :]
+    first = x + (group * (width * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    low = tl.load(first, mask=here, other=0.0).to(tl.float32)
+    high = tl.load(first + half * inner, mask=there, other=0.0).to(tl.float32)
+    least = tl.minimum(_least(low, here), _least(high, there)) + 0.0  # never -0
+    most = -tl.minimum(_least(-low, here), _least(-high, there))
+    sixteen: tl.constexpr = x.dtype.element_ty
+    scale = rounded(tl.math.div_rn(most - least, 15.0), sixteen)
+    scale = tl.where(scale >= 7.888609052210118e-31, scale, 0.0)
+    inverse = tl.where(scale > 0, tl.math.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
+    codes = _codes(low, least, inverse) | (tl.where(there, _codes(high, least, inverse), 0) << 4)
+    raise_flag(flag, (tl.min(finite(low).to(tl.int32), 0) & tl.min(finite(high).to(tl.int32), 0)) == 0)
+    tl.store(zeros + column, least.to(sixteen), mask=valid)
+    tl.store(zeros + columns + column, scale.to(sixteen), mask=valid)
+    into = packed + (group * (half * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    tl.store(into, codes.to(tl.uint8), mask=here)
+
+
+@triton.jit  # type: ignore[misc]
+def dequantise_kernel(
+    x: tl.tensor,
+    zeros: tl.tensor,
+    packed: tl.tensor,
+    flag: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    half: tl.constexpr = (width + 1) // 2
+    column = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    valid = column < columns
+    group, lane = column // inner, column % inner
+    row = tl.arange(0, triton.next_power_of_2(half))
+    here = (row < half)[:, None] & valid[None, :]
+    there = (row < width - half)[:, None] & valid[None, :]
+    source = packed + (group * (half * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    codes = tl.load(source, mask=here, other=0).to(tl.int32)
+    zero = tl.load(zeros + column, mask=valid, other=0.0).to(tl.float32)
+    scale = tl.load(zeros + columns + column, mask=valid, other=0.0).to(tl.float32)
+    raise_flag(flag, (finite(zero) == 0) | _no_scale(scale))
+    zero, scale = zero[None, :], scale[None, :]
+    sixteen: tl.constexpr = x.dtype.element_ty
+    low = clamped((codes & 15).to(tl.float32) * scale + zero, sixteen)
+    high = clamped((codes >> 4).to(tl.float32) * scale + zero, sixteen)
+    first = x + (group * (width * inner) + lane)[None, :] + row.to(tl.int64)[:, None] * inner
+    tl.store(first, low.to(sixteen), mask=here)
+    tl.store(first + half * inner, high.to(sixteen), mask=there)
+
+
+@triton.jit  # type: ignore[misc]
+def _no_scale(scale: tl.tensor) -> tl.tensor:
+    """Whether no encoder writes this scale: beyond `LARGEST_SCALE` of the reference, less than 0 or NaN."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return ((bits < 0) & (scale != 0.0)) | (bits > 0x7A800000)
+
+
+@triton.jit  # type: ignore[misc]
+def _least(x: tl.tensor, valid: tl.tensor) -> tl.tensor:
+    return tl.min(tl.where(valid, x, float("inf")), 0)
+
+
+@triton.jit  # type: ignore[misc]
+def _codes(x: tl.tensor, zero: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    return nearby(tl.minimum((x - zero[None, :]) * inverse[None, :], 15.0)).to(tl.int32)

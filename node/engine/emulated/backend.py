@@ -1,0 +1,56 @@
+"""The emulated engine as a record: real network and scheduling, modelled GPU time. Its functions import it when they
+are called: the fork server of another engine needs nothing of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ..backend import EngineBackend, ServedModel
+
+if TYPE_CHECKING:
+    from ...box.hardware import Hardware
+    from ...box.shares import EngineSettings
+    from ...replica.engine_link import ForkServerClient
+    from ..process import AgentSockets
+    from ..protocol import EngineConfig
+
+__all__ = ["EMULATED"]
+
+
+def _preload() -> str:
+    from . import process  # noqa: F401  (imported for the children)
+
+    return ""
+
+
+def _run(config: EngineConfig, sockets: AgentSockets) -> int:
+    from .process import run_emulated_engine
+
+    return run_emulated_engine(config, sockets)
+
+
+def _hardware(box: Hardware, knobs: EngineSettings) -> Hardware:
+    from .model import emulated_hardware, parse_cards
+
+    return emulated_hardware(parse_cards(knobs.emulate or "", knobs.emulate_specs), box)
+
+
+def _inspect(name: str, hardware: Hardware, knobs: EngineSettings) -> ServedModel:
+    from .model import inspect_model
+
+    return inspect_model(name, hardware, knobs)
+
+
+async def _trust(server: ForkServerClient) -> None:
+    """Nothing of somebody else's is in it."""
+
+
+EMULATED: Final = EngineBackend(
+    name="emulated",
+    environment={},
+    preload=_preload,
+    run=_run,
+    hardware=_hardware,
+    inspect=_inspect,
+    self_test=_trust,
+)

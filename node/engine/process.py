@@ -1,0 +1,120 @@
+"""What every engine process does, whatever computes in it: its log, its signals, its sockets to the agent, its end.
+
+    fork server --fork--> enter_process, EngineBackend.run --> serve_agent --> an EngineProgram
+
+One thread owns the engine and runs `EngineProgram.serve`. A reader and a writer serve the message socket, and a fourth
+thread takes over connections that the agent has accepted. When the agent closes the message socket, or dies, the
+process ends (`mailbox`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from . import protocol
+from .mailbox import Outbox, listen
+
+__all__ = ["AgentSockets", "EngineProgram", "StartError", "enter_process", "serve_agent"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_HELLO = 64  # bytes that a connection says first
+
+
+class StartError(Exception):
+    """The engine cannot start; the text is one line for the user."""
+
+
+class AgentSockets(NamedTuple):
+    """An engine's ends of its two socket pairs with the agent: messages, and connections that come as descriptors."""
+
+    messages: socket.socket
+    connections: socket.socket
+
+
+class EngineProgram(Protocol):
+    """An engine as its process runs it. `take` and `attach` are called by threads; the rest, in this order, by the
+    process's main thread."""
+
+    def take(self, message: protocol.ToEngine) -> None:
+        """The agent wants this; `serve` is to deal with it."""
+        ...
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """The agent has accepted a connection, which has said `hello`. Takes over the socket."""
+        ...
+
+    def load(self) -> None:
+        """Load the model. Raises StartError."""
+        ...
+
+    def ready(self, load_s: float) -> protocol.EngineReady:
+        """Describe the engine, which took so long to load."""
+        ...
+
+    def serve(self) -> None:
+        """Serve until the agent sends `Stop`."""
+        ...
+
+    def close(self) -> None:
+        """All has been said: let go of other processes."""
+        ...
+
+
+def enter_process(config: protocol.EngineConfig) -> None:
+    """First of all in a new engine process: Ctrl-C is for the agent, SIGTERM ends it, and output goes to its log."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if config.log_file:
+        redirect_output(Path(config.log_file))
+
+
+def redirect_output(log: Path) -> None:
+    """Send stdout and stderr, C++ code's included, to the end of a file: the terminal is the user's."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EngineProgram]) -> int:
+    """Load an engine and serve until told to stop. Returns the exit status."""
+    outbox = Outbox(sockets.messages)
+    started = time.monotonic()
+    program = make_program(outbox)
+    listen(sockets.messages, program.take)
+    accept = (sockets.connections, program.attach)
+    threading.Thread(target=_accept, args=accept, name="kv-acceptor", daemon=True).start()
+    try:
+        program.load()
+    except StartError as error:
+        _log.exception("the engine does not start")
+        outbox.send(protocol.StartFailed(reason=str(error)))
+        outbox.flush()
+        return 1
+    outbox.send(program.ready(time.monotonic() - started))
+    program.serve()
+    outbox.flush()
+    program.close()
+    return 0
+
+
+def _accept(connections: socket.socket, attach: Callable[[bytes, socket.socket], None]) -> None:
+    """Take over accepted sockets; each packet is what the connection said first, with the descriptor beside it."""
+    while True:
+        try:
+            hello, descriptors, _, _ = socket.recv_fds(connections, _MAX_HELLO, 1)
+        except OSError:
+            return
+        if not hello:
+            return
+        for descriptor in descriptors:
+            attach(hello, socket.socket(fileno=descriptor))

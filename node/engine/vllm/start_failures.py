@@ -1,0 +1,76 @@
+"""Why vLLM does not start, in one line with what to do about it. Pure.
+
+vLLM names its own flags and wraps what is wrong in pages of context. Each pattern is a sentence of vLLM 0.32; what
+none of them knows is shown as vLLM says it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["explain_start_failure"]
+
+MAX_REASON: Final = 400  # characters of an unknown error that are shown; the log has all of it
+
+_QUANTISED: Final = "its weights are quantised with"
+# A pattern, and the line for the user with the pattern's groups in it. The first one that is found counts.
+_KNOWN: Final = (
+    (
+        r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+)",
+        r"it was made for \2 tokens, and \1 are asked for; take --max-model-len \2 or less",
+    ),
+    (
+        r"max seq len \((\d+)\), \(?(\S+ GiB) KV cache is needed.*? memory \((.*?)\).*maximum model length is (\d+)",
+        r"a request of \1 tokens needs \2 of KV cache, and there are \3; take --max-model-len \4, or more memory",
+    ),
+    (
+        r"max seq len \((\d+)\), \(?(\S+ GiB) KV cache is needed.*? memory \((.*?)\)",
+        r"a request of \1 tokens needs \2 of KV cache, and there are \3; take a smaller model, or more memory",
+    ),
+    (
+        r"No available memory for the cache blocks",
+        r"no memory is left for KV beside the weights; take a smaller model, or more cards with --tp",
+    ),
+    (
+        r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)",
+        r"other programs use the GPU: \1 of \2 GiB are free; end them, or give --kv-cache-mib",
+    ),
+    (
+        r"(\w+) quantization is currently not supported in (\w+)",
+        rf"{_QUANTISED} \1, which vLLM does not run on a \2; take it in 16 bits",
+    ),
+    (
+        r"method (\w+) is not supported for the current GPU.*?capability: (\d+)(\d)\..*?capability: (\d+)(\d)\b",
+        rf"{_QUANTISED} \1, which needs a GPU of compute capability \2.\3, and this one has \4.\5; take it in 16 bits",
+    ),
+    (
+        r"torch\.(\w+) is not supported for quantization method (\w+)\. Supported dtypes: \[torch\.(\w+)",
+        rf"{_QUANTISED} \2, which does not compute in \1; take --dtype \3, or the model in 16 bits",
+    ),
+    (
+        r"Unknown quantization method: (\w+)",
+        rf"{_QUANTISED} \1, which this vLLM does not know; take it in 16 bits",
+    ),
+    (
+        r"model type '(\w+)' does not support float16",
+        r"models of type \1 overflow in float16; take --dtype bfloat16",
+    ),
+    (
+        r"Bfloat16 is only supported on GPUs",
+        r"this GPU does not compute in bfloat16; take --dtype float16",
+    ),
+)
+
+
+def explain_start_failure(error: BaseException) -> str:
+    """What is wrong and the fix, in one line."""
+    text = str(error)
+    for pattern, line in _KNOWN:
+        found = re.search(pattern, text, flags=re.DOTALL)
+        if found is not None:
+            return found.expand(line)
+    # Configuration errors come wrapped in pages of context; the first lines say what is wrong.
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    shown = " ".join(lines[:3]) or type(error).__name__
+    return shown if len(shown) <= MAX_REASON else f"{shown[:MAX_REASON]}..."

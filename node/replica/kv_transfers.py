@@ -1,0 +1,353 @@
+"""The KV transfer between two replicas, from one box of one of them.
+
+Each worker of the prefill replica sends straight to the workers of the decode replica that need its share.
+The head of each replica puts the ends together: it knows its own box's, and asks the boxes of its other stages for
+theirs. The transfer of a request has ended when all its slices have, or when one has failed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, final
+
+import trio
+
+from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...bootstrap.methods import Body, Messenger, Notice
+from ...kvtransport.errors import TicketError, TransferError
+from ...kvtransport.wire.tickets import TransferTicket, issue_transfer
+from .. import messages, methods
+from ..engine import protocol
+from ..links.kv_links import Ends, IncomingLinks
+from ..links.kv_ways import MAX_TRANSFER_S, KvWays
+from ..models import ModelInfo
+from .place import Place, PlaceError, check_sends, slices_between
+
+__all__ = ["Ended", "KvTransfers"]
+
+ASK_TIMEOUT_S = 8.0  # less than a gateway waits
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A transfer has ended as a whole; `failed` says why when it was not delivered."""
+
+    transfer: bytes
+    failed: str
+    figures: messages.TransferFigures
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A transfer that this box sends a part of. A head waits for all of its links, a stage for its own."""
+
+    targets: dict[bytes, PeerId]  # own link -> the box it leads to
+    pending: set[bytes]
+    head: PeerId | None  # who wants to know, on a stage
+    figures: list[messages.TransferFigures] = field(default_factory=list)
+
+
+@final
+class KvTransfers:
+    """One per node with an engine; asks and tells other boxes through `messenger`."""
+
+    def __init__(self, *, model: ModelInfo, ways: KvWays, messenger: Messenger) -> None:
+        self._model = model
+        self._ways = ways
+        self._messenger = messenger
+        self.place: Place | None = None
+        self._incoming = IncomingLinks(secrets.token_bytes)
+        self._sending: dict[bytes, _Sending] = {}
+        messenger.handle(methods.LINK_OPEN, self.open_link)
+        messenger.handle(methods.STAGE_INLETS, self.open_inlets)
+        messenger.handle(methods.STAGE_OUTLETS, self.open_outlets)
+
+    def __repr__(self) -> str:
+        return f"<KvTransfers sending={len(self._sending)} {self._incoming}>"
+
+    def use(self, place: Place, dtype: str) -> None:
+        """The engine of this box has this place, and keeps KV in that dtype."""
+        self.place = place
+        self._ways.engine_ready(dtype)
+
+    def engine_lost(self) -> None:
+        """Both ends of every link here are gone."""
+        self.place = None
+        self._incoming.forget_all()
+        self._sending.clear()
+        self._ways.engine_lost()
+
+    def peer_lost(self, peer: PeerId) -> list[bytes]:
+        """A node is gone; returns the links that end with it."""
+        self._sending = {transfer: one for transfer, one in self._sending.items() if one.head != peer}
+        return [ticket.link for ticket in (*self._incoming.forget_peer(peer), *self._ways.peer_lost(peer))]
+
+    def knows(self, link: bytes) -> bool:
+        """Whether a connection that names this link is expected."""
+        return self._incoming.knows(link)
+
+    def forget(self, transfer: bytes) -> None:
+        """No report of this transfer will be waited for."""
+        self._sending.pop(transfer, None)
+
+    # ---- on a head --------------------------------------------------------------------------------------------
+
+    async def receive(
+        self, body: messages.DecodeOpen
+    ) -> tuple[tuple[protocol.Inlet, ...], tuple[messages.TicketedSlice, ...]]:
+        """The receiving ends of a request's KV on every worker of this replica, and what its senders need to know.
+
+        Raises RemoteError; NetworkError when a stage cannot be asked.
+        """
+        place = self._place_here()
+        try:
+            slices = slices_between(
+                body.prefill, place.stages, layers=self._model.layers, kv_heads=self._model.kv_heads
+            )
+            wanted = issue_transfer(
+                bytes(16), body.codec, min(body.deadline_s / 2, MAX_TRANSFER_S), secrets.token_bytes
+            )
+        except (PlaceError, TicketError) as error:
+            raise RemoteError("invalid", str(error)) from error
+        found: dict[messages.RankSlice, protocol.Inlet] = {}
+
+        async def open_at(peer: PeerId, theirs: tuple[messages.RankSlice, ...]) -> None:
+            request = messages.StageInlets(
+                transfer=wanted.transfer, codec=wanted.codec, deadline_s=wanted.deadline_s, slices=theirs
+            )
+            if peer == self._ways.own:
+                inlets = self._inlets(request)
+            else:
+                opened = await self._messenger.request(peer, methods.STAGE_INLETS, request, ASK_TIMEOUT_S)
+                inlets = opened.inlets
+            answered = [(inlet.rank, inlet.slice, inlet.ticket.transfer) for inlet in inlets]
+            if answered != [(rank_slice.target, rank_slice.slice, wanted.transfer) for rank_slice in theirs]:
+                raise RemoteError("invalid", f"{peer} has opened other inlets than it was asked for")
+            found.update(zip(theirs, inlets, strict=True))
+
+        await _at_each(open_at, [(PeerId(rank_slice.target_peer), rank_slice) for rank_slice in slices])
+        inlets = tuple(found[rank_slice] for rank_slice in slices)
+        ticketed = tuple(
+            messages.TicketedSlice(rank_slice=rank_slice, ticket=inlet.ticket)
+            for rank_slice, inlet in zip(slices, inlets, strict=True)
+        )
+        return inlets, ticketed
+
+    async def send(self, slices: tuple[messages.TicketedSlice, ...], tokens: int) -> tuple[protocol.Outlet, ...]:
+        """The sending ends on every worker of this replica for the KV of so many tokens.
+
+        Raises RemoteError; NetworkError or TransferError when there is no way to one of the targets.
+        """
+        place = self._place_here()
+        try:
+            check_sends(slices, place, kv_heads=self._model.kv_heads)
+        except PlaceError as error:
+            raise RemoteError("invalid", str(error)) from error
+        found: dict[messages.TicketedSlice, protocol.Outlet] = {}
+
+        async def open_at(peer: PeerId, theirs: tuple[messages.TicketedSlice, ...]) -> None:
+            request = messages.StageOutlets(tokens=tokens, slices=theirs)
+            if peer == self._ways.own:
+                outlets = await self._outlets(request)
+            else:
+                opened = await self._messenger.request(peer, methods.STAGE_OUTLETS, request, ASK_TIMEOUT_S)
+                outlets = opened.outlets
+            answered = [(outlet.rank, outlet.slice, outlet.ticket) for outlet in outlets]
+            if answered != [
+                (ticketed.rank_slice.source, ticketed.rank_slice.slice, ticketed.ticket) for ticketed in theirs
+            ]:
+                raise RemoteError("invalid", f"{peer} has opened other outlets than it was asked for")
+            found.update(zip(theirs, outlets, strict=True))
+
+        await _at_each(open_at, [(PeerId(ticketed.rank_slice.source_peer), ticketed) for ticketed in slices])
+        if self.place == place:  # else the engine is gone meanwhile, and its requests with it
+            own = [ticketed for ticketed in slices if ticketed.rank_slice.source_peer == self._ways.own]
+            targets = {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in own}
+            self._sending[slices[0].ticket.transfer] = _Sending(
+                targets, {ticketed.ticket.link for ticketed in slices}, None
+            )
+        return tuple(found[ticketed] for ticketed in slices)
+
+    def abort(self, transfer: bytes, reason: str) -> None:
+        """Tell the other stages of this replica that nothing more will be sent or expected."""
+        self.forget(transfer)
+        for peer in self.place.others if self.place is not None else ():
+            self._tell(peer, methods.STAGE_ABORT, messages.StageAbort(transfer=transfer, reason=reason))
+
+    def on_stage_transfer(self, peer: PeerId, body: messages.StageTransfer) -> Ended | None:
+        """A stage of this replica says how its part ended; returns the end of the whole, when this is it."""
+        sending = self._sending.get(body.transfer)
+        if sending is None or self.place is None or peer not in self.place.others:
+            return None
+        return self._part_ended(sending, body)
+
+    # ---- on any stage -----------------------------------------------------------------------------------------
+
+    def on_report(self, report: protocol.TransferReport) -> Ended | None:
+        """This box's engine says how a part ended; returns the end of the whole, when this is it."""
+        sending = self._sending.get(report.transfer)
+        target = sending.targets.get(report.link) if sending is not None else None
+        if sending is None or target is None:
+            return None
+        body = messages.StageTransfer(
+            transfer=report.transfer,
+            link=report.link,
+            failed="" if report.delivered else report.reason or "not delivered",
+            figures=messages.TransferFigures(
+                raw_bytes=report.raw_bytes,
+                wire_bytes=report.wire_bytes,
+                frames=report.frames,
+                span_s=report.span_s,
+                visible_s=report.visible_s,
+                hidden_fraction=report.hidden_fraction,
+                mode=report.mode,
+                paths=report.paths,
+                resent_bytes=report.resent_bytes,
+                usd=self._ways.on_transfer(target, report),
+            ),
+        )
+        if sending.head is not None:
+            self._tell(sending.head, methods.STAGE_TRANSFER, body)
+        return self._part_ended(sending, body)
+
+    def on_link_report(self, report: protocol.LinkReport) -> None:
+        """What this box's engine sends gets on."""
+        self._ways.on_link_report(report)
+
+    async def open_link(self, peer: PeerId, role: Role, body: messages.LinkOpen) -> messages.LinkOpened:
+        """The link over which a worker of this peer's engine may push KV into one of ours."""
+        place = self._place_here()
+        if body.service != self._model.service:
+            raise RemoteError("wrong-service", f"this node serves {self._model.service}, not {body.service}")
+        here = place.index == body.target.stage and body.target.tp < place.stage.tp
+        if not here or max(body.source.stage, body.source.tp) >= messages.MAX_STAGES:
+            raise RemoteError("invalid", f"this node has no worker {body.target.tp} of stage {body.target.stage}")
+        return messages.LinkOpened(link=self._incoming.of(Ends(peer, body.source, body.target)))
+
+    async def open_inlets(self, peer: PeerId, role: Role, body: messages.StageInlets) -> messages.StageInletsOpened:
+        """The head wants KV received here."""
+        self._require_head(peer)
+        self._require_own(rank_slice.target_peer for rank_slice in body.slices)
+        return messages.StageInletsOpened(inlets=self._inlets(body))
+
+    async def open_outlets(self, peer: PeerId, role: Role, body: messages.StageOutlets) -> messages.StageOutletsOpened:
+        """The head wants KV sent from here."""
+        place = self._require_head(peer)
+        self._require_own(ticketed.rank_slice.source_peer for ticketed in body.slices)
+        try:
+            check_sends(body.slices, place, kv_heads=self._model.kv_heads)
+        except PlaceError as error:
+            raise RemoteError("invalid", str(error)) from error
+        try:
+            outlets = await self._outlets(body)
+        except RemoteError:
+            raise
+        except (NetworkError, TransferError) as error:  # else the head would only hear that something failed here
+            raise RemoteError("no-path", str(error)) from error
+        if self.place != place:
+            raise RemoteError("no-engine", "the engine process of this stage has ended")
+        targets = {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in body.slices}
+        self._sending[body.slices[0].ticket.transfer] = _Sending(targets, set(targets), peer)
+        return messages.StageOutletsOpened(outlets=outlets)
+
+    def is_head(self, peer: PeerId) -> bool:
+        """Whether this is the head of the replica of which this box is another stage."""
+        return self.place is not None and not self.place.is_head and self.place.head == peer
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _inlets(self, body: messages.StageInlets) -> tuple[protocol.Inlet, ...]:
+        """Our own ends, each on the link of its two workers."""
+        inlets = []
+        for rank_slice in body.slices:
+            link = self._incoming.of(Ends(PeerId(rank_slice.source_peer), rank_slice.source, rank_slice.target))
+            ticket = TransferTicket(body.transfer, link.link, body.codec, body.deadline_s)
+            inlets.append(protocol.Inlet(rank=rank_slice.target, slice=rank_slice.slice, ticket=ticket, link=link))
+        return tuple(inlets)
+
+    async def _outlets(self, body: messages.StageOutlets) -> tuple[protocol.Outlet, ...]:
+        return tuple([await self._ways.outlet(ticketed, self._model.service, body.tokens) for ticketed in body.slices])
+
+    def _part_ended(self, sending: _Sending, body: messages.StageTransfer) -> Ended | None:
+        if body.link not in sending.pending:
+            return None
+        sending.pending.remove(body.link)
+        sending.figures.append(body.figures)
+        if sending.pending and not body.failed:
+            return None
+        self.forget(body.transfer)
+        return Ended(body.transfer, body.failed, _together(sending.figures)) if sending.head is None else None
+
+    def _place_here(self) -> Place:
+        if self.place is None:
+            raise RemoteError("no-engine", "the engine process of this node is not running")
+        return self.place
+
+    def _require_head(self, peer: PeerId) -> Place:
+        if not self.is_head(peer):
+            raise RemoteError("not-head", "this node is no stage of a replica of which you are the head")
+        return self._place_here()
+
+    def _require_own(self, peers: Iterable[str]) -> None:
+        other = next((peer for peer in peers if peer != self._ways.own), None)
+        if other is not None:
+            raise RemoteError("invalid", f"that is for {other} to do, not for this node")
+
+    def _tell(self, peer: PeerId, notice: Notice[Body], message: Body) -> None:
+        try:
+            self._messenger.notify(peer, notice, message)
+        except PeerLost:
+            pass  # nobody is left there who would care
+
+
+async def _at_each(
+    action: Callable[[PeerId, tuple[Item, ...]], Awaitable[None]], items: list[tuple[PeerId, Item]]
+) -> None:
+    """Do something once for each box with all that concerns it, at all boxes at the same time; raises the first of
+    their NetworkErrors and TransferErrors when all are done."""
+    groups: dict[PeerId, tuple[Item, ...]] = {}
+    for peer, item in items:
+        groups[peer] = (*groups.get(peer, ()), item)
+    failures: list[NetworkError | TransferError] = []
+
+    async def attempt(peer: PeerId) -> None:
+        try:
+            await action(peer, groups[peer])
+        except (NetworkError, TransferError) as error:
+            failures.append(error)
+
+    if len(groups) == 1:
+        await attempt(*groups)
+    else:
+        async with trio.open_nursery() as nursery:
+            for peer in groups:
+                nursery.start_soon(attempt, peer)
+    if failures:
+        raise failures[0]
+
+
+def _together(figures: Sequence[messages.TransferFigures]) -> messages.TransferFigures:
+    """The figures of a transfer from those of its slices, which ran beside each other."""
+    first = figures[0]
+    if len(figures) == 1:
+        return first
+    paths: dict[str, int] = {}
+    for each in figures:
+        for label, size in each.paths.items():
+            paths[label] = paths.get(label, 0) + size
+    return messages.TransferFigures(
+        raw_bytes=sum(each.raw_bytes for each in figures),
+        wire_bytes=sum(each.wire_bytes for each in figures),
+        frames=sum(each.frames for each in figures),
+        span_s=max(each.span_s for each in figures),
+        visible_s=max(each.visible_s for each in figures),
+        hidden_fraction=min(each.hidden_fraction for each in figures),
+        mode=first.mode,
+        paths=paths,
+        resent_bytes=sum(each.resent_bytes for each in figures),
+        usd=sum(each.usd for each in figures),
+    )

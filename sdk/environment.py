@@ -1,0 +1,32 @@
+"""The environment variables that stand for options, for the command line and for `Client()` alike."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from .errors import InvalidAddress
+
+__all__ = ["BOOTSTRAP", "HOME", "TOKEN", "network_address"]
+
+BOOTSTRAP: Final = "P2PSERVE_BOOTSTRAP"
+TOKEN: Final = "P2PSERVE_TOKEN"
+HOME: Final = "P2PSERVE_HOME"
+
+
+def network_address(bootstrap: str | None, token: str | None) -> tuple[str, str | None]:
+    """Address (or join token) and token of a network: those given, else those of the environment.
+
+    Raises InvalidAddress where neither says anything, or something that is no text was given.
+    """
+    where = os.environ.get(BOOTSTRAP) if bootstrap is None else bootstrap
+    secret = os.environ.get(TOKEN) if token is None else token
+    for name, value in (("bootstrap", where), ("token", secret)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidAddress(f"{name}: {value!r} is no text; give the line that `p2pserve bootstrap` printed")
+    if not where or not where.strip():
+        raise InvalidAddress(
+            "bootstrap: give the token that `p2pserve bootstrap` printed (--bootstrap, Client(...)), or set "
+            f"{BOOTSTRAP}"
+        )
+    return where.strip(), secret or None

@@ -1,0 +1,178 @@
+"""Replicas at work, and the requests that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple, final
+
+from ..coordinator.plan import Replica
+from ..coordinator.requests import OpenDecode, RequestMachine, Tokens
+from .engine.engine import Engine
+from .engine.sequence import Sequence
+from .engine.values import SimEngineError
+from .events import Scheduled
+from .kv_transfers import KVTransfer
+from .results.outcomes import ReplicaOutcome
+
+__all__ = ["NEVER", "Assignment", "ReplicaHost", "SimRequest", "Split"]
+
+NEVER: Final = -1.0
+
+AdvanceHost = Callable[["ReplicaHost", float], list[Scheduled]]
+"""Called when a replica's engine is due; returns the events that follow."""
+
+
+@final
+class ReplicaHost:
+    """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
+
+    __slots__ = (
+        "_advance", "alarm", "engine", "is_lost", "number", "outstanding", "prefill_tokens", "replica",
+        "service", "stranded"
+    )  # fmt: skip
+
+    def __init__(self, number: int, service: int, replica: Replica, engine: Engine, advance: AdvanceHost) -> None:
+        self.number = number
+        self.service = service
+        self.replica = replica
+        self.engine = engine
+        self.alarm = NEVER  # when the queue advances it next
+        self.outstanding = 0  # requests
+        self.prefill_tokens = 0  # of their prompts, still to be computed here
+        self.is_lost = False  # one of its boxes has failed
+        self.stranded: list[Assignment] = []  # held when it failed, or routed here before anybody noticed
+        self._advance = advance
+
+    def happen(self, now: float) -> Iterable[Scheduled]:
+        """Advance the engine, unless its next event has moved since this alarm was set."""
+        if self.engine.wake_at != now:
+            return ()
+        self.alarm = NEVER
+        return self._advance(self, now)
+
+    def check_integrity(self) -> None:
+        """Nothing is left when all requests have ended. Raises SimEngineError."""
+        self.engine.check_integrity()
+        if self.outstanding or self.prefill_tokens:
+            raise SimEngineError(
+                f"{self.replica.id} is left with {self.outstanding} requests, {self.prefill_tokens} tokens to prefill"
+            )
+
+    def outcome(self, service: str) -> ReplicaOutcome:
+        """Its figures for the result."""
+        return ReplicaOutcome(
+            id=self.replica.id,
+            service=service,
+            phase=self.replica.phase,
+            boxes=self.replica.peers,
+            times=self.engine.times.source,
+            counts=self.engine.counts,
+            blocks=self.engine.blocks,
+        )
+
+
+@final
+class SimRequest:
+    """A request between its arrival and its last token: the `Answer` of its machine, with counts
+    for tokens."""
+
+    __slots__ = ("assignment", "count", "finish", "left", "machine", "prompt", "row", "service")
+
+    def __init__(self, service: int, row: int, prompt: int, output: int) -> None:
+        self.service = service
+        self.row = row
+        self.prompt = prompt
+        self.count = 0
+        self.left = output
+        self.finish: str | None = None
+        self.machine: RequestMachine  # set when it arrives
+        self.assignment: Assignment | None = None  # of the latest attempt
+
+    def take(self, tokens: Tokens, finish: str | None) -> None:
+        """Count more tokens. Nobody looks at them."""
+        taken = min(len(tokens), self.left)
+        self.count += taken
+        self.left -= taken
+        self.finish = finish if self.left else "length"
+
+
+class Split(NamedTuple):
+    """The prefill half of a request on two replicas, until its KV has been transferred."""
+
+    prefill: ReplicaHost
+    prefill_seq: Sequence
+    transfer: KVTransfer
+
+
+@final
+class Assignment:
+    """One attempt at a request: its decode replica and, if that is another, its prefill replica.
+    `prefill_tokens`: what the decode replica has to compute of the prompt itself, until the first
+    token."""
+
+    __slots__ = (
+        "decode", "decode_seq", "first_at", "is_submitted", "opening", "prefill_number", "prefill_tokens", "request",
+        "split", "start",
+    )  # fmt: skip
+
+    def __init__(self, request: SimRequest, opening: OpenDecode, decode: ReplicaHost, key: int) -> None:
+        known, left = request.prompt + request.count, request.left
+        self.request = request
+        self.opening = opening
+        self.decode = decode
+        self.prefill_number = decode.number
+        self.split: Split | None = None
+        self.start = request.count  # tokens of the answer before this attempt
+        self.first_at: float | None = None  # when the first one after them is decoded; it may lie ahead by a step
+        self.is_submitted = False
+        if opening.first_token:  # comes from the prefill replica, before the KV is here
+            self.decode_seq = Sequence(key, known + 1, left - 1, fresh=False, external=known)
+        else:
+            # A decode replica computes the last token's KV itself.
+            external = min(opening.split, known - 1)
+            self.decode_seq = Sequence(key, known, left, fresh=not self.start, external=external)
+        self.prefill_tokens = self.decode_seq.known - self.decode_seq.external
+
+    @property
+    def awaits_first_token(self) -> bool:
+        """Whether the prefill replica has yet to generate it."""
+        return self.opening.first_token and self.request.count == self.start
+
+    @property
+    def tokens(self) -> range:
+        """Positions in the answer of the tokens that this attempt has generated."""
+        request = self.request
+        end = request.count + request.left - self.decode_seq.left
+        return range(self.start, end - self.awaits_first_token)
+
+    def submit(self, now: float) -> None:
+        """Give it to the decode replica, and count it in the load there."""
+        self.is_submitted = True
+        self.decode.outstanding += 1
+        self.decode.prefill_tokens += self.prefill_tokens
+        self.decode.engine.submit(self.decode_seq, now)
+
+    def prefill_at_decode(self, now: float) -> None:
+        """No KV will come: the decode replica computes all of the prompt."""
+        sequence = self.decode_seq
+        if self.awaits_first_token:  # nor will that come
+            sequence.known -= 1
+            sequence.left += 1
+            sequence.fresh = not self.start
+        if not self.is_submitted:
+            sequence.external, self.prefill_tokens = 0, sequence.known
+            self.submit(now)
+            return
+        self.decode.prefill_tokens += sequence.known - self.prefill_tokens
+        self.prefill_tokens = sequence.known
+        self.decode.engine.expect_no_kv(sequence, now)
+
+    def end_prefill(self) -> None:
+        """The decode replica has computed all of the prompt that it has to."""
+        self.decode.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
+
+    def remove_load(self) -> None:
+        """Take it out of the decode replica's load."""
+        self.end_prefill()
+        self.decode.outstanding -= 1
