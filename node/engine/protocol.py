@@ -221,7 +221,7 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
 
 
 class SetFirstToken(EngineMessage, frozen=True, kw_only=True, tag="first-token"):
-    """What another engine has written first for a request that waits for it: go on from there. The answer begins with
+    """What another engine has produced first for a request that waits for it: go on from there. The answer begins with
     this token all the same. It comes too late for a request that is being computed, because its KV has not come as a
     whole; that one begins with a token of its own."""
 
@@ -309,8 +309,8 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State of the scheduler after a step. `unread_tokens`: of prompts that are to be read here, as long as the answer
-    has no token."""
+    """State of the scheduler after a step. `unread_tokens`: of prompts that are to be prefilled here, as
+    long as the answer has no token."""
 
     running: Count
     waiting: Count

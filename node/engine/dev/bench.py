@@ -11,7 +11,7 @@ are medians over the pairs.
 - second_token_added_ms: the same until the decode engine's own first token, the second of the answer.
 - pipeline_step_added_ms: per token of one request; a replica of two stages, joined over loopback.
 - second_engine_s: from asking a fork server that has started an engine for another one, until that is ready.
-- handoff_link_ratio_4000: bytes per second of handing over the KV of a prompt of 4,000 tokens (`handoff_tokens`, where
+- handoff_link_ratio_4000: bytes per second of transferring the KV of a prompt of 4,000 tokens (`handoff_tokens`, where
   the model is shorter) in `raw` over loopback, over those of plain bytes on the same kind of link between two processes
   that do nothing else.
 - step_beside_transfer_ratio: time per token of one request while KV comes in, or goes out, at full speed all the time,
@@ -50,13 +50,13 @@ from ..process import redirect_output
 from ..settings import TransferSettings
 from ..trials.random_model import ONE_BILLION, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
-from .bench_transfers import BesideTransfer, HandOff, TransferBench
+from .bench_transfers import BesideTransfer, TransferBench, TransferRate
 
 THREADS: Final = 1
 LATER_ENGINES: Final = 3
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 32, 64, 128
 TTFT_PROMPT: Final = 256
-TRIES: Final = 2 * TransferSettings().prefills_enough + 1  # hand-overs of both kinds, and a first that warms everything
+TRIES: Final = 2 * TransferSettings().prefills_enough + 1  # transfers of both kinds, and a first that warms everything
 STEP_PROMPT, STEP_TOKENS = 32, 65
 STEP_TIMES: Final = 3  # as many pairs: the smallest difference of all, and what else the machine does is in it
 # Batches for the profile: (requests, prompt tokens of each)
@@ -96,7 +96,7 @@ class EngineBenchReport(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: list[EnginePair]
     second_token_ms: list[EnginePair]
     step_ms: list[EnginePair]
-    handoff_bytes_s: list[HandOff]
+    handoff_bytes_s: list[TransferRate]
     step_receiving_ms: list[BesideTransfer]
     step_sending_ms: list[BesideTransfer]
     later_engines_s: list[float]
@@ -203,7 +203,7 @@ class Bench:
 
         async def ours() -> tuple[float, float]:
             (prompt,) = self.prompts(1, TTFT_PROMPT)
-            send, receive = self._trial.hand_off(link, "raw", decode.ready)
+            send, receive = self._trial.transfer_ends(link, "raw", decode.ready)
             began = time.monotonic()
             request = decode.submit(prompt, 2, receive=receive, receive_tokens=len(prompt), told_first=True)
             begun = await prefill.answer(prefill.submit(prompt, 1, send=send))
@@ -211,7 +211,7 @@ class Bench:
             answer = await decode.answer(request)
             await prefill.report(send[0].ticket.transfer)
             if answer.cached < len(prompt) or answer.tokens[:1] != begun.tokens:
-                raise TransferError(f"{answer.cached} of {len(prompt)} positions and no token were handed over")
+                raise TransferError(f"{answer.cached} of {len(prompt)} positions and no token were transferred")
             return (begun.first_at - began) * 1e3, (answer.first_at - began) * 1e3
 
         def vllm() -> tuple[float, float]:
@@ -279,7 +279,7 @@ async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -
             head.stop()
             transfers = TransferBench(trial, first, second, bench.prompts)
             with open_plain_link() as send_plain:
-                hand_offs = await transfers.rates(send_plain, repeats)
+                rates_found = await transfers.rates(send_plain, repeats)
             receiving = await transfers.steps(second, STEP_TOKENS, repeats)
             sending = await transfers.steps(first, STEP_TOKENS, repeats)
             book = SampleBook()
@@ -292,7 +292,7 @@ async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -
                 second_token_added_ms=_added([each.second for each in tokens]),
                 pipeline_step_added_ms=_added(step),
                 second_engine_s=statistics.median(seconds[1:]),
-                handoff_link_ratio_4000=statistics.median(pair.kv / pair.link for pair in hand_offs),
+                handoff_link_ratio_4000=statistics.median(pair.kv / pair.link for pair in rates_found),
                 step_beside_transfer_ratio=max(
                     statistics.median(pair.beside / pair.alone for pair in pairs) for pairs in (receiving, sending)
                 ),
@@ -301,7 +301,7 @@ async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -
                 ttft_ms=[each.first for each in tokens],
                 second_token_ms=[each.second for each in tokens],
                 step_ms=step,
-                handoff_bytes_s=hand_offs,
+                handoff_bytes_s=rates_found,
                 step_receiving_ms=receiving,
                 step_sending_ms=sending,
                 later_engines_s=seconds[1:],
@@ -340,7 +340,7 @@ def table(report: EngineBenchReport) -> str:
             line("added to the second token", later, "", both(report.second_token_ms, "ms")),
             line("added to a step by two stages", step, "<= 3 ms", both(report.step_ms, "ms")),
             line("another engine is ready after", second, "<= 2 s", f"{starts} s; {before}"),
-            line("of the link, by a hand-off", f"{report.handoff_link_ratio_4000:.3f}", ">= 0.8", _rates(report)),
+            line("of the link, by a KV transfer", f"{report.handoff_link_ratio_4000:.3f}", ">= 0.8", _rates(report)),
             line("a step beside a transfer", f"{report.step_beside_transfer_ratio:.3f}", "<= 1.05", _beside(report)),
             "profile of our engine's steps, in microseconds:",
             _phase("prefill", report.profile.prefill),

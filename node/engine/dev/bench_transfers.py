@@ -1,4 +1,4 @@
-"""What the engine's bench measures of transfers: how much of a link a hand-off gets, and what a step pays beside one.
+"""What the engine's bench measures of transfers: how much of a link a KV transfer gets, and what a step pays.
 
 The KV of one prompt goes from one engine to the other again and again, in `raw` and in one piece. The sender has the
 prompt in its cache, so that it computes one position of it each time, and the receiver is asked for another prompt of
@@ -17,7 +17,7 @@ from ....kvtransport.errors import TransferError
 from .. import protocol
 from ..trials.trial import Trial, TrialEngine
 
-__all__ = ["BesideTransfer", "HandOff", "TransferBench", "handed_tokens"]
+__all__ = ["BesideTransfer", "TransferBench", "TransferRate", "handed_tokens"]
 
 HANDED: Final = 4001  # one more than whole blocks of a GPU: the last position is always computed
 BLOCK: Final = 128  # a multiple of vLLM's blocks on every device
@@ -25,8 +25,8 @@ AT_ONCE: Final = 4  # transfers on the link while a step is measured: the sender
 ASKED: Final = 16  # tokens of the prompt beside: too few for an engine to learn how fast it reads, and lose patience
 
 
-class HandOff(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes per second of one hand-off, and of as many plain bytes on a link of the same kind."""
+class TransferRate(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes per second of one KV transfer, and of as many plain bytes on a link of the same kind."""
 
     kv: float
     link: float
@@ -40,7 +40,7 @@ class BesideTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def handed_tokens(max_model_len: int, kv_tokens: int) -> int:
-    """Length of the prompt whose KV is handed over: 4,001, or what the model and a cache of `kv_tokens` positions have
+    """Length of the prompt whose KV is transferred: 4,001, or what the model and a cache of `kv_tokens` positions have
     room for, AT_ONCE of them and more at the same time; one more than whole blocks in any case."""
     room = min(max_model_len - 1, kv_tokens // (AT_ONCE + 1))
     return HANDED if room >= HANDED else max(0, room - 1) // BLOCK * BLOCK + 1
@@ -66,11 +66,11 @@ class TransferBench:
         self.tokens = handed_tokens(decode.ready.max_model_len, smaller)
         (self._sent,) = prompts(1, self.tokens)
 
-    async def hand_over(self, count: int = 1) -> list[protocol.TransferReport]:
+    async def transfer_prompt(self, count: int = 1) -> list[protocol.TransferReport]:
         """So many transfers at once. Raises EngineError, TransferError."""
         asked = []
         for prompt in self._prompts(count, self.tokens):
-            send, receive = self._trial.hand_off(self._link, "raw", self._decode.ready, pacing="serialised")
+            send, receive = self._trial.transfer_ends(self._link, "raw", self._decode.ready, pacing="serialised")
             request = self._decode.submit(prompt, 1, receive=receive, receive_tokens=self.tokens)
             asked.append((request, send))
         begun = [self._prefill.submit(self._sent, 1, send=send) for _, send in asked]
@@ -80,18 +80,18 @@ class TransferBench:
             reports.append(await self._prefill.report(send[0].ticket.transfer))
             answer = await self._decode.answer(request)
             if answer.cached < self.tokens - 1:
-                raise TransferError(f"only {answer.cached} of {self.tokens} positions were handed over")
+                raise TransferError(f"only {answer.cached} of {self.tokens} positions were transferred")
         return reports
 
-    async def rates(self, plain: Callable[[int], float], repeats: int) -> list[HandOff]:
-        """One hand-off and plain bytes in turn; `plain(size)` sends so many and returns bytes per second."""
+    async def rates(self, plain: Callable[[int], float], repeats: int) -> list[TransferRate]:
+        """One KV transfer and plain bytes in turn; `plain(size)` sends so many and returns bytes per second."""
         await self._prefill.generate(self._sent, 1)  # its blocks are cached from here on
-        (warm,) = await self.hand_over()
+        (warm,) = await self.transfer_prompt()
         plain(warm.wire_bytes)
         pairs = []
         for _ in range(repeats):
-            (report,) = await self.hand_over()
-            pairs.append(HandOff(kv=report.wire_bytes / report.span_s, link=plain(report.wire_bytes)))
+            (report,) = await self.transfer_prompt()
+            pairs.append(TransferRate(kv=report.wire_bytes / report.span_s, link=plain(report.wire_bytes)))
         return pairs
 
     async def steps(self, engine: TrialEngine, tokens: int, repeats: int) -> list[BesideTransfer]:
@@ -111,7 +111,7 @@ class TransferBench:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(measure)
                 while not measured:
-                    await self.hand_over(AT_ONCE)
+                    await self.transfer_prompt(AT_ONCE)
             return measured[0]
 
         await step_ms()

@@ -119,10 +119,10 @@ async def exercise_engines(folder: Path, log: Path) -> None:
         await server.wait_ready()
         prefill, decode = await trial.start(config), await trial.start(config)
         for number, (codec, way) in enumerate((codec, way) for codec in CODECS for way in WAYS):
-            await _hand_over(trial, prefill, decode, random.Random(number), codec, way)
+            await _transfer_kv(trial, prefill, decode, random.Random(number), codec, way)
 
 
-async def _hand_over(
+async def _transfer_kv(
     trial: Trial,
     prefill: TrialEngine,
     decode: TrialEngine,
@@ -133,7 +133,7 @@ async def _hand_over(
     """The first part of a prompt, while both answer something else."""
     prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))
     beside = [(engine, engine.submit(other, 4 * NEW_TOKENS)) for engine in (prefill, decode)]
-    send, receive = trial.hand_off(trial.join(decode), codec, decode.ready, pacing=way)
+    send, receive = trial.transfer_ends(trial.join(decode), codec, decode.ready, pacing=way)
     request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
     begun = prefill.submit(prompt[:HANDED_TOKENS], 1, send=send)
     for engine, each in ((prefill, begun), (decode, request), *beside):

@@ -50,7 +50,7 @@ class CheckPart(msgspec.Struct, frozen=True, kw_only=True):
 PARTS: Final = (
     CheckPart(name="box", what="driver, headers, compiler and versions", share_s=30),
     CheckPart(name="untouched", what="torch is not patched, and CUDA not touched, by the fork server", share_s=90),
-    CheckPart(name="tests", what="tests/gpu: tokens, hand-offs, losses", share_s=840),
+    CheckPart(name="tests", what="tests/gpu: tokens, transfers, losses", share_s=840),
     CheckPart(name="kernels", what="codecs beside a copy on the device", share_s=120),
     CheckPart(name="engines", what="engines beside plain vLLM", share_s=540),
     CheckPart(name="synchronisations", what="where a step waits for the device", share_s=180),

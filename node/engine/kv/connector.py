@@ -61,7 +61,7 @@ _SERVED: Final = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 
 
 class UnsupportedModelError(ValueError):
-    """A model whose cache cannot be handed over through vLLM's connector interface."""
+    """A model whose cache cannot be transferred through vLLM's connector interface."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,22 +231,22 @@ def refuse_unsupported(kv_cache_config: KVCacheConfig) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         # This connector does not claim hybrid caches, so vLLM joins sliding windows and full attention in one group;
-        # what it cannot join (state-space layers) has no KV that could be handed over.
+        # what it cannot join (state-space layers) has no KV that could be transferred.
         raise UnsupportedModelError(
-            f"this model keeps {len(groups)} kinds of cache; only plain attention can be handed over"
+            f"this model keeps {len(groups)} kinds of cache; only plain attention can be transferred"
         )
     spec = groups[0].kv_cache_spec
     if type(spec) not in _SERVED:  # not those derived from them
-        raise UnsupportedModelError(f"this model's cache is {type(spec).__name__}, not K and V that can be handed over")
+        raise UnsupportedModelError(f"this model's cache is {type(spec).__name__}, not K and V that can be transferred")
     assert isinstance(spec, AttentionSpec)
     if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         raise UnsupportedModelError(
-            f"this model's cache is stored as {spec.kv_quant_mode.name.lower()}; 16 bits or fp8 can be handed over"
+            f"this model's cache is stored as {spec.kv_quant_mode.name.lower()}; 16 bits or fp8 can be transferred"
         )
     value_size = 0 if isinstance(spec, MLAAttentionSpec) else spec.head_size
     if spec.head_size_v != value_size or spec.tokens_per_state != 1 or spec.state_content_bytes is not None:
         raise UnsupportedModelError(
-            "this model's keys and values are of different sizes, or packed; they cannot be handed over"
+            "this model's keys and values are of different sizes, or packed; they cannot be transferred"
         )
 
 

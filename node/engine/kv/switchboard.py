@@ -117,7 +117,7 @@ class Switchboard:
         for each in unwanted:
             each.close()
         if line is not None:
-            self._hand_over(line, hello, connection)
+            self._pass_connection(line, hello, connection)
 
     def close(self) -> None:
         """Let go of the workers."""
@@ -178,9 +178,9 @@ class Switchboard:
             self._holders.update(dict.fromkeys(links, line))
             mine = [each for link in links for each in self._early.pop(link, [])]
         for _, hello, connection in mine:
-            self._hand_over(line, hello, connection)
+            self._pass_connection(line, hello, connection)
 
-    def _hand_over(self, line: socket.socket, hello: bytes, connection: socket.socket) -> None:
+    def _pass_connection(self, line: socket.socket, hello: bytes, connection: socket.socket) -> None:
         with connection:
             self._send(line, Attach(hello=hello), connection.fileno())
 

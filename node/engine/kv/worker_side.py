@@ -37,7 +37,7 @@ ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
 
 
 def warm_up_codecs(device: Device, shard: Shard) -> None:
-    """Compile what hand-overs between boxes run on a GPU, and make its copy streams: some seconds, which would else be
+    """Compile what transfers between boxes run on a GPU, and make its copy streams: some seconds, which would else be
     the first request's. Before vLLM captures graphs, which no other thread may disturb."""
     from triton.errors import TritonError  # heavy, and of no use without a GPU
 

@@ -30,7 +30,7 @@ _TYPICAL_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """How one transfer's layers are handed over."""
+    """How one transfer's layers are sent."""
 
     mode: SendDecision
     _pacer: Pacer
@@ -42,7 +42,7 @@ class Pacing:
         return self.mode.mode is SendMode.LAYERWISE
 
     def due(self, position: int, layers: int) -> range:
-        """The layers, by position, to hand over once the one at `position` of `layers` has been computed."""
+        """The layers, by position, to send once the one at `position` of `layers` has been computed."""
         group = self.mode.layers_per_group
         first = position // group * group
         last = min(first + group, layers) - 1
@@ -65,7 +65,7 @@ class SlowDown:
         return f"<SlowDown {', '.join(f'{len(each)} {mode.value}' for mode, each in self._prefills.items())}>"
 
     def on_prefill(self, mode: SendMode, tokens: int, seconds: float) -> None:
-        """One of so many tokens, with KV to hand over in this mode, took so long."""
+        """One of so many tokens, with KV to send in this mode, took so long."""
         self._prefills[mode].append((tokens, seconds))
 
     def notice_change(self, mode: SendMode, usual_s: Callable[[int], float]) -> None:
@@ -112,7 +112,7 @@ class Pacer:
         return f"<Pacer {self._estimators}>"
 
     def transfer(self, codec: str, tokens: int, outlet: Outlet) -> Pacing:
-        """How to hand over a prompt of `tokens`. Estimated is all that this worker has of it: a link that carries half
+        """How to send a prompt of `tokens`. Estimated is all that this worker has of it: a link that carries half
         of that is as good as one that is twice as fast."""
         streams = sum(path.streams for path in outlet.paths)
         carried = len(outlet.slice.layers) * len(outlet.slice.heads)
@@ -126,7 +126,7 @@ class Pacer:
         return Pacing(mode, self, codec)
 
     def computed(self, pacings: Sequence[Pacing], tokens: int, seconds: float) -> None:
-        """A step read `tokens` of prompts whose KV is pushed like this, and took so long without the hand-overs."""
+        """A step read `tokens` of prompts whose KV is pushed like this, and took so long, sending not counted."""
         layerwise = any(pacing.layerwise for pacing in pacings)
         with self._lock:
             for codec in {pacing.codec for pacing in pacings}:
@@ -137,7 +137,7 @@ class Pacer:
                 slow_down.notice_change(mode, self._estimator(codec).prefill_s)
 
     def held_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
-        """A hand-over of `tokens` positions of so many layers has kept the engine for so long."""
+        """Announcing `tokens` positions of so many layers has kept the engine for so long."""
         with self._lock:
             self._estimator(codec).on_hold_up(tokens, layers, seconds)
 

@@ -142,8 +142,8 @@ async def _complaint(server: ForkServerClient) -> str:
                 first, second = await trial.start(config), await trial.start(config)
                 expected = [await first.generate(prompt, NEW_TOKENS) for prompt in prompts]
                 for prompt, way, answer in zip(prompts, WAYS, expected, strict=True):
-                    doing = f"handing over KV ({way})"
-                    handed = await _hand_over(trial, first, second, prompt, way)
+                    doing = f"transferring KV ({way})"
+                    handed = await _transfer_kv(trial, first, second, prompt, way)
                     if handed.cached < HANDED_TOKENS:
                         return f"{doing}: only {handed.cached} of {HANDED_TOKENS} positions were used"
                     if handed.tokens != answer.tokens:
@@ -158,11 +158,11 @@ async def _complaint(server: ForkServerClient) -> str:
     return ""
 
 
-async def _hand_over(
+async def _transfer_kv(
     trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: protocol.WantedSendMode
 ) -> TrialAnswer:
     """The first part of the prompt on one engine, the rest and the answer on the other."""
-    send, receive = trial.hand_off(trial.join(decode), "raw", decode.ready, pacing=way)
+    send, receive = trial.transfer_ends(trial.join(decode), "raw", decode.ready, pacing=way)
     request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
     prefill.submit(prompt[:HANDED_TOKENS], 1, send=send)
     answer = await decode.answer(request)

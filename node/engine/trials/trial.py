@@ -226,7 +226,7 @@ class Trial:
         self._listeners[ticket.link] = receiver
         return ticket
 
-    def hand_off(
+    def transfer_ends(
         self, link: LinkTicket, codec: str, shape: protocol.EngineReady, *, pacing: protocol.WantedSendMode = "auto"
     ) -> tuple[tuple[protocol.Outlet, ...], tuple[protocol.Inlet, ...]]:
         """Both ends of one transfer between two engines of one worker each."""

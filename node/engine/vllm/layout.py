@@ -245,7 +245,7 @@ class LayerCache:
         if not torch.equal(codes.sort().values, numbers.flatten()):
             raise LayoutError(
                 f"layer {self.name}: the attention backend does not store each K and V value exactly once; "
-                "KV hand-off is not possible with it"
+                "KV transfer is not possible with it"
             )
         logical = self._content.join(*numbers).transpose(0, 1)
         if torch.equal(codes, logical.flatten()):
@@ -296,7 +296,7 @@ def _fp8_of(name: str, layer: Any, cache: torch.Tensor) -> torch.dtype | None:
     stored = str(layer.kv_cache_dtype)
     if stored not in _FP8 or cache.dtype.itemsize != 1:
         raise LayoutError(
-            f"layer {name}: KV stored as {stored} ({cache.dtype}) cannot be handed over; take a model whose KV cache "
+            f"layer {name}: KV stored as {stored} ({cache.dtype}) cannot be transferred; take a model whose KV cache "
             "is of 16 bits or fp8"
         )
     return _FP8[stored]

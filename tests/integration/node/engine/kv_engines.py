@@ -126,7 +126,7 @@ class Engine:
         return request
 
     async def generate(self, prompt: tuple[int, ...], *, count: int = COUNT) -> Result:
-        """A request without any hand-off."""
+        """A request without any KV transfer."""
         return await self.finished(self.submit(prompt, count=count))
 
     @property
@@ -223,7 +223,7 @@ async def accepted(listener: socket.socket) -> tuple[bytes, socket.socket]:
     return await trio.to_thread.run_sync(accept)
 
 
-async def hand_off(prefill: Engine, decode_: Engine, prompt: tuple[int, ...]) -> Result:
+async def transfer_prompt(prefill: Engine, decode_: Engine, prompt: tuple[int, ...]) -> Result:
     """Prefill on one engine, decode on the other."""
     with listening() as (way, listener):
         request = decode_.submit(prompt, receive=way)

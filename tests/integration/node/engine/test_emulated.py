@@ -68,12 +68,12 @@ def on_trial(work: Any) -> None:
     trio.run(main)
 
 
-async def hand_over(
+async def transfer_prompt(
     trial: Trial, first: TrialEngine, second: TrialEngine, prompt: tuple[int, ...], codec: str, *, split: int = 0
 ) -> tuple[Any, protocol.TransferReport]:
     """The prompt, or its first `split` tokens, on one engine, the rest and the answer on the other."""
     given = split or len(prompt)
-    send, receive = trial.hand_off(trial.join(second), codec, second.ready)
+    send, receive = trial.transfer_ends(trial.join(second), codec, second.ready)
     request = second.submit(prompt, 5, receive=receive, receive_tokens=given)
     first.submit(prompt[:given], 1, send=send)
     return await second.answer(request), await first.report(send[0].ticket.transfer)
@@ -84,7 +84,7 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
         first, second = await trial.start(CONFIG), await trial.start(CONFIG)
         for length, codec in ((1, "raw"), (200, "kv4"), (900, "raw"), (700, "kv4"), (300, "fp8")):
             prompt = prompt_of(length)
-            answer, report = await hand_over(trial, first, second, prompt, codec)
+            answer, report = await transfer_prompt(trial, first, second, prompt, codec)
             assert answer.tokens == answer_to(prompt, 5)
             assert answer.cached == length
             assert report.raw_bytes == length * SHAPE.kv_bytes_per_token
@@ -96,7 +96,7 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
             assert sum(report.paths.values()) == SHAPE.layers * sum(sizes)
             assert (report.mode, report.frames) == ("layerwise", SHAPE.layers * len(chunks))
         prompt = prompt_of(500)
-        answer, report = await hand_over(trial, first, second, prompt, "kv4", split=333)
+        answer, report = await transfer_prompt(trial, first, second, prompt, "kv4", split=333)
         assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 333)
         assert report.raw_bytes == 333 * SHAPE.kv_bytes_per_token
 
@@ -107,7 +107,7 @@ def test_a_transfer_in_one_piece_and_one_that_is_called_off() -> None:
     async def work(trial: Trial) -> None:
         first, second = await trial.start(CONFIG), await trial.start(CONFIG)
         prompt = prompt_of(600)
-        send, receive = trial.hand_off(trial.join(second), "raw", second.ready)
+        send, receive = trial.transfer_ends(trial.join(second), "raw", second.ready)
         send = tuple(msgspec.structs.replace(outlet, pacing="serialised") for outlet in send)
         request = second.submit(prompt, 5, receive=receive, receive_tokens=600)
         first.submit(prompt, 1, send=send)
@@ -115,7 +115,7 @@ def test_a_transfer_in_one_piece_and_one_that_is_called_off() -> None:
         report = await first.report(send[0].ticket.transfer)
         assert (report.mode, report.frames, report.hidden_fraction) == ("serialised", SHAPE.layers, 0.0)
 
-        send, receive = trial.hand_off(trial.join(second), "raw", second.ready)
+        send, receive = trial.transfer_ends(trial.join(second), "raw", second.ready)
         transfer = send[0].ticket.transfer
         request = second.submit(prompt, 5, receive=receive, receive_tokens=600)
         assert second.link is not None
@@ -138,14 +138,14 @@ def test_prompts_wait_for_the_room_of_kv_that_nobody_has_taken_yet() -> None:
         first, second = await trial.start(narrow), await trial.start(CONFIG)
         assert first.ready.kv_tokens == room
         link, prompt = trial.join(second), prompt_of(400)
-        hand_offs = [trial.hand_off(link, "raw", second.ready) for _ in range(6)]
-        soon = msgspec.structs.replace(hand_offs[2][0][0].ticket, deadline_s=1.0)
-        hand_offs[2] = (msgspec.structs.replace(hand_offs[2][0][0], ticket=soon),), ()
-        requests = [first.submit(prompt, 1, send=send) for send, _ in hand_offs]
-        transfers = [send[0].ticket.transfer for send, _ in hand_offs]
+        rates_found = [trial.transfer_ends(link, "raw", second.ready) for _ in range(6)]
+        soon = msgspec.structs.replace(rates_found[2][0][0].ticket, deadline_s=1.0)
+        rates_found[2] = (msgspec.structs.replace(rates_found[2][0][0], ticket=soon),), ()
+        requests = [first.submit(prompt, 1, send=send) for send, _ in rates_found]
+        transfers = [send[0].ticket.transfer for send, _ in rates_found]
 
         async def decode(number: int) -> None:
-            receive = hand_offs[number][1]
+            receive = rates_found[number][1]
             answer = await second.answer(second.submit(prompt, 5, receive=receive, receive_tokens=400))
             assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 400)
             assert (await first.report(transfers[number])).delivered
@@ -230,7 +230,7 @@ def test_workers_of_different_widths() -> None:
         receive: list[protocol.Inlet] = []
         transfer = b""
         for rank in range(4):
-            (outlet,), (inlet,) = trial.hand_off(trial.join(narrow), "kv4", narrow.ready)
+            (outlet,), (inlet,) = trial.transfer_ends(trial.join(narrow), "kv4", narrow.ready)
             transfer = transfer or outlet.ticket.transfer
             part = protocol.KvSlice(first_layer=0, last_layer=SHAPE.layers, first_head=rank, last_head=rank + 1)
             ticket = msgspec.structs.replace(outlet.ticket, transfer=transfer)

@@ -79,7 +79,7 @@ def worst(prompt: Sequence[int], tokens: Sequence[int]) -> float:
     return max(regrets(BUNDLED, prompt, tokens))
 
 
-async def hand_over(
+async def transfer_prompt(
     prefill: TrialEngine, decode: TrialEngine, prompt: list[int], handed: int, ends: tuple[Any, Any]
 ) -> TrialAnswer:
     """The first `handed` positions of a prompt from one engine to the other, which answers."""
@@ -105,12 +105,12 @@ def test_answers_from_kv_of_another_engine_are_those_of_transformers(
         link = trial.join(decode)
         for number, part in enumerate((1.0, 0.6)):
             for prompt in asked(skip=700 * number):
-                ends = trial.hand_off(link, codec, decode.ready, pacing=way)
-                answer = await hand_over(prefill, decode, prompt, int(part * len(prompt)), ends)
+                ends = trial.transfer_ends(link, codec, decode.ready, pacing=way)
+                answer = await transfer_prompt(prefill, decode, prompt, int(part * len(prompt)), ends)
                 assert worst(prompt, answer.tokens) <= margin, f"{part} of {len(prompt)} tokens"
         prompt = asked(skip=1400)[1]
         other = random.Random(1).sample(prompt, len(prompt))
-        ends = trial.hand_off(link, codec, decode.ready, pacing=way)
+        ends = trial.transfer_ends(link, codec, decode.ready, pacing=way)
         request = decode.submit(prompt, COUNT, receive=ends[1], receive_tokens=len(prompt))
         prefill.submit(other, 1, send=ends[0])
         assert worst(prompt, (await decode.answer(request)).tokens) > 2 * margin
@@ -153,7 +153,7 @@ def test_an_engine_that_is_killed_costs_the_other_nothing_but_time(
         prefill, decode = await trial.start(config), await trial.start(config)
         prompt = asked()[-1]
         link = trial.join(decode)
-        (outlet,), receive = trial.hand_off(link, "raw", decode.ready, pacing="serialised")
+        (outlet,), receive = trial.transfer_ends(link, "raw", decode.ready, pacing="serialised")
         slow = msgspec.structs.replace(outlet.paths[0], pace_bytes_s=SLOW_BYTES_S)
         send = (msgspec.structs.replace(outlet, paths=(slow,)),)
         request = decode.submit(prompt, COUNT, receive=receive, receive_tokens=len(prompt))
@@ -173,8 +173,8 @@ def test_an_engine_that_is_killed_costs_the_other_nothing_but_time(
         await prefill.until(lambda: outlet.ticket.transfer in prefill.reports)
         assert not prefill.reports[outlet.ticket.transfer].delivered
         other = await trial.start(config)
-        ends = trial.hand_off(trial.join(other), "raw", other.ready)
-        again = await hand_over(prefill, other, prompt, len(prompt), ends)
+        ends = trial.transfer_ends(trial.join(other), "raw", other.ready)
+        again = await transfer_prompt(prefill, other, prompt, len(prompt), ends)
         assert worst(prompt, again.tokens) <= margin
 
     run(body)

@@ -58,11 +58,11 @@ class Engines:
         self, pacing: protocol.WantedSendMode = "auto", deadline_s: float = PATIENCE_S
     ) -> tuple[protocol.Outlet, protocol.Inlet]:
         """Of one transfer between the two."""
-        (outlet,), (inlet,) = self.trial.hand_off(self.link, "raw", self.decode.ready, pacing=pacing)
+        (outlet,), (inlet,) = self.trial.transfer_ends(self.link, "raw", self.decode.ready, pacing=pacing)
         ticket = msgspec.structs.replace(outlet.ticket, deadline_s=deadline_s)
         return msgspec.structs.replace(outlet, ticket=ticket), msgspec.structs.replace(inlet, ticket=ticket)
 
-    async def hand_over(
+    async def transfer_prompt(
         self,
         prompt: tuple[int, ...],
         pacing: protocol.WantedSendMode,
@@ -81,11 +81,11 @@ class Engines:
         await self.prefill.report(outlet.ticket.transfer)
         return answer
 
-    async def hand_over_to_workers(
+    async def transfer_to_workers(
         self, receiver: TrialEngine, links: list[LinkTicket], prompt: tuple[int, ...]
     ) -> TrialAnswer:
         """The same for an engine of two workers, which have a KV head each."""
-        (whole,), _ = self.trial.hand_off(links[0], "raw", receiver.ready)
+        (whole,), _ = self.trial.transfer_ends(links[0], "raw", receiver.ready)
         send, receive = [], []
         for tp, link in enumerate(links):
             ticket = msgspec.structs.replace(whole.ticket, link=link.link)
@@ -170,7 +170,7 @@ def test_the_scheduler_is_ahead_where_that_was_asked_for_but_not_with_stages(run
         for length in (1, 129, 300):
             prompt = prompt_of(length, "workers")
             expected = await engines.alone(prompt)
-            handed = await engines.hand_over_to_workers(pair, links, prompt)
+            handed = await engines.transfer_to_workers(pair, links, prompt)
             assert handed.tokens == expected
             assert handed.cached >= length - 1
             for engine in (pair, head):
@@ -208,7 +208,7 @@ def test_kv_is_handed_over(run: Callable[[Body], None], pacing: protocol.WantedS
             prompt = prompt_of(length, f"{pacing} {part}")
             expected = await engines.alone(prompt)
             for again in (False, True):
-                answer = await engines.hand_over(prompt, pacing, part=part)
+                answer = await engines.transfer_prompt(prompt, pacing, part=part)
                 assert answer.tokens == expected, f"{part} of {length} tokens, {again=}"
                 assert answer.cached >= min(part, length - 1)
 
@@ -225,7 +225,7 @@ def test_requests_that_lose_their_blocks_are_computed_again(run: Callable[[Body]
         answers: dict[int, list[int]] = {}
 
         async def ask(number: int) -> None:
-            answer = await engines.hand_over(prompts[number], "auto", count=100, **sampling[number])
+            answer = await engines.transfer_prompt(prompts[number], "auto", count=100, **sampling[number])
             answers[number] = answer.tokens
 
         engines.decode.iterations.clear()

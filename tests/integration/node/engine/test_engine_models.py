@@ -25,7 +25,7 @@ pytestmark = pytest.mark.beside
 
 VOCABULARY, LAYERS, WINDOW = 512, 4, 64
 COUNT = 12
-PROMPTS = ((5, 5), (130, 130), (300, 300), (300, 170))  # (length, how many positions of KV are handed over)
+PROMPTS = ((5, 5), (130, 130), (300, 300), (300, 170))  # (length, how many positions of KV are sent)
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -80,7 +80,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# What cannot be handed over: a state instead of K and V.
+# What cannot be transferred: a state instead of K and V.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {"mamba": ("MambaConfig", {"state_size": 16})}
 
 
@@ -146,7 +146,7 @@ def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], tmp_pa
             for length, handed in PROMPTS:
                 prompt = prompt_of(length, f"{name} {handed}")
                 for _ in range(2 if handed == length else 1):
-                    send, receive = trial.hand_off(link, "raw", prefill.ready)
+                    send, receive = trial.transfer_ends(link, "raw", prefill.ready)
                     request = decode.submit(prompt, COUNT, receive=receive, receive_tokens=handed)
                     prefill.submit(prompt[:handed], 1, send=send)
                     answer = await decode.answer(request)
@@ -154,7 +154,7 @@ def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], tmp_pa
                     assert answer.cached >= min(handed, length - 1)
                     assert answer.tokens == (await prefill.generate(prompt, COUNT)).tokens, (length, handed)
             prompt = prompt_of(300, f"{name} given up")
-            _, receive = trial.hand_off(link, "raw", prefill.ready)
+            _, receive = trial.transfer_ends(link, "raw", prefill.ready)
             request = decode.submit(prompt, COUNT, receive=receive, receive_tokens=300)
             assert decode.link is not None
             decode.link.send(protocol.AbortTransfer(transfer=receive[0].ticket.transfer, reason="its prefill is lost"))
@@ -197,7 +197,7 @@ def test_a_model_without_k_and_v_is_refused(engine_channels: list[int], tmp_path
         config = protocol.EngineConfig(model=str(make_model(tmp_path, name)), kv_cache_mib=16, max_batched_tokens=128)
         async with open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server:
             engine = TrialEngine()
-            with pytest.raises(EngineStartError, match="can be handed over") as caught:
+            with pytest.raises(EngineStartError, match="can be transferred") as caught:
                 await server.start_engine(config, engine.on_message)
             assert "\n" not in str(caught.value)
 

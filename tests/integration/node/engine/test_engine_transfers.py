@@ -18,7 +18,18 @@ from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.node.engine import protocol
 
 from .devices import BLOCK, require_devices
-from .kv_engines import COUNT, Engine, Way, accepted, delivered, engines, hand_off, listening, prompt_of, ways_between
+from .kv_engines import (
+    COUNT,
+    Engine,
+    Way,
+    accepted,
+    delivered,
+    engines,
+    listening,
+    prompt_of,
+    transfer_prompt,
+    ways_between,
+)
 
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
 
@@ -31,12 +42,12 @@ def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], random
             prefill, decode_ = await start(), await start()
             for length in LENGTHS:
                 prompt = prompt_of(length)
-                first = await hand_off(prefill, decode_, prompt)
+                first = await transfer_prompt(prefill, decode_, prompt)
                 expected = await prefill.generate(prompt)
                 assert first.tokens == expected.tokens, f"prompt of {length} tokens"
                 assert len(first.tokens) == COUNT
                 assert first.cached >= length - 1, f"prompt of {length} tokens was computed again"
-                again = await hand_off(prefill, decode_, prompt)
+                again = await transfer_prompt(prefill, decode_, prompt)
                 assert again.tokens == expected.tokens, f"second prompt of {length} tokens"
 
     trio.run(main)
@@ -297,7 +308,7 @@ def test_a_cache_reads_back_what_was_written_into_it(
             first, second = await start(), await start()
             prompt = prompt_of(300)
             computed = await read_kv(first, prompt)
-            await hand_off(first, second, prompt)
+            await transfer_prompt(first, second, prompt)
             passed_on = await read_kv(second, prompt)
             assert sorted(computed) == sorted(passed_on) == [0, 1, 2, 3]
             for layer, (k, v) in computed.items():

@@ -49,7 +49,7 @@ class Pair:
 
     def ends(self) -> tuple[Outlets, Inlets]:
         """Of one transfer."""
-        (whole,), _ = self.trial.hand_off(self.links[0], "raw", self.decode.ready)
+        (whole,), _ = self.trial.transfer_ends(self.links[0], "raw", self.decode.ready)
         send, receive, layer = [], [], 0
         for stage, (link, layers) in enumerate(zip(self.links, self.partition, strict=True)):
             ticket = msgspec.structs.replace(whole.ticket, link=link.link)
@@ -78,7 +78,7 @@ class Pair:
         (token,) = first.tokens
         return token
 
-    async def hand_over(self, prompt: tuple[int, ...], **sampling: Any) -> TrialAnswer:
+    async def transfer_prompt(self, prompt: tuple[int, ...], **sampling: Any) -> TrialAnswer:
         """The whole of it."""
         request, send = self.receive(prompt, **sampling)
         self.decode.tell_first(request, await self.begin(prompt, send, **sampling))
@@ -119,8 +119,8 @@ def run(engine_channels: list[int], random_model: Path) -> Callable[..., None]:
 def test_a_seed_gives_the_same_answer_wherever_it_is_computed(
     run: Callable[..., None], partition: tuple[int, ...]
 ) -> None:
-    """By one engine, handed over, by another one from the middle on, and beside others. A batch reads 128 tokens, so
-    that the prompt is read in parts."""
+    """By one engine, after a transfer, by another one from the middle on, and beside others. A batch reads 128 tokens,
+    so that the prompt is read in parts."""
 
     async def body(pair: Pair) -> None:
         prompt = prompt_of(300)
@@ -128,7 +128,7 @@ def test_a_seed_gives_the_same_answer_wherever_it_is_computed(
         expected = await pair.alone(prompt, **sampling)
         assert expected != await pair.alone(prompt, temperature=1.0, seed=8)
         assert len(set(expected)) > COUNT / 2  # drawn from 4,096 tokens: not with the same numbers again and again
-        assert (await pair.hand_over(prompt, **sampling)).tokens == expected
+        assert (await pair.transfer_prompt(prompt, **sampling)).tokens == expected
         for done in (1, 5, COUNT - 1):
             others = [pair.decode.submit(prompt_of(20, str(n)), COUNT, temperature=1.0, seed=n) for n in range(3)]
             rest = pair.decode.submit((*prompt, *expected[:done]), COUNT - done, **sampling)
@@ -147,7 +147,7 @@ def test_the_answer_goes_on_without_computing_anything_twice(run: Callable[..., 
             prompt = prompt_of(length)
             expected = await pair.alone(prompt)
             for again in (False, True):
-                answer = await pair.hand_over(prompt)
+                answer = await pair.transfer_prompt(prompt)
                 assert answer.tokens == expected, f"a prompt of {length} tokens, {again=}"
                 assert answer.cached == length
         # Each step computed one position, and none of them the prompt's last.
@@ -232,7 +232,7 @@ def test_one_that_is_cancelled_while_it_waits_leaves_its_blocks_to_others(run: C
                 await pair.begin(prompt, send)
             pair.decode.link.send(protocol.Cancel(request=request))
         prompt = prompt_of(300, "after")
-        assert (await pair.hand_over(prompt)).tokens == await pair.alone(prompt)
+        assert (await pair.transfer_prompt(prompt)).tokens == await pair.alone(prompt)
 
     run(body, cache_mib=5)
 
@@ -241,6 +241,6 @@ def test_a_replica_of_several_stages_goes_on_from_a_token_that_it_was_told(run: 
     async def body(pair: Pair) -> None:
         for length in (1, 128, 200):
             prompt = prompt_of(length)
-            assert (await pair.hand_over(prompt)).tokens == await pair.alone(prompt)
+            assert (await pair.transfer_prompt(prompt)).tokens == await pair.alone(prompt)
 
     run(body, (1, 3))

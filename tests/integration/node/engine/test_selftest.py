@@ -43,16 +43,16 @@ def test_the_fork_server_has_one_thread(engine_channels: list[int]) -> None:
 
 
 def test_kv_of_another_prompt_is_noticed(engine_channels: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    hand_over = selftest._hand_over
+    transfer_prompt = selftest._transfer_kv
 
     async def of_another(
         trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: WantedSendMode
     ) -> TrialAnswer:
         submit = prefill.submit
         monkeypatch.setattr(prefill, "submit", lambda tokens, *more, **named: submit(tokens[::-1], *more, **named))
-        return await hand_over(trial, prefill, decode, prompt, way)
+        return await transfer_prompt(trial, prefill, decode, prompt, way)
 
-    monkeypatch.setattr(selftest, "_hand_over", of_another)
+    monkeypatch.setattr(selftest, "_transfer_kv", of_another)
     verdict = trio.run(verdict_of, engine_channels.pop())
     assert not verdict.passed
-    assert verdict.reason.startswith("handing over KV (layerwise): token ")
+    assert verdict.reason.startswith("transferring KV (layerwise): token ")

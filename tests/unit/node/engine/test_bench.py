@@ -7,7 +7,7 @@ import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
 from p2pserve.node.engine.dev.bench import EngineBenchReport, EnginePair, main, table
-from p2pserve.node.engine.dev.bench_transfers import AT_ONCE, BesideTransfer, HandOff, handed_tokens
+from p2pserve.node.engine.dev.bench_transfers import AT_ONCE, BesideTransfer, TransferRate, handed_tokens
 
 REPORT = EngineBenchReport(
     model="bundled",
@@ -24,7 +24,7 @@ REPORT = EngineBenchReport(
     ttft_ms=[EnginePair(ours=46.5, vllm=40.0)],
     second_token_ms=[EnginePair(ours=51.5, vllm=49.0)],
     step_ms=[EnginePair(ours=4.25, vllm=3.0)],
-    handoff_bytes_s=[HandOff(kv=1.7e9, link=2.0e9)],
+    handoff_bytes_s=[TransferRate(kv=1.7e9, link=2.0e9)],
     step_receiving_ms=[BesideTransfer(alone=10.0, beside=10.4)],
     step_sending_ms=[BesideTransfer(alone=10.0, beside=10.2)],
     later_engines_s=[0.9, 0.8, 1.0],
@@ -43,7 +43,7 @@ def test_the_table_names_each_figure_beside_its_target() -> None:
         "added to the second token",
         "added to a step by two stages",
         "another engine is ready after",
-        "of the link, by a hand-off",
+        "of the link, by a KV transfer",
         "a step beside a transfer",
     ]
     figures = ("0.970", "6.50 ms", "2.50 ms", "1.25 ms", "0.90 s", "0.850", "1.040")
@@ -97,7 +97,7 @@ def test_a_model_that_is_not_there_is_one_line(
         (8192, 0, 1),
     ],
 )
-def test_a_hand_off_is_of_whole_blocks_and_one_that_all_have_room_for(
+def test_a_transfer_is_of_whole_blocks_and_one_that_all_have_room_for(
     max_model_len: int, kv_tokens: int, expected: int
 ) -> None:
     assert handed_tokens(max_model_len, kv_tokens) == expected

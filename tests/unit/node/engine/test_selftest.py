@@ -89,7 +89,7 @@ def test_what_another_time_has_left_is_no_verdict(passing: FakeTest, tmp_path: P
 
 
 def test_a_failure_is_one_line_and_tested_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    test = FakeTest("handing over KV: token 3 of the answer is another one")
+    test = FakeTest("transferring KV: token 3 of the answer is another one")
     monkeypatch.setattr(selftest, "run_selftest", test)
     for _ in range(2):
         with pytest.raises(ExceptionGroup) as caught:
@@ -98,7 +98,7 @@ def test_a_failure_is_one_line_and_tested_again(monkeypatch: pytest.MonkeyPatch,
         assert isinstance(error, EngineStartError)
         assert str(error) == (
             "vLLM 0.33.0 is installed; p2pserve is made for 0.32.x, and its self-test fails with this one: "
-            "handing over KV: token 3 of the answer is another one"
+            "transferring KV: token 3 of the answer is another one"
         )
     assert test.runs == 2
 

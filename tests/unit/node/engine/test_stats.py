@@ -81,7 +81,7 @@ def scheduled(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]
 def test_a_step_is_told_by_what_it_costs() -> None:
     """The last position of a prompt whose KV came from elsewhere is computed as a decode is."""
     step = scheduled(
-        new={"prompt": (0, 100), "handed over": (255, 1)}, cached={"chunk": (512, 64), "a": (40, 1), "b": (50, 1)}
+        new={"prompt": (0, 100), "transferred": (255, 1)}, cached={"chunk": (512, 64), "a": (40, 1), "b": (50, 1)}
     )
     assert describe_step(step, 0.5) == StepSample(0.5, 2, 164, 3, 345)
 

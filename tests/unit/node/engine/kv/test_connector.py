@@ -1,4 +1,4 @@
-"""Caches that can be handed over, and those that are refused by name."""
+"""Caches that can be transferred, and those that are refused by name."""
 
 from typing import Any
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from p2pserve.node.engine.kv.scheduler_side import SchedulerSide
-from p2pserve.node.engine.kv.step_work import OpenTransfer, SendWork, YieldBlocks, transfer_params
+from p2pserve.node.engine.kv.step_work import (
+    LoadedPart,
+    LoadProgress,
+    LoadWork,
+    OpenTransfer,
+    SendWork,
+    YieldBlocks,
+    transfer_params,
+)
+from p2pserve.node.engine.protocol import AbortTransfer
 
 from .sides import BLOCK, SETTINGS, Clock, receiving, sending
 
@@ -120,3 +129,151 @@ def test_prompts_that_are_held_make_room_one_by_one_when_kv_waits_for_blocks(
     scheduler.update_state_after_alloc(waiting, blocks, 16)
     clock.now += SETTINGS.yield_apart_s
     assert gave_way() == []
+
+
+# ---- KV that comes from another engine ------------------------------------------------------------------------
+
+
+def blocks_of(*table: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(table),))
+
+
+@pytest.mark.parametrize(
+    ("computed", "expected"), [(0, (40, True)), (16, (24, True)), (39, (1, True)), (40, (0, False)), (48, (0, False))]
+)
+def test_only_what_the_prefix_cache_has_not_is_waited_for(
+    scheduler: SchedulerSide, computed: int, expected: tuple[int, bool]
+) -> None:
+    request = begin(scheduler, "r", receiving(b"t" * 16, 40))
+    assert scheduler.awaits_kv
+    assert scheduler.get_num_new_matched_tokens(request, computed) == expected
+
+
+def test_a_request_without_a_transfer_waits_for_nothing(scheduler: SchedulerSide) -> None:
+    request: Any = Request("r", {})
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, blocks_of(3), 0)
+    assert not scheduler.awaits_kv
+    work = scheduler.build_connector_meta(step({}))
+    assert (work.orders, work.loads, work.present) == ([], [], [])
+
+
+def test_a_load_begins_when_there_are_blocks_for_it_and_once(scheduler: SchedulerSide) -> None:
+    request = begin(scheduler, "r", receiving(b"t" * 16, 40))
+    assert scheduler.build_connector_meta(step({})).loads == []
+    scheduler.update_state_after_alloc(request, blocks_of(7, 8, 9), 24)
+    scheduler.update_state_after_alloc(request, blocks_of(7, 8, 9), 24)  # vLLM says so again
+    (load,) = scheduler.build_connector_meta(step({})).loads
+    assert load == LoadWork("r", b"t" * 16, [7, 8, 9], 16, 40, all_or_nothing=False)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (
+        0,
+        False,
+    )  # after a preemption it is not asked for again
+
+
+def test_a_load_that_the_prefix_cache_has_whole_is_declined(scheduler: SchedulerSide) -> None:
+    request = begin(scheduler, "r", receiving(b"t" * 16, 40))
+    scheduler.update_state_after_alloc(request, blocks_of(7, 8, 9), 0)
+    work = scheduler.build_connector_meta(step({}))
+    assert (work.loads, work.present) == ([], [b"t" * 16])
+
+
+@pytest.mark.parametrize(
+    ("table", "first", "last"),
+    [((0, 8, 9), 16, 40), ((0, 0, 9), 32, 40), ((0, 0, 0), 39, 40), ((7, 0, 9), 0, 40)],
+    ids=["one block", "two blocks", "all blocks", "none at the front"],
+)
+def test_what_a_sliding_window_has_left_behind_is_not_loaded(
+    scheduler: SchedulerSide, table: tuple[int, ...], first: int, last: int
+) -> None:
+    request = begin(scheduler, "r", receiving(b"t" * 16, 40))
+    scheduler.update_state_after_alloc(request, blocks_of(*table), 40)
+    (load,) = scheduler.build_connector_meta(step({})).loads
+    assert (load.first, load.last, load.all_or_nothing) == (first, last, table[0] == 0)
+
+
+def waiting_for_first(scheduler: SchedulerSide) -> Any:
+    """A request whose KV and first token both come from another engine."""
+    opening = receiving(b"t" * 16, 40)
+    opening = OpenTransfer(transfer=opening.transfer, tokens=40, receive=opening.receive, told_first=True)
+    request = begin(scheduler, "r", opening)
+    scheduler.update_state_after_alloc(request, blocks_of(7, 8, 9), 40)
+    scheduler.build_connector_meta(step({}))
+    return request
+
+
+def test_vllm_hears_of_kv_once_the_first_token_has_been_told(scheduler: SchedulerSide) -> None:
+    waiting_for_first(scheduler)
+    assert scheduler.update_progress(None, {"r"}, set(), set()) == set()
+    assert scheduler.wait_no_longer(b"x" * 16) is None
+    assert scheduler.wait_no_longer(b"t" * 16) == "r"
+    assert scheduler.wait_no_longer(b"t" * 16) is None  # it has been told
+
+
+def test_a_first_token_that_comes_before_the_kv_does_not_end_the_wait_for_it(scheduler: SchedulerSide) -> None:
+    waiting_for_first(scheduler)
+    assert scheduler.wait_no_longer(b"t" * 16) is None
+    assert scheduler.update_progress(None, {"r"}, set(), set()) == {"r"}
+
+
+@pytest.mark.parametrize(("failed", "invalid"), [({"r"}, set()), (set(), {9, 99})])
+def test_a_load_that_fails_waits_for_no_first_token(
+    scheduler: SchedulerSide, failed: set[str], invalid: set[int]
+) -> None:
+    waiting_for_first(scheduler)
+    assert scheduler.update_progress(None, set(), failed, invalid) == set()
+    assert scheduler.update_progress(None, {"r"}, set(), set()) == {"r"}
+
+
+@pytest.mark.parametrize(("failed", "invalid"), [({"other"}, set()), (set(), {99})])
+def test_a_load_of_another_request_that_fails_changes_nothing(
+    scheduler: SchedulerSide, failed: set[str], invalid: set[int]
+) -> None:
+    waiting_for_first(scheduler)
+    assert scheduler.update_progress(None, {"other"}, failed, invalid) == {"other"}
+    assert scheduler.update_progress(None, {"r"}, set(), set()) == set()
+
+
+def test_kv_that_is_too_late_is_given_up_at_the_next_look(scheduler: SchedulerSide, clock: Clock) -> None:
+    waiting_for_first(scheduler)
+    clock.now += SETTINGS.look_s
+    work = scheduler.build_connector_meta(step({}))
+    assert work.report_progress
+    assert work.orders == []
+    clock.now += SETTINGS.look_s / 2
+    assert not scheduler.build_connector_meta(step({})).report_progress
+    limits = SETTINGS.wait_limits
+    clock.now += limits.first_gain * limits.unmeasured_s + limits.first_margin_s
+    (order,) = scheduler.build_connector_meta(step({})).orders
+    assert isinstance(order, AbortTransfer)
+    assert (order.transfer, "no KV came" in order.reason) == (b"t" * 16, True)
+    clock.now += 1000.0
+    work = scheduler.build_connector_meta(step({}))
+    assert (work.orders, work.report_progress) == ([], False)  # nothing is waited for any more
+
+
+def test_what_comes_counts_against_the_wait(scheduler: SchedulerSide, clock: Clock) -> None:
+    waiting_for_first(scheduler)
+    limits = SETTINGS.wait_limits
+    late_s = limits.first_gain * limits.unmeasured_s + limits.first_margin_s
+    clock.now += late_s
+    scheduler.update_progress(LoadProgress({"r": LoadedPart(0.9, 30)}), set(), set(), set())
+    clock.now += SETTINGS.look_s
+    assert scheduler.build_connector_meta(step({})).orders == []
+
+
+def test_a_request_that_ends_is_waited_for_no_longer(scheduler: SchedulerSide, clock: Clock) -> None:
+    request = waiting_for_first(scheduler)
+    assert scheduler.request_finished(request) is False
+    assert not scheduler.awaits_kv
+    assert scheduler.build_connector_meta(step({})).cancelled == [b"t" * 16]
+    clock.now += 1000.0
+    assert scheduler.build_connector_meta(step({})).orders == []
+
+
+def test_orders_of_the_agent_travel_with_the_next_step(scheduler: SchedulerSide) -> None:
+    order = AbortTransfer(transfer=b"t" * 16, reason="nobody wants it")
+    scheduler.pass_on(order)
+    assert scheduler.build_connector_meta(step({})).orders == [order]
+    assert scheduler.build_connector_meta(step({})).orders == []

@@ -61,7 +61,7 @@ def pacing_of(pacer: Pacer, mode: SendMode) -> Pacing:
 
 
 def measured(pacer: Pacer, *, hold_up_s: float = 0.0005, token_s: float = 0.0005, slowed_down: float = 1.0) -> None:
-    """An engine that has prefilled, handed over and encoded for a while; a prefill beside which layers leave takes
+    """An engine that has prefilled, announced and encoded for a while; a prefill beside which layers leave takes
     `slowed_down` times as long."""
     for tokens in (100, 400, 800):
         pacer.computed([pacing_of(pacer, SendMode.SERIALISED)], tokens, tokens * token_s)
@@ -79,7 +79,7 @@ def test_before_anything_is_measured_layers_leave_one_by_one() -> None:
 
 
 def test_the_engine_decides_by_what_it_has_measured_and_by_the_link() -> None:
-    """A short prompt on a fast link is not worth the hand-overs, a long one on a slow link is."""
+    """A short prompt on a fast link is not worth announcing layers one by one, a long one on a slow link is."""
     pacer = pacer_of()
     measured(pacer, hold_up_s=0.002)
     short = pacer.transfer("kv4", 8, outlet_of(gbps=100.0))
@@ -105,10 +105,11 @@ def test_layers_stay_when_leaving_would_slow_the_prefill_down_by_more_than_it_hi
     assert hurt.visible_layerwise_s > hurt.visible_serialised_s > at_ease.visible_layerwise_s
     assert hurt.layers_per_group == LAYERS
     assert "slowed down by 0.0 ms" in at_ease.why
+    assert "slowed down by 50.0 ms" in hurt.why  # a fifth of 0.25 s
 
 
 def test_what_holds_the_engine_up_counts_for_the_first_token_too() -> None:
-    """Three hand-overs of 2 ms would be worth it for the second token alone."""
+    """Three announcements of 2 ms would be worth it for the second token alone."""
     pacer = pacer_of()
     measured(pacer, hold_up_s=0.002)
     mode = pacer.transfer("kv4", 500, outlet_of(gbps=10.0)).mode

@@ -111,3 +111,30 @@ def test_giving_up_never_costs_much_more_than_either_choice(rate: float, token_s
     took = transfer_s if given_up is None else given_up + compute_s
     best = min(transfer_s, compute_s)
     assert took <= (SETTINGS.gain + 1) * best + SETTINGS.margin_s + SETTINGS.hold_s + 2 * SETTINGS.window_s
+
+
+def test_a_prompt_of_one_second_is_waited_for_six_before_anything_has_come() -> None:
+    limits = measured()
+    assert limits.give_up(6.0) == {}
+    assert list(limits.give_up(6.01)) == ["r"]
+
+
+def test_waiting_as_long_as_is_allowed_is_not_yet_worse() -> None:
+    """1.6 s of waiting for 1 s of computing; it then has to stay worse for a quarter of a second."""
+    limits = measured()
+    limits.on_arrival("r", 0.5, 0, 1.6)
+    for now in (1.6, 1.85, 2.05):
+        assert limits.give_up(now) == {}
+    assert list(limits.give_up(2.1)) == ["r"]
+
+
+def test_the_rate_of_this_engine_follows_its_last_prefills() -> None:
+    limits = WaitLimits()
+    assert repr(limits) == "<WaitLimits waiting=0 prefill not measured>"
+    limits.on_prefill(100, 0.1)
+    assert repr(limits) == "<WaitLimits waiting=0 prefill 1000 tokens/s>"
+    limits.on_prefill(100, 0.0)  # nothing is learned from a step without a time
+    limits.on_prefill(100, 1.0)
+    assert repr(limits) == f"<WaitLimits waiting=0 prefill {1 / (0.7 * 0.001 + 0.3 * 0.01):.0f} tokens/s>"
+    limits.on_prefill(LEARNED_FROM_TOKENS, 1.0)
+    assert "270 tokens" not in repr(limits)

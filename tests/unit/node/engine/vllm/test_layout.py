@@ -248,7 +248,7 @@ def test_fp8_of_any_code_comes_through() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "nvfp4", "turboquant_k8v4"])
 def test_other_formats_of_fewer_bits_are_refused_by_name(kv_cache_dtype: str) -> None:
     view = views_of(plain_spec(torch.uint8), KVCacheLayout.LBNHC)[0]
-    with pytest.raises(LayoutError, match=f"KV stored as {kv_cache_dtype} .* cannot be handed over"):
+    with pytest.raises(LayoutError, match=f"KV stored as {kv_cache_dtype} .* cannot be transferred"):
         open_cache(plain_layer(WRITERS["flash"], kv_cache_dtype), view)
 
 
