@@ -1,4 +1,4 @@
-"""KV hand-offs between replicas that span boxes, on a virtual clock: real workers ask each other, engines are scripted.
+"""KV transfers between replicas that span boxes, on a virtual clock: real workers ask each other, engines are scripted.
 
 The prefill replica has three stages, the decode replica two, cut elsewhere.
 """

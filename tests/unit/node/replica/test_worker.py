@@ -724,7 +724,7 @@ def test_the_connections_of_a_link_outlive_its_requests(world: World) -> None:
 
 
 def fill(link: EngineLink) -> None:
-    """Hand over sockets until the engine's end takes no more."""
+    """Attach sockets until the engine's end takes no more."""
     with socket.socket() as spare:
         for _ in range(10_000):
             try:
