@@ -17,7 +17,7 @@ from .. import messages, methods
 from ..engine import protocol
 from ..learning import Learner
 from ..settings import WAN, NodeTuning
-from .engine_link import EngineLink, EngineLost
+from .engine_link import EngineHandle, EngineLost
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 
@@ -44,7 +44,7 @@ class Worker:
         self._service = service
         self._transfers = transfers
         self._messenger = messenger
-        self._engine: EngineLink | None = None
+        self._engine: EngineHandle | None = None
         self._pipes: frozenset[bytes] = frozenset()
         self._decodes: dict[str, _Job] = {}
         self._prefills: dict[str, _Job] = {}
@@ -68,7 +68,7 @@ class Worker:
         """Whether no request is in the engine."""
         return not self._decodes and not self._prefills
 
-    def use(self, engine: EngineLink, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
+    def use(self, engine: EngineHandle, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
         self._engine, self._pipes = engine, pipes
         self._transfers.use(place, engine.ready.dtype if engine.ready is not None else "")
@@ -310,7 +310,7 @@ class Worker:
             return False
         return True
 
-    def _engine_for(self, service: str) -> EngineLink:
+    def _engine_for(self, service: str) -> EngineHandle:
         if service != self._service:
             raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
         if not self._accepting:
