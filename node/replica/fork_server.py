@@ -14,24 +14,21 @@ import trio
 
 from ..box.hardware import cuda_environment
 from ..engine.backends import find_backend
-from .engine_link import ForkServerClient
+from .engine_link import EngineStarter, ForkServerClient
 
 __all__ = ["OpenForkServer", "fork_server_command", "open_fork_server"]
 
 _END_S = 5.0  # for a fork server whose engines have all ended
 
-OpenForkServer = Callable[..., AbstractAsyncContextManager[ForkServerClient]]
+OpenForkServer = Callable[..., AbstractAsyncContextManager[EngineStarter]]
 
 
 @asynccontextmanager
 async def open_fork_server(
     *, log: Path | None, threads: int, channel: int | None = None, backend: str = "vllm"
 ) -> AsyncIterator[ForkServerClient]:
-    """A fork server for the body; `channel` is the descriptor of a shared one, else one is started that has preloaded
-    this backend.
-
-    Leaving the body ends every engine started through it.
-    """
+    """A fork server for the body: `channel` of a shared one that has preloaded this backend, or a
+    new one. Leaving ends every engine started through it."""
     if channel is not None:
         async with _connect(socket.socket(fileno=channel), log) as server:
             yield server

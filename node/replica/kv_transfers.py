@@ -10,25 +10,35 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import Protocol, TypeVar, final
 
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TicketError, TransferError
-from ...kvtransport.wire.tickets import TransferTicket, issue_transfer
+from ...kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from .. import messages, methods
 from ..engine import protocol
 from ..links.kv_links import Ends, IncomingLinks
-from ..links.kv_outlets import KvOutlets
 from ..models import ModelInfo
 from ..settings import WAN, NodeTuning
 from .place import Place, PlaceError, check_sends, slices_between
 
-__all__ = ["KvTransfers", "TransferEnd"]
+__all__ = ["KvTransfers", "Outlets", "TransferEnd"]
 
 Item = TypeVar("Item")
+
+
+class Outlets(Protocol):
+    """The sending ends of this box: `links.kv_outlets.KvOutlets`, or `testing.MemoryOutlets`; see there."""
+
+    def use_dtype(self, dtype: str) -> None: ...
+    async def open(self, ticketed: messages.TicketedSlice, tokens: int) -> protocol.Outlet: ...
+    def on_link_report(self, report: protocol.LinkReport) -> None: ...
+    def end_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float: ...
+    def forget_all(self) -> None: ...
+    def forget_peer(self, peer: PeerId) -> list[LinkTicket]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class _Sending:
 class KvTransfers:
     """One per node with an engine; asks and tells other boxes through `messenger`."""
 
-    def __init__(self, *, model: ModelInfo, outlets: KvOutlets, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
+    def __init__(self, *, model: ModelInfo, outlets: Outlets, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
         self._model = model
         self._outlets = outlets
         self._own = messenger.peer_id
@@ -68,7 +78,12 @@ class KvTransfers:
         messenger.handle(methods.STAGE_OUTLETS, self.open_outlets)
 
     def __repr__(self) -> str:
-        return f"<KvTransfers sending={len(self._sending)} {self._incoming}>"
+        return f"<KvTransfers sending={self.sending} {self._incoming}>"
+
+    @property
+    def sending(self) -> int:
+        """How many transfers this box sends a part of."""
+        return len(self._sending)
 
     def use(self, place: Place, dtype: str) -> None:
         """The engine of this box has this place, and keeps KV in that dtype."""
@@ -100,10 +115,8 @@ class KvTransfers:
     async def receive(
         self, body: messages.DecodeOpen
     ) -> tuple[tuple[protocol.Inlet, ...], tuple[messages.TicketedSlice, ...]]:
-        """The receiving ends of a request's KV on every worker of this replica, and what its senders need to know.
-
-        Raises RemoteError; NetworkError when a stage cannot be asked.
-        """
+        """The receiving ends of a request's KV on every worker here, and what senders must know.
+        Raises RemoteError, NetworkError."""
         place = self._place_here()
         try:
             slices = slices_between(
@@ -139,10 +152,8 @@ class KvTransfers:
         return inlets, ticketed
 
     async def send(self, slices: tuple[messages.TicketedSlice, ...], tokens: int) -> tuple[protocol.Outlet, ...]:
-        """The sending ends on every worker of this replica for the KV of so many tokens.
-
-        Raises RemoteError; NetworkError or TransferError when there is no way to one of the targets.
-        """
+        """The sending ends for so many tokens' KV on every worker here. Raises RemoteError;
+        NetworkError or TransferError without a path."""
         place = self._place_here()
         try:
             check_sends(slices, place, kv_heads=self._model.kv_heads)

@@ -23,7 +23,7 @@ import trio
 
 from ....kvtransport.errors import TransferError
 from ...box.hardware import probe
-from ...replica.engine_link import EngineError, EngineStartError, ForkServerClient
+from ...replica.engine_link import EngineError, EngineStarter, EngineStartError
 from .. import protocol
 from .random_model import TINY, make_model
 from .trial import Trial, TrialAnswer, TrialEngine, open_trial
@@ -35,11 +35,11 @@ POLL_S: Final = 0.2
 
 CHUNK = 64
 WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
-PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
+PROMPT_TOKENS, TRANSFERRED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
 PARTITION = (1, 2)
 
 
-OpenServer = Callable[..., AbstractAsyncContextManager[ForkServerClient]]
+OpenServer = Callable[..., AbstractAsyncContextManager[EngineStarter]]
 
 
 class TestedVersions(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,12 +60,11 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-async def require_known_to_work(server: ForkServerClient, memory: Path | None = None) -> None:
-    """Return if vLLM is the pinned version, or passes the self-test, or has passed it before.
+async def require_known_to_work(server: EngineStarter, memory: Path | None = None) -> None:
+    """Return if vLLM is the pinned version, or passes the self-test, now or before.
 
-    `memory` is the file that remembers this, by default one in the user's cache: the nodes of a box, which may start
-    all at once, test once. Raises EngineStartError.
-    """
+    `memory` remembers it, by default in the user's cache, for all nodes of a box. Raises
+    EngineStartError."""
     await server.wait_ready()
     if server.version.startswith(PINNED):
         return
@@ -81,7 +80,7 @@ async def require_known_to_work(server: ForkServerClient, memory: Path | None = 
         passed.append(verdict.versions)
 
 
-async def run_selftest(server: ForkServerClient) -> SelfTestResult:
+async def run_selftest(server: EngineStarter) -> SelfTestResult:
     """Test this installation. Raises EngineStartError when vLLM cannot even be imported."""
     await server.wait_ready()
     began = trio.current_time()
@@ -128,7 +127,7 @@ def _make_folder(folder: Path) -> None:
         raise EngineStartError(f"{folder}: {error.strerror}; name another folder with XDG_CACHE_HOME") from error
 
 
-async def _complaint(server: ForkServerClient) -> str:
+async def _complaint(server: EngineStarter) -> str:
     """What is wrong, in one line; "" if nothing."""
     prompts = [random.Random(seed).choices(range(1, TINY.vocabulary), k=PROMPT_TOKENS) for seed in (7, 8)]
     doing = "an engine"
@@ -144,8 +143,8 @@ async def _complaint(server: ForkServerClient) -> str:
                 for prompt, way, answer in zip(prompts, WAYS, expected, strict=True):
                     doing = f"transferring KV ({way})"
                     handed = await _transfer_kv(trial, first, second, prompt, way)
-                    if handed.cached < HANDED_TOKENS:
-                        return f"{doing}: only {handed.cached} of {HANDED_TOKENS} positions were used"
+                    if handed.cached < TRANSFERRED_TOKENS:
+                        return f"{doing}: only {handed.cached} of {TRANSFERRED_TOKENS} positions were used"
                     if handed.tokens != answer.tokens:
                         return f"{doing}: {_difference(handed, answer)}"
                 doing = "a pipeline of two stages"
@@ -163,8 +162,8 @@ async def _transfer_kv(
 ) -> TrialAnswer:
     """The first part of the prompt on one engine, the rest and the answer on the other."""
     send, receive = trial.transfer_ends(trial.join(decode), "raw", decode.ready, pacing=way)
-    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
-    prefill.submit(prompt[:HANDED_TOKENS], 1, send=send)
+    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=TRANSFERRED_TOKENS)
+    prefill.submit(prompt[:TRANSFERRED_TOKENS], 1, send=send)
     answer = await decode.answer(request)
     await prefill.report(send[0].ticket.transfer)
     return answer
