@@ -21,16 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-__all__ = [
-    "Device",
-    "DiskRoom",
-    "Prerequisites",
-    "choose_device",
-    "describe_lack",
-    "describe_lack_of_room",
-    "inspect_box",
-    "list_complaints",
-]
+__all__ = ["Device", "DiskRoom", "Prerequisites", "choose_device", "complaints", "lacks", "lacks_room", "look"]
 
 Device = Literal["cpu", "cuda"]
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -69,13 +60,13 @@ def choose_device(asked: str, box: Prerequisites) -> Device:
     return "cuda" if asked == "cuda" else "cpu"
 
 
-def describe_lack(box: Prerequisites, device: Device, *, driver_later: bool = False) -> str | None:
+def lacks(box: Prerequisites, device: Device, *, driver_later: bool = False) -> str | None:
     """What keeps an engine from working on `device`, with what to do about it, in one line; None for nothing."""
-    return next(list_complaints(box, device, driver_later=driver_later), None)
+    return next(complaints(box, device, driver_later=driver_later), None)
 
 
-def list_complaints(box: Prerequisites, device: Device, *, driver_later: bool = False) -> Iterator[str]:
-    """All that `describe_lack` would say, one after the other."""
+def complaints(box: Prerequisites, device: Device, *, driver_later: bool = False) -> Iterator[str]:
+    """All that `lacks` would say, one after the other."""
     if not box.has_compiler:
         yield (
             f"no C compiler '{box.compiler}'; install one (Debian, Ubuntu: apt-get install build-essential) or name it "
@@ -105,9 +96,8 @@ def list_complaints(box: Prerequisites, device: Device, *, driver_later: bool = 
         )
 
 
-def describe_lack_of_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
-    """What is wrong, as `describe_lack` says it, where the CUDA packages do not fit into the folder where they are
-    installed or the one where their archives lie meanwhile."""
+def lacks_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
+    """Whether the CUDA packages fit, as `lacks` says it, where they are installed and unpacked."""
     needed = [(target, INSTALLED_GB), (scratch, DOWNLOADED_GB)]
     if target.device == scratch.device:
         needed = [(target, INSTALLED_GB + DOWNLOADED_GB)]
@@ -120,7 +110,7 @@ def describe_lack_of_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
     return None
 
 
-def inspect_box(
+def look(
     root: Path = Path("/"),
     environ: Mapping[str, str] = os.environ,
     open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL,
@@ -171,11 +161,11 @@ def main(arguments: list[str]) -> int:
     asked, options = "".join(arguments[:1]), set(arguments[1:])
     if asked not in DEVICES or not options <= {DRIVER_LATER, RENEW}:
         return _refuse(f"DEVICE: '{asked}' is none; say one of {', '.join(DEVICES)}", 2)
-    box = inspect_box()
+    box = look()
     device = choose_device(asked, box)
-    complaint = describe_lack(box, device, driver_later=DRIVER_LATER in options)
+    complaint = lacks(box, device, driver_later=DRIVER_LATER in options)
     if complaint is None and device == "cuda" and RENEW not in options:
-        complaint = describe_lack_of_room(_place(str(Path.cwd())), _place(tempfile.gettempdir()))
+        complaint = lacks_room(_place(str(Path.cwd())), _place(tempfile.gettempdir()))
     if complaint is not None:
         return _refuse(complaint, 1)
     sys.stdout.write(f"{device}\n")

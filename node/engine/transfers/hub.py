@@ -95,15 +95,14 @@ class TransferHub:
     # ---- for the agent --------------------------------------------------------------------------------------
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """Hand over an accepted socket whose hello has been read; it may come before its link is known here."""
+        """Take an accepted socket whose hello has been read; it may come before its link is known here."""
         try:
             self._endpoint.attach(parse_link_hello(hello), connection)
         except KVProtocolError:
             connection.close()
 
     def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
-        """What the agent wants of a link or a transfer. What is not known here is no matter; but paths are kept for a
-        while, for a link that a step is about to open."""
+        """An order of the agent. Unknown links are ignored, but their paths kept for a while."""
         match order:
             case SetLinkPaths(link=link, paths=paths):
                 self._set_paths(link, paths)

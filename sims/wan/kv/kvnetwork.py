@@ -25,7 +25,7 @@ from ....kvtransport.link.permits import Permit
 from ....kvtransport.probing.burst_ticket import issue_burst
 from ....kvtransport.probing.estimates import LinkEstimator
 from ....kvtransport.probing.figures import BoxFigures, LinkFigures, prior, streams_for
-from ....kvtransport.routing.paths import KnownLinks, KVPath
+from ....kvtransport.routing.paths import KVPath, PathNetwork
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..emulated import EmulatedWan, environment
 from ..errors import WanError
@@ -81,10 +81,8 @@ class Moved:
 
 
 class KVNetwork:
-    """An emulated network, entered here, with the KV program in each box. A context manager.
-
-    `usd_per_gb`: what each box is billed for a GB, sent or received. `clock`, `sleep`: seconds.
-    """
+    """An emulated network with the KV program in each box; a context manager. `usd_per_gb`: each
+    box's price, either way. `clock`, `sleep`: seconds."""
 
     def __init__(
         self,
@@ -164,7 +162,7 @@ class KVNetwork:
         estimator.on_burst(sample, now=self.clock())
         return estimator.figures(self.clock())
 
-    def known(self) -> KnownLinks:
+    def known(self) -> PathNetwork:
         """Figures of all measured links, and the caps that each box's owner states."""
         now = self.clock()
         boxes = {
@@ -176,7 +174,7 @@ class KVNetwork:
             )
             for name, box in self.wan.scenario.boxes.items()
         }
-        return KnownLinks({ends: one.figures(now) for ends, one in self._estimators.items()}, boxes)
+        return PathNetwork({ends: one.figures(now) for ends, one in self._estimators.items()}, boxes)
 
     # ---- moving ---------------------------------------------------------------------------------------------
 
@@ -257,10 +255,8 @@ class BulkTransfers:
         self._network.ask(self._source, orders.SetPathsOrder(self._ticket.link, self._network.dialled(paths)))
 
     def wait(self, each: Callable[[Moved], None] | None = None) -> Moved:
-        """Until every transfer has ended, with `each(moved)` called 20 times a second meanwhile.
-
-        Raises `WanError` if one has failed.
-        """
+        """Until every transfer has ended; `each(moved)` is called 20 times a second. Raises
+        `WanError` on failure."""
         while True:
             moved = self.look()
             failed = [one.reason for one in moved.transfers if one.state == "failed"]
