@@ -292,6 +292,7 @@ class _ResidualNetwork:
         if via is not None and not self._may_relay(via):
             return _impossible_option(job, via, CandidateVerdict.NO_BUDGET, f"{via} may not forward {job.bytes} bytes")
         alpha = sum(leg.rtt_s for leg in legs)
+        # The cheapest bound first: with 32 relays most cannot win even if nothing else were flowing.
         at_best = alpha + job.bytes / bytes_per_s(max(min(leg.capacity_gbps for leg in legs), 1e-9))
         if at_best >= give_up_s and via not in self.observed:
             path = KVPath(job.source, job.target, via, 0, 0.0)
@@ -299,10 +300,13 @@ class _ResidualNetwork:
             return _Option(Candidate((path,), inf, inf, 0.0, 0.0, "", 0.0, CandidateVerdict.SLOWER, detail))
         limits = self._limits(via, pairs, legs)
         gbps, limit = min(limits, key=lambda item: item[0])
+        # Enough streams for the slowest limit; where their windows together still carry less than
+        # that, the window is the limit.
         streams = max(_streams(leg, gbps) for leg in legs)
         through = min(rate_gbps(leg, streams) for leg in legs)
         if through < gbps * (1.0 - 1e-9):
             gbps, limit = through, "window"
+        # What a running transfer shows beats every estimate.
         if via in self.observed:
             gbps, limit = self.observed[via], "observed"
         if gbps <= 0.0:
@@ -401,6 +405,7 @@ def _pick(
     job: PathQuery, candidates: list[Candidate], current: frozenset[str | None] | None, settings: PathSettings
 ) -> PathChoice:
     price = job.usd_per_s
+    # A price limit excludes a path whatever it would gain; the margin is for rounding alone.
     limit = None if job.max_usd_per_gb is None else job.max_usd_per_gb * job.bytes / GB
     judged = [
         replace(one, verdict=CandidateVerdict.TOO_DEAR, detail=f"${one.usd / job.bytes * GB:.4f} per GB")
@@ -425,10 +430,13 @@ def _pick(
     if not able:
         text = "; ".join(f"{one.label}: {one.verdict} {one.detail}".rstrip() for one in judged)
         raise NoPath(f"no path from {job.source} to {job.target}: {text}", tuple(judged))
+    # Two paths cost two sets of connections, so a pair has to be clearly faster than the best one alone.
     best = min((one for one in able if len(one.paths) == 1), key=worth, default=None)
     pair = min((one for one in able if len(one.paths) > 1), key=worth, default=None)
     if best is None or (pair is not None and worth(pair)[0] * settings.stripe_gain < worth(best)[0]):
         best = pair
+    # Hysteresis: a change of paths throws warm connections away, and two choices that are about
+    # as good would take turns.
     kept = next((one for one in able if current is not None and one.vias == current), None)
     if (
         best is not None

@@ -157,10 +157,13 @@ def greet(
             tune(sock)
         sock.settimeout(timeout)
         nonce = _exchange_nonces(sock, ticket, hello, dials, until)
+        # Both nonces and both hellos are in the key: nothing of an earlier connection can be replayed,
+        # and who was told other parameters derives another key.
         keys = HKDF(SHA256(), 64, hello.nonce + nonce, _INFO + hello.pack()).derive(ticket.secret)
         mine, theirs = (keys[:32], keys[32:]) if dials else (keys[32:], keys[:32])
         sealer, opener = Cipher(mine, settings.bounds), Cipher(theirs, settings.bounds)
         greeting = bytearray(_SEALED_HEAD_BYTES)
+        # Each end proves that it has the key before anything is believed of it.
         sealer.seal(_GREETING.pack(), memoryview(greeting))
         sock.sendall(greeting)
         plain = bytearray(_HEAD.size)
