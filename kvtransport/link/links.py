@@ -23,10 +23,11 @@ from typing import Any, Self
 
 from ..errors import KVProtocolError, TransferError
 from ..wire.channel import Channel, LinkHello, LinkRole
+from ..wire.dial_path import DialPath
 from ..wire.signals import Chunk, Signal
 from ..wire.sockets import dial, explain, fresh_nonce, hang_up, round_trip_s, shake_hands, tune
 from ..wire.tickets import LinkTicket
-from .dialling import DialAttempt, Dialler, DialPath
+from .dialling import DialAttempt, Dialler
 from .machine import ConnectionStatistics, LinkMachine, PathStatistics
 from .transfers import CloseConnection, LinkEnded, LinkEvent, Released
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import KVProtocolError, TransferAborted, TransferError, TransferTimeout
 from ..wire.channel import LinkRole
+from ..wire.dial_path import DialPath
 from ..wire.frames import KVFrame
 from ..wire.signals import Chunk, Signal, frame_of
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
-from .dialling import DialPath
 from .links import LinkConnection, ThreadedLink
 from .receiving import ReceiveMachine, ReceiveProgress
 from .settings import LinkSettings

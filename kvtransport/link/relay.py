@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError
+from ..wire.permits import RELAY_HELLO_BYTES, Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
 from ..wire.sockets import hang_up, receive_exactly, tune
-from .permits import RELAY_HELLO_BYTES, Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
 
 __all__ = ["Relay"]
 

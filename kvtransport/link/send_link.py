@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from ..errors import TransferAborted, TransferError, TransferTimeout
 from ..routing.report import TransferTimes
 from ..wire.channel import CHUNK_OVERHEAD_BYTES, Channel, LinkRole
+from ..wire.dial_path import DialPath
 from ..wire.frames import KVFrame
 from ..wire.signals import Ack, Chunk, Signal
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
 from .budget import ByteBudget
-from .dialling import DialPath
 from .links import LinkConnection, ThreadedLink
 from .sending import SendMachine, SendProgress
 from .settings import LinkSettings

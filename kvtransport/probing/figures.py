@@ -22,6 +22,7 @@ import msgspec
 from ..errors import FiguresError
 
 __all__ = [
+    "GB",
     "MAX_STREAMS",
     "WINDOW_BYTES",
     "BoxFigures",
@@ -34,6 +35,9 @@ __all__ = [
     "rate_gbps",
     "streams_for",
 ]
+
+GB = 1e9
+"""Bytes that are billed as one gigabyte."""
 
 WINDOW_BYTES = 2.6e6
 """Bytes that one stream has under way with the kernel's default buffers."""

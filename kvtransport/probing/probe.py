@@ -29,8 +29,7 @@ from typing import final
 import msgspec
 
 from ..errors import FiguresError
-from ..routing.costs import GB
-from .figures import MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
+from .figures import GB, MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
 
 __all__ = [
     "Activity",

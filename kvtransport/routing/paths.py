@@ -28,8 +28,8 @@ from itertools import combinations, pairwise
 from math import inf
 
 from ..errors import FiguresError, TransferError
-from ..probing.figures import BoxFigures, LinkFigures, bytes_per_s, rate_gbps, streams_for
-from .costs import GB, path_usd_per_gb
+from ..probing.figures import GB, BoxFigures, LinkFigures, bytes_per_s, rate_gbps, streams_for
+from .costs import path_usd_per_gb
 from .prediction import ArrivalCurve, arrival_curve, striped_seconds
 from .settings import PathSettings
 

@@ -40,9 +40,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import ConnectionClosed, KVProtocolError, TransferAborted, TransferError, TransferTimeout
-from ..link.dialling import DialPath
 from .channel import NONCE_BYTES, LinkHello, LinkRole
 from .ciphers import TAG_BYTES, Cipher, RekeyBounds
+from .dial_path import DialPath
 from .frames import MAX_REASON_BYTES
 from .sockets import dial, explain, fresh_nonce, hang_up, receive_exactly, tune
 from .tickets import LinkTicket

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError, TransferTimeout
-from ..link.dialling import DialPath
-from ..link.permits import pack_relay_hello
 from .channel import LINK_HELLO_BYTES, NONCE_BYTES, Channel, LinkHello, parse_link_hello
+from .dial_path import DialPath
+from .permits import pack_relay_hello
 from .signals import LinkGreeting
 
 __all__ = [

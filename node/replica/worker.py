@@ -11,8 +11,8 @@ import msgspec
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.channel import parse_link_hello
+from ...kvtransport.wire.dial_path import DialPath
 from .. import messages, methods
 from ..engine import protocol
 from ..learning import Learner

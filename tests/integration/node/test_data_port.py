@@ -13,7 +13,6 @@ import trio
 
 from p2pserve.bootstrap import Address, PeerId, RemoteError, Role
 from p2pserve.kvtransport.errors import TicketError
-from p2pserve.kvtransport.link.permits import RELAY_MAGIC, Permit
 from p2pserve.kvtransport.link.relay import Relay
 from p2pserve.kvtransport.probing.burst import BurstGate
 from p2pserve.kvtransport.probing.burst_ticket import (
@@ -26,6 +25,7 @@ from p2pserve.kvtransport.probing.burst_ticket import (
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
 from p2pserve.kvtransport.wire.channel import LinkRole as LinkRole
+from p2pserve.kvtransport.wire.permits import RELAY_MAGIC, Permit
 from p2pserve.node import messages
 from p2pserve.node.links.data_port import DataPort, RelayDesk
 from p2pserve.node.settings import WAN, NodeTuning

@@ -16,7 +16,7 @@ from p2pserve.bootstrap import NetworkError, PeerId, RemoteError, RequestTimeout
 from p2pserve.bootstrap.methods import Messenger
 from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol

@@ -18,10 +18,10 @@ from p2pserve.kvtransport import (
 )
 from p2pserve.kvtransport.dev.fuzz import fuzz
 from p2pserve.kvtransport.link.dialling import Dialler
-from p2pserve.kvtransport.link.permits import RelayLedger, pack_relay_hello
 from p2pserve.kvtransport.link.settings import LinkSettings
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, Channel, LinkHello, LinkRole, parse_link_hello
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
+from p2pserve.kvtransport.wire.permits import RelayLedger, pack_relay_hello
 from p2pserve.kvtransport.wire.signals import (
     MAX_CHUNK_BYTES,
     Abort,

@@ -24,7 +24,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kernels.codecs import codec_named
 from p2pserve.kernels.format import WireDtype, payload_bytes
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import DialPath as KvPath
+from p2pserve.kvtransport.wire.dial_path import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node import messages

@@ -14,8 +14,8 @@ from p2pserve.bootstrap import PeerId, RemoteError, RequestTimeout, Role, Unreac
 from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LinkHello, LinkRole
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
