@@ -88,25 +88,25 @@ class Dialler:
                 found.append(DialAttempt(number, slot.path))
         return found
 
-    def mark_up(self, number: int, connection: int) -> bool:
+    def mark_up(self, slot: int, connection: int) -> bool:
         """An attempt has become a connection. False: it is no longer wanted and must be closed."""
-        slot = self._slots.get(number)
-        if slot is None:
+        wanted = self._slots.get(slot)
+        if wanted is None:
             return False
-        slot.is_dialling, slot.connection, slot.wait = False, connection, self._settings.redial_first_s
-        self.failures.pop(slot.path.label, None)
+        wanted.is_dialling, wanted.connection, wanted.wait = False, connection, self._settings.redial_first_s
+        self.failures.pop(wanted.path.label, None)
         return True
 
-    def mark_down(self, number: int, reason: str, now: float) -> None:
+    def mark_down(self, slot: int, reason: str, now: float) -> None:
         """An attempt has failed, or a connection is gone."""
-        slot = self._slots.get(number)
-        if slot is None:
+        wanted = self._slots.get(slot)
+        if wanted is None:
             return
-        if slot.is_dialling:
-            self.failures[slot.path.label] = reason
-        slot.is_dialling, slot.connection = False, None
-        slot.next_at = now + slot.wait * self._rng.uniform(0.5, 1.0)
-        slot.wait = min(2 * slot.wait, self._settings.redial_limit_s)
+        if wanted.is_dialling:
+            self.failures[wanted.path.label] = reason
+        wanted.is_dialling, wanted.connection = False, None
+        wanted.next_at = now + wanted.wait * self._rng.uniform(0.5, 1.0)
+        wanted.wait = min(2 * wanted.wait, self._settings.redial_limit_s)
 
     def take_leaving(self) -> list[int]:
         """Connections to retire now: those of former paths, once a wanted one is up."""

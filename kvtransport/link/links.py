@@ -367,7 +367,7 @@ class ThreadedLink(ABC):
                 count = sock.recv_into(channel.space())
                 if not count:
                     return
-                channel.received(count)
+                channel.note_received(count)
                 now = self._clock()
                 with self._lock:
                     machine.note_heard(wire.number, count, now)
@@ -377,7 +377,7 @@ class ThreadedLink(ABC):
                     else:
                         self._take_signal(wire, signal, now)
         except KVProtocolError as error:
-            if not channel.damaged:
+            if not channel.is_damaged:
                 with self._use_machine():
                     machine.end_for_violation(error)
             raise

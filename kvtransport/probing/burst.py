@@ -94,7 +94,7 @@ class BurstGate:
         return f"<BurstGate {self.ticket.burst.hex()}: {len(self._socks)} of {self.ticket.streams}>"
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all connections are there."""
         return len(self._socks) == self.ticket.streams
 
@@ -116,7 +116,7 @@ class BurstGate:
     def wait(self, timeout: float) -> BurstEnds:
         """All the connections, once they are there."""
         with self._lock:
-            complete = self._lock.wait_for(lambda: self.complete, timeout)
+            complete = self._lock.wait_for(lambda: self.is_complete, timeout)
             self._over = True
             ends = BurstEnds(self.ticket, tuple(self._socks[index] for index in sorted(self._socks)))
         if not complete:
@@ -233,7 +233,7 @@ def _enough(meter: BurstMeter, ticket: BurstTicket, begun: float, now: float, al
         return "bytes"
     if meter.seconds(now) >= ticket.seconds:
         return "time"
-    if meter.stable(now):
+    if meter.is_stable(now):
         return "stable"
     if not alive:
         return "closed by the sender"

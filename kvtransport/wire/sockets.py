@@ -115,7 +115,7 @@ def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
     until = time.monotonic() + timeout
     try:
         _wait_until(sock, until)
-        sock.sendall(channel.opening())
+        sock.sendall(channel.begin_handshake())
         while not channel.authenticated:
             greeting = channel.next_signal()
             if greeting is None:
@@ -123,7 +123,7 @@ def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
                 count = sock.recv_into(channel.space())
                 if not count:
                     raise ConnectionClosed("the other side closed the connection instead of greeting")
-                channel.received(count)
+                channel.note_received(count)
         if channel.dials:
             sock.sendall(channel.seal(LinkGreeting(channel.label)))
         sock.settimeout(None)

@@ -49,7 +49,7 @@ def accept_burst(listener: socket.socket, ticket: BurstTicket, timeout: float) -
             except (KVProtocolError, ConnectionClosed, TransferTimeout):
                 sock.close()
                 continue
-            if gate.complete:
+            if gate.is_complete:
                 break
     except BaseException:
         gate.close()

@@ -160,7 +160,7 @@ def test_a_connection_of_a_burst_goes_to_its_gate() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
         gate = takers.gates[BURST.burst] = BurstGate(BURST)
         fars = [come(port, pack_hello(BURST, index))[1] for index in range(2)]
-        await until(lambda: gate.complete)
+        await until(lambda: gate.is_complete)
         # The same one again, one that proves nothing, and one that nobody knows of.
         for said in (
             pack_hello(BURST, 0),
@@ -168,7 +168,7 @@ def test_a_connection_of_a_burst_goes_to_its_gate() -> None:
             pack_hello(issue_burst(streams=1, seconds=1, max_bytes=1, rtt_s=0, random=random.Random(2).randbytes), 0),
         ):
             await hung_up(come(port, said)[1])
-        assert gate.complete
+        assert gate.is_complete
         gate.close()
         for far in fars:
             far.close()

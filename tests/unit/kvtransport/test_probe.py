@@ -373,7 +373,7 @@ class TestMeter:
             for stream in range(streams):
                 meter.add(stream, int(gbps * 1.25e8 * 0.01 / streams), now)
             now += 0.01
-            if meter.stable(now):
+            if meter.is_stable(now):
                 break
         return meter, now
 
