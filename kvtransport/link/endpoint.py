@@ -29,8 +29,7 @@ class Endpoint:
     """The links of a process, and the memory bound that those which send share.
 
     A connection may come before its link is known here, while the engine is in a step: it is kept
-    for `settings.early_s`; beyond 256 of them the oldest goes.
-    """
+    for `settings.early_s`; beyond 256 of them the oldest goes."""
 
     def __init__(self, *, settings: LinkSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = LinkSettings() if settings is None else settings

@@ -23,8 +23,7 @@ _STEADY = 0.10
 class BurstMeter:
     """Counts from the first byte on. `rtt_s` is what the link's round trip is thought to be: a
     stream that its window holds up sends one window per round trip, so nothing shorter than two of
-    them says what it carries.
-    """
+    them says what it carries."""
 
     def __init__(self, streams: int, rtt_s: float) -> None:
         self._bins: list[list[int]] = []  # per bin, bytes of each stream

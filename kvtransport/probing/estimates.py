@@ -55,8 +55,7 @@ class TransferSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A stretch of a real transfer: bytes that arrived in so many seconds over so many streams.
 
     `link_limited`: there was always something to send and room for it, so that the link set the
-    pace.
-    """
+    pace."""
 
     bytes: int
     seconds: float
@@ -76,8 +75,7 @@ class BurstSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What a burst of `streams` streams measured, as the receiver counted it.
 
     `gbps` is the steady rate, slow start left out; `per_stream_gbps` the same for each stream.
-    `stable`: the rate had settled. `ended` says why it stopped.
-    """
+    `stable`: the rate had settled. `ended` says why it stopped."""
 
     bytes: int
     seconds: float
@@ -119,8 +117,7 @@ class EstimateSettings:
     being full. `join_s`: stretches of a transfer with no longer gap between them count as one.
     `stable_s`, `stable_within`: figures that moved by less within that time are told unchanged, so
     that what was chosen by them is kept. Larger saves work and follows later. `history`:
-    observations kept for whoever looks.
-    """
+    observations kept for whoever looks."""
 
     half_life_s: float = 600.0
     rtt_half_life_s: float = 60.0

@@ -78,8 +78,7 @@ def streams_for(target_gbps: float, rtt_s: float, single_gbps: float | None = No
     """Streams that carry the target: clamp(ceil(target_gbps * rtt_ms / 20), 1, 64).
 
     More where one stream was measured to carry less than its window (loss does that):
-    `single_gbps`.
-    """
+    `single_gbps`."""
     wanted = ceil(target_gbps * rtt_s * 1e3 / _STREAM_GBPS_MS)
     if single_gbps is not None and single_gbps > 0:
         wanted = max(wanted, ceil(target_gbps / single_gbps - 1e-9))
@@ -93,8 +92,7 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     streams) are payload rates. `usd_per_gb` is what a gigabyte costs over this link alone, where
     that is not what its boxes are billed otherwise (0 inside a site, say); None for the boxes' own
     prices. `rtt_confidence` and `rate_confidence` lie in [0, 1]. `capacity_is_floor`: no transfer
-    was ever held up by the link, so it may carry more.
-    """
+    was ever held up by the link, so it may carry more."""
 
     rtt_s: float
     one_stream_gbps: float
@@ -154,8 +152,7 @@ class BoxFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `relay_gbps`: what it forwards for others at most (its CPU, or its owner's will); 0 for a box
     that does not relay. `relay_budget_bytes`: bytes that it may still forward today; None without
-    limit.
-    """
+    limit."""
 
     up_gbps: float | None = None
     down_gbps: float | None = None
@@ -183,8 +180,7 @@ def prior(
     rtt_ms: float, single_gbps: float, multi_gbps: float, *, usd_per_gb: float | None = None, reason: str = "prior"
 ) -> LinkFigures:
     """What to believe of a link before anything is measured: a plain row (round trip, one stream, n
-    streams), such as the classes of `sims/data/wan_links.csv`.
-    """
+    streams), such as the classes of `sims/data/wan_links.csv`."""
     return LinkFigures(
         rtt_s=rtt_ms / 1e3,
         rtt_min_s=rtt_ms / 1e3,

@@ -180,8 +180,7 @@ class DeferredBurst:
 @dataclass(frozen=True, slots=True)
 class ProbeStep:
     """What is due: ping these peers; ask for this burst, if any. The box is reserved for the burst
-    until `on_burst_done` or `on_refused`.
-    """
+    until `on_burst_done` or `on_refused`."""
 
     pings: tuple[str, ...] = ()
     burst: BurstRequest | None = None
@@ -341,8 +340,7 @@ class ProbeScheduler:
         self, request: BurstRequest, peer: str, activity: Activity, *, usd_per_gb: float, now: float
     ) -> BurstRefusal | None:
         """`peer` wants to send this box a burst, for which the box pays `usd_per_gb`. None reserves
-        it: the burst may begin.
-        """
+        it: the burst may begin."""
         self._expire_reservation(now)
         if request.max_bytes > self.settings.burst_bytes:
             return BurstRefusal(DeferReason.TOO_MUCH, self.settings.burst_every_s)

@@ -56,8 +56,7 @@ class SendDecision:
     """What to do with one prompt, and the predicted seconds that either adds to its first token.
 
     `layers_per_group`: how many layers leave together when layer by layer; all of them when all at
-    once.
-    """
+    once."""
 
     mode: SendMode
     layers_per_group: int

@@ -96,8 +96,7 @@ class PathQuery:
     for both legs.
 
     `usd_per_s`: dollars that a second saved is worth; None when money does not matter.
-    `max_usd_per_gb`: paths that cost more are never taken.
-    """
+    `max_usd_per_gb`: paths that cost more are never taken."""
 
     source: str
     target: str
@@ -119,8 +118,7 @@ class PathQuery:
 @dataclass(frozen=True, slots=True)
 class KVPath:
     """One path: direct (`via` None) or through a relay, with its number of streams and the rate
-    expected of it. `rtt_s` is the sum over its hops.
-    """
+    expected of it. `rtt_s` is the sum over its hops."""
 
     source: str
     target: str
@@ -207,8 +205,7 @@ def choose(
     before what the figures of their links say; 0 for one that stalls. `warm`: paths whose
     connections have carried bytes lately. `unsteady`: paths that were just in trouble, which may
     not be one of two: chunks stuck on one of them come last. Raises NoPath when nothing is
-    possible, FiguresError when nothing is known of the direct link.
-    """
+    possible, FiguresError when nothing is known of the direct link."""
     settings = settings or PathSettings()
     residual = _ResidualNetwork(job, network, observed or {}, warm)
     direct = residual.predict_single(None)

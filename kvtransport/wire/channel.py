@@ -102,8 +102,7 @@ class Channel:
 
     The first ProtocolError is final. `is_damaged` then tells bytes that do not open, which anybody on
     the path can cause and which cost the connection, from signals that the peer must not send,
-    which cost the link.
-    """
+    which cost the link."""
 
     def __init__(
         self,
@@ -167,8 +166,7 @@ class Channel:
         """Where the next bytes belong; never empty while `next_signal` has nothing.
 
         Never more than one head beyond the record that is being read: a chunk is decrypted where it
-        came to lie in here, and hardly anything is ever moved.
-        """
+        came to lie in here, and hardly anything is ever moved."""
         last = self._start + self._need + SEALED_HEAD_BYTES
         if last > len(self._in):
             self._in[: self._end - self._start] = self._in[self._start : self._end]

@@ -19,8 +19,7 @@ class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     With a `relay` permit, host and port are the relay's. `label` names the path in statistics at
     both ends. `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks
     it, its default stays. `pace_bytes_s`: bytes per second that all its connections together may
-    send, held by the kernel; 0: no limit.
-    """
+    send, held by the kernel; 0: no limit."""
 
     host: str
     port: int

@@ -49,10 +49,10 @@ from .tickets import LinkTicket
 
 __all__ = [
     "MAX_BUFFERS",
-    "RecordHead",
-    "RecordKind",
     "Pipe",
     "PipeSettings",
+    "RecordHead",
+    "RecordKind",
     "accept_pipe",
     "dial_pipe",
     "greet",
@@ -78,8 +78,7 @@ class PipeSettings:
     """Both ends need the same `bounds`; a shorter `lost_s` finds a dead box sooner and forgives a
     bad line less.
 
-    `clock` measures both times; how often it is looked at is up to the kernel's, every `beat_s`.
-    """
+    `clock` measures both times; how often it is looked at is up to the kernel's, every `beat_s`."""
 
     max_bytes: int = 256 << 20  # of one message
     beat_s: float = 2.0
@@ -199,8 +198,7 @@ class Pipe:
     """One end. Any thread may `send` and `close`; one thread at a time, and at nearly all times, is
     in `receive`.
 
-    The first error is final: both calls raise it from then on, and `ended` says it.
-    """
+    The first error is final: both calls raise it from then on, and `ended` says it."""
 
     def __init__(self, sock: socket.socket, sealer: Cipher, opener: Cipher, settings: PipeSettings) -> None:
         self._sock = sock

@@ -22,10 +22,10 @@ from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
 from p2pserve.kvtransport.wire.pipe import (
     MAX_BUFFERS,
-    RecordHead,
-    RecordKind,
     Pipe,
     PipeSettings,
+    RecordHead,
+    RecordKind,
     greet,
     parse_head,
     split,
