@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..box.hardware import Hardware
     from ..box.shares import Share
     from ..models import ModelInfo, Report
-    from ..replica.engine_link import ForkServerClient
+    from ..replica.engine_link import EngineStarter
     from ..requests.text import TextModel
     from ..settings import BoxEngineSettings
     from .process import AgentSockets
@@ -84,4 +84,4 @@ class EngineBackend:
     run: Callable[[EngineConfig, AgentSockets], int]
     hardware: Callable[[Hardware, BoxEngineSettings], Hardware]
     inspect: Callable[[str, Hardware, BoxEngineSettings], ServedModel]
-    self_test: Callable[[ForkServerClient], Awaitable[None]]
+    self_test: Callable[[EngineStarter], Awaitable[None]]

@@ -9,7 +9,7 @@ from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
-    from ...replica.engine_link import ForkServerClient
+    from ...replica.engine_link import EngineStarter
     from ...settings import BoxEngineSettings
     from ..process import AgentSockets
     from ..protocol import EngineConfig
@@ -42,7 +42,7 @@ def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedM
     return ServedModel(model=model, text=TextModel(model.folder), share=share)
 
 
-async def _self_test(server: ForkServerClient) -> None:
+async def _self_test(server: EngineStarter) -> None:
     from ..trials.selftest import require_known_to_work
 
     await require_known_to_work(server)
