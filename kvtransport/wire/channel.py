@@ -97,11 +97,11 @@ class Channel:
 
     Reading: put bytes into `space()`, say how many with `note_received`, then take signals from
     `next_signal` until there is none. A `Chunk` leaves its payload sealed until `open_payload` says
-    where to; the next signal comes after. Writing: `begin_handshake` first, then `seal`. Reading and
+    where to; the next signal comes after. Writing: `begin_handshake`, then `seal`. Reading and
     writing share nothing but the keys, so one thread may do each once the handshake is over.
 
-    The first ProtocolError is final. `is_damaged` then tells bytes that do not open, which anybody on
-    the path can cause and which cost the connection, from signals that the peer must not send,
+    The first ProtocolError is final. `is_damaged` then tells bytes that do not open, which anybody
+    on the path can cause and which cost the connection, from signals that the peer must not send,
     which cost the link."""
 
     def __init__(
