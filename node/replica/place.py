@@ -1,4 +1,4 @@
-"""A box's place in its replica, and what the workers of two replicas hand over to each other. No I/O, no clock."""
+"""A box's place in its replica, and what the workers of two replicas transfer to each other. No I/O, no clock."""
 
 from __future__ import annotations
 
