@@ -197,6 +197,14 @@ class TestWithoutAnythingBetter:
         assert change is not None, "a little less than half of 1 Gb/s is slow again"
         assert change.trigger.expected_gbps == 1.0
 
+    def test_looking_for_something_better_in_vain_lowers_no_expectation(self) -> None:
+        drive = Drive(SteeringSettings(look_s=3.0), network(relay=0.0))
+        assert drive.move(4.0, 0.6) is None
+        drive.view = network()
+        change = drive.move(1.9, 0.35)
+        assert change is not None, "less than half of 1 Gb/s, though not of 0.6"
+        assert (change.trigger.kind, change.trigger.expected_gbps) == (TriggerKind.DEGRADED, 1.0)
+
 
 class TestLooking:
     LOOKING = SteeringSettings(look_s=4.0)
