@@ -1,5 +1,4 @@
-"""The receiving end of a link, for the threads of an engine process. Everything it decides is in
-`receiving`."""
+"""The receiving end of a link, for the threads of an engine process; `receiving` decides."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ class IncomingTransfer(TransferHandle["ReceiveLink"]):
 
 
 class ReceiveLink(ThreadedLink):
-    """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial
-    itself."""
+    """Connections from one sending process: give it arrivals (`attach`), or paths to dial."""
 
     _role = LinkRole.RECEIVER
 

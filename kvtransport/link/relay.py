@@ -31,8 +31,7 @@ _JOIN_S = 5.0
 
 
 class Relay:
-    """Forwards connections that bring a permit. Hand it accepted sockets that begin with
-    `RELAY_MAGIC`."""
+    """Forwards connections with a permit: accepted sockets that begin with `RELAY_MAGIC`."""
 
     def __init__(
         self,
@@ -161,8 +160,7 @@ class Relay:
         back.join()
 
     def _pour(self, source: socket.socket, sink: socket.socket, permit: bytes) -> None:
-        """One direction. An end of file is passed on; anything else that goes wrong ends both
-        directions."""
+        """One direction. An end of file is passed on; any other failure ends both directions."""
         reader, writer = os.pipe()
         try:
             with suppress(OSError):  # a smaller pipe serves as well
