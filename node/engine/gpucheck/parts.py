@@ -1,7 +1,5 @@
-"""The programs of the check that exist for nothing else: `python -m p2pserve.node.engine.gpucheck.parts NAME`.
-
-Each writes one JSON object to standard output.
-"""
+"""Programs of the check alone: `python -m p2pserve.node.engine.gpucheck.parts NAME`, each printing
+one JSON object."""
 
 from __future__ import annotations
 

@@ -61,11 +61,10 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def require_known_to_work(server: EngineStarter, memory: Path | None = None) -> None:
-    """Return if vLLM is the pinned version, or passes the self-test, or has passed it before.
+    """Return if vLLM is the pinned version, or passes the self-test, now or before.
 
-    `memory` is the file that remembers this, by default one in the user's cache: the nodes of a box, which may start
-    all at once, test once. Raises EngineStartError.
-    """
+    `memory` remembers it, by default in the user's cache, for all nodes of a box. Raises
+    EngineStartError."""
     await server.wait_ready()
     if server.version.startswith(PINNED):
         return
