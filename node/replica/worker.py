@@ -151,7 +151,9 @@ class Worker:
         _refuse_known(body.request, self._prefills)
         transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
-        job = self._prefills[body.request] = _Job(gateway, body.request, transfer, wants_first_token=body.sampling is not None)
+        job = self._prefills[body.request] = _Job(
+            gateway, body.request, transfer, wants_first_token=body.sampling is not None
+        )
         try:
             outlets = await self._transfers.send(body.slices, len(body.prompt))
             self._submit(
