@@ -430,8 +430,8 @@ class ProbeScheduler:
 
     def _add_allowance(self, now: float) -> None:
         """The allowance flows in evenly and is kept for a day at most."""
-        earned = max(now - self._usd_at, 0.0) / _DAY_S * self.settings.usd_per_day
-        self._usd = min(self._usd + earned, self.settings.usd_per_day)
+        allowed = max(now - self._usd_at, 0.0) / _DAY_S * self.settings.usd_per_day
+        self._usd = min(self._usd + allowed, self.settings.usd_per_day)
         self._usd_at = max(self._usd_at, now)
 
     def _expire_reservation(self, now: float) -> None:

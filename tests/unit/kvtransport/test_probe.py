@@ -168,7 +168,7 @@ class TestBursts:
         assert probes.step(IDLE, now=90.0).burst is not None
         assert probes.statistics().refused == 1
 
-    def test_patience_counts_from_the_first_time_it_was_due(self) -> None:
+    def test_the_wait_counts_from_the_first_time_it_was_due(self) -> None:
         probes = scheduler(1, postpone_s=100.0)
         now, overdue = 40.0, None
         while overdue is None:

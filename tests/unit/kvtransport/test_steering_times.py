@@ -188,7 +188,7 @@ class TestWithoutAnythingBetter:
         assert change is not None
         assert change.trigger.expected_gbps == pytest.approx(0.4)
 
-    def test_it_may_come_back_but_not_beyond_what_it_promised(self) -> None:
+    def test_it_may_come_back_but_not_beyond_what_was_predicted(self) -> None:
         drive = Drive(view=network(relay=0.0))
         assert drive.move(4.0, 0.3) is None
         assert drive.move(4.0, 2.0) is None
