@@ -29,10 +29,8 @@ class BoxGroup:
 
 
 def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, why: list[str]) -> list[BoxGroup]:
-    """The replicas that these boxes of one model can be, in the order of their heads' peer ids.
-
-    `why` gets a line for each new pipeline, and one for the boxes that have to wait.
-    """
+    """The replicas these boxes of one model can be, by peer id of the head. `why` gets a line for
+    each new pipeline and for waiting boxes."""
     groups = [_group([box], (box.layers,)) for box in boxes if box.whole]
     partial = {box.peer: box for box in boxes if box.fits and not box.whole}
     for replica in previous.replicas if previous is not None else ():

@@ -16,14 +16,12 @@ __all__ = [
 
 class TransferError(Exception):
     """Base of all failures of a KV transfer. Whoever waits for the KV recomputes it; the client
-    never sees this.
-    """
+    never sees this."""
 
 
 class KVProtocolError(TransferError):
     """Bytes or calls that the wire format does not allow: forged, replayed, reordered, malformed,
-    or out of turn.
-    """
+    or out of turn."""
 
 
 class TransferAborted(TransferError):
@@ -48,8 +46,7 @@ class TicketError(TransferError, ValueError):
 
 
 class FiguresError(ValueError):
-    """A figure about a link, a box or a layout of shards that cannot be meant; the text names the
-    field."""
+    """An impossible figure about a link, a box or a layout of shards; the text names the field."""
 
 
 class RelayRefused(TransferError):

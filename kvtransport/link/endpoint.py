@@ -12,9 +12,9 @@ from typing import Self
 
 from ..errors import TransferError
 from ..wire.channel import Channel, LinkHello
+from ..wire.dial_path import DialPath
 from ..wire.tickets import LinkTicket
 from .budget import ByteBudget
-from .dialling import DialPath
 from .links import LinkStatistics
 from .receive_link import ReceiveLink
 from .send_link import SendLink
@@ -80,8 +80,7 @@ class Endpoint:
             return self._links.get(link)
 
     def attach(self, hello: LinkHello, sock: socket.socket) -> None:
-        """An accepted connection, whose hello has been read, belongs to this process. Takes over
-        the socket."""
+        """Take over the socket of an accepted connection to this process, its hello read."""
         unwanted: list[socket.socket] = []
         with self._lock:
             unwanted += self._sweep()

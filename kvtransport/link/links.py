@@ -19,28 +19,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from ..errors import KVProtocolError, TransferError
 from ..wire.channel import Channel, LinkHello, LinkRole
+from ..wire.dial_path import DialPath
 from ..wire.signals import Chunk, Signal
 from ..wire.sockets import dial, explain, fresh_nonce, hang_up, round_trip_s, shake_hands, tune
-from ..wire.tickets import LinkTicket
-from .dialling import DialAttempt, Dialler, DialPath
+from ..wire.tickets import LinkTicket, TransferTicket
+from .dialling import DialAttempt, Dialler
 from .machine import ConnectionStatistics, LinkMachine, PathStatistics
-from .transfers import CloseConnection, LinkEnded, LinkEvent, Released
+from .transfers import CloseConnection, EndState, LinkEnded, LinkEvent, Released
 
-__all__ = ["LinkConnection", "LinkStatistics", "ThreadedLink"]
+__all__ = ["LinkConnection", "LinkStatistics", "ThreadedLink", "TransferHandle"]
 
 _JOIN_S = 5.0
-_NEAR_S = 0.002
 _SHORTEST_WAIT_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """What a link is doing. `failures`: label -> why its last dial failed, while it has not
-    succeeded since."""
+    """What a link is doing. `failures`: label -> why its last dial failed, unless one worked since."""
 
     link: str
     ended: str | None
@@ -57,7 +56,7 @@ class LinkStatistics:
 class LinkConnection:
     """An authenticated connection: its socket, its channel, and its number in the machine."""
 
-    def __init__(self, number: int, sock: socket.socket, channel: Channel, slot: int | None) -> None:
+    def __init__(self, number: int, sock: socket.socket, channel: Channel, slot: int | None, near_s: float) -> None:
         self.number = number
         self.sock = sock
         self.channel = channel
@@ -68,7 +67,7 @@ class LinkConnection:
         self.scratch = memoryview(bytearray(0))
         self.wakes_at = 1
         self.read_at = 0.0
-        self.near = round_trip_s(sock) < _NEAR_S
+        self.near = round_trip_s(sock) < near_s
         self.poll = select.poll()
         self.poll.register(sock, select.POLLIN)
 
@@ -127,8 +126,7 @@ class ThreadedLink(ABC):
         return len(self._wires)
 
     def attach(self, sock: socket.socket, hello: LinkHello) -> None:
-        """Take over an accepted connection whose hello has been read. It joins the link once it has
-        authenticated."""
+        """Take over an accepted connection, its hello read; it joins once it has authenticated."""
         with self._lock:
             if self._closed or len(self._wires) + len(self._raw) >= self._machine.settings.max_connections:
                 sock.close()
@@ -167,9 +165,13 @@ class ThreadedLink(ABC):
                 failures=dict(self._dialler.failures),
             )
 
+    def abort(self, transfer: bytes, reason: str) -> None:
+        """See `TransferHandle.abort`."""
+        with self._use_machine():
+            self._machine.abort(transfer, reason)
+
     def close(self, reason: str = "") -> None:
-        """End the link: open transfers fail, the other side is told as far as it listens, every
-        thread ends."""
+        """End the link: open transfers fail, the other side is told if it listens, threads end."""
         with self._use_machine() as now:
             self._machine.close(reason)
             self._dialler.set_paths([], now)
@@ -179,6 +181,10 @@ class ThreadedLink(ABC):
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
+
+    def _require_own(self, ticket: TransferTicket) -> None:
+        if ticket.link != self.ticket.link:
+            raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
 
     # ---- what depends on who sends --------------------------------------------------------------------------
 
@@ -285,8 +291,7 @@ class ThreadedLink(ABC):
         self._wind_up()
 
     def _wind_up(self) -> None:
-        """The link is over. Connections end by themselves when both sides have said goodbye, or are
-        ended."""
+        """The link is over. Connections end after both sides' goodbyes, or are ended."""
         with self._changed:
             for sock in self._raw:
                 hang_up(sock)
@@ -349,7 +354,8 @@ class ThreadedLink(ABC):
             if attempt is not None and not self._dialler.mark_up(attempt.slot, number):
                 self._machine.remove_connection(number, now)
                 return None
-            wire = LinkConnection(number, sock, channel, None if attempt is None else attempt.slot)
+            slot = None if attempt is None else attempt.slot
+            wire = LinkConnection(number, sock, channel, slot, self._machine.settings.near_s)
             self._wires[number] = wire
             self._on_connection(wire)
             self._changed.notify_all()
@@ -357,8 +363,7 @@ class ThreadedLink(ABC):
             return wire
 
     def _read(self, wire: LinkConnection) -> None:
-        """Read until the connection ends. Raises what ended it; what the peer may not say ends the
-        link first."""
+        """Read until the connection ends; raises why. A peer's protocol error ends the link first."""
         sock, channel, machine = wire.sock, wire.channel, self._machine
         try:
             while True:
@@ -366,7 +371,7 @@ class ThreadedLink(ABC):
                 count = sock.recv_into(channel.space())
                 if not count:
                     return
-                channel.received(count)
+                channel.note_received(count)
                 now = self._clock()
                 with self._lock:
                     machine.note_heard(wire.number, count, now)
@@ -376,7 +381,7 @@ class ThreadedLink(ABC):
                     else:
                         self._take_signal(wire, signal, now)
         except KVProtocolError as error:
-            if not channel.damaged:
+            if not channel.is_damaged:
                 with self._use_machine():
                     machine.end_for_violation(error)
             raise
@@ -389,8 +394,7 @@ class ThreadedLink(ABC):
     def _leave(
         self, sock: socket.socket, wire: LinkConnection | None, attempt: DialAttempt | None, reason: str
     ) -> None:
-        """The connection is over: the machine is told first, then the number of its socket is given
-        back."""
+        """The connection is over: tell the machine first, then give its socket's number back."""
         hang_up(sock)
         with self._use_machine() as now:
             self._raw.discard(sock)
@@ -411,3 +415,32 @@ class ThreadedLink(ABC):
                 del self._wires[wire.number]
             self._changed.notify_all()
         sock.close()
+
+
+L = TypeVar("L", bound=ThreadedLink)
+
+
+class TransferHandle(Generic[L]):
+    """What both ends of one transfer offer. Any thread may use it; it ends exactly once."""
+
+    def __init__(self, link: L, ticket: TransferTicket) -> None:
+        self.ticket = ticket
+        self._link = link
+        self._ended = threading.Event()
+        self._state = EndState("open")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.ticket.transfer.hex()[:8]} {self._state}>"
+
+    @property
+    def state(self) -> EndState:
+        return self._state
+
+    def abort(self, reason: str) -> None:
+        """Give up; the peer is told why. Never raises; an ended transfer stays as it is."""
+        self._link.abort(self.ticket.transfer, reason)
+
+    def wait(self, timeout: float | None = None) -> EndState:
+        """The state once it has ended, or after `timeout` seconds."""
+        self._ended.wait(timeout)
+        return self._state

@@ -67,7 +67,7 @@ class SimulatedLink:
         hello = LinkHello(self.ticket.link, self.random.randbytes(16), dials)
         first = Channel(self.ticket, dials, hello.nonce, label=label)
         second = Channel(self.ticket, accepts, self.random.randbytes(16), hello=hello)
-        _pour(first, second.opening())
+        _pour(first, second.begin_handshake())
         first.next_signal()
         _pour(second, bytes(first.seal(LinkGreeting(label))))
         second.next_signal()
@@ -125,8 +125,7 @@ class SimulatedLink:
                 self._handle(role, event)
 
     def check(self) -> None:
-        """Invariants of both machines, and of what came out: one end for each transfer, frames as
-        they were sent."""
+        """Invariants of both machines; one end for each transfer, frames as they were sent."""
         self.sender.check_integrity()
         self.receiver.check_integrity()
         for key, states in self.ends.items():
@@ -166,8 +165,7 @@ class SimulatedLink:
                     self.kill(wire)
 
     def _transmit(self, wire: SimulatedWire, role: LinkRole) -> None:
-        """Seal as many records as the rate of the connection allows in one step, at least one when
-        it is idle."""
+        """Seal as many records as the rate allows in one step, at least one when idle."""
         wire.allowance[role] = min(wire.allowance[role] + wire.rate * _STEP_S, max(wire.rate * _STEP_S, 1.0))
         machine, channel = self.machine(role), wire.channels[role]
         while wire.allowance[role] > 0:
@@ -193,13 +191,13 @@ class SimulatedLink:
     def _arrive(self, wire: SimulatedWire, role: LinkRole, data_read: memoryview) -> None:
         channel, machine = wire.channels[role], self.machine(role)
         wire.channels[role].space()[: len(data_read)] = data_read
-        channel.received(len(data_read))
+        channel.note_received(len(data_read))
         machine.note_heard(wire.numbers[role], len(data_read), self.now)
         try:
             while (signal := channel.next_signal()) is not None:
                 self._signal(wire, role, signal)
         except KVProtocolError as error:
-            if not channel.damaged:
+            if not channel.is_damaged:
                 machine.end_for_violation(error)
             self.kill(wire)
 
@@ -227,7 +225,7 @@ def _pour(channel: Channel, data: bytes) -> None:
         space = channel.space()
         count = min(len(space), len(data))
         space[:count] = data[:count]
-        channel.received(count)
+        channel.note_received(count)
         data = data[count:]
         if data:
             channel.next_signal()

@@ -22,6 +22,7 @@ import msgspec
 from ..errors import FiguresError
 
 __all__ = [
+    "GB",
     "MAX_STREAMS",
     "WINDOW_BYTES",
     "BoxFigures",
@@ -34,6 +35,9 @@ __all__ = [
     "rate_gbps",
     "streams_for",
 ]
+
+GB = 1e9
+"""Bytes that are billed as one gigabyte."""
 
 WINDOW_BYTES = 2.6e6
 """Bytes that one stream has under way with the kernel's default buffers."""
@@ -86,8 +90,7 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     streams) are payload rates. `usd_per_gb` is what a gigabyte costs over this link alone, where
     that is not what its boxes are billed otherwise (0 inside a site, say); None for the boxes' own
     prices. `rtt_confidence` and `rate_confidence` lie in [0, 1]. `capacity_is_floor`: no transfer
-    was ever held up by the link, so it may carry more.
-    """
+    was ever held up by the link, so it may carry more."""
 
     rtt_s: float
     one_stream_gbps: float
@@ -118,8 +121,7 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise FiguresError(f"link.reason has {len(self.reason)} characters; at most {_MAX_REASON} are allowed")
 
     def bounded(self, up_gbps: float | None, down_gbps: float | None) -> Self:
-        """The same link between boxes with these caps: a pair carries at most min(up of one, down
-        of the other)."""
+        """The same link between capped boxes: at most min(up of one, down of the other)."""
         caps = [cap for cap in (up_gbps, down_gbps) if cap is not None]
         limit = min((self.capacity_gbps, *caps))
         return msgspec.structs.replace(self, capacity_gbps=limit, one_stream_gbps=min(self.one_stream_gbps, limit))
@@ -147,8 +149,7 @@ class BoxFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `relay_gbps`: what it forwards for others at most (its CPU, or its owner's will); 0 for a box
     that does not relay. `relay_budget_bytes`: bytes that it may still forward today; None without
-    limit.
-    """
+    limit."""
 
     up_gbps: float | None = None
     down_gbps: float | None = None
@@ -176,8 +177,7 @@ def prior(
     rtt_ms: float, single_gbps: float, multi_gbps: float, *, usd_per_gb: float | None = None, reason: str = "prior"
 ) -> LinkFigures:
     """What to believe of a link before anything is measured: a plain row (round trip, one stream, n
-    streams), such as the classes of `sims/data/wan_links.csv`.
-    """
+    streams), such as the classes of `sims/data/wan_links.csv`."""
     return LinkFigures(
         rtt_s=rtt_ms / 1e3,
         rtt_min_s=rtt_ms / 1e3,

@@ -29,8 +29,7 @@ from typing import final
 import msgspec
 
 from ..errors import FiguresError
-from ..routing.costs import GB
-from .figures import MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
+from .figures import GB, MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
 
 __all__ = [
     "Activity",
@@ -124,15 +123,13 @@ class ProbeSettings:
 
     @classmethod
     def lan(cls) -> ProbeSettings:
-        """Boxes in one place: traffic is free and links hardly change, but a box that is gone
-        should be seen soon."""
+        """Boxes in one place: free traffic, steady links; a lost box should be seen soon."""
         return cls(ping_every_s=1.0, backoff_limit_s=30.0, burst_every_s=3600.0, burst_s=0.2, usd_per_day=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A peer, its site, what is believed of the link to it, and what this box pays for a GB sent
-    there."""
+    """A peer, its site, its link as believed, and what this box pays for a GB sent there."""
 
     peer: str
     site: str
@@ -181,8 +178,7 @@ class DeferredBurst:
 @dataclass(frozen=True, slots=True)
 class ProbeStep:
     """What is due: ping these peers; ask for this burst, if any. The box is reserved for the burst
-    until `on_burst_done` or `on_refused`.
-    """
+    until `on_burst_done` or `on_refused`."""
 
     pings: tuple[str, ...] = ()
     burst: BurstRequest | None = None
@@ -229,8 +225,7 @@ class _Reservation:
 
 
 def representatives(sites: Mapping[str, str], count: int) -> dict[str, tuple[str, ...]]:
-    """Site -> its representatives, given box -> site. All boxes that know the same boxes name the
-    same ones."""
+    """Site -> its representatives, given box -> site; the same for all with the same boxes."""
     by_site: dict[str, list[str]] = {}
     for box, site in sites.items():
         by_site.setdefault(site, []).append(box)
@@ -342,8 +337,7 @@ class ProbeScheduler:
         self, request: BurstRequest, peer: str, activity: Activity, *, usd_per_gb: float, now: float
     ) -> BurstRefusal | None:
         """`peer` wants to send this box a burst, for which the box pays `usd_per_gb`. None reserves
-        it: the burst may begin.
-        """
+        it: the burst may begin."""
         self._expire_reservation(now)
         if request.max_bytes > self.settings.burst_bytes:
             return BurstRefusal(DeferReason.TOO_MUCH, self.settings.burst_every_s)
@@ -421,8 +415,7 @@ class ProbeScheduler:
         return BurstRequest(peer, streams, seconds, max_bytes, overdue=now >= one.due_since + self.settings.postpone_s)
 
     def _put_off(self, one: _Peer, reason: DeferReason, now: float) -> None:
-        """Set the next try, so that nobody wakes for nothing. A reserved box tries again when it is
-        free."""
+        """Set the next try, to wake for something; a reserved box tries again when it is free."""
         wait = self._jitter(self.settings.retry_s)
         if reason is DeferReason.BUSY:
             one.burst_at = min(now + wait, one.due_since + self.settings.postpone_s)
@@ -437,8 +430,8 @@ class ProbeScheduler:
 
     def _add_allowance(self, now: float) -> None:
         """The allowance flows in evenly and is kept for a day at most."""
-        earned = max(now - self._usd_at, 0.0) / _DAY_S * self.settings.usd_per_day
-        self._usd = min(self._usd + earned, self.settings.usd_per_day)
+        allowed = max(now - self._usd_at, 0.0) / _DAY_S * self.settings.usd_per_day
+        self._usd = min(self._usd + allowed, self.settings.usd_per_day)
         self._usd_at = max(self._usd_at, now)
 
     def _expire_reservation(self, now: float) -> None:

@@ -26,8 +26,7 @@ _HALVINGS = 26
 @dataclass(frozen=True, slots=True)
 class ArrivalCurve:
     """Bytes that have arrived over a path by time t: none until `start_s`, then growing from
-    `first` bytes/s, doubling every `rtt_s`, up to `rate` bytes/s.
-    """
+    `first` bytes/s, doubling every `rtt_s`, up to `rate` bytes/s."""
 
     start_s: float
     rtt_s: float
@@ -75,8 +74,7 @@ def arrival_curve(rate: float, alpha_s: float, *, warm: bool) -> ArrivalCurve:
 
 
 def striped_seconds(one: ArrivalCurve, two: ArrivalCurve, size: float, cap: float) -> float:
-    """When `size` bytes have arrived over two paths that finish together and share `cap` bytes/s at
-    their ends."""
+    """When `size` bytes have come over two paths that end together and share `cap` bytes/s."""
     best = min(one.seconds_for(size), two.seconds_for(size))
     start = min(one.start_s, two.start_s)
     floor = start + size / cap if cap > 0.0 else inf

@@ -17,8 +17,7 @@ class TransferTimes:
         |-------------------- span ---------------------|
 
     Layer by layer, most of a transfer runs while later layers still compute; only what is left
-    after prefill delays the first token that the decode side makes.
-    """
+    after prefill delays the first token that the decode side makes."""
 
     first_frame_at: float
     prefill_done_at: float
@@ -37,8 +36,7 @@ class TransferTimes:
 
     @property
     def visible(self) -> float:
-        """Seconds between the end of prefill (or the first frame, if later) and the
-        acknowledgement."""
+        """Seconds from the end of prefill (or a later first frame) to the acknowledgement."""
         return max(0.0, self.acknowledged_at - max(self.first_frame_at, self.prefill_done_at))
 
     @property

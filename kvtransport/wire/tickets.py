@@ -35,8 +35,7 @@ class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Both processes hold the same ticket. Keys of connections are derived from `secret` with fresh
     nonces of both ends (`channel`), so one ticket serves for every connection and redial. The link
-    ends when it has carried no transfer for `lease_s` seconds.
-    """
+    ends when it has carried no transfer for `lease_s` seconds."""
 
     link: bytes
     secret: bytes
@@ -58,8 +57,7 @@ class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names one transfer on a link: its id, what its frames are coded in, and the seconds it may
-    take at each end."""
+    """A transfer on a link: id, codec of its frames, seconds it may take at each end."""
 
     transfer: bytes
     link: bytes
@@ -80,8 +78,7 @@ class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def issue_link(lease_s: float, random: Callable[[int], bytes]) -> LinkTicket:
-    """A fresh ticket for a link. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`,
-    except in tests."""
+    """A fresh link ticket. `random(n)`: n unpredictable bytes (`secrets.token_bytes`)."""
     return LinkTicket(link=random(LINK_ID_BYTES), secret=random(KEY_BYTES), lease_s=lease_s)
 
 

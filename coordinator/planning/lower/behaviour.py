@@ -299,9 +299,8 @@ class _Rounds(NamedTuple):
 
 
 def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None) -> _Rounds:
-    """At b requests in flight, a request takes 1/b of `output` steps, but no fewer than its prompt
-    takes rounds; the rest of the time goes into what prompts add. Prompts that come during a round
-    are prefilled together in the next."""
+    """At b requests in flight, a request takes 1/b of `output` steps, at least its prompt's rounds;
+    prompts take the rest. Those that come during a round are prefilled together in the next."""
     batch, step = steps.batch, steps.step_s
     share = classes.mean_output / np.maximum(batch, 1.0)
     if chunked is None:

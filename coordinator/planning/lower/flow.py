@@ -160,9 +160,8 @@ class RequestFlow:
 
 
 def build_loss_curve(loads: Array, lost: Array) -> LossCurve:
-    """The highest convex curve below the points; where a replica would lose more by being loaded
-    more, it does not help to load it: the pieces are in order of their slopes, and who fills them
-    may stop anywhere."""
+    """The highest convex curve below the points: pieces in order of slope, so that filling may stop
+    anywhere."""
     hull: list[int] = []
     for point in range(len(loads)):
         while len(hull) > 1 and _above(loads, lost, hull[-2], hull[-1], point):

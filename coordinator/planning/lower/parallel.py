@@ -265,9 +265,8 @@ def _all_stages(order: Sequence[int], parts: Sequence[BoxGpus], needs: ServiceNe
 def _rank_shapes(
     shapes: Sequence[_TimedShape], phase: Phase, needs: ServiceNeeds
 ) -> Iterator[tuple[float, _TimedShape]]:
-    """By how many requests per second each would carry if all were average and never waited, most
-    first: the first of this order, and those that answer sooner than all before them. What each
-    does in detail takes far longer to find out."""
+    """Shapes by requests per second if all were average and never waited: the first, and each that
+    answers sooner than those before it. Details take far longer."""
     workload = needs.service.workload
     prompt, pairs, output = round(workload.mean_prompt), workload.mean_pairs, workload.mean_output
     context = workload.mean_prompt + workload.mean_output / 2

@@ -61,9 +61,8 @@ def maximise(table: Array, values: Array, free: Sequence[Segments], basic: Seque
 
 
 class _SimplexTable:
-    """Variables are numbered: the free ones first, then the basic ones. One outside of the basis is
-    at the lower end of piece `_segment`, which is one more than there are at the upper end of the
-    last; one in the basis is in that piece."""
+    """Variables are numbered, free ones first, then basic. A non-basic one is at the lower end of
+    piece `_segment` (one past the last: its upper end), a basic one in that piece."""
 
     def __init__(self, table: Array, values: Array, free: Sequence[Segments], basic: Sequence[Segments]) -> None:
         self._table, self._values = table, values

@@ -92,9 +92,8 @@ def reschedule_lightly(
     steps: int = STEPS,
     spent: Callable[[], bool] = never,
 ) -> Adjustment:
-    """The best phases found for the running replicas in so many evaluations, or until `spent()`; as
-    they are unless others gain `margin`. `evaluator`: one that keeps their stages
-    (`keep_loaded_stages`)."""
+    """The best phases for the running replicas until `spent()`; unchanged unless others gain
+    `margin`. `evaluator` keeps their stages (`keep_loaded_stages`)."""
     space = SearchSpace.of(problem, evaluator)
     scorer = Scorer(space, limit=steps, spent=spent, same_groups=True)
     before = scorer.score(running)

@@ -33,9 +33,8 @@ ANYTIME: Final = 10**7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """`colocated`: the best solution found with all replicas mixed (as far as pins let them), which
-    `solution` is never worse than. `steps`: see `Scorer`. `history`: each new best objective with
-    the step it came at."""
+    """`colocated`: the best all-mixed solution, never better than `solution`. `steps`: see
+    `Scorer`. `history`: each new best with its step."""
 
     solution: Solution
     score: Score

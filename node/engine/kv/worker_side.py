@@ -90,7 +90,7 @@ class WorkerSide:
         self._step_began: Mark | None = None
         self._held_up_s = 0.0
         self._prefills: deque[_Prefill] = deque()  # whose times are not known yet
-        self._rest: list[tuple[SendWork, Mark]] = []  # prompts that leave in one piece, when their tokens have
+        self._rest: list[tuple[SendWork, Mark]] = []  # prompts that leave all at once, when their tokens have
         self._sends: dict[str, bytes] = {}  # request -> transfer, while the request is not over
         self._held: dict[str, bytes] = {}  # the same, of requests that are over and hold their blocks
         self._active: dict[str, LoadWork] = {}
@@ -181,8 +181,7 @@ class WorkerSide:
                 outgoing.withdraw()
 
     def save_layer(self, work: StepWork, name: str) -> None:
-        """A layer has been computed: announce what is due of it and those before it, as each transfer's pacing says.
-        Reading, encoding and sending happen elsewhere."""
+        """A layer has been computed: announce what is due. Reading and sending happen elsewhere."""
         position = self._positions[name]
         mark: Mark | None = None
         for send in work.sends:
@@ -194,7 +193,7 @@ class WorkerSide:
 
     def end(self, work: StepWork) -> None:
         """All of the step has been computed, or is queued on the device. Announce what no hook has (graphs that are
-        captured as a whole have none), say which prompts are complete, remember which leave in one piece, and how long
+        captured as a whole have none), say which prompts are complete, remember which leave all at once, and how long
         the step took."""
         self._learn()
         if not work.sends:
@@ -213,8 +212,7 @@ class WorkerSide:
         self._prefills.append(_Prefill(pacings, tokens, self._step_began, mark, self._held_up_s))
 
     def announce_rest(self) -> None:
-        """What leaves in one piece, once the tokens of its step have: nobody waits for it as the client does for
-        them."""
+        """What leaves all at once, after the step's tokens, for which the client waits."""
         rest, self._rest = self._rest, []
         for send, mark in rest:
             ends = self.hub.outgoing(send.transfer)
@@ -247,8 +245,7 @@ class WorkerSide:
             self.hub.pacer.computed(step.pacings, step.tokens, seconds)
 
     def take_sent(self, finished: set[str]) -> set[str]:
-        """Requests whose blocks need not be held any longer, each once. `finished`: those that are over since the last
-        step."""
+        """Requests whose blocks are free now, each once. `finished`: over since the last step."""
         for request in finished:
             transfer = self._sends.pop(request, None)
             if transfer is not None:
@@ -340,8 +337,7 @@ class WorkerSide:
     # ---- what vLLM asks for after a step --------------------------------------------------------------------
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended since the last step, each once, however they ended; and those of them of
-        which nothing can be kept."""
+        """Requests whose loads have ended, each once, and those of which nothing can be kept."""
         finished, failed = self._finished, self._failed
         self._finished, self._failed = set(), set()
         return finished, failed

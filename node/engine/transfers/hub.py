@@ -12,12 +12,12 @@ from typing import final
 
 from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.link.budget import ByteBudget
-from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.endpoint import Endpoint
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.settings import LinkSettings
 from ....kvtransport.wire.channel import parse_link_hello
+from ....kvtransport.wire.dial_path import DialPath
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
 from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..vllm.device import Device, DeviceKind
@@ -102,8 +102,7 @@ class TransferHub:
             connection.close()
 
     def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
-        """What the agent wants of a link or a transfer. What is not known here is no matter; but paths are kept for a
-        while, for a link that a step is about to open."""
+        """An order of the agent. Unknown links are ignored, but their paths kept for a while."""
         match order:
             case SetLinkPaths(link=link, paths=paths):
                 self._set_paths(link, paths)

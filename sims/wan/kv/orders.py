@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ....kvtransport.link.dialling import DialPath
-from ....kvtransport.link.permits import Permit
 from ....kvtransport.probing.burst_ticket import BurstTicket
 from ....kvtransport.probing.estimates import BurstSample
+from ....kvtransport.wire.dial_path import DialPath
+from ....kvtransport.wire.permits import Permit
 from ....kvtransport.wire.tickets import LinkTicket, TransferTicket
 
 __all__ = ["Bulk", "Order", "OrderReply", "TransferState"]
@@ -115,8 +115,7 @@ Order = (
 
 
 class TransferState(msgspec.Struct, frozen=True, kw_only=True):
-    """A transfer at its sender: `state` is open, delivered or failed; seconds from its start to its
-    end or to now."""
+    """A transfer at its sender: open, delivered or failed; seconds to its end or now."""
 
     state: str
     reason: str

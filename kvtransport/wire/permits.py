@@ -46,8 +46,7 @@ _BURST_S = 0.05
 
 class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Forward to `(next_host, next_port)`, at most `byte_budget` bytes in both directions together
-    and `bytes_per_s` on average, until `expires_at` (seconds since 1970, on the relay's clock).
-    """
+    and `bytes_per_s` on average, until `expires_at` (seconds since 1970, on the relay's clock)."""
 
     permit: bytes
     secret: bytes
@@ -136,8 +135,7 @@ class RelayLedger:
         )
 
     def admit(self, permit: Permit, now: float) -> None:
-        """Let a permit be used from now on. One that is known keeps its books; its budget and
-        expiry may grow."""
+        """Let a permit be used. A known one keeps its books; its budget and expiry may grow."""
         self._sweep(now)
         known = self._accounts.get(permit.permit)
         if known is not None:
@@ -155,8 +153,7 @@ class RelayLedger:
         self._accounts.pop(permit, None)
 
     def enter(self, hello: bytes, now: float) -> Permit:
-        """A client has said hello. Raises RelayRefused with the reason; else `leave` must follow
-        when it is gone."""
+        """A client's hello. Raises RelayRefused with the reason; else `leave` must follow."""
         if len(hello) != RELAY_HELLO_BYTES or not hello.startswith(RELAY_MAGIC):
             self.strangers += 1
             raise RelayRefused(Refusal.FORGED, "this is no relay hello")
@@ -184,8 +181,7 @@ class RelayLedger:
 
     def spend(self, permit: bytes, size: int, now: float) -> float:
         """Count `size` bytes about to be forwarded. Returns how many seconds to wait first; raises
-        RelayRefused when the permit is over.
-        """
+        RelayRefused when the permit is over."""
         account = self._accounts.get(permit)
         if account is None:
             raise RelayRefused(Refusal.UNKNOWN, "the permit has been revoked")
