@@ -20,9 +20,9 @@ import trio
 from ...bootstrap import Address, PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
 from ...kvtransport.link.relay import Relay
 from ...kvtransport.probing.figures import BoxFigures, bytes_per_s
+from ...kvtransport.wire.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
 from .. import messages
 from ..methods import RELAY_OPEN
 from ..settings import WAN, NodeTuning

@@ -16,7 +16,7 @@ import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Messenger
-from ...kvtransport.link.dialling import DialPath
+from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import issue_link
 from .. import messages
 from ..engine.protocol import BatchLimits, EngineConfig, PipeEnd
