@@ -102,7 +102,7 @@ def _factor(measured: float | None, modelled: Callable[[float], float]) -> float
         return None
     low, high = 1.0 / FURTHEST, FURTHEST
     for _ in range(HALVINGS):
-        middle = sqrt(low * high)
+        middle = sqrt(low * high)  # factors: half way is the geometric mean
         if modelled(middle) > measured:
             low = middle
         else:

@@ -76,6 +76,7 @@ def _pipeline(free: Sequence[BoxView], links: Links) -> list[BoxView]:
         nearest = min(rest, key=lambda box: (max(links.rtt_s(one.peer, box.peer) for one in chosen), box.peer))
         rest.remove(nearest)
         chosen.append(nearest)
+    # one that was near but small may be superfluous once a larger one has joined: fewer stages are fewer hops
     for box in sorted(chosen[1:], key=lambda box: (box.fits, box.peer)):
         if sum(one.fits for one in chosen) - box.fits >= box.layers:
             chosen.remove(box)

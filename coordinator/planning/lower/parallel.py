@@ -220,6 +220,7 @@ class ParallelOptions:
             if configuration.behaviour.rate < most * (1.0 - EQUAL_WITHIN):
                 continue
             goodput = _goodput(configuration.behaviour, self._needs)
+            # the most promising is near its bound, so waiting costs little here: rivals far below it cannot win
             if not found and goodput >= CLOSE_TO_BOUND * upper_bound:
                 enough = RIVAL_SHARE * upper_bound
             found.append((goodput, configuration))
@@ -347,6 +348,7 @@ def best_order(costs: Array, *, cycle: bool) -> tuple[int, ...] | None:
     if not order:
         return None
     if cycle:
+        # prompts take every hop but the one back, so the dearest hop becomes that
         hops = [costs[a, b] for a, b in pairwise([*order, order[0]])]
         cut = (hops.index(max(hops)) + 1) % size
         order = order[cut:] + order[:cut]

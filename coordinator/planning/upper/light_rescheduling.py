@@ -101,6 +101,7 @@ def reschedule_lightly(
     while not scorer.is_exhausted():
         near = [solution for _, solution in flips(space, here)]
         found = scorer.find_best_above(near, level)
+        # one flip alone may leave a side without replicas, and only two together be better
         if found is None and not scorer.is_exhausted():
             found = scorer.find_best_above(list(_flip_twice(space, near)), level)
         if found is None:

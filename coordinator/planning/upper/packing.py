@@ -201,6 +201,7 @@ class _Choice:
     def _improve(self, boxes: Boxes) -> bool:
         """Cuts these anew if that is better; not where they are cut together with others."""
         inside = {self._of[box] for box in boxes if box in self._of}
+        # a box that shares a column with one outside of these cannot be cut anew without that one
         if any(box not in boxes for place in inside for box in place):
             return False
         replaced = [self._taken[place] for place in inside]

@@ -98,9 +98,11 @@ def _search_whole(
     scorer = Scorer(space, limit=limit, spent=means.spent, progress=means.progress)
     plain = list(colocated_starts(space, parts))
     packing = Packing(space, max(1, len(plain[0]) // 2))
+    # the packing also joins boxes that the dendrogram keeps apart
     colocated = max({*plain, packing.start(means.rng, (Phase.MIXED,))} - {()}, key=scorer.objective)
     cut = scorer.find_best_above(list(phase_cuts(space, colocated)))
     starts = [running or (), colocated, cut[1] if cut else (), *_packing_starts(scorer, packing, means.rng)]
+    # sorted, since sets have no order and of equal starts the first wins: equal seeds give equal plans
     best = max(sorted({*starts} - {()}), key=scorer.objective)
     tabu_search(scorer, packing, climb_by_flips(scorer, space, best), means.rng)
     return _make_result(scorer, colocated)
@@ -136,11 +138,14 @@ def _search_cells(
 ) -> SearchResult:
     """Twice over all cells: a first look with shares of the traffic by what their cards are on
     paper, then the search with shares by what they were found to carry."""
+    # Shares of the traffic need capacities, and those need plans: begin with what the cards
+    # promise on paper, and search a second time with what was found.
     rates = [cell.power for cell in cells]
     found = [cell.to_cell(running) if running else () for cell in cells]
     colocated: list[Solution] = [()] * len(cells)
     done = 0
     for part in (space.settings.first_pass, 1.0 - space.settings.first_pass):
+        # a cell on paper carries what its cards could; after the first pass, what its best solution does
         shares = _shares(cells, rates)
         for place, cell in enumerate(cells):
             problem = cell.problem(shares[place])
@@ -152,6 +157,7 @@ def _search_cells(
             done += result.steps
             found[place], colocated[place] = result.solution, result.colocated
             rates[place] = result.score.capacity * problem.services[0].workload.rate
+    # cells have searched as if links between them carried nothing: only the whole says what they are worth together
     scorer = Scorer(space, limit=limit)
     together = [
         make_solution(group for cell, inner in zip(cells, parts, strict=True) for group in cell.to_cluster(inner))
