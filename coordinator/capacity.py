@@ -19,12 +19,10 @@ UNKNOWN_RTT_S: Final = 0.2
 """What a link counts for until it is measured: like one between continents."""
 
 UNKNOWN_GBPS: Final = 1.0
-"""Likewise, in Gb/s: rented boxes have 1 at the slower end, in homes, and several in data
-centres."""
+"""Likewise, in Gb/s: rented boxes in homes have 1, several in data centres."""
 
 SLOWEST_GBPS: Final = 1e-3
-"""A link that was measured slower than this counts as one of this rate: plans are to stay
-finite."""
+"""A link measured slower counts as one of this rate: plans are to stay finite."""
 
 
 class CapacityError(ValueError):

@@ -1,5 +1,4 @@
-"""What clients ask of a service: each gateway counts its own requests, and plans are made for all
-of them together."""
+"""What clients ask of a service: gateways count their own; plans are for all together."""
 
 from __future__ import annotations
 
@@ -191,8 +190,7 @@ def _demand(workload: Workload) -> Demand:
 
 
 def _summary(workload: Workload) -> tuple[tuple[int, int], ...]:
-    """All lengths where they are few; else means of classes of equal size, of as many of the latest
-    as those take."""
+    """All lengths if few; else means of equal classes of as many of the latest as they take."""
     count = len(workload.prompts)
     if count <= MAX_LENGTHS:
         pairs = zip(workload.prompts.tolist(), workload.outputs.tolist(), strict=True)

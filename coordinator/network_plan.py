@@ -115,8 +115,7 @@ def search_phases(network: NetworkProblem, spent: Callable[[], bool] = never) ->
 
 
 def solver_for_shares(network: NetworkProblem, solution: Solution, pairings: Iterable[Pairing], rate: float) -> Solver:
-    """An orchestration that shares `rate` requests per second out as these pairs do, among a
-    solution's replicas."""
+    """An orchestration that shares `rate` requests per second among replicas as these pairs."""
     weights = {(pair.prefill, pair.decode): pair.weight for pair in pairings}
     ids = network.ids(solution)
 
@@ -128,8 +127,7 @@ def solver_for_shares(network: NetworkProblem, solution: Solution, pairings: Ite
 
 
 def _explain_departures(offered: Sequence[BoxView], service: str, previous: Plan | None) -> list[str]:
-    """One line where boxes of the previous plan no longer offer themselves; a plan does not name
-    those."""
+    """One line where boxes of the previous plan are gone; a plan does not name those."""
     here = {box.peer for box in offered if box.service == service and box.usable}
     gone = set(previous.peers) - here if previous is not None else set()
     return [f"boxes of the previous plan that are gone, draining or not ready: {len(gone)}"] if gone else []
@@ -141,8 +139,7 @@ def _explain_departures(offered: Sequence[BoxView], service: str, previous: Plan
 def _choose_phases(
     network: NetworkProblem, previous: Plan | None, spent: Callable[[], bool], why: list[str]
 ) -> Solution:
-    """Every replica's phase: what it had, then what is best for new ones, then whatever change
-    pays."""
+    """Every replica's phase: the old one, the best for new ones, then changes that pay."""
     kept = _continuing_phases(network, previous, why)
     running = _add_new_replicas(network, kept, spent) if kept else search_phases(network, spent)
     if not _covers_both_phases(network.phases(running).values()):
@@ -183,16 +180,14 @@ def _continuing_phases(network: NetworkProblem, previous: Plan | None, why: list
 
 
 def _add_new_replicas(network: NetworkProblem, kept: Mapping[str, Phase], spent: Callable[[], bool]) -> Solution:
-    """The replicas that go on in their phases, and new ones in those that help most, changed one at
-    a time."""
+    """Replicas that go on, and new ones where they help most, changed one at a time."""
     running = network.solution({head: kept.get(head, network.allowed(head)[0]) for head in network.heads})
     new = [head for head in network.heads if head not in kept]
     return _climb_phases(network, _make_scorer(network, spent), running, new)
 
 
 def _climb_phases(network: NetworkProblem, scorer: Scorer, start: Solution, heads: Sequence[str]) -> Solution:
-    """Up from `start` by changing the phase of one of these replicas at a time, each in turn, until
-    none is better."""
+    """Climb from `start`, changing one of these replicas' phase in turn, while it helps."""
     here, level = start, scorer.objective(start)
     idle = 0
     for head in cycle(heads):
@@ -281,8 +276,7 @@ def _largest_change(before: Sequence[Pairing], after: Sequence[Pairing]) -> floa
 
 
 def _limit_pairings(pairings: Sequence[Pairing]) -> tuple[Pairing, ...]:
-    """The heaviest pairs, and the heaviest of each replica, in order of their ids; their weights
-    sum to 1 again."""
+    """The heaviest pairs, and each replica's heaviest, by id; weights sum to 1 again."""
     ranked = sorted(pairings, key=lambda pair: (-pair.weight, pair.prefill, pair.decode))
     kept = ranked[:MAX_PAIRINGS]
     named = {end for pair in kept for end in (pair.prefill, pair.decode)}

@@ -40,21 +40,18 @@ from .settings import NetworkPlanSettings
 __all__ = ["SLO_SCALE", "NetworkProblem", "build_network_problem"]
 
 SLO_SCALE: Final = SloScale(5.0)
-"""Deadlines of the network: so many times what the mean request takes alone on the fastest replica
-there is."""
+"""Deadlines: multiples of the mean request's times alone on the fastest replica."""
 
 READY: Final = 1.0
 """Plans are for at least this share of what all replicas carry alone: with few requests every plan
 looks alike and would leave most boxes out."""
 
 STEP: Final = log(1.03)
-"""Measured figures are rounded to steps of three percent: cards that are equal count as equal, and
-noise as none."""
+"""Measured figures are rounded to 3 % steps, so that equal cards count as equal."""
 
 SLOWEST_TFLOPS: Final = 1e-3
 SLOWEST_MEMORY_GBPS: Final = 0.1
-"""A card that was measured slower than this counts as if it were as fast: solvers lose smaller
-rates among others."""
+"""A card measured slower counts as this fast: solvers lose smaller rates."""
 
 UNNAMED: Final = "CPU"
 """What a box without a card computes with."""
@@ -79,8 +76,7 @@ class NetworkProblem:
         return self.problem.services[0]
 
     def allowed(self, head: str) -> tuple[Phase, ...]:
-        """What a replica may do: as its owner says, else whatever serves best; alone it does
-        both."""
+        """What a replica may do: its owner's phase, else any; alone it does both."""
         if len(self.heads) == 1:
             return (Phase.MIXED,)
         pin = self.problem.pinned.get(head)
@@ -197,8 +193,7 @@ def _select_boxes(offered: list[BoxView], why: list[str]) -> list[BoxView]:
 
 
 def _rank_model(model: ModelShape, boxes: Sequence[BoxView]) -> tuple[object, ...]:
-    """Of several models that go by one name: the one that can be served, then the one with the most
-    boxes."""
+    """Of models with one name: the one that can be served, then the one on most boxes."""
     return sum(box.fits for box in boxes) >= model.layers, len(boxes), msgspec.structs.astuple(model)
 
 
@@ -208,8 +203,7 @@ def _without_name(model: ModelShape) -> ModelShape:
 
 
 def _kv_room(group: BoxGroup, usable: Mapping[str, BoxView], previous: Plan | None) -> int:
-    """Tokens of KV that a replica holds: as its engine says, or as its boxes' memory does where it
-    has not started."""
+    """Tokens of KV that a replica holds, by its engine, or by memory before it starts."""
     head = usable[group.head]
     started = head.whole or any(replica.stages == group.stages for replica in (previous.replicas if previous else ()))
     if started and head.kv_tokens:
@@ -286,8 +280,7 @@ def _step_times(model: ModelShape, group: BoxGroup, cluster: Cluster) -> StepTim
 
 
 def _choose_pins(groups: Sequence[BoxGroup], usable: Mapping[str, BoxView], why: list[str]) -> dict[str, Phase]:
-    """By box, what owners say as far as it can be done: a replica has one phase, and somebody has
-    to do the other."""
+    """By box, owners' phases as far as possible: one per replica, both phases somewhere."""
     pins: dict[str, Phase] = {}
     for group in groups:
         asked = sorted({phase for stage in group.stages if (phase := usable[stage.peer].phase) is not None})
@@ -304,7 +297,6 @@ def _choose_pins(groups: Sequence[BoxGroup], usable: Mapping[str, BoxView], why:
 
 
 def _stage_parts(stages: Sequence[Stage], places: Mapping[str, int]) -> tuple[tuple[int, int, int], ...]:
-    """As the planner has them: the number of the part among the replica's slices, TP degree,
-    layers."""
+    """As the planner has them: the part's number in the replica's slices, TP, layers."""
     order = sorted(stages, key=lambda stage: places[stage.peer])
     return tuple((order.index(stage), stage.tp, stage.layers) for stage in stages)

@@ -23,8 +23,7 @@ class BoxGroup:
 
     @property
     def head(self) -> str:
-        """The box with the first layer, after which the replica is named: a change of role keeps
-        the name."""
+        """The box with the first layer, which names the replica, whatever its phase."""
         return self.stages[0].peer
 
 

@@ -149,8 +149,7 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who does what for one service. The weights of `pairings` sum to 1; `why` has one line per
-    decision."""
+    """Who does what for one service. `pairings` weigh 1 in all; `why`: a line per decision."""
 
     epoch: int
     version: int
@@ -175,8 +174,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return (self.epoch, self.version)
 
     def newer_than(self, other: Self | None) -> bool:
-        """Whether this plan replaces `other`; any plan replaces none. Both must be of one
-        service."""
+        """Whether this plan replaces `other` of the same service; any plan replaces none."""
         if other is None:
             return True
         _require(
@@ -213,8 +211,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return replica.phase if replica is not None else None
 
     def weight(self, prefill: str, decode: str) -> float:
-        """The share of requests that go over this pair of replicas; 0 for one the plan does not
-        name."""
+        """The share of requests over this pair; 0 for one the plan does not name."""
         pairs = (pair.weight for pair in self.pairings if (pair.prefill, pair.decode) == (prefill, decode))
         return next(pairs, 0.0)
 
@@ -225,8 +222,7 @@ def _require(holds: bool, text: str) -> None:
 
 
 def _check_replicas(replicas: tuple[Replica, ...]) -> None:
-    """Ids are unique, a GPU is in one stage, all hold the same model, and every request can be
-    served."""
+    """Ids unique, a GPU in one stage, one model, and every request can be served."""
     owner: dict[tuple[str, int], str] = {}
     ids: set[str] = set()
     for replica in replicas:

@@ -52,8 +52,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def parse_efficiencies(text: str) -> dict[str, Efficiency]:
-    """By name of the card, from the text of `gpu_efficiency.csv`; times there are in
-    microseconds."""
+    """By name of the card, from `gpu_efficiency.csv`'s text; times are in microseconds."""
     return {
         row["name"]: Efficiency(
             name=row["name"],

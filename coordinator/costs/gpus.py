@@ -1,5 +1,4 @@
-"""The table of GPUs: what a card can do on paper, in which of three columns, and what it costs to
-rent."""
+"""The table of GPUs: what a card can do on paper, in three columns, and its rent."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Specs(StrEnum):
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One card. `memory_gbps` and `nvlink_gbps` are in GB/s, `tflops` of 16-bit matrix products,
-    price per hour."""
+    """One card: `memory_gbps`, `nvlink_gbps` in GB/s, `tflops` in 16 bit, price per hour."""
 
     name: str
     memory_gib: float
@@ -72,8 +70,7 @@ class GpuTable:
         return tuple(self._cards)
 
     def find(self, name: str, specs: Specs = Specs.DENSE) -> GpuSpec:
-        """A card in one column. Raises GpuError for a card that is not there, with names that are
-        near."""
+        """A card in one column. Raises GpuError with near names for one that is missing."""
         known = self._names.get(name.strip().lower())
         if known is None:
             near = [card for card in self._cards if name.strip().lower().split("-")[0][:4] in card.lower()]
@@ -113,6 +110,5 @@ def parse_gpus(text: str) -> GpuTable:
 
 @cache
 def gpu_table() -> GpuTable:
-    """The table that comes with the project (a packaged file: it never changes while the program
-    runs)."""
+    """The table that comes with the project: it never changes while the program runs."""
     return parse_gpus((files(__package__.rpartition(".")[0]) / "data" / "gpu_specs.csv").read_text(encoding="utf-8"))

@@ -1,5 +1,4 @@
-"""What a model's dimensions say of its cost: bytes of weights and KV, and multiply-adds of a
-token."""
+"""A model's cost by its dimensions: bytes of weights and KV, multiply-adds of a token."""
 
 from __future__ import annotations
 
@@ -118,13 +117,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """What goes from stage to stage for one token: hidden state and residual merged, in 16
-        bit."""
+        """What one token sends to the next stage: hidden state and residual merged, in 16 bit."""
         return 2 * self.hidden
 
     def stage_weight_bytes(self, layers: int, *, first: bool, last: bool) -> int:
-        """Of a stage with so many layers; the ends of the model hold the embedding and the logits'
-        matrix."""
+        """Of a stage with so many layers; the ends hold the embedding and the logits' matrix."""
         ends = int(first) * self.embedding_parameters + int(last) * self.head_parameters
         if first and last and self.tied_embeddings:
             ends = self.embedding_parameters
@@ -169,8 +166,7 @@ MODELS: Final[Mapping[str, ModelShape]] = {
 
 
 def model_shape(name: str) -> ModelShape:
-    """A known model by its name, upper and lower case alike. Raises ModelShapeError with the names
-    there are."""
+    """A known model by its name, in any case. Raises ModelShapeError with the known names."""
     found = MODELS.get(name.lower())
     if found is None:
         raise ModelShapeError(f"model {name!r} is not known: give a config.json, or one of {', '.join(sorted(MODELS))}")
@@ -178,8 +174,7 @@ def model_shape(name: str) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """From the fields of a Hugging Face `config.json`. Raises ModelShapeError that names what is
-    missing or wrong."""
+    """From a Hugging Face `config.json`. Raises ModelShapeError for what is missing or wrong."""
 
     def number(*fields: str, default: int | None = None) -> int:
         for field in fields:

@@ -30,8 +30,7 @@ class ReplicaError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StageHardware:
-    """One stage: `tp` cards of a kind in one box, joined at `link_gbps` Gb/s, that hold so many
-    layers."""
+    """`tp` cards of a kind in one box, joined at `link_gbps` Gb/s, and their layers."""
 
     gpu: GpuSpec
     tp: int
@@ -40,8 +39,7 @@ class StageHardware:
 
 
 class Hop(NamedTuple):
-    """From one stage to the next, and what it passes; the last hop leads back to the first
-    stage."""
+    """From one stage to the next, the last back to the first, and what it passes."""
 
     rtt_s: float
     gbps: float
@@ -103,8 +101,7 @@ def _check(model: ModelShape, stages: Sequence[StageHardware], hops: Sequence[Ho
 
 
 class _PipelineTimes:
-    """StepTimes of stages and hops; the lines of batch sizes seen are kept. Stages that are equal
-    take equally long, so runs of them are computed once."""
+    """StepTimes of stages and hops, cached by batch size; equal stages are computed once."""
 
     def __init__(self, stages: Sequence[StageCost], hops: Sequence[Hop], token_bytes: int, source: str) -> None:
         token_s = [token_bytes * 8.0 / (hop.gbps * 1e9) for hop in hops]
@@ -131,8 +128,7 @@ class _PipelineTimes:
         return seconds
 
     def decode_line(self, requests: int) -> DecodeLine:
-        """Where the longer of the two ways depends on the context, it is the longer one at
-        TYPICAL_CONTEXT."""
+        """Which of the two times is longer is decided at TYPICAL_CONTEXT."""
         line = self._lines.get(requests)
         if line is None:
             line = self._lines[requests] = self._decode_line(requests)
@@ -153,8 +149,7 @@ class _PipelineTimes:
         return max([through, *queues], key=lambda line: line.step_s(typical))
 
     def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
-        """The prompt's tokens travel with one of the batches in flight; the others pass as they
-        would without."""
+        """The prompt's tokens travel with one batch in flight; the others pass as without."""
         batches = self._batches(requests)
         batch, held = requests / batches, context / batches
         through = self._round_s + self._ahead_token_s * (batch + tokens)

@@ -51,8 +51,7 @@ def round_s(times: StepTimes, stages: int, chunks: Sequence[PrefillChunk], reque
 
 
 def equal_rounds_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int, context: float) -> list[float]:
-    """Of rounds in which 1, 2, ... and all `stages` batches have such a chunk each: see
-    `round_s`."""
+    """Of rounds in which 1, 2, ... `stages` batches have such a chunk: see `round_s`."""
     longest = times.mixed_s(*chunk, requests, context)
     if stages == 1:
         return [longest]
@@ -64,8 +63,7 @@ def equal_rounds_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests:
 
 
 def _prefill_stage_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int) -> float:
-    """The slowest stage on a batch with a chunk: weights are read once for that and what is decoded
-    beside it."""
+    """The slowest stage on a batch with a chunk; weights are read once for both."""
     return times.prefill_interval_s(chunk.tokens + round(requests / stages), chunk.pairs)
 
 

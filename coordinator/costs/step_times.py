@@ -39,13 +39,11 @@ class DecodeLine(NamedTuple):
 
 
 class StepTimes(Protocol):
-    """Of one replica: all of its stages and the hops between them. Pure, cheap, and never
-    negative."""
+    """Of one replica: its stages and the hops between them. Pure, cheap, never negative."""
 
     @property
     def source(self) -> str:
-        """Where the figures come from, in a few words for reports: `roofline, dense`,
-        `perf_model.csv, measured`."""
+        """Where the figures come from, for reports: `roofline, dense`, `perf_model.csv, measured`."""
         ...
 
     def prefill_s(self, tokens: int, pairs: float) -> float:
@@ -53,13 +51,11 @@ class StepTimes(Protocol):
         ...
 
     def prefill_interval_s(self, tokens: int, pairs: float) -> float:
-        """Seconds until the next prefill step may start behind this one: less than `prefill_s`
-        where stages form a pipeline, else the same."""
+        """Seconds until the next prefill may start; less than `prefill_s` in a pipeline."""
         ...
 
     def decode_line(self, requests: int) -> DecodeLine:
-        """Of a decode-only step; in a pipeline, the time from one token of a request to its next,
-        with the requests spread over as many batches in flight as there are stages."""
+        """Token to token of a decode-only step, requests spread over a pipeline's batches."""
         ...
 
     def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:

@@ -74,8 +74,7 @@ def _one_of(known: Mapping[Key, Value], key: Key, file: str) -> Value:
 
 
 class PerfRow(NamedTuple):
-    """One run of `perf_model.csv`: `batch` prompts of `prompt` tokens, prefilled in one step,
-    `output` tokens each."""
+    """One run of `perf_model.csv`: `batch` prompts of `prompt` tokens, `output` tokens each."""
 
     model: str
     hardware: str
@@ -153,8 +152,7 @@ def _median_curve(points: Iterable[Point]) -> InterpolatedTable:
 
 
 class HelixLayer(NamedTuple):
-    """Seconds of one layer of LLaMA-30B on a machine: by a prefill's tokens, and by a decode step's
-    requests."""
+    """Seconds of one layer of LLaMA-30B: by prefill tokens, and by decoding requests."""
 
     prefill: InterpolatedTable
     decode: InterpolatedTable
@@ -187,8 +185,7 @@ class DistserveFit(NamedTuple):
 
 @cache
 def distserve_fits() -> Mapping[tuple[str, str, int], DistserveFit]:
-    """By engine (distserve, vllm), model (opt-13b, opt-66b) and cards under tensor parallelism; all
-    on A100 80 GB."""
+    """By engine (distserve, vllm), model (opt-13b, opt-66b) and TP degree; A100 80 GB."""
     constants: dict[tuple[str, str, int], dict[str, tuple[float, float, float]]] = defaultdict(dict)
     thresholds: dict[tuple[str, str, int], int] = {}
     for row in _rows("distserve_a100_fits.csv"):
@@ -202,8 +199,7 @@ def distserve_fits() -> Mapping[tuple[str, str, int], DistserveFit]:
 
 
 class DistserveTimes:
-    """StepTimes of DistServe's fits, for whole prompts: a prompt's squared length is taken from its
-    pairs."""
+    """StepTimes of DistServe's fits, for whole prompts: squared lengths by their pairs."""
 
     def __init__(self, engine: str, model: str, tp: int) -> None:
         """Raises TableError."""

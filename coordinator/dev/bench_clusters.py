@@ -1,5 +1,4 @@
-"""The clusters that the planner's benchmark plans: ThunderServe's, and larger ones of boxes rented
-by chance."""
+"""The clusters of the planner's benchmark: ThunderServe's, and larger ones by chance."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def azure_workload(kind: str, rate: float) -> Workload:
 
 
 def rented_cluster(gpus: int, rng: np.random.Generator) -> Cluster:
-    """Boxes with `gpus` cards in all: shapes, sites and links by chance; links are as fast both
-    ways."""
+    """Boxes with `gpus` cards in all: random shapes, sites and links, equal both ways."""
     table, boxes = gpu_table(), list[Box]()
     while (left := gpus - sum(box.gpus for box in boxes)) > 0:
         name, count = SHAPES[int(rng.integers(len(SHAPES)))]

@@ -43,8 +43,7 @@ class NoPlacement(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """`count` equal nodes; `tokens_s[k - 1]` is what one passes per second when it holds k
-    layers."""
+    """`count` equal nodes; `tokens_s[k - 1]`: what one passes per second with k layers."""
 
     name: str
     count: int
@@ -71,8 +70,7 @@ def compute_bound(kinds: Sequence[NodeKind], layers: int) -> float:
 
 
 def one_pipeline(kinds: Sequence[NodeKind], layers: int) -> float:
-    """Tokens per second of one pipeline through all nodes, each layer in one node: the most that
-    every one passes with the layers it must then take."""
+    """Tokens per second of one pipeline through all nodes, each layer in one node."""
 
     def held(flow: float) -> int:
         return sum(
@@ -84,8 +82,7 @@ def one_pipeline(kinds: Sequence[NodeKind], layers: int) -> float:
 
 
 def least_layer(kinds: Sequence[NodeKind], placements: Sequence[NodeLayers], layers: int) -> float:
-    """Tokens per second through the layer that passes the fewest, which is the max flow where links
-    do not bind."""
+    """Tokens per second of the weakest layer: the max flow where links do not bind."""
     passed = np.zeros(layers)
     for kind, first, last in placements:
         passed[first:last] += kinds[kind].tokens_s[last - first - 1]
@@ -114,8 +111,7 @@ def max_flow(
 
 
 def place(kinds: Sequence[NodeKind], layers: int) -> tuple[NodeLayers, ...]:
-    """Layer ranges with the highest flow found. Raises NoPlacement where the nodes do not hold all
-    layers."""
+    """Layer ranges with the highest flow found. Raises NoPlacement if they do not fit."""
     low, high = 0.0, compute_bound(kinds, layers)
     found = _placed(kinds, layers, high / 1024)
     if found is None:
@@ -131,8 +127,7 @@ def place(kinds: Sequence[NodeKind], layers: int) -> tuple[NodeLayers, ...]:
 
 
 def _placed(kinds: Sequence[NodeKind], layers: int, flow: float) -> tuple[NodeLayers, ...] | None:
-    """Segments next to each other, each passing `flow`, with as little capacity as possible; None
-    where the nodes do not suffice."""
+    """Adjacent segments that pass `flow` at least capacity; None if nodes do not suffice."""
     covers = _Segments(kinds).covers
     columns = [
         (width, counts, pieces) for width in range(1, WIDEST + 1) for counts, pieces in covers(width, flow).items()
@@ -204,8 +199,7 @@ class _Segments:
 
 
 def _undominated(covers: Covers, kinds: Sequence[NodeKind]) -> Covers:
-    """Without those that need more nodes of a kind than there are, or all the nodes of another way
-    and more."""
+    """Without those that need too many nodes, or all nodes of another one and more."""
     kept: Covers = {}
     for counts in sorted(covers, key=sum):
         enough = all(count <= kind.count for count, kind in zip(counts, kinds, strict=True))

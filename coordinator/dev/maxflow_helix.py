@@ -75,8 +75,7 @@ def helix_kinds(nodes: Mapping[str, int]) -> list[NodeKind]:
     speeds: Speeds = {name: _FIRST_GUESS[name] for name in nodes}
 
     def share(machine: str, layers: int) -> float:
-        """Of the round trip that a node takes for its layers; the others are as fast as all nodes
-        are on average."""
+        """Of the round trip that a node takes for its layers, if others have average speed."""
         held = sum(count * typical[name] for name, count in nodes.items())
         layer_s = sum(count * typical[name] / speeds[name] for name, count in nodes.items()) / held
         own_s = layers / speeds[machine]

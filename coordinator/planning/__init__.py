@@ -1,2 +1,1 @@
-"""The hierarchical planner: ThunderServe's two levels, with mixed replicas, prices, and links as
-they are."""
+"""The hierarchical planner: ThunderServe's two levels, mixed replicas, prices, links."""

@@ -1,2 +1,1 @@
-"""The lower level: what a given set of replicas can serve, and how requests are shared among
-them."""
+"""The lower level: what given replicas can serve, and how requests are shared out."""

@@ -91,8 +91,7 @@ class Behaviour:
         return self.decode_rate < inf
 
     def batch_at(self, load: float) -> float:
-        """Requests in progress: those that decode, or of a prefill replica, the one being
-        prefilled."""
+        """Requests in progress: decoding ones, or the one prefilled on a prefill replica."""
         column = "batch" if self.does_decode else "rho"
         return float(np.interp(load, LOADS, self.table[:, LoadRow._fields.index(column)]))
 
@@ -129,8 +128,7 @@ class LoadRow(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Decode steps at some batch sizes, the first of them 0 (an idle replica). `again_s`: what a
-    request costs on average for being prefilled again."""
+    """Decode steps by batch size, first 0 (idle). `again_s`: mean cost of prefilling again."""
 
     batch: Array
     step_s: Array
@@ -290,8 +288,7 @@ def _attention_share(times: StepTimes, classes: Classes) -> float:
 
 
 class _Rounds(NamedTuple):
-    """At each batch: prompts that end per second, prompt tokens in a round that has any, and what
-    that adds to it."""
+    """By batch: prompts ended per second, prompt tokens in a round, and what they add."""
 
     rate: Array
     tokens: Array

@@ -58,8 +58,7 @@ HEADROOM: Final = 0.01
 
 
 class LowerLevel:
-    """Implements `problem.Evaluator`. Groups whose weights are `stages_of` keep their stages
-    whatever they do."""
+    """Implements `problem.Evaluator`. Groups with weights in `stages_of` keep their stages."""
 
     def __init__(
         self, problem: Problem, stages_of: LoadedStages = MappingProxyType({}), memory: ConfigurationCache | None = None
@@ -79,8 +78,7 @@ class LowerLevel:
         self._price_grid = (len(service_needs), len(TOTAL_PRICES), len(PREFILL_SHARES))
 
     def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
-        """Whether these GPUs have the memory for the model and its long requests, in a shape that
-        can be run."""
+        """Whether these GPUs hold the model and its long requests, in a shape that can run."""
         return self._catalogue.can_hold(slices, service)
 
     def for_subproblem(self, problem: Problem) -> LowerLevel:
@@ -93,8 +91,7 @@ class LowerLevel:
         return self._memory.copy() if same else None
 
     def stages_of(self, solution: Solution) -> dict[tuple[Slice, ...], tuple[Stages, ...]]:
-        """The stages of a solution's groups, for an evaluator that has to keep them: as a solution
-        is running."""
+        """The stages of a running solution's groups, for an evaluator that keeps them."""
         found: dict[tuple[Slice, ...], tuple[Stages, ...]] = {}
         for group in solution:
             replica = self._catalogue.replica(group)
@@ -129,8 +126,7 @@ class LowerLevel:
         return self._scores[solution]
 
     def upper_bound(self, solution: Solution) -> float:
-        """Upper bound of the objective per connected component, ignoring link capacity inside it
-        and what traffic costs."""
+        """Upper bound of the objective per component, without its link capacity and traffic cost."""
         total = -self.problem.price_weight * self._boxes_usd(solution)
         replicas = [self._replicas_of(solution, number) for number in range(len(self._shares))]
         phase_counts = [count_phases(replica.group.phase for replica in those) for those in replicas]
@@ -260,7 +256,6 @@ def _largest_worth(replicas: Sequence[ConfiguredReplica], curves: Sequence[LoadC
 
 
 def _serve_anyway(network: FlowProblem) -> RequestFlow:
-    """As many requests as there is room for, whether in time or not; all of them in the same shares
-    if that is less."""
+    """As many requests as there is room for, late or not; all, in equal shares, if fewer."""
     rates = solve_exact(network.without_losses(network.rate, [1.0] * len(network.prefill_rate))).pair_rates
     return flow_from_rates(network, rates)
