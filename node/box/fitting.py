@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 from ...coordinator.costs.efficiency import efficiency_of
 from ...coordinator.costs.gpus import GpuError, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
-from ..engine.protocol import BatchLimits
 from ..models import ModelInfo
 from .hardware import Gpu, Hardware
 
 __all__ = [
+    "BatchLimits",
     "Room",
     "can_share",
     "default_tp",
@@ -59,6 +61,17 @@ FEW_REQUESTS: Final = 64
 MANY_REQUESTS: Final = 256
 """At once. Graphs are captured for twice as many tokens, at most 512; the planner's batches end there too."""
 TOKENS_PER_REQUEST: Final = 1024  # that it is expected to hold, on average
+
+
+class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all stages of a replica must agree on: its head makes the batches, and each stage has tables for them.
+
+    `max_model_len` None: the model's own.
+    """
+
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None
+    max_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.protocol import BatchLimits
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings
 from .fitting import (
     FEW_REQUESTS,
     MANY_REQUESTS,
     STAGE_MODEL_LEN,
+    BatchLimits,
     Room,
     can_share,
     default_tp,

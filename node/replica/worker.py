@@ -15,9 +15,9 @@ from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.channel import parse_link_hello
 from .. import messages, methods
 from ..engine import protocol
+from ..engine.agent_side.engine_link import EngineLink, EngineLost
 from ..learning import Learner
 from ..settings import WAN, NodeTuning
-from .engine_link import EngineLink, EngineLost
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 

@@ -17,8 +17,8 @@ from ....kvtransport.errors import TransferError
 from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
-from ...replica.engine_link import EngineError, EngineLink, EngineLost, ForkServerClient
 from .. import protocol
+from ..agent_side.engine_link import EngineError, EngineLink, EngineLost, ForkServerClient
 
 LEASE_S = 600.0
 DEADLINE_S = 120.0

@@ -16,9 +16,9 @@ from p2pserve.bootstrap import Address, PeerId
 from p2pserve.coordinator import Stage
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineStartError
 from p2pserve.node.methods import STAGE_OPEN
 from p2pserve.node.models import ModelError
-from p2pserve.node.replica.engine_link import EngineLink, EngineStartError
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import Stages, limits_of
 from p2pserve.node.replica.supervisor import Supervisor

@@ -20,11 +20,11 @@ from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineLink
 from p2pserve.node.links.kv_links import Ends, OutgoingLinks
 from p2pserve.node.links.kv_outlets import KvOutlets
 from p2pserve.node.methods import LINK_OPEN
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.engine_link import EngineLink
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker

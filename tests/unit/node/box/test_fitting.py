@@ -11,6 +11,7 @@ from p2pserve.node.box.fitting import (
     GPU_SHARE,
     LEAST_MODEL_LEN,
     MANY_REQUESTS,
+    BatchLimits,
     gpu_working_bytes,
     kv_room,
     longest_that_fits,
@@ -21,7 +22,6 @@ from p2pserve.node.box.fitting import (
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.home import NodeUsageError
 from p2pserve.node.engine.backend import ServedModel
-from p2pserve.node.engine.protocol import BatchLimits
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.hosting import describe_length, engine_config, share_of
 from p2pserve.node.settings import BoxEngineSettings

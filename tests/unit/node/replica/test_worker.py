@@ -19,9 +19,9 @@ from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LinkHello, LinkR
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineLost
 from p2pserve.node.links.kv_outlets import KvOutlets
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.engine_link import EngineLink, EngineLost
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker

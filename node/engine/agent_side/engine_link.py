@@ -15,7 +15,7 @@ from typing import final
 import msgspec
 import trio
 
-from ..engine import protocol
+from .. import protocol
 
 EXIT_STATUS_WAIT_S = 1.0
 
