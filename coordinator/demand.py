@@ -97,19 +97,19 @@ class DemandMeter:
             return self._demand
         return msgspec.structs.replace(self._demand, requests_s=0.0)
 
-    def began(self, now: float, prompt_tokens: int) -> None:
+    def record_start(self, now: float, prompt_tokens: int) -> None:
         """A request has come. `now` (seconds) must not go back."""
         if self._is_quiet(now):
             # The silence is no gap between requests, and those that come now may be of another kind.
             self._demand, self._told = self.demand(now), None
             self._profiler, self._ended, self._shifted = WorkloadProfiler(), 0, False
         self._latest = now
-        self._note_shift(self._profiler.arrived(prompt_tokens, now=now))
+        self._note_shift(self._profiler.record_arrival(prompt_tokens, now=now))
 
-    def ended(self, prompt_tokens: int, output_tokens: int) -> None:
+    def record_end(self, prompt_tokens: int, output_tokens: int) -> None:
         """A request has been answered, with so many tokens."""
         self._ended += 1
-        self._note_shift(self._profiler.finished(max(1, prompt_tokens), max(1, output_tokens)))
+        self._note_shift(self._profiler.record_finish(max(1, prompt_tokens), max(1, output_tokens)))
         if self._ended % CHECK_EVERY == 0 or self._ended == REFERENCE:
             self._check_for_news()
 

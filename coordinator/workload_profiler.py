@@ -218,19 +218,19 @@ class WorkloadProfiler:
             f"{now.prompt:.0f} in, {now.output:.0f} out>"
         )
 
-    def arrived(self, prompt: int, *, now: float) -> Shift | None:
+    def record_arrival(self, prompt: int, *, now: float) -> Shift | None:
         """A request of so many prompt tokens has come. `now` must not go back."""
         gap = now - self._arrivals[-1] if self._arrivals else None
         if gap is not None and gap < 0.0:
             raise ValueError(f"a request arrived {-gap:g} s before the one ahead of it")
         self._arrivals.append(now)
         shift = self._prompt.add(prompt) or (self._rate.add(gap) if gap is not None else None)
-        return self._restarted(shift)
+        return self._restart_after(shift)
 
-    def finished(self, prompt: int, output: int) -> Shift | None:
+    def record_finish(self, prompt: int, output: int) -> Shift | None:
         """A request has ended with so many output tokens."""
         self._lengths.append((prompt, output))
-        return self._restarted(self._output.add(output))
+        return self._restart_after(self._output.add(output))
 
     def statistics(self) -> WorkloadStatistics:
         """Of the window."""
@@ -257,7 +257,7 @@ class WorkloadProfiler:
             arrival_cv=now.arrival_cv,
         )
 
-    def _restarted(self, shift: Shift | None) -> Shift | None:
+    def _restart_after(self, shift: Shift | None) -> Shift | None:
         if shift is not None:
             for watch in (self._prompt, self._output, self._rate):
                 watch.restart()

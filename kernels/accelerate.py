@@ -49,8 +49,8 @@ class _Process:
         self._worker: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> threading.Event:
-        """Do `job` after those before it; the event says when. A process may end without waiting
-        for that."""
+        """Queue `job` for the build thread; the event is set when it is done. The process may end
+        before."""
         done = threading.Event()
         with self.lock:
             self._jobs.put((job, done))
@@ -87,8 +87,7 @@ def set_mode(wanted: KernelMode | str) -> None:
 
 
 def restart() -> None:
-    """Forget the mode and what has been coded, as in a process that begins; what is being built
-    goes on."""
+    """Forget the mode and the count of coded bytes; a build under way goes on."""
     with _PROCESS.lock:
         _PROCESS.mode, _PROCESS.coded_bytes = None, 0
 
@@ -104,8 +103,7 @@ def ready(nbytes: int) -> bool:
 
 
 def submit(job: Callable[[], None]) -> threading.Event:
-    """Do `job` in the thread that builds, after what is waiting there; the event says when it is
-    done."""
+    """Queue `job` for the build thread; the event is set when it is done."""
     return _PROCESS.submit(job)
 
 

@@ -1,6 +1,4 @@
-"""What the codecs do alike: headers, 16-bit values, the errors about them, and constants on
-devices.
-"""
+"""Shared by the codecs: headers, 16-bit values, errors about them, constants on devices."""
 
 from __future__ import annotations
 
@@ -58,9 +56,8 @@ _CONSTANTS = Constants()
 
 
 def constant(key: object, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `make` returns, on that device; made once for each key, and never freed.
-
-    The first call on a GPU waits until it is there, so that any stream may read it."""
+    """What `make` returns, on that device: made once per key, never freed. The first call on a GPU
+    waits for it, so that any stream may read it."""
     return _CONSTANTS.get(key, device, make)
 
 
@@ -84,24 +81,19 @@ def read_header(header: bytes, codec: Codec, sixteen: torch.dtype, layer: int) -
 
 
 def all_within(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
-    """Whether all values are at most `largest` in size, NaN being larger, as a bool on their
-    device."""
+    """Whether all values are finite and at most `largest` in size: a bool on their device."""
     return within(x, largest).all()
 
 
 def within(x: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
-    """Which values are finite and at most `largest` in size.
-
-    torch compares fp16 with a number rounded to fp16: infinity, and with it infinity, would not
-    exceed 2**120."""
+    """Which values are finite and at most `largest` in size. In fp16, torch rounds 2**120 to
+    infinity, so infinity needs a check of its own."""
     return x.abs() <= min(largest, torch.finfo(x.dtype).max)
 
 
 def known(unsound: torch.Tensor) -> bool | torch.Tensor:
-    """One number that is not 0 where something is unsound: a bool if it is in the host's memory,
-    or else as it is.
-
-    To ask a GPU would be to wait for it."""
+    """Not 0 where something is unsound: a bool if it lies in host memory; on a GPU a tensor, as
+    asking would wait."""
     return bool(unsound) if unsound.device.type == "cpu" else unsound
 
 
@@ -133,9 +125,8 @@ def require_finite(x: torch.Tensor, name: str, start: int, codec: Codec, layer: 
 
 
 def clamped(values: torch.Tensor, sixteen: torch.dtype) -> torch.Tensor:
-    """fp32 values rounded to the 16-bit dtype.
-
-    The largest value of a group may come back half a step larger, which fp16 could not hold."""
+    """fp32 values rounded to the 16-bit dtype; clamped, as a group's largest may come back half a
+    step larger."""
     if sixteen == torch.float16:
         limit = torch.finfo(torch.float16).max
         values = values.clamp(-limit, limit)

@@ -1,11 +1,8 @@
-"""Encode and decode a block of keys and values: the front door of the codecs, and all that engines
-call.
+"""Encode and decode a block of keys and values: all that engines call.
 
-A block is `k` and `v` of shape `[tokens, heads, head_dim]`, token positions
-`[start, start + tokens)` of a prompt. All numbers of a payload are little-endian; arrays are
-row-major in the order of their brackets. The formats are specified, bit for bit, in `raw`, `kv4`,
-`fp8` and `kivi4`.
-"""
+A block is `k` and `v` of shape `[tokens, heads, head_dim]`, token positions `[start, start +
+tokens)` of a prompt. Payloads are little-endian and row-major; `raw`, `kv4`, `fp8` and `kivi4`
+specify their formats bit for bit."""
 
 from __future__ import annotations
 
@@ -27,10 +24,8 @@ _TORCH = {WireDtype.BF16: torch.bfloat16, WireDtype.FP16: torch.float16, WireDty
 _WIRE = {dtype: wire for wire, dtype in _TORCH.items()}
 
 _WARM_UP_TOKENS = (256, 257, 258, 260, 264)
-"""Triton compiles anew where sections begin at multiples of 16 bytes and where they do not.
-
-Which do depends on how often 2 divides the tokens: for 264 the codes of V of 288 channels do, its
-grids do not."""
+"""Triton compiles anew where sections begin at multiples of 16 bytes and where they do not, which
+depends on how often 2 divides the tokens."""
 _WARM_UP_VECTORS = 65536
 """From so many on, a program of `kv4` takes several tiles of vectors."""
 
@@ -49,9 +44,8 @@ def wire_dtype(dtype: torch.dtype) -> WireDtype:
 
 
 def encode(codec: Codec | str, k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int) -> memoryview:
-    """The payload of one block. `k` and `v` are read, never kept; the result owns its memory.
-
-    Waits for their device. Raises `NonFiniteError` for the first value that cannot be quantised."""
+    """The payload of one block, in memory of its own. Waits for the device. Raises `NonFiniteError`
+    for the first value that cannot be quantised."""
     codec = _known(codec)
     layout = _layout_for(codec, k, v, start, layer)
     out = torch.empty(layout.payload_bytes(wire_dtype(k.dtype)), dtype=torch.uint8, device=k.device)
@@ -62,12 +56,11 @@ def encode(codec: Codec | str, k: torch.Tensor, v: torch.Tensor, *, start: int, 
 def encode_into(
     codec: Codec | str, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, start: int, layer: int
 ) -> Soundness:
-    """Write the payload of one block to `out`: contiguous bytes beside `k` and `v`,
-    `payload_bytes` of them.
+    """Write the payload of one block to `out`: contiguous bytes beside `k` and `v`, `payload_bytes`
+    of them.
 
-    On a GPU this only puts work on the current stream, so the payload is there when the stream has
-    got there. It is void if its soundness, when asked, raises (`NonFiniteError` for the first value
-    that cannot be quantised); until then `k` and `v` must stay as they are."""
+    On a GPU this only queues work on the current stream. The payload is void if its soundness
+    raises `NonFiniteError`; until that is asked `k` and `v` must stay as they are."""
     codec = _known(codec)
     layout = _layout_for(codec, k, v, start, layer)
     _check_bytes(codec, out, k, layout, layer)
@@ -85,10 +78,8 @@ def decode(
     start: int,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(k, v)` of shape `[tokens, heads, head_dim]` in memory of their own.
-
-    `dtype` must be the one that was encoded. A payload that is a tensor of bytes is decoded on its
-    device, and waited for."""
+    """`(k, v)` of shape `[tokens, heads, head_dim]` in memory of their own, in the `dtype` that was
+    encoded. A tensor of bytes is decoded on its device, and waited for."""
     codec = _known(codec)
     data = payload if isinstance(payload, torch.Tensor) else _as_tensor(payload)
     # The length before anything is made for it: numbers of a lying frame may ask for any amount of memory.
@@ -102,12 +93,10 @@ def decode(
 def decode_into(
     codec: Codec | str, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int, layer: int
 ) -> Soundness:
-    """Fill `k` and `v`, contiguous and `[tokens, heads, head_dim]`, from a payload on their device.
+    """Fill `k` and `v`, contiguous `[tokens, heads, head_dim]`, from a payload on their device.
 
-    A wrong length raises `PayloadError` at once. On a GPU this only puts work on the current
-    stream; what is in `k` and `v` then must not be used before the soundness was asked, which
-    raises `PayloadError` where the payload is corrupt. Until then the payload must stay as it is.
-    """
+    A wrong length raises `PayloadError` at once; a corrupt payload when the soundness is asked. On
+    a GPU this only queues work; until then leave the payload and do not use `k` and `v`."""
     codec = _known(codec)
     layout = _layout_for(codec, k, v, start, layer)
     _check_bytes(codec, payload, k, layout, layer)
@@ -118,9 +107,8 @@ def decode_into(
 
 
 def warm_up(codec: Codec | str, *, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what a GPU needs for blocks of any length of such heads, and make its constants.
-
-    It takes some seconds; without it the first transfers do."""
+    """Compile what a GPU needs for blocks of any length of such heads (seconds), and make its
+    constants."""
     codec = _known(codec)
     for tokens in (*_WARM_UP_TOKENS, -(-_WARM_UP_VECTORS // heads)):
         k, v = (torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device) for _ in range(2))

@@ -6,8 +6,7 @@ __all__ = ["CodecError", "NonFiniteError", "PayloadError", "TensorError"]
 
 
 class CodecError(ValueError):
-    """A KV block cannot be encoded or decoded. The message names layer, tensor and position where
-    they are known."""
+    """A KV block cannot be encoded or decoded; names layer, tensor and position where known."""
 
 
 class TensorError(CodecError):
@@ -15,10 +14,8 @@ class TensorError(CodecError):
 
 
 class NonFiniteError(TensorError):
-    """A value is NaN, infinite or too large to quantise; the message says at which layer, tensor
-    and position."""
+    """A value is NaN, infinite or too large to quantise; names layer, tensor and position."""
 
 
 class PayloadError(CodecError):
-    """The bytes are not a payload of this format for this geometry (length, version, dtype,
-    parameters)."""
+    """The bytes are no payload of this format and geometry (length, version, dtype, parameters)."""

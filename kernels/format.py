@@ -1,16 +1,15 @@
-"""What a codec is, and what all payloads have in common. No torch: processes that move no KV read
-this too.
+"""What a codec is, and what all payloads have in common. No torch: processes that move no KV import
+this.
 
-The codecs themselves are listed in `codecs`; each has a file or a folder of its own, whose
-docstring specifies its payload bit for bit.
-"""
+`codecs` lists the codecs; each one's own docstring specifies its payload bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from .errors import PayloadError, TensorError
@@ -33,14 +32,13 @@ __all__ = [
     "dtype_from_wire",
     "equal_groups",
     "layout_of",
+    "lazy_module",
     "payload_bytes",
 ]
 
 HEADER_BYTES = 16
-"""Of every payload but `raw`'s: u8 version | u8 dtype16 (0 bf16, 1 fp16) | 14 bytes 0.
-
-Long enough that the sections behind it begin at multiples of 16 for ordinary heads: wide loads and
-stores."""
+"""Of every payload but `raw`'s: u8 version | u8 dtype16 (0 bf16, 1 fp16) | 14 bytes 0, which aligns
+the sections behind it to 16 for ordinary heads."""
 
 LARGEST = 2.0**120
 """Bound on |x|: up to here neither a range (2 |x|) nor anything decoded leaves fp32 or bf16."""
@@ -49,8 +47,7 @@ WINDOW_TOKENS = 256
 """Cutting a prompt at multiples of this position changes no decoded value, whatever the codec."""
 
 GROUP_TOKENS = 32
-"""Where a window has no room: cuts at multiples of this position cost the codecs of 4 bits least.
-"""
+"""Cutting where a window has no room at multiples of this costs 4-bit codecs least."""
 
 
 class WireDtype(StrEnum):
@@ -84,12 +81,10 @@ def dtype_from_wire(number: int) -> WireDtype:
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
 class BlockLayout:
-    """Where each section of one payload begins and ends. Pure arithmetic over the geometry of the
-    block.
+    """Where each section of one payload begins and ends; each codec derives its own.
 
-    Groups are cut at multiples of the *prompt position* `start + i`, not of the block, so that the
-    values a receiver gets do not depend on how prefill happened to be chunked. A codec derives its
-    own layout from this."""
+    Groups are cut at multiples of the *prompt position* `start + i`, so that decoded values do not
+    depend on how prefill was chunked."""
 
     start: int
     tokens: int
@@ -104,8 +99,7 @@ class BlockLayout:
 
     @cached_property
     def quantised(self) -> slice:
-        """The tokens of the block that are quantised. The others travel in 16 bit behind the
-        header: K, then V."""
+        """The tokens that are quantised. The others travel in 16 bit behind the header: K, then V."""
         return slice(0, self.tokens)
 
     @cached_property
@@ -123,40 +117,33 @@ class BlockLayout:
 
 
 class CodecPath(Protocol):
-    """One implementation of a codec, usually a module; all of one codec write the same bytes.
-
-    It works on the quantised tokens of a block, `[tokens, heads, head_dim]` in 16 bit, and on a
-    whole payload. `layout` is what the codec's own `Codec.layout` makes."""
+    """One implementation of a codec, usually a module; all of one codec write the same bytes. It
+    takes the quantised tokens `[tokens, heads, head_dim]` in 16 bit and a whole payload."""
 
     def quantise(self, k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Any) -> bool | None:
-        """Fill the codec's sections. False: some values are not finite or too large, and what was
-        written is void."""
+        """Fill the codec's sections. False: a value is not finite or too large, and they are void."""
 
     def dequantise(self, payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any) -> bool | None:
-        """Fill `k` and `v`, both contiguous. False: no encoder writes such parameters, and the
-        values are void."""
+        """Fill `k` and `v`, contiguous. False: no encoder writes such parameters; values are void."""
 
 
 class ReferencePath(CodecPath, Protocol):
-    """Plain torch, step by step: the specification, and what runs where nothing faster does. Never
-    returns None."""
+    """Plain torch: the specification, and the fallback. Never returns None."""
 
     def require_sound(self, payload: torch.Tensor, dtype: torch.dtype, layout: Any, layer: int) -> None:
-        """Raise PayloadError for the first parameter or 16-bit value that no encoder writes, if
-        any."""
+        """Raise PayloadError for the first parameter or value that no encoder writes, if any."""
 
 
 class NativePath(CodecPath, Protocol):
-    """C++ for tensors of a CPU. Returns None where there is no library (yet), or for heads that it
-    does not take."""
+    """C++ for CPU tensors. None where there is no library (yet), or for heads it does not take."""
 
     def available(self) -> bool:
         """Whether the library is there, or has now been built."""
 
 
 class GpuPath(Protocol):
-    """Triton for tensors of a GPU. Only puts work on the current stream: raises `flag` (int32
-    `[1]`) where a CodecPath would return False."""
+    """Triton for GPU tensors. Only queues work; raises `flag` (int32 `[1]`) instead of returning
+    False."""
 
     def quantise(
         self, k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Any, flag: torch.Tensor
@@ -169,20 +156,17 @@ class GpuPath(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Codec:
-    """How keys and values are written on the wire: everything that the rest of the program knows
-    of one codec.
+    """How keys and values are written on the wire: all the rest of the program knows of a codec.
 
-    `layout` is called with start, tokens, heads and head_dim of a block. The paths are loaded when
-    they are first used, because they import torch; a codec without a reference carries the bits of
-    the tensors as they are."""
+    `layout` is called with start, tokens, heads and head_dim. Paths import torch, so they are
+    loaded when first used; a codec without a reference carries the tensors' bits."""
 
     name: str
     """In tickets, settings and tables."""
     wire: int
     """In frames. Never reused: boxes of different releases talk to each other."""
     bits: float
-    """Per element of a long prompt, all overhead included, at heads of 128: what plans count with.
-    """
+    """Of a long prompt with heads of 128, overhead included: what plans count with."""
     layout: Callable[[int, int, int, int], BlockLayout]
     version: int = 0
     """In the header of every payload. A change of any bit of the layout is a new number."""
@@ -196,6 +180,11 @@ class Codec:
         return self.name
 
 
+def lazy_module(package: str, name: str) -> Callable[[], Any]:
+    """The path in a codec's own folder, for `Codec`: imported at the first call, with its torch."""
+    return partial(import_module, f".{name}", package)
+
+
 @lru_cache(maxsize=256)
 def layout_of(codec: Codec, start: int, tokens: int, heads: int, head_dim: int) -> BlockLayout:
     """The layout of blocks of this geometry, kept because all layers of a prompt have the same."""
@@ -203,15 +192,11 @@ def layout_of(codec: Codec, start: int, tokens: int, heads: int, head_dim: int) 
 
 
 def payload_bytes(codec: Codec, dtype: WireDtype, *, start: int, tokens: int, heads: int, head_dim: int) -> int:
-    """Exact length of a payload. Known before the data, so that buffers can be reserved and lies
-    refused."""
+    """Exact payload length, known before the data, to reserve buffers and refuse lies."""
     return layout_of(codec, start, tokens, heads, head_dim).payload_bytes(dtype)
 
 
 def equal_groups(channels: int, least: int) -> int:
     """Into how many equal groups of at least `least` channels a head is cut: as many as fit, or
-    one.
-
-    For 32: groups of 32 for head_dim 64, 96, 128 and 256; two of 40 for 80; a head below 64 is one
-    group."""
+    one. For 32: groups of 32 for head_dim 64, 96, 128 and 256; two of 40 for 80; one below 64."""
     return next(count for count in range(max(1, channels // least), 0, -1) if channels % count == 0)

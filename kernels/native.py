@@ -1,10 +1,7 @@
-"""C++ kernels, built where they run for the processor that runs them, and loaded with `ctypes`,
-which frees the GIL.
+"""C++ kernels, built on the machine that runs them and loaded with `ctypes`, which frees the GIL.
 
-The bytes are those of the plain reference, so when and whether this works changes nothing but
-speed. Building takes some seconds and happens once per machine: the library is kept under the hash
-of its sources, its compiler and the processor's features.
-"""
+The bytes are the reference's: only speed depends on this. Building takes seconds, once per machine;
+the library is kept under the hash of its sources, compiler and processor features."""
 
 from __future__ import annotations
 
@@ -57,8 +54,7 @@ class Library:
         return f"<Library {self._source.name} {'loaded' if self._loaded else 'not loaded'}>"
 
     def get(self) -> ctypes.CDLL | None:
-        """The library. None while it is being built (in mode `auto`), in mode `eager`, or where it
-        cannot be built."""
+        """The library. None while it is being built, in mode `eager`, or where it cannot be built."""
         chosen = mode()
         if chosen is KernelMode.EAGER:
             return None
@@ -85,8 +81,7 @@ def address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def section_addresses(payload: torch.Tensor, layout: BlockLayout) -> list[ctypes.c_void_p]:
-    """Where each section of a payload begins. Cheap: views of the sections would take a tenth of a
-    kernel's time."""
+    """Address of each section; views would take a tenth of a kernel's time."""
     *starts, _ = accumulate(layout.section_bytes, initial=payload.data_ptr())
     return [ctypes.c_void_p(start) for start in starts]
 
@@ -97,11 +92,8 @@ def is_fp16(x: torch.Tensor) -> int:
 
 
 def threads(elements: int) -> int:
-    """How many threads a kernel may use for so much: as many as torch's own operations, if it is
-    worth starting them.
-
-    For less it is not: torch's idle threads spin for a while on the cores that new ones would need.
-    """
+    """Threads for a kernel: as many as torch's, or one where starting them does not pay (torch's
+    idle threads spin on the cores that they would need)."""
     return torch.get_num_threads() if elements >= _WORTH_THREADS else 1
 
 

@@ -1,9 +1,5 @@
-"""A whole payload of 16-bit values: its header, the tokens that travel in 16 bit, and the
-quantised ones.
-
-The quantised ones go by the fastest of a codec's paths that there is; all of them write the same
-bytes.
-"""
+"""A whole payload of 16-bit values: header, tokens that travel in 16 bit, and the quantised ones,
+which go by the fastest path there is; all write the same bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from .format import HEADER_BYTES, BlockLayout, Codec, ReferencePath
 __all__ = ["Unsound", "decode", "encode", "require_sound"]
 
 Unsound = bool | torch.Tensor
-"""Whether something is unsound: known at once, or one number on the codec's device
-(`blocks.known`)."""
+"""Whether something is unsound: known at once, or one number on the device (`blocks.known`)."""
 
 
 def encode(codec: Codec, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layout: BlockLayout) -> Unsound:
@@ -58,8 +53,7 @@ def require_sound(codec: Codec, data: torch.Tensor, dtype: torch.dtype, layout: 
 
 
 def _plain(payload: torch.Tensor, layout: BlockLayout, sixteen: torch.dtype) -> tuple[torch.Tensor, ...] | None:
-    """K and V of the tokens that are not quantised, `[tokens, heads, head_dim]`; None where there
-    are none."""
+    """K and V of the tokens that are not quantised, `[tokens, heads, head_dim]`, if any."""
     count = layout.tokens - (layout.quantised.stop - layout.quantised.start)
     if not count:
         return None

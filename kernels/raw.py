@@ -1,7 +1,5 @@
-"""`raw`: the bytes of `k`, then those of `v`, as they lie in memory.
-
-Bit-exact, NaN payloads included; nothing is inspected, and there is no header.
-"""
+"""`raw`: the bytes of `k`, then those of `v`. Bit-exact, NaN included; nothing is inspected; no
+header."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a codec found of a block: known at once on a CPU, and on a GPU when its stream has got
-there.
-"""
+"""What a codec found of a block: known at once on a CPU, on a GPU when its stream gets there."""
 
 from __future__ import annotations
 
@@ -23,11 +21,8 @@ class Moment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Soundness:
-    """Whether the values or the payload of a block are sound. Until that is asked, nothing waits
-    for the device.
-
-    What the codec read must stay as it is until then, or else the error cannot say where the
-    unsound value was."""
+    """Whether a block's values or payload are sound; the device is waited for only when asked. What
+    the codec read must stay until then, so that the error can name the position."""
 
     _unsound: bool | torch.Tensor
     """A tensor: in memory of the host, filled by `_moment`; not 0 where something is unsound."""
@@ -36,8 +31,8 @@ class Soundness:
 
     @classmethod
     def of(cls, unsound: bool | torch.Tensor, explain: Callable[[], NoReturn]) -> Soundness:
-        """`unsound` as a codec gives it: a tensor is one number on the codec's device. `explain`
-        raises the error."""
+        """From a codec's `unsound` (a tensor: one number on its device); `explain` raises the
+        error."""
         if isinstance(unsound, bool):
             return cls(unsound, None, explain)
         # To pinned memory, as torch allocates it for copies that do not wait.
@@ -45,8 +40,7 @@ class Soundness:
         return cls(on_host, record_moment(unsound.device), explain)
 
     def raise_if_unsound(self) -> None:
-        """Raise what the codec has to say of the block, if anything. Waits for its stream to get
-        there."""
+        """Wait for the stream, then raise what the codec found, if anything."""
         if self._moment is not None:
             self._moment.synchronize()
         if bool(self._unsound):
@@ -62,8 +56,7 @@ SOUND = Soundness(False, None, _explain_nothing)
 
 
 def record_moment(device: torch.device) -> Moment:
-    """This point of the stream that is current on the device. Who waits for it sleeps, rather than
-    spins."""
+    """This point of the device's current stream. Who waits for it sleeps, rather than spins."""
     moment = torch.cuda.Event(blocking=True)
     moment.record(torch.cuda.current_stream(device))
     return moment

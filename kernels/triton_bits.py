@@ -1,8 +1,5 @@
-"""Device functions that the Triton kernels share: roundings spelled in bits.
-
-What hardware offers for these differs between GPUs and compilers (flushing, approximate division,
-fused multiply-add, conversions that older chips lack); integer operations do not.
-"""
+"""Device functions that the Triton kernels share: roundings in integer bit operations, because
+flushing, division, fused multiply-add and conversions differ between GPUs and compilers."""
 
 from __future__ import annotations
 
@@ -36,10 +33,8 @@ def clamped(x: tl.tensor, sixteen: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[misc]
 def nearby(x: tl.tensor) -> tl.tensor:
-    """The whole number nearest to |x| < 2**22, ties to even, as fp32.
-
-    Where `x` is a product that is not exact, launch with `enable_fp_fusion=False`: fused, it would
-    be rounded once."""
+    """The whole number nearest to |x| < 2**22, ties to even, as fp32. Launch with
+    `enable_fp_fusion=False` where `x` is an inexact product."""
     return (x + 12582912.0) - 12582912.0
 
 

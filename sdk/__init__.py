@@ -1,9 +1,5 @@
-"""What people use: the client SDK, the command line and its demo.
-
-`Client` blocks and may be shared between threads; `AsyncClient` runs under trio and under asyncio.
-Names are loaded when first used, so that the command line can print its help without loading the
-network.
-"""
+"""What people use: the client SDK (`Client`, `AsyncClient`), the command line and its demo. Names
+are loaded when first used, so that `--help` does not load the network."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

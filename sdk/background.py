@@ -1,8 +1,7 @@
 """The one thread of a client that talks to the network. It runs trio, whatever the consumer runs.
 
-A *job* is a coroutine in that thread which answers through a mailbox. Jobs may be submitted before
-the network has been reached; they start once it has, or end with the reason why it has not.
-"""
+A *job* is a coroutine in that thread which answers through a mailbox. It starts once the network is
+reached, or ends with the reason why it is not."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class ClientJob(Generic[S, T]):
         self.mailbox.close()
 
     async def run(self, session: S) -> None:
-        """In the network's thread: do the work. An error that is no ClientError ends that thread
-        too."""
+        """In the network's thread: do the work. An error that is no ClientError ends that thread."""
         try:
             with self._scope:
                 await self._work(session, self.mailbox)

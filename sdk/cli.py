@@ -1,6 +1,4 @@
-"""The command line. Only the parser lives here, so that `--help` is instant; commands are loaded
-when one runs.
-"""
+"""The command line's parser. Commands are imported when one runs, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -108,8 +106,7 @@ def _explain(error: BaseException) -> int | None:
 
 
 def _discard_output() -> None:
-    """Let what is still to be written go nowhere: the interpreter would complain again when it
-    flushes at exit."""
+    """Discard unwritten output: flushing it at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, final, overload
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, final, overload
 
 import trio
 
@@ -36,6 +37,8 @@ __all__ = ["AsyncClient", "AsyncGenerationStream", "Client", "Generation", "Gene
 Messages = list[dict[str, str]]
 Letter = TextDelta | Generation
 T = TypeVar("T")
+Whole = TypeVar("Whole")
+Streamed = TypeVar("Streamed")
 Work = Callable[[Session, Mailbox[T]], Awaitable[None]]
 Connect = Callable[[], AbstractAsyncContextManager[Session]]
 
@@ -195,20 +198,8 @@ class AsyncGenerationStream(_Answering):
         self._abandon()
 
 
-@final
-class Client:
-    """A client that blocks. May be used from several threads at once.
-
-    Args:
-        bootstrap: a join token (`p2p_client_...`), or `host:port` of any node together with `token`;
-            left out, what P2PSERVE_BOOTSTRAP says.
-        token: the join token when `bootstrap` is an address; left out, what P2PSERVE_TOKEN says.
-        timeout_s: how long to try to reach the network, and to look for a node that serves.
-        connect: makes the session instead of joining at an address, for tests of what uses a client.
-
-    Raises:
-        InvalidAddress: the address or the token is malformed.
-    """
+class _AnyClient(ABC, Generic[Whole, Streamed]):
+    """What both clients share: the connection, and how a request is made."""
 
     def __init__(
         self,
@@ -222,7 +213,7 @@ class Client:
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __repr__(self) -> str:
-        return f"<Client {self._connection!r}>"
+        return f"<{type(self).__name__} {self._connection!r}>"
 
     @overload
     def generate(
@@ -232,7 +223,7 @@ class Client:
         messages: Messages | None = None,
         stream: Literal[False] = False,
         **options: Unpack[GenerateOptions],
-    ) -> Generation: ...
+    ) -> Whole: ...
 
     @overload
     def generate(
@@ -242,7 +233,7 @@ class Client:
         messages: Messages | None = None,
         stream: Literal[True],
         **options: Unpack[GenerateOptions],
-    ) -> GenerationStream: ...
+    ) -> Streamed: ...
 
     def generate(
         self,
@@ -251,20 +242,48 @@ class Client:
         messages: Messages | None = None,
         stream: bool = False,
         **options: Unpack[GenerateOptions],
-    ) -> Generation | GenerationStream:
+    ) -> Whole | Streamed:
         """Continue a `prompt`, or answer `messages` (`{"role": ..., "content": ...}`).
 
-        See `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent,
-        ConnectionFailed, RequestFailed or DeadlineExceeded; with `stream=True` the stream raises
-        the latter three."""
+        `AsyncClient` returns what is awaited or, with `stream=True`, iterated by `async for`. See
+        `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent; the
+        answer raises ConnectionFailed, RequestFailed or DeadlineExceeded."""
         body = build_request(prompt, messages, options)
-        answer = GenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
-        if stream:
-            return answer
-        with answer:
+        return self._stream(body) if stream else self._generate(body)
+
+    @abstractmethod
+    def _generate(self, body: Generate) -> Whole: ...
+
+    @abstractmethod
+    def _stream(self, body: Generate) -> Streamed: ...
+
+    def _submit(self, body: Generate) -> ClientJob[Session, Letter]:
+        return self._connection.background().submit(partial(_serve_generate, body))
+
+
+@final
+class Client(_AnyClient[Generation, GenerationStream]):
+    """A client that blocks. May be used from several threads at once.
+
+    Args:
+        bootstrap: a join token (`p2p_client_...`), or `host:port` of any node together with `token`;
+            left out, what P2PSERVE_BOOTSTRAP says.
+        token: the join token when `bootstrap` is an address; left out, what P2PSERVE_TOKEN says.
+        timeout_s: how long to try to reach the network, and to look for a node that serves.
+        connect: makes the session instead of joining at an address, for tests of what uses a client.
+
+    Raises:
+        InvalidAddress: the address or the token is malformed.
+    """
+
+    def _generate(self, body: Generate) -> Generation:
+        with self._stream(body) as answer:
             for _ in answer:
                 pass
             return answer.result
+
+    def _stream(self, body: Generate) -> GenerationStream:
+        return GenerationStream(self._submit(body))
 
     def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""
@@ -301,64 +320,17 @@ class Client:
 
 
 @final
-class AsyncClient:
+class AsyncClient(_AnyClient[Coroutine[Any, Any, Generation], AsyncGenerationStream]):
     """A client for trio and asyncio. See `Client` for the arguments."""
 
-    def __init__(
-        self,
-        bootstrap: str | None = None,
-        *,
-        token: str | None = None,
-        timeout_s: float = 10.0,
-        connect: Connect | None = None,
-    ) -> None:
-        self._connection = _Connection(bootstrap, token, timeout_s, connect)
-        self._finalizer = weakref.finalize(self, self._connection.close)
-
-    def __repr__(self) -> str:
-        return f"<AsyncClient {self._connection!r}>"
-
-    @overload
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        stream: Literal[False] = False,
-        **options: Unpack[GenerateOptions],
-    ) -> Coroutine[Any, Any, Generation]: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        stream: Literal[True],
-        **options: Unpack[GenerateOptions],
-    ) -> AsyncGenerationStream: ...
-
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        stream: bool = False,
-        **options: Unpack[GenerateOptions],
-    ) -> Coroutine[Any, Any, Generation] | AsyncGenerationStream:
-        """Like `Client.generate`; the result is awaited, or with `stream=True` iterated over with
-        `async for`."""
-        body = build_request(prompt, messages, options)
-        if not stream:
-            return self._generate(body)
-        return AsyncGenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
-
     async def _generate(self, body: Generate) -> Generation:
-        answer = AsyncGenerationStream(self._connection.background().submit(partial(_serve_generate, body)))
-        async with answer:
+        async with self._stream(body) as answer:
             async for _ in answer:
                 pass
             return answer.result
+
+    def _stream(self, body: Generate) -> AsyncGenerationStream:
+        return AsyncGenerationStream(self._submit(body))
 
     async def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""

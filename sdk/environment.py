@@ -15,9 +15,8 @@ HOME: Final = "P2PSERVE_HOME"
 
 
 def network_address(bootstrap: str | None, token: str | None) -> tuple[str, str | None]:
-    """Address (or join token) and token of a network: those given, else those of the environment.
-
-    Raises InvalidAddress where neither says anything, or something that is no text was given."""
+    """Address (or join token) and token of a network, given or from the environment. Raises
+    InvalidAddress if there is neither, or no text."""
     where = os.environ.get(BOOTSTRAP) if bootstrap is None else bootstrap
     secret = os.environ.get(TOKEN) if token is None else token
     for name, value in (("bootstrap", where), ("token", secret)):

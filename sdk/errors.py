@@ -49,10 +49,7 @@ class ClientClosed(ClientError):
 
 
 def first_of(error: BaseException, kinds: tuple[type[E], ...]) -> E | None:
-    """The first error of these kinds in `error`, which may be an exception group of any depth.
-
-    Tasks that run side by side report their errors in groups; a person wants the one line that
-    explains them."""
+    """The first error of these kinds in `error` or, as tasks fail in groups, anywhere inside it."""
     if isinstance(error, kinds):
         return error
     if isinstance(error, BaseExceptionGroup):

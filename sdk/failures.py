@@ -61,8 +61,7 @@ _FAILED = (
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and one line for an error that users are meant to see, at any depth; None for a
-    bug of ours."""
+    """Exit code and one line for an error meant for users, at any depth; None for a bug."""
     found: BaseException | None = first_of(error, (*_USAGE, *_FAILED))
     if found is None:
         return None

@@ -1,8 +1,7 @@
-"""How the network's thread hands results to a consumer: a thread, a trio task or an asyncio task.
+"""How the network's thread hands results to a consumer: a thread, a trio or an asyncio task.
 
-The consumers differ only in how they sleep. A `Waiter` is one sleep of one consumer, and its
-`wake` may be called from any thread, also when the consumer's event loop is no more.
-"""
+A `Waiter` is one sleep of one consumer; `wake` may be called from any thread, even after the
+consumer's event loop has ended."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def async_waiter() -> AsyncWaiter:
 
 @final
 class Mailbox(Generic[T]):
-    """Letters from any thread to one consumer at a time, in order. Unbounded: an answer has a
-    bounded length."""
+    """Letters from any thread to one consumer at a time, in order; as many as an answer has."""
 
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may close a mailbox in the middle of a `put` to it.
@@ -122,8 +120,8 @@ class Mailbox(Generic[T]):
             waiter.wake()
 
     def close(self, error: BaseException | None = None) -> None:
-        """No more letters. Once all have been taken the consumer gets `error`, or `EndOfMail`.
-        First call counts."""
+        """No more letters; after the last the consumer gets `error` or `EndOfMail`. First call
+        counts."""
         with self._lock:
             if not self._closed:
                 self._closed, self._error = True, error
@@ -148,8 +146,8 @@ class Mailbox(Generic[T]):
             await waiter.wait()
 
     def _ready(self, waiter: Waiter) -> bool:
-        """Whether there is a letter; if not, `waiter` is woken by the next. Raises what `close`
-        was given."""
+        """Whether there is a letter; if not, the next wakes `waiter`. Raises what `close` was
+        given."""
         with self._lock:
             if self._letters:
                 return True

@@ -108,10 +108,7 @@ class Diverged(Exception):
 
 @final
 class Replay:
-    """An answer over several gateways: each delta is handed on once, whatever is sent again.
-
-    `service` is the one that the first gateway gave; the others have to be of the same.
-    """
+    """An answer over several gateways of one `service`: each delta is delivered once."""
 
     def __init__(self) -> None:
         self.service: str | None = None
@@ -169,10 +166,8 @@ def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -
 
 
 def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None = None) -> list[PeerId]:
-    """Who may take a request, best first: engine ready before any other with a model, then the nearest.
-
-    One that names no `service` goes to the `planned` one, which has a plan, where any node offers that.
-    """
+    """Gateways, best first: ready engines, then the nearest. A request that names no `service` goes
+    to the `planned` one where any node offers it."""
     offers = [candidate for candidate in candidates if candidate.service is not None]
     if service is None and any(candidate.service == planned for candidate in offers):
         service = planned

@@ -191,11 +191,8 @@ class Session:
         raise ConnectionFailed(reason)
 
     async def generate(self, body: Generate, deliver: Callable[[TextDelta], None]) -> Generation:
-        """Run a request to its end. Raises InvalidRequest, RequestFailed or DeadlineExceeded.
-
-        A gateway that is lost is replaced by another one, which goes on from the tokens that are there:
-        `deliver` is not called twice for any part of the answer.
-        """
+        """Run a request to its end. Raises InvalidRequest, RequestFailed or DeadlineExceeded. A
+        lost gateway is replaced; `deliver` is not called twice for any part of the answer."""
         replay = Replay()
         lost: dict[PeerId, str] = {}
         deadline = trio.current_time() + body.deadline_s

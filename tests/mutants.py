@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 60.0
 FOLDERS = ("tests/unit", "tests/sim/bootstrap")
 PASSING = 0.9
+MANY_FILES = 6  # that import one module, above which most of them are about something else
 
 MODULES = [
     f"{folder}/{name}"
@@ -36,8 +37,9 @@ MODULES = [
         "bootstrap/members": ("election", "gossip", "membership", "mesh", "peering"),
         "bootstrap/trust": ("admission", "targets", "tokens"),
         "coordinator": ("calibration", "demand", "network_plan", "pipelines", "router", "workload_profiler"),
+        "coordinator/costs": ("model_shape", "replica", "rounds"),
         "coordinator/planning/lower": ("flow", "queueing"),
-        "coordinator/planning/upper": ("moves",),
+        "coordinator/planning/upper": ("cells", "clustering", "moves", "search_space", "seed_assignment"),
         "kvtransport/link": ("dialling", "receiving", "sending"),
         "kvtransport/probing": ("burst_meter", "estimates", "probe"),
         "kvtransport/routing": ("layerwise", "paths", "prediction", "steering"),
@@ -160,7 +162,8 @@ def sample(modules: Sequence[str], size: int, seed: int) -> list[Mutant]:
 
 
 def find_tests(module: str) -> list[str]:
-    """The unit tests that import `module` or, where none does, its folder."""
+    """The unit tests that import `module`: where those are many, of the folder that mirrors its own; where there are
+    none, all of its room."""
     room, _, name = module.replace("/", ".").rpartition(".")
     direct = (f"p2pserve.{room}.{name} import", f"p2pserve.{room} import {name}\n")
     files = [
@@ -169,6 +172,9 @@ def find_tests(module: str) -> list[str]:
     ]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
     found = [path for path, text in texts.items() if any(phrase in text for phrase in direct)]
+    near = [path for path in found if Path(path).parent == Path("tests/unit") / Path(module).parent]
+    if len(found) > MANY_FILES and near:
+        return near
     return found or [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
 
 

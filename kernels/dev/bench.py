@@ -1,13 +1,9 @@
 """How fast the codecs are: `python -m p2pserve.kernels.bench`.
 
-For each codec, number of CPU threads and direction: GB/s of 16-bit input (K and V together, with
-all checks and the payload in memory of its own), beside a plain copy of the same tensors, measured
-in turns with it. Medians. `path` says whether C++ or the plain reference ran.
-
-With a GPU, the same there: what `encode_into` and `decode_into` put on its stream, payload left on
-the device, beside a copy from device to device. Blocks are queued before the clock (CUDA events)
-starts, so times are the GPU's own.
-"""
+For each codec, number of CPU threads and direction: median GB/s of 16-bit input (K and V, all
+checks, payload in its own memory), beside a copy of the same tensors measured in turns. `path` says
+whether C++ or the reference ran. On a GPU: `encode_into` and `decode_into` beside a device copy,
+timed by CUDA events."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ GPU_TARGET = 0.70
 QUEUED = 24
 """Blocks in a row on a GPU; all their launches fit into its queue."""
 HOLD_BYTES, HOLD_COPIES = 2**28, 64
-"""Copies that keep a GPU busy, 8 ms of an H200 by its bandwidth, while the blocks behind them are
-queued."""
+"""Copies that keep a GPU busy, 8 ms of an H200, while the blocks behind them are queued."""
 START = 512  # past the exempt tokens, at a multiple of every codec's groups: one block out of a longer prompt
 
 

@@ -1,10 +1,7 @@
-"""The bundled model with its KV cache sent through a codec: losses, divergences and greedy
-continuations.
+"""The bundled model with its KV cache sent through a codec: losses, divergences, continuations.
 
-Weights and arithmetic are fp32, so that the only rounding is the cache's own. Keys (after RoPE)
-and values are rounded to bf16 for every codec, `raw` included, then encoded and decoded as a
-prompt of that length would be.
-"""
+Weights and arithmetic are fp32, so that the only rounding is the cache's. Keys (after RoPE) and
+values are rounded to bf16 for every codec, `raw` included, then encoded and decoded."""
 
 from __future__ import annotations
 
@@ -43,11 +40,10 @@ _ATTENTION = "p2pserve_codec"
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a codec does to the prediction of each scored token, in nats, fp64 `[tokens]`.
+    """A codec's effect on each scored token, in nats, fp64 `[tokens]`.
 
-    `loss`: of the token that came. `divergence`: KL(prediction after `raw` || prediction after the
-    codec), which looks at all tokens that might have come and so tells codecs apart that the loss
-    does not."""
+    `loss`: of the token that came. `divergence`: KL(prediction after `raw` || after the codec),
+    over all tokens that might have come."""
 
     loss: torch.Tensor
     divergence: torch.Tensor
@@ -59,8 +55,7 @@ class TokenScores:
 
 
 class Window(NamedTuple):
-    """A run of a text: where it starts, the first token to score in it, and its ids with the one
-    after it."""
+    """A run of a text: its start, the first token to score in it, its ids and the id after it."""
 
     start: int
     first_scored: int
@@ -76,8 +71,7 @@ class BundledModel:
     """The model that ships in `node/bundled`, with a codec between its prefill and its attention."""
 
     def __init__(self, source: Callable[[str], str] = module_source) -> None:
-        """Load the model; `source` gives a module's text. Raises ModuleNotFoundError without
-        transformers."""
+        """Load the model; `source` gives a module's text. ModuleNotFoundError without transformers."""
         from tokenizers import Tokenizer
         from transformers import AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -103,9 +97,7 @@ class BundledModel:
         self, codecs: Sequence[str], windows: Sequence[Window], advance: Callable[[], None] = lambda: None
     ) -> dict[str, TokenScores]:
         """The scored tokens of the windows after every codec; `advance` after every window of each.
-
-        All codecs go through a window before the next one comes, so that one window's predictions
-        after `raw` are all that is kept of them."""
+        Window by window, so that only one window's `raw` predictions are kept."""
         losses: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         divergences: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         for window in windows:
@@ -119,8 +111,7 @@ class BundledModel:
         return {codec: TokenScores(torch.cat(losses[codec]), torch.cat(divergences[codec])) for codec in codecs}
 
     def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
-        """`count` greedy tokens after each of `[prompts, tokens]`, from a cache that came through
-        the codec."""
+        """`count` greedy tokens after each of `[prompts, tokens]`, from a cache coded and decoded."""
         self._codec = "raw"
         found = []
         with torch.inference_mode():
@@ -151,8 +142,7 @@ class BundledModel:
         return [window for ids in texts for window in islice(cut_windows(ids), most)]
 
     def _predictions(self, codec: str, window: torch.Tensor, scored: int) -> torch.Tensor:
-        """Log-probabilities `[tokens, vocabulary]` of what follows each token of the window from
-        `scored` on."""
+        """Log-probabilities `[tokens, vocabulary]` of what follows each token from `scored` on."""
         self._codec = codec
         with torch.inference_mode():
             logits: torch.Tensor = self._model(input_ids=window[None, :-1], use_cache=False).logits[0, scored:]
@@ -173,9 +163,8 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 
 def cut_windows(ids: torch.Tensor) -> Iterator[Window]:
-    """Windows of 2048 tokens that overlap by half, as in the model's own evaluation.
-
-    So a token past the first window is predicted from at least 1024 tokens before it."""
+    """Windows of 2048 tokens that overlap by half, so that a token is predicted from at least 1024
+    others."""
     scored, start = 1, 0  # the first token is given
     while scored < len(ids):
         window = ids[start : start + WINDOW_TOKENS + 1]

@@ -1,9 +1,5 @@
-"""Two codecs judged on the same items: their mean difference, and how far chance alone would move
-it.
-
-Most of what makes a token hard or a continuation tip over is common to both codecs and falls out
-of the difference.
-"""
+"""Two codecs judged on the same items: the mean difference and its standard error. What makes an
+item hard is common to both and falls out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""ROUGE-1, ROUGE-2 and ROUGE-L between two texts (Lin 2004), as F1 over words.
-
-Words are what Google's `rouge_score` takes for words without stemming: runs of letters and digits,
-lower case.
-"""
+"""ROUGE-1, ROUGE-2 and ROUGE-L between two texts (Lin 2004), as F1 over words: lower-case runs of
+letters and digits, as Google's `rouge_score` without stemming."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ class Rouge:
 
 
 def rouge(reference: str, text: str) -> Rouge:
-    """How much of `reference` is in `text` and the reverse; 1 for the same words, even for none or
-    only one."""
+    """F1 of the words that `reference` and `text` share; 1 for the same words, even none or one."""
     expected, found = (_WORD.findall(given.lower()) for given in (reference, text))
     if expected == found:
         return Rouge(1.0, 1.0, 1.0)

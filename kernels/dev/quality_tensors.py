@@ -1,8 +1,5 @@
-"""Synthetic keys and values of known difficulty, and what a codec does to them.
-
-The kinds stand for what is seen in real models; their figures compare codecs with each other and
-are no test of any model.
-"""
+"""Synthetic keys and values of known difficulty, and what a codec does to them. The kinds stand for
+what real models show; figures compare codecs only."""
 
 from __future__ import annotations
 
@@ -27,11 +24,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """What a codec does to one pair of tensors.
+    """A codec's error on one pair of tensors.
 
-    `logit_db`: variance over keys of the error of q . k, over the variance of q . k itself, in
-    decibels, mean over heads and random queries. `key`, `value`: length of the error over length
-    of the tensor."""
+    `logit_db`: variance over keys of the error of q . k over that of q . k, in dB, mean over heads
+    and queries. `key`, `value`: error length over tensor length."""
 
     logit_db: float
     key: float
@@ -60,10 +56,8 @@ def _outlier_channel(rng: torch.Generator) -> Pair:
 
 
 def _qwen2_like(rng: torch.Generator) -> Pair:
-    """N(0, 1) and a constant bias of norm 600 per layer, 9 tenths of it in the slow half of the
-    channels; then RoPE.
-
-    Qwen2's first layer has such a bias (norm 605; its last 921); V's is ordinary."""
+    """N(0, 1) and a constant bias of norm 600 per layer, 9/10 of it in the slow half of the
+    channels; then RoPE. As Qwen2's first layer (605; its last 921); V's is ordinary."""
     bias = torch.randn(HEADS, HEAD_DIM, generator=rng) ** 3
     slow = torch.arange(HEAD_DIM) % (HEAD_DIM // 2) >= HEAD_DIM // 4
     bias[:, ~slow] *= math.sqrt(0.1 / 0.9) * float(bias[:, slow].norm() / bias[:, ~slow].norm())
@@ -116,8 +110,7 @@ def block_errors(codec: str, k: torch.Tensor, v: torch.Tensor) -> Errors:
 
 
 def bits_per_element(codec: str) -> float:
-    """Bits per value with everything, of a 1500-token prompt in blocks of 512 tokens, 8 heads of
-    128."""
+    """Bits per value in all, for a 1500-token prompt in blocks of 512 tokens, 8 heads of 128."""
     shape = (PROMPT_TOKENS, PROMPT_HEADS, HEAD_DIM)
     rng = torch.Generator().manual_seed(0)
     k, v = (torch.randn(*shape, generator=rng).to(torch.bfloat16) for _ in range(2))

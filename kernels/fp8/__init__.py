@@ -38,28 +38,10 @@ NaN, which no encoder writes, decode as 0.
 
 from __future__ import annotations
 
-from ..format import Codec, GpuPath, NativePath, ReferencePath
+from ..format import Codec, lazy_module
 from .layout import Fp8Layout
 
 __all__ = ["FP8"]
-
-
-def _reference() -> ReferencePath:
-    from . import reference  # torch
-
-    return reference
-
-
-def _native() -> NativePath:
-    from . import native  # torch
-
-    return native
-
-
-def _triton() -> GpuPath:
-    from . import triton  # Triton, which only GPUs need
-
-    return triton
 
 
 FP8 = Codec(
@@ -68,7 +50,7 @@ FP8 = Codec(
     bits=8.1,
     version=1,
     layout=Fp8Layout,
-    reference=_reference,
-    native=_native,
-    triton=_triton,
+    reference=lazy_module(__name__, "reference"),
+    native=lazy_module(__name__, "native"),
+    triton=lazy_module(__name__, "triton"),
 )

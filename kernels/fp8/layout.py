@@ -1,6 +1,4 @@
-"""Sizes of an `fp8` payload. Pure arithmetic; the folder's docstring specifies what stands in the
-sections.
-"""
+"""Sizes of an `fp8` payload; the folder's docstring specifies the sections."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ RUN_TOKENS: Final = 32
 
 
 class Fp8Layout(BlockLayout):
-    """Where each section of one fp8 payload begins and ends. Groups at the ends of a block may be
-    shorter."""
+    """Where each section of an fp8 payload begins and ends. A block's end groups may be shorter."""
 
     @cached_property
     def lead(self) -> int:

@@ -21,9 +21,8 @@ def available() -> bool:
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp8Layout) -> bool | None:
-    """Fill parameters and codes from `[tokens, heads, head_dim]` 16-bit values.
-
-    False: there are values that are not finite or too large, and what was written is void."""
+    """Fill parameters and codes from `[tokens, heads, head_dim]`. False: not finite or too large,
+    and void."""
     library = _LIBRARY.get()
     if library is None:
         return None
@@ -35,9 +34,7 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout) -> bool | None:
-    """Write the `[tokens, heads, head_dim]` 16-bit values of a payload, both contiguous.
-
-    False: there are parameters that no encoder writes, and the values are void."""
+    """Write the `[tokens, heads, head_dim]` values of a payload. False: no encoder writes it; void."""
     library = _LIBRARY.get()
     if library is None:
         return None

@@ -1,6 +1,4 @@
-"""`fp8` in plain torch, step by step; the folder's docstring specifies the format that they
-produce.
-"""
+"""`fp8` in plain torch; the folder's docstring specifies the format."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ _INFINITY = float("inf")
 
 
 class Fp8Sections(NamedTuple):
-    """The sections of one payload, in order, as tensors of their own type and shape over its
-    memory."""
+    """The sections of one payload, in order, as typed and shaped tensors over its memory."""
 
     header: torch.Tensor
     key_zeros: torch.Tensor
@@ -51,8 +48,7 @@ class Fp8Sections(NamedTuple):
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp8Layout) -> bool:
-    """Fill parameters and codes from `[tokens, heads, head_dim]` 16-bit values. False: some are
-    not finite."""
+    """Fill parameters and codes from `[tokens, heads, head_dim]`. False: some are not finite."""
     if not (bool(all_within(k)) and bool(all_within(v))):
         return False
     into = Fp8Sections.of(payload, layout, k.dtype)
@@ -119,8 +115,7 @@ def require_sound(payload: torch.Tensor, dtype: torch.dtype, layout: Fp8Layout, 
 
 
 def _runs(k: torch.Tensor, missing: float, layout: Fp8Layout) -> torch.Tensor:
-    """`[key_groups, runs, 32, heads, head_dim]`, cut at multiples of the position; `missing` fills
-    the ends."""
+    """`[key_groups, runs, 32, heads, head_dim]`, cut by position; `missing` fills the ends."""
     tail = layout.key_groups * GROUP_TOKENS - layout.lead - layout.tokens
     filled = pad(k, (0, 0, 0, 0, layout.lead, tail), value=missing)
     return filled.view(layout.key_groups, -1, RUN_TOKENS, *k.shape[1:])

@@ -13,17 +13,14 @@ from .reference import Fp8Sections
 __all__ = ["dequantise", "quantise"]
 
 CHANNELS = 64
-"""Channels of K per program, which reads its group run by run: 32 x 64 values of 2 bytes, in rows
-of 128 bytes.
-
-One warp each: no reduction then needs shared memory or a barrier."""
+"""Channels of K per program and run: 32 x 64 values in rows of 128 bytes. One warp, so that no
+reduction needs shared memory or a barrier."""
 
 ELEMENTS = 4096
 """Values of V per program."""
 
 _VARYING = ["tokens", "lead"]
-"""What differs from block to block. Triton would compile a kernel anew for multiples of 16 and
-others, and for 1."""
+"""What differs between blocks; Triton would compile anew for multiples of 16, others, and 1."""
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:

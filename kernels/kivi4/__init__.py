@@ -42,28 +42,10 @@ subnormal numbers out.
 
 from __future__ import annotations
 
-from ..format import Codec, GpuPath, NativePath, ReferencePath
+from ..format import Codec, lazy_module
 from .layout import Kivi4Layout
 
 __all__ = ["KIVI4"]
-
-
-def _reference() -> ReferencePath:
-    from . import reference  # torch
-
-    return reference
-
-
-def _native() -> NativePath:
-    from . import native  # torch
-
-    return native
-
-
-def _triton() -> GpuPath:
-    from . import triton  # Triton, which only GPUs need
-
-    return triton
 
 
 KIVI4 = Codec(
@@ -72,7 +54,7 @@ KIVI4 = Codec(
     bits=5.2,
     version=1,
     layout=Kivi4Layout,
-    reference=_reference,
-    native=_native,
-    triton=_triton,
+    reference=lazy_module(__name__, "reference"),
+    native=lazy_module(__name__, "native"),
+    triton=lazy_module(__name__, "triton"),
 )

@@ -1,6 +1,4 @@
-"""Sizes of a `kivi4` payload. Pure arithmetic; the folder's docstring specifies what stands in the
-sections.
-"""
+"""Sizes of a `kivi4` payload; the folder's docstring specifies the sections."""
 
 from __future__ import annotations
 
@@ -16,10 +14,8 @@ GROUP: Final = 32
 
 
 class Kivi4Layout(BlockLayout):
-    """Where each section of one kivi4 payload begins and ends.
-
-    Tokens whose group is not wholly in the block are its residual: `lead` of them before the first
-    whole group, and those behind the last."""
+    """Where each section of one kivi4 payload begins and ends. Tokens whose group is not wholly in
+    the block are residual: `lead` before the first whole group, the rest behind the last."""
 
     @cached_property
     def lead(self) -> int:

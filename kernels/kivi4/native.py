@@ -22,9 +22,8 @@ def available() -> bool:
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout) -> bool | None:
-    """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values in whole groups.
-
-    False: there are values that are not finite or too large, and what was written is void."""
+    """Fill parameters and codes from `[coded, heads, head_dim]` in whole groups. False: not finite
+    or too large, and void."""
     library = _library(layout)
     if library is None:
         return None
@@ -36,10 +35,8 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Ki
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout) -> bool | None:
-    """Write the `[coded, heads, head_dim]` 16-bit values in whole groups of a payload, both
-    contiguous.
-
-    False: there are parameters that no encoder writes, and the values are void."""
+    """Write the `[coded, heads, head_dim]` values in whole groups. False: no encoder writes it;
+    void."""
     library = _library(layout)
     if library is None:
         return None

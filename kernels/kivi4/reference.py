@@ -1,6 +1,4 @@
-"""`kivi4` in plain torch, step by step; the folder's docstring specifies the format that they
-produce.
-"""
+"""`kivi4` in plain torch; the folder's docstring specifies the format."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ LARGEST_SCALE = 2.0**118
 
 
 class Kivi4Sections(NamedTuple):
-    """The sections of one payload, in order, as tensors of their own type and shape over its
-    memory."""
+    """The sections of one payload, in order, as typed and shaped tensors over its memory."""
 
     header: torch.Tensor
     key_residual: torch.Tensor
@@ -53,8 +50,7 @@ class Kivi4Sections(NamedTuple):
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout) -> bool:
-    """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values. False: some are not
-    finite."""
+    """Fill parameters and codes from `[coded, heads, head_dim]`. False: some are not finite."""
     if not (bool(all_within(k)) and bool(all_within(v))):
         return False
     into = Kivi4Sections.of(payload, layout, k.dtype)
@@ -95,8 +91,7 @@ def require_sound(payload: torch.Tensor, dtype: torch.dtype, layout: Kivi4Layout
 
 
 def _checks(sections: Kivi4Sections) -> Iterator[tuple[str, str, torch.Tensor, tuple[float, float]]]:
-    """Tensor, kind of value, values `[tokens or groups, heads, channels or groups]`, and what they
-    lie between."""
+    """Tensor, kind of value, values `[tokens or groups, heads, channels or groups]`, and bounds."""
     size, scale = (-LARGEST, LARGEST), (0.0, LARGEST_SCALE)
     yield "K", "value", sections.key_residual, size
     yield "V", "value", sections.value_residual, size

@@ -1,10 +1,8 @@
 """`kivi4` for GPUs: the same bytes as the reference makes.
 
-One kernel serves K and V. It sees columns: a column is one group, its elements `inner` apart in
-memory. K's columns stand side by side (`inner` = heads * head_dim); V's lie one behind the other
-(`inner` = 1, which Triton compiles as a constant). Either way neighbouring threads touch
-neighbouring addresses, and the input is read once.
-"""
+One kernel serves K and V. A column is one group, its elements `inner` apart: K's stand side by side
+(`inner` = heads * head_dim), V's one behind the other (`inner` = 1, a constant to Triton).
+Neighbouring threads touch neighbouring addresses; the input is read once."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ COLUMNS = 64
 """Columns per program: 32 x 64 values of 2 bytes, read in rows of 128 bytes."""
 
 _LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
-"""One warp: no reduction then needs shared memory or a barrier, and 16 wide loads per thread are
-under way at once."""
+"""One warp: reductions need no shared memory or barrier; 16 wide loads per thread in flight."""
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor) -> None:
@@ -47,8 +44,7 @@ def dequantise(
 def _groups(
     k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], ...]:
-    """Values, zeros (the scales stand right behind them), codes and width of the groups of K and
-    of V."""
+    """Values, zeros (the scales right behind them), codes and width of the groups of K and of V."""
     sections = Kivi4Sections.of(payload, layout, k.dtype)
     width = layout.head_dim // layout.value_groups
     return (k, sections.key_zeros, sections.key_codes, GROUP), (v, sections.value_zeros, sections.value_codes, width)
@@ -123,8 +119,7 @@ def dequantise_kernel(
 
 @triton.jit  # type: ignore[misc]
 def _no_scale(scale: tl.tensor) -> tl.tensor:
-    """Whether no encoder writes this scale: beyond `LARGEST_SCALE` of the reference, less than 0
-    or NaN."""
+    """Whether the scale is beyond the reference's `LARGEST_SCALE`, less than 0 or NaN."""
     bits = scale.to(tl.int32, bitcast=True)
     return ((bits < 0) & (scale != 0.0)) | (bits > 0x7A800000)
 

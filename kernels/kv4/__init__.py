@@ -86,28 +86,10 @@ to 0.2 dB, at most 1.3 dB where few channels are far larger than the others.
 
 from __future__ import annotations
 
-from ..format import Codec, GpuPath, NativePath, ReferencePath
+from ..format import Codec, lazy_module
 from .layout import LARGEST, Kv4Layout
 
 __all__ = ["KV4"]
-
-
-def _reference() -> ReferencePath:
-    from . import reference  # torch
-
-    return reference
-
-
-def _native() -> NativePath:
-    from . import native  # torch
-
-    return native
-
-
-def _triton() -> GpuPath:
-    from . import triton  # Triton, which only GPUs need
-
-    return triton
 
 
 KV4 = Codec(
@@ -117,7 +99,7 @@ KV4 = Codec(
     version=3,
     layout=Kv4Layout,
     largest=LARGEST,
-    reference=_reference,
-    native=_native,
-    triton=_triton,
+    reference=lazy_module(__name__, "reference"),
+    native=lazy_module(__name__, "native"),
+    triton=lazy_module(__name__, "triton"),
 )

@@ -1,6 +1,4 @@
-"""Sizes of a `kv4` payload. Pure arithmetic; the folder's docstring specifies what stands in the
-sections.
-"""
+"""Sizes of a `kv4` payload; the folder's docstring specifies the sections."""
 
 from __future__ import annotations
 
@@ -24,12 +22,10 @@ VALUE_GROUP_CHANNELS: Final = 32
 """Rotated channels that share a grid of V, per token and head."""
 
 EXEMPT_TOKENS: Final = 4
-"""Prompt positions 0..3 collect attention whatever they say (attention sinks), so an error there
-reaches every query."""
+"""Prompt positions 0..3 are attention sinks: an error there reaches every query."""
 
 LEAST_CODED_TOKENS: Final = 4
-"""A block with fewer left travels in 16 bit: the parameters of K would cost more than its codes
-save."""
+"""A block with fewer left travels in 16 bit: K's parameters would cost more than is saved."""
 
 
 def value_groups(head_dim: int) -> int:
@@ -38,10 +34,8 @@ def value_groups(head_dim: int) -> int:
 
 
 class Kv4Layout(BlockLayout):
-    """Where each section of one kv4 payload begins and ends.
-
-    Everything of K is stored as a run of rows out of the arrays that whole spans would have:
-    `*_rows` say which run."""
+    """Where each section of one kv4 payload begins and ends. K is stored as runs of rows out of the
+    arrays that whole spans would have: `*_rows`."""
 
     @cached_property
     def exempt(self) -> int:
@@ -104,8 +98,7 @@ class Kv4Layout(BlockLayout):
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Header, exempt K, exempt V, K bases, K units, K zeros, K steps, K codes, V units, V
-        grids, V codes."""
+        """Header, exempt K and V, K bases, units, zeros, steps and codes, V units, grids and codes."""
         row = self.heads * self.head_dim
         plain = 2 * self.exempt * row
         spans = self.spans * row

@@ -23,8 +23,7 @@ def available() -> bool:
 
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv4Layout) -> bool | None:
-    """Code `[coded, heads, head_dim]` 16-bit values. False: some are not finite or too large, the
-    sections void."""
+    """Code `[coded, heads, head_dim]`. False: some are not finite or too large, and it is void."""
     library = _library(layout)
     if library is None:
         return None
@@ -36,8 +35,7 @@ def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kv
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kv4Layout) -> bool | None:
-    """Fill `[coded, heads, head_dim]` 16-bit values, contiguous ones. False: no encoder wrote
-    these sections."""
+    """Fill contiguous `[coded, heads, head_dim]`. False: no encoder wrote these sections."""
     library = _library(layout)
     if library is None:
         return None

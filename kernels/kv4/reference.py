@@ -1,9 +1,7 @@
-"""The steps of `kv4` in plain torch; the folder's docstring specifies the format that they produce.
+"""`kv4` in plain torch; the folder's docstring specifies the format.
 
-Everything is fp32 arithmetic whose result depends neither on the order of additions nor on whether
-a product and a sum are fused: sums are of integers below 2**24, and a product that is added to
-something is exact.
-"""
+No fp32 result depends on the order of additions or on fused multiply-adds: sums are of integers
+below 2**24, and a product that is added to something is exact."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ class Keys(NamedTuple):
 
 
 class Values(NamedTuple):
-    """`n` vectors of V, one per token and head, rotated and coded; vectors lie side by side, as
-    channels of K do."""
+    """`n` rotated and coded vectors of V, one per token and head, side by side as channels of K."""
 
     units: torch.Tensor  # u8 [n]
     grids: torch.Tensor  # u8 [groups, n]
@@ -56,8 +53,7 @@ class Values(NamedTuple):
 
 
 class Kv4Sections(NamedTuple):
-    """The sections of one payload, in order, as tensors of their own type and shape over its
-    memory."""
+    """The sections of one payload, in order, as typed and shaped tensors over its memory."""
 
     header: torch.Tensor
     exempt_keys: torch.Tensor
@@ -73,8 +69,7 @@ class Kv4Sections(NamedTuple):
 
     @classmethod
     def of(cls, data: torch.Tensor, layout: Kv4Layout, sixteen: torch.dtype) -> Kv4Sections:
-        """Exempt values `[e, heads, head_dim]`, K `[rows, heads * head_dim]`, V
-        `[rows, coded * heads]`."""
+        """Exempt `[e, heads, head_dim]`, K `[rows, heads * head_dim]`, V `[rows, coded * heads]`."""
         parts = torch.split_with_sizes(data, layout.section_bytes)
         exempt = (layout.exempt, layout.heads, layout.head_dim)
         row, vectors = layout.heads * layout.head_dim, max(1, layout.coded * layout.heads)
@@ -195,8 +190,7 @@ def unit_of(codes: torch.Tensor) -> torch.Tensor:
 
 @cache
 def hadamard(head_dim: int) -> torch.Tensor:
-    """Sylvester's matrix (of 1 and -1) for each run of channels that are rotated together, 0
-    elsewhere."""
+    """Sylvester's matrix (of 1 and -1) for each run of channels rotated together, 0 elsewhere."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < rotated_together(head_dim):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -215,10 +209,8 @@ def unit_codes(reach: torch.Tensor, shift: torch.Tensor | int) -> torch.Tensor:
 
 
 class _Grids(NamedTuple):
-    """Which grids there are for a group; all numbers are whole fp32 ones, in units.
-
-    A place is what is stored of a grid beside its step; `place(middles, steps)` is the nearest one
-    to grids with these middles, `zero(places, steps)` what code 0 stands for."""
+    """The grids a group may have, in units. A place is what is stored of a grid beside its step:
+    `place(middles, steps)` is the nearest, `zero(places, steps)` what code 0 stands for."""
 
     least_step: int
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -234,8 +226,7 @@ def _value_place(middles: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def _value_zeros(places: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """The wider a grid, the nearer to each other its places: a vector reaches 128 units to either
-    side."""
+    """The wider a grid, the closer its places: a vector reaches 128 units to either side."""
     return ((places * (STEP_MAX + 1 - steps) - steps * CODE_MAX) * 0.5).floor()
 
 
@@ -246,8 +237,7 @@ _VALUE_GRIDS = _Grids(LEAST_VALUE_STEP, _value_place, _value_zeros)
 def _code(
     x: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor], base: torch.Tensor, unit: torch.Tensor, grids: _Grids
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places, steps and codes, as fp32, of `x` `[spans, groups, length, n]`; base and unit are
-    `[spans, 1, n]`."""
+    """Places, steps, codes in fp32 of `[spans, groups, length, n]`; base, unit `[spans, 1, n]`."""
     lowest, highest = ends
     per_unit = 1.0 / unit
     steps = torch.round((highest - lowest) * per_unit * PER_STEP).clamp(grids.least_step, STEP_MAX)
@@ -272,8 +262,7 @@ def _code(
 
 
 def _squares(fine: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """The sum over a group of the squared distances to a grid so much further on; clipping is left
-    out of it."""
+    """Sum over a group of squared distances to a grid shifted by so much, clipping ignored."""
     moved = fine - shifts.unsqueeze(2)
     return (moved - (moved * (1 / FINENESS)).round_() * FINENESS).square_().sum(2)
 
@@ -295,8 +284,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def whole_spans(k: torch.Tensor, layout: Kv4Layout) -> torch.Tensor:
-    """`[spans * 256, n]` of the coded tokens `[coded, n]`; the nearest token stands for each
-    missing one."""
+    """`[spans * 256, n]` of the coded `[coded, n]`; the nearest token stands for a missing one."""
     tokens = torch.arange(layout.spans * KEY_SPAN_TOKENS, device=k.device) - layout.lead
     return k[tokens.clamp_(0, layout.coded - 1)]
 

@@ -1,11 +1,9 @@
 """`kv4` for GPUs: the same bytes as the reference makes.
 
-K: one program per span of 256 tokens and 64 channels. It reads the span twice, once for its base
-and unit and once to code it, the second time from the caches. V: the Hadamard rotation is a
-product of fp16 matrices of whole numbers on the tensor cores, exact in fp32. Wide heads go through
-it in slabs of channels, all with the same small matrix, and twice to be coded: for the unit of the
-whole vector, and for the codes of each slab.
-"""
+K: one program per span of 256 tokens and 64 channels, read once for base and unit and again, from
+the caches, to be coded. V: the Hadamard rotation is a product of fp16 whole-number matrices on the
+tensor cores, exact in fp32; wide heads go in slabs of channels with one small matrix, twice: for
+the vector's unit, then for the codes."""
 
 from __future__ import annotations
 
@@ -64,16 +62,13 @@ def _key_rows(layout: Kv4Layout) -> tuple[int, int, int, int]:
 
 @cache
 def value_shape(head_dim: int) -> tuple[tl.constexpr, ...]:
-    """How vectors of V are cut into slabs, each of whole groups, that are rotated and coded at
-    once.
+    """How vectors of V are cut into slabs of whole groups that are rotated and coded at once.
 
-    A slab is the whole vector up to 128 channels, padded; of wider ones a run of channels that are
-    rotated together, or 128 of it; a single group where groups lie across the runs (no multiple of
-    32, so that runs are of 16 at most).
+    A slab is the whole vector up to 128 channels, padded; of wider ones a run of channels rotated
+    together, or 128 of it; a single group where groups lie across the runs (no multiple of 32).
 
-    head_dim; channels of a group; groups of a slab; these and half a group padded to powers of
-    two, as shapes must be; side of the matrix, for all runs that a slab touches; a run's channels
-    as a power of two; vectors of a tile."""
+    head_dim; channels of a group; groups of a slab; these and half a group padded to powers of two;
+    side of the matrix; a run's channels as a power of two; vectors of a tile."""
     groups, together = value_groups(head_dim), head_dim & -head_dim
     width = head_dim // groups
     half = max(8, int(triton.next_power_of_2((width + 1) // 2)))
@@ -102,8 +97,7 @@ def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tu
 
 
 def small_hadamard(head_dim: int) -> torch.Tensor:
-    """fp16 `[side, side]`: Hadamard matrices of runs along the diagonal, or the corner of one,
-    which is one as well."""
+    """fp16 `[side, side]`: Hadamard matrices of runs along the diagonal, or the corner of one."""
     side, together = value_shape(head_dim)[5].value, head_dim & -head_dim
     runs = side // together | 1  # an odd number of them, so that no more channels are rotated together
     return hadamard(runs * together)[:side, :side].to(torch.float16).contiguous()
@@ -262,10 +256,8 @@ def _rotated(
     slab: tl.tensor,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """A slab of some vectors, rotated: lines (group, half, channel of the half), each padded, by
-    vectors.
-
-    What pads is 0 or repeats a channel of the slab, so that it adds nothing to the largest |y|."""
+    """A rotated slab: lines (group, half, channel of the half), each padded, by vectors. Padding is
+    0 or repeats a channel, so that it does not change the largest |y|."""
     width: tl.constexpr = shape[0]
     group: tl.constexpr = shape[1]
     taken: tl.constexpr = shape[2]
@@ -295,11 +287,10 @@ def _rotated(
 
 @triton.jit  # type: ignore[misc]
 def sign(line: tl.tensor, column: tl.tensor) -> tl.tensor:
-    """1 or -1: what Sylvester's matrix has in this line and this column, the latter below 8.
+    """1 or -1: Sylvester's matrix in this line and this column, the latter below 8.
 
-    The matrix of a longer run is that of 128 in all places, times these signs. So its parts are
-    added with them, which gives whole numbers of at most 2048, exact in fp16, and the sum is
-    rotated."""
+    The matrix of a longer run is that of 128 times these signs: parts are added with them, exact in
+    fp16 (at most 2048), then rotated."""
     return 1.0 - 2.0 * ((0x96 >> (line & column)) & 1)
 
 
@@ -410,8 +401,7 @@ def _whole(
 def _tokens(
     x: tl.tensor, begin: tl.tensor, coded: tl.tensor, width: tl.tensor, channel: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
-    """The two halves `[16, channels]` of a group of tokens; the nearest coded one stands for each
-    missing one."""
+    """The halves `[16, channels]` of a group; the nearest coded token stands for a missing one."""
     row = tl.arange(0, 16)
     first = tl.minimum(tl.maximum(begin + row, 0), coded - 1).to(tl.int64)
     second = tl.minimum(tl.maximum(begin + 16 + row, 0), coded - 1).to(tl.int64)

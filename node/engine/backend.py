@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..models import ModelInfo, Report
     from ..models.text import TextModel
     from ..settings import BoxEngineSettings
-    from .agent_side.engine_link import ForkServerClient
+    from .agent_side.engine_link import EngineStarter
     from .process import AgentSockets
     from .protocol import EngineConfig
 
@@ -84,4 +84,4 @@ class EngineBackend:
     run: Callable[[EngineConfig, AgentSockets], int]
     hardware: Callable[[Hardware, BoxEngineSettings], Hardware]
     inspect: Callable[[str, Hardware, BoxEngineSettings], ServedModel]
-    self_test: Callable[[ForkServerClient], Awaitable[None]]
+    self_test: Callable[[EngineStarter], Awaitable[None]]

@@ -10,25 +10,35 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, final
+from typing import Protocol, TypeVar, final
 
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TicketError, TransferError
-from ...kvtransport.wire.tickets import TransferTicket, issue_transfer
+from ...kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from .. import messages, methods
 from ..engine import protocol
 from ..links.kv_links import Ends, IncomingLinks
-from ..links.kv_outlets import KvOutlets
 from ..models import ModelInfo
 from ..settings import WAN, NodeTuning
 from .place import Place, PlaceError, check_sends, slices_between
 
-__all__ = ["KvTransfers", "TransferEnd"]
+__all__ = ["KvTransfers", "Outlets", "TransferEnd"]
 
 Item = TypeVar("Item")
+
+
+class Outlets(Protocol):
+    """The sending ends of this box: `links.kv_outlets.KvOutlets`, or `testing.MemoryOutlets`; see there."""
+
+    def use_dtype(self, dtype: str) -> None: ...
+    async def open(self, ticketed: messages.TicketedSlice, tokens: int) -> protocol.Outlet: ...
+    def on_link_report(self, report: protocol.LinkReport) -> None: ...
+    def end_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float: ...
+    def forget_all(self) -> None: ...
+    def forget_peer(self, peer: PeerId) -> list[LinkTicket]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class _Sending:
 class KvTransfers:
     """One per node with an engine; asks and tells other boxes through `messenger`."""
 
-    def __init__(self, *, model: ModelInfo, outlets: KvOutlets, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
+    def __init__(self, *, model: ModelInfo, outlets: Outlets, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
         self._model = model
         self._outlets = outlets
         self._own = messenger.peer_id
@@ -68,7 +78,12 @@ class KvTransfers:
         messenger.handle(methods.STAGE_OUTLETS, self.open_outlets)
 
     def __repr__(self) -> str:
-        return f"<KvTransfers sending={len(self._sending)} {self._incoming}>"
+        return f"<KvTransfers sending={self.sending} {self._incoming}>"
+
+    @property
+    def sending(self) -> int:
+        """How many transfers this box sends a part of."""
+        return len(self._sending)
 
     def use(self, place: Place, dtype: str) -> None:
         """The engine of this box has this place, and keeps KV in that dtype."""

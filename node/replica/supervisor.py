@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from ..engine import protocol
-from ..engine.agent_side.engine_link import EngineLink, EngineStartError, ForkServerClient
+from ..engine.agent_side.engine_link import EngineHandle, EngineStarter, EngineStartError
 from ..engine.agent_side.fork_server import OpenForkServer, open_fork_server
 from ..engine.backends import find_backend
 from ..messages import EngineAdvert
@@ -69,7 +69,7 @@ class Supervisor:
         self._failure = ""  # the last of them
         self._starts = 0
         self._ready: protocol.EngineReady | None = None
-        self._link: EngineLink | None = None
+        self._link: EngineHandle | None = None
         self._advert: EngineAdvert | None = None
         stages.on_call = self._on_call
         stages.on_loaded = self._on_loaded
@@ -106,7 +106,7 @@ class Supervisor:
 
     # ---- one life of an engine --------------------------------------------------------------------------------
 
-    async def _run_once(self, server: ForkServerClient) -> None:
+    async def _run_once(self, server: EngineStarter) -> None:
         """Wait for something to run, and run it until it ends or something else is to run."""
         self._changed = trio.Event()
         place = self._place
@@ -123,7 +123,7 @@ class Supervisor:
             await self._link.wait_gone()  # its memory is needed for what comes now
         self._link = None
 
-    async def _live(self, server: ForkServerClient, place: Place) -> str | None:
+    async def _live(self, server: EngineStarter, place: Place) -> str | None:
         """Prepare, start and serve; returns what went wrong, for people, or None for a stage that ended with its head.
 
         That it ended is then for the head to deal with: it knows why, and counts.
@@ -132,7 +132,7 @@ class Supervisor:
         state = "loading" if not alone else "restarting" if self._starts else "starting"
         config = self._config
         call: StageCall | None = None
-        link: EngineLink | None = None
+        link: EngineHandle | None = None
 
         def say(detail: str) -> None:
             self._report(state, detail)
@@ -167,7 +167,7 @@ class Supervisor:
                 link.close()
                 self._worker.engine_lost(link.exit_text())
 
-    async def _serve(self, link: EngineLink, place: Place, call: StageCall | None) -> str | None:
+    async def _serve(self, link: EngineHandle, place: Place, call: StageCall | None) -> str | None:
         """From the start of an engine process to its end; as `_live` returns it."""
         started = trio.current_time()
         self._starts += 1

@@ -15,7 +15,7 @@ from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.channel import parse_link_hello
 from .. import messages, methods
 from ..engine import protocol
-from ..engine.agent_side.engine_link import EngineLink, EngineLost
+from ..engine.agent_side.engine_link import EngineHandle, EngineLost
 from ..learning import Learner
 from ..settings import WAN, NodeTuning
 from .kv_transfers import KvTransfers, TransferEnd
@@ -42,9 +42,9 @@ class Worker:
 
     def __init__(self, *, service: str, transfers: KvTransfers, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
         self._service = service
-        self._hand_offs = transfers
+        self._transfers = transfers
         self._messenger = messenger
-        self._engine: EngineLink | None = None
+        self._engine: EngineHandle | None = None
         self._pipes: frozenset[bytes] = frozenset()
         self._decodes: dict[str, _Job] = {}
         self._prefills: dict[str, _Job] = {}
@@ -68,10 +68,10 @@ class Worker:
         """Whether no request is in the engine."""
         return not self._decodes and not self._prefills
 
-    def use(self, engine: EngineLink, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
+    def use(self, engine: EngineHandle, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
         self._engine, self._pipes = engine, pipes
-        self._hand_offs.use(place, engine.ready.dtype if engine.ready is not None else "")
+        self._transfers.use(place, engine.ready.dtype if engine.ready is not None else "")
         if self._step_tokens:
             self._send(protocol.LimitSteps(tokens=self._step_tokens))
 
@@ -90,7 +90,7 @@ class Worker:
         self._engine, self._pipes = None, frozenset()
         self.stats = None
         self.learner.forget()
-        self._hand_offs.engine_lost()
+        self._transfers.engine_lost()
         decodes, self._decodes = self._decodes, {}
         prefills, self._prefills = self._prefills, {}
         failed = f"the engine process {how}"
@@ -105,7 +105,7 @@ class Worker:
             self._cancel_decode(request)
         for request in [request for request, job in self._prefills.items() if job.gateway == peer]:
             self._cancel_prefill(request)
-        for link in self._hand_offs.peer_lost(peer):
+        for link in self._transfers.peer_lost(peer):
             self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
     def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
@@ -124,7 +124,7 @@ class Worker:
         slices: tuple[messages.TicketedSlice, ...] = ()
         try:
             if body.receive_tokens and body.prefill:
-                inlets, slices = await self._hand_offs.receive(body)
+                inlets, slices = await self._transfers.receive(body)
                 job.transfer = slices[0].ticket.transfer
             self._submit(
                 job,
@@ -155,7 +155,7 @@ class Worker:
         # Known from here on, so that it can be stopped while the links are being agreed on.
         job = self._prefills[body.request] = _Job(gateway, body.request, transfer, writes=body.sampling is not None)
         try:
-            outlets = await self._hand_offs.send(body.slices, len(body.prompt))
+            outlets = await self._transfers.send(body.slices, len(body.prompt))
             self._submit(
                 job,
                 self._prefills,
@@ -168,7 +168,7 @@ class Worker:
                 ),
             )
         except BaseException as error:
-            self._hand_offs.abort(transfer, "the prefill did not begin")
+            self._transfers.abort(transfer, "the prefill did not begin")
             if self._prefills.get(body.request) is job:
                 del self._prefills[body.request]
             if isinstance(error, NetworkError | TransferError) and not isinstance(error, RemoteError):
@@ -200,20 +200,20 @@ class Worker:
 
     def stage_abort(self, head: PeerId, role: Role, body: messages.StageAbort) -> None:
         """The head of this replica calls a transfer off."""
-        if self._hand_offs.is_head(head):
-            self._hand_offs.forget(body.transfer)
+        if self._transfers.is_head(head):
+            self._transfers.forget(body.transfer)
             self._send(protocol.AbortTransfer(transfer=body.transfer, reason=body.reason))
 
     def stage_transfer(self, stage: PeerId, role: Role, body: messages.StageTransfer) -> None:
         """A stage of this replica says how its part of a transfer ended."""
-        self._on_ended(self._hand_offs.on_stage_transfer(stage, body))
+        self._on_ended(self._transfers.on_stage_transfer(stage, body))
 
     def attach(self, hello: bytes, connection: socket.socket) -> bool:
         """Give an accepted connection of a KV link or a pipe to the engine, if it is one of ours; closes this process's
         copy. Raises TransferError for a hello that is none."""
         link = parse_link_hello(hello).link
         with connection:
-            expected = link in self._pipes or self._hand_offs.knows(link)
+            expected = link in self._pipes or self._transfers.knows(link)
             if expected and self._engine is not None and self._engine.running:
                 try:
                     self._engine.attach(hello, connection)
@@ -231,9 +231,9 @@ class Worker:
                 for output in outputs:
                     self._on_tokens(output)
             case protocol.TransferReport():
-                self._on_ended(self._hand_offs.on_report(message))
+                self._on_ended(self._transfers.on_report(message))
             case protocol.LinkReport():
-                self._hand_offs.on_link_report(message)
+                self._transfers.on_link_report(message)
             case protocol.EngineReady() | protocol.StartFailed():
                 pass  # the link has dealt with these
 
@@ -299,7 +299,7 @@ class Worker:
         job = self._prefills.pop(request, None)
         if job is not None:
             if failed and job.transfer is not None:
-                self._hand_offs.abort(job.transfer, failed)
+                self._transfers.abort(job.transfer, failed)
             ended = messages.PrefillEnded(request=request, failed=failed, figures=figures)
             self._tell(job.gateway, methods.PREFILL_ENDED, ended)
 
@@ -310,12 +310,12 @@ class Worker:
             return False
         return True
 
-    def _engine_for(self, service: str) -> EngineLink:
+    def _engine_for(self, service: str) -> EngineHandle:
         if service != self._service:
             raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
         if not self._accepting:
             raise RemoteError("draining", "this node is leaving and takes no new requests")
-        place = self._hand_offs.place
+        place = self._transfers.place
         if self._engine is None or not self._engine.running or place is None:
             raise RemoteError("no-engine", "the engine process of this node is not running")
         if not place.is_head:
@@ -343,7 +343,7 @@ class Worker:
 
     def _abort(self, transfer: bytes, reason: str) -> None:
         self._send(protocol.AbortTransfer(transfer=transfer, reason=reason))
-        self._hand_offs.abort(transfer, reason)
+        self._transfers.abort(transfer, reason)
 
     def _send(self, message: protocol.EngineMessage) -> None:
         if self._engine is not None and self._engine.running:

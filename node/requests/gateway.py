@@ -142,7 +142,7 @@ class Gateway:
             raise RemoteError("invalid", str(error)) from error
         finally:
             is_wanted = self._tokenizing.pop(key)
-        self._meter.began(trio.current_time(), len(live.prompt))
+        self._meter.record_start(trio.current_time(), len(live.prompt))
         if is_wanted:
             self._begin(client, body, live, now)
         return messages.Generating(service=self._model.service, prompt_tokens=len(live.prompt))
@@ -358,7 +358,7 @@ class Gateway:
         del self._requests[request.client, request.id]
         live = request.live
         if live.finish is not None:
-            self._meter.ended(len(live.prompt), live.count)
+            self._meter.record_end(len(live.prompt), live.count)
         if end.finish is None:
             return  # the client has gone, or wants no more
         chunk = messages.AnswerUpdate(

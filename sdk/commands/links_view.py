@@ -61,11 +61,9 @@ def links_table(network: NetworkView) -> Table:
 def explain_path(
     status: Status, source: str, target: str, megabytes: float, prices: tuple[float | None, float | None]
 ) -> PathChoice:
-    """The path that `megabytes` would take between two nodes, with every candidate and why it was
-    not taken.
+    """The path `megabytes` would take between two nodes; every candidate, and why it was not taken.
 
-    `prices`: dollars that a second saved is worth, and the most a gigabyte may cost. Raises
-    UsageError."""
+    `prices`: dollars a second saved is worth, and most dollars per GB. Raises UsageError."""
     ends = _node(status, source, "source"), _node(status, target, "target")
     if ends[0] == ends[1]:
         raise UsageError(f"target: {target} is the source itself; name another node")

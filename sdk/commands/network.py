@@ -116,8 +116,7 @@ def figures_line(figures: RequestFigures) -> str:
 
 
 def set_up_logging(arguments: Namespace) -> None:
-    """Without --debug only our own mistakes are logged: what concerns the user is said, or ends
-    the command."""
+    """Without --debug log only errors: what concerns the user is printed, or ends the command."""
     if arguments.debug:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     else:

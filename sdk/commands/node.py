@@ -31,8 +31,7 @@ from .network import network_target
 __all__ = ["NODE_COMMANDS"]
 
 SWITCH_S: Final = 0.0005
-"""For so long a thread that plans or measures may keep a node's event loop waiting; ten times less
-than by default."""
+"""Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
 
 
 def bootstrap(arguments: Namespace) -> int:
@@ -68,8 +67,7 @@ def selftest(arguments: Namespace) -> int:
 
 
 def _check_gpu(arguments: Namespace) -> int:
-    """`p2pserve selftest --full`: what was found goes to standard output, and how far it is beside
-    it if that is JSON."""
+    """`p2pserve selftest --full`: findings to stdout; progress to stderr if they are JSON."""
     as_json = arguments.format == "json"
     if not arguments.report.parent.is_dir():
         raise UsageError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
@@ -152,8 +150,7 @@ def _run_node(settings: NodeSettings, arguments: Namespace) -> int:
 
 
 async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
-    """Run a node. The first signal drains it, a second one ends it at once; so does one before it
-    has joined."""
+    """Run a node. The first signal drains it; a second, or one before it has joined, ends it."""
     stop = trio.Event()
     code = 0
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

@@ -1,6 +1,4 @@
-"""Values of options, as `argparse` reads them. Each raises ArgumentTypeError or ValueError for
-what it is not.
-"""
+"""Parsers of option values. Each raises ArgumentTypeError or ValueError for bad text."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def seconds(text: str) -> float:
 
 
 class Listed(argparse.Action):
-    """An option that may be given several times: its values end as one text, with commas between
-    them."""
+    """An option that may be given several times: its values joined by commas."""
 
     def __call__(
         self,

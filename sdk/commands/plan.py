@@ -113,8 +113,7 @@ def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Prop
 def print_service(
     service: Service, problem: Problem, proposal: Proposal, console: Console, named: Callable[[str], str] = str
 ) -> None:
-    """One service: its replicas, who sends to whom, what to expect, and why. `named`: text with
-    ids as they are to be shown."""
+    """One service: replicas, flows, figures and reasons. `named` rewrites ids for display."""
     workload, slo = service.workload, service.slo
     console.print(
         f"\n{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "

@@ -89,8 +89,7 @@ def read_model(where: str) -> ModelShape:
 
 
 def read_workload(what: str, rate: float) -> Workload:
-    """Lengths of one of Azure's traces with Poisson arrivals, or lengths and burstiness of a file;
-    at this rate."""
+    """Poisson arrivals with an Azure trace's lengths, or a file's lengths and burstiness."""
     if what in AZURE:
         lengths = azure(what).lengths
         return Workload(name=lengths.source, prompts=lengths.prompt, outputs=lengths.output, rate=rate)

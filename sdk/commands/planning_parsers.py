@@ -1,6 +1,4 @@
-"""Options of the commands around planning and simulating; nothing heavy is imported, so that
-`--help` is instant.
-"""
+"""Options for planning and simulating. Imports nothing heavy, so that `--help` is instant."""
 
 from __future__ import annotations
 

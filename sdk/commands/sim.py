@@ -1,6 +1,4 @@
-"""`p2pserve sim`: requests against a plan, or against a setup of the public Splitwise simulator,
-on virtual time.
-"""
+"""`p2pserve sim`: requests against a plan or a Splitwise setup, on virtual time."""
 
 from __future__ import annotations
 

@@ -74,11 +74,8 @@ class DemoBox:
         return f"<DemoBox {self.home} processes={len(self._children)}>"
 
     async def start_fork_server(self, channels: int, *, backend: str = "vllm") -> None:
-        """Start the fork server all engines come from, with this many channels for `take_channel`;
-        it preloads this backend.
-
-        One more stays here: the server must not end before it has seen the last of its engines end.
-        """
+        """Start the fork server of all engines, with this many channels for `take_channel` and this
+        backend preloaded. It keeps one more channel, to outlive the last engine."""
         theirs = []
         for _ in range(channels + 1):
             ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -111,8 +108,7 @@ class DemoBox:
         return await self.join(number, token, options)
 
     async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
-        """Start a node with an engine and these options of `p2pserve join`, and wait until it has
-        joined."""
+        """Start a node with an engine and these `p2pserve join` options; wait until it has joined."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
@@ -132,8 +128,7 @@ class DemoBox:
         return child.process
 
     def cpu_seconds(self) -> dict[int, float]:
-        """What each process that runs because of us has used of the processors so far, by id; this
-        one too."""
+        """Processor seconds of this process and of each that it started so far, by id."""
         found = {}
         for process in (psutil.Process(), *self._tree()):
             try:
@@ -234,8 +229,7 @@ class DemoBox:
         return found
 
     async def end(self) -> None:
-        """Kill whatever still runs and wait until it is gone: the engines first, their fork server
-        last."""
+        """Kill what still runs and wait for it: engines first, their fork server last."""
         for child in self._children:
             child.expected_to_end = True
         tree = self._tree()
@@ -262,8 +256,7 @@ class DemoBox:
 
 @asynccontextmanager
 async def open_box(*, watch_memory: bool = True) -> AsyncIterator[DemoBox]:
-    """A folder and the processes that are started in it, for the length of the body. Watching
-    their memory costs some ten milliseconds a second."""
+    """A folder and the processes started in it, for the body. Watching memory costs ~10 ms per s."""
     home = Path(tempfile.mkdtemp(prefix="p2pserve-demo-"))
     try:
         async with trio.open_nursery() as nursery:

@@ -1,8 +1,6 @@
-"""`p2pserve demo`: a whole network on one machine, for real, beside a single engine.
+"""`p2pserve demo`: a whole network on one machine, beside a single engine.
 
-Real processes, real sockets on loopback, real engines; the only thing unlike a network of boxes is
-that the engines are forked from one server, so that they share what is the same in all of them.
-"""
+Real processes, sockets on loopback and engines, forked from one server to share memory."""
 
 from __future__ import annotations
 
@@ -124,8 +122,7 @@ def run_demo(arguments: Namespace) -> int:
 
 
 def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
-    """The requests of the demo. Raises InvalidRequest or PromptError for a prompt that cannot be
-    served."""
+    """The requests of the demo. Raises InvalidRequest or PromptError for one it cannot serve."""
     text = TextModel(model.folder)
     first, second = _code_prompts(text, model.info.max_model_len - settings.max_tokens)
     if settings.prompt is None:
@@ -141,8 +138,7 @@ def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
 
 
 def _code_prompts(text: TextModel, room: int) -> tuple[str, str]:
-    """Two excerpts of a module that the bundled model has not been trained on, as long as the
-    model can take."""
+    """Two excerpts of a module outside the model's training set, of the longest prompt length."""
     source = Path(heapq.__file__).read_text("utf-8")
     size = CODE_CHARACTERS
     while size > 16:
@@ -175,8 +171,7 @@ class Demo:
         self._started = time.monotonic()
 
     async def run(self) -> DemoReport | None:
-        """Run to the end; None when interrupted. Raises DemoFailed and whatever a part of the
-        network raises."""
+        """Run to the end; None when interrupted. Raises DemoFailed and what the network raises."""
         report: DemoReport | None = None
         interrupted = False
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
@@ -315,8 +310,7 @@ class Demo:
         return await box.start_measurement(MEASUREMENT, "--modules", MEASURED_MODULE)
 
     async def _bits_per_byte(self, measurement: trio.Process | None) -> tuple[float | None, str]:
-        """The bundled model's figure on the five held-out modules, and what one of them gives here
-        and now."""
+        """The bundled model's figure on five held-out modules, and one of them measured now."""
         if self._model.folder != BUNDLED:
             return None, "not measured: only the bundled model has held-out text"
         self._stage = "bits per byte are measured"

@@ -1,6 +1,4 @@
-"""What the demo reports: plain values, a table for people, and the lines it shows while it runs.
-No I/O, no clock.
-"""
+"""What the demo reports: values, a table, and lines while it runs. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One request over the network, beside the same on a single engine. KV figures are None where
-    none travelled."""
+    """One request over the network and on a single engine. KV figures None if none travelled."""
 
     name: str
     prompt_tokens: int
@@ -76,8 +73,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request of the demo: its name, and either a prompt or messages, with the tokens they
-    become."""
+    """A request of the demo: its name, a prompt or messages, and their tokens."""
 
     name: str
     prompt: str | None

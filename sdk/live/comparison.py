@@ -91,8 +91,7 @@ class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(outcomes: Outcomes) -> dict[str, float]:
-    """What is compared: percentiles over requests, and output tokens per second from first arrival
-    to last token."""
+    """Percentiles over requests; output tokens per second from first arrival to last token."""
     trace = outcomes.trace
     several = trace.output > 1
     found: dict[str, float] = {}
@@ -126,9 +125,8 @@ def simulated(
     service: Service,
     max_batched_tokens: int,
 ) -> Outcomes:
-    """The same requests in the simulator, with engines and KV transfers as nodes have them, and
-    other plans when those had: a node holds the whole model, so that it goes on with its engine
-    whatever its phase."""
+    """The same requests simulated with the plans as they changed. Each node has the whole model, so
+    it keeps its engine whatever its phase."""
     engine = SimEngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
@@ -140,9 +138,7 @@ def simulated(
 
 
 def cluster_of(status: Status, peers: Sequence[str], cards: Cards) -> Cluster:
-    """The boxes of the plan. All links lead through the same loopback, so each counts for the
-    median of what the nodes have measured: a single burst says more of who else wanted the
-    processor."""
+    """The plan's boxes. All links share one loopback: each gets the median measured bandwidth."""
     boxes = tuple(
         Box(id=peer, gpu=cards.gpu, gpus=cards.count, site=peer, gpu_link_gbps=card_link_gbps(cards.gpu), atomic=True)
         for peer in peers

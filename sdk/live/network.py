@@ -1,8 +1,5 @@
-"""A network of emulated nodes on this machine, and a trace replayed through it by the SDK.
-
-Everything but the GPUs is real: a process for each node and for each engine, sockets, gateway,
-router, coordinator, plan, and every byte of KV.
-"""
+"""A network of emulated nodes on this machine, and a trace replayed through it by the SDK. Only the
+GPUs are emulated: processes, sockets, plan and KV bytes are real."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
-    """`nodes` with `cards` each (`1xL4`), by that column of the GPU table, serve a known `model`.
-    They are pinned to `phases` in turn, if there are any."""
+    """`nodes` with `cards` each (`1xL4`, a GPU table column) serve `model`, pinned to `phases` in
+    turn."""
 
     nodes: int
     cards: str
@@ -58,11 +55,9 @@ class LiveSettings:
 class LiveRun:
     """What a replay has shown.
 
-    `outcomes` by the client's clock, from the moment that the trace has for a request. `plans`
-    with the moments from which they were seen to be followed; the first was there when the replay
-    began. `status` is as of the end. `recovered` requests needed more than one attempt; so often
-    were engines `late`, that is behind their model. `cores` of this machine were busy on average,
-    `own_cores` with this run."""
+    `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took
+    effect. `status` at the end. `recovered`: requests with more than one attempt; `late`: engines
+    behind their model. `cores` of this machine were busy on average, `own_cores` with this run."""
 
     outcomes: Outcomes
     plans: tuple[tuple[float, Plan], ...]
@@ -74,8 +69,7 @@ class LiveRun:
 
 
 async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
-    """Start the network, warm it up, replay the trace and end everything. Raises DemoFailed or
-    ClientError."""
+    """Start the network, warm it up, replay the trace, end it. Raises DemoFailed or ClientError."""
     async with open_box(watch_memory=False) as box:
         await box.start_fork_server(settings.nodes, backend="emulated")
         bootstrap = await box.start_bootstrap(settings.codec)
@@ -141,8 +135,7 @@ async def _warm_up(client: AsyncClient, plan: Plan) -> None:
 
 
 async def _replay(client: AsyncClient, trace: Trace, say: Say) -> tuple[Outcomes, int]:
-    """Ask as the trace does; returns what the client has seen, and how many requests needed more
-    than one attempt."""
+    """Replay the trace: what the client saw, and how many requests took several attempts."""
     ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
     recovered = done = 0
     began = trio.current_time()
@@ -187,8 +180,7 @@ async def _plans_followed(client: AsyncClient) -> AsyncIterator[list[tuple[float
 
 
 async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, int]:
-    """One request of these lengths: when its first and its last token came, and how many attempts
-    it took."""
+    """Ask one request of these lengths: times of first and last token, and attempts."""
     first = last = nan
     stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S)
     async with stream:
@@ -204,8 +196,7 @@ async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, fl
 
 @contextmanager
 def _cores(box: DemoBox) -> Iterator[list[float]]:
-    """How many cores were busy while the body ran, and how many of them with this run: the list,
-    afterwards."""
+    """Cores busy during the body, and those of this run: the list is filled afterwards."""
     found: list[float] = []
     before, began = box.cpu_seconds(), trio.current_time()
     psutil.cpu_percent()

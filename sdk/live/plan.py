@@ -1,6 +1,4 @@
-"""`p2pserve plan --live`: the running network's plan with what is expected of it, and the best one
-found beside it.
-"""
+"""`p2pserve plan --live`: the running plan with its expected figures, and the best found."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A replica that does something else in the best plan; `was` is None for one that the running
-    plan has not."""
+    """A replica that changes in the best plan; `was` is None for a new one."""
 
     replica: str
     was: Phase | None
@@ -48,9 +45,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LivePlans:
-    """`plan` is what the network says it follows; `running`, what is expected of it as things are
-    now: of its replicas that are there. None where there is no plan, or those cannot serve. `best`
-    is the best found."""
+    """`plan` is what the network follows; `running` its expected figures with the replicas there
+    now, None where they cannot serve. `best` is the best found."""
 
     network: NetworkProblem
     plan: Plan | None
@@ -100,8 +96,7 @@ def _service(view: NetworkView, wanted: str | None) -> str:
 
 
 def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
-    """The plan as it would do now, and the best found: starting afresh or from the plan, whatever
-    is better."""
+    """The plan as it would do now, and the best found, from scratch or from the plan."""
     running = _running(network, plan)
     starts = [search_phases(network)]
     if running is not None and len(running) == len(network.heads):
@@ -130,8 +125,7 @@ def _running(network: NetworkProblem, plan: Plan | None) -> Solution | None:
 
 
 def _expected(network: NetworkProblem, plan: Plan, running: Solution) -> Proposal:
-    """With the plan's own shares of the requests: of as many as one of the planner's solvers would
-    serve."""
+    """With the plan's own shares, at the rate that one of the planner's solvers would serve."""
     there = {replica.id for replica in plan.replicas} & set(network.ids(running))
     left = [pair for pair in plan.pairings if {pair.prefill, pair.decode} <= there]
     total = sum(pair.weight for pair in left)

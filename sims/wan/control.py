@@ -7,17 +7,22 @@ nothing stays behind when the owner is killed.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from heapq import heappop, heappush
+from types import FrameType
 from typing import Any, Protocol
 
 import msgspec
 
-from .scenario import ScenarioError
+from .errors import WanUnavailable
+from .scenario import Scenario, ScenarioError
 from .switch import BoxStatistics, LineStatistics, Switch
 
-__all__ = ["Commands", "EmulatorReady", "EmulatorReply", "WanStatistics"]
+__all__ = ["Commands", "EmulatorReady", "EmulatorReply", "WanStatistics", "run_emulator", "say_ready"]
 
 
 class SetPair(msgspec.Struct, frozen=True, tag="set_pair", forbid_unknown_fields=True):
@@ -168,3 +173,27 @@ class Commands:
             boxes=self._switch.box_statistics(),
             rows=[LineRow(a, b, line) for (a, b), line in self._switch.line_statistics().items()],
         )
+
+
+def run_emulator(run: Callable[[Scenario], None]) -> int:
+    """The life of an emulator's process: read the scenario from its input and `run` it; what is
+    wrong goes to its owner. Returns the exit code."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's, who then closes the input
+    try:
+        run(Scenario.from_json(sys.stdin.buffer.readline()))
+    except (ScenarioError, WanUnavailable) as error:
+        say_ready(EmulatorReady(error=str(error), unavailable=isinstance(error, WanUnavailable)))
+        return 1
+    except BrokenPipeError:
+        return 1
+    return 0
+
+
+def say_ready(ready: EmulatorReady) -> None:
+    """Tell the owner that the network is up, or why not."""
+    os.write(sys.stdout.fileno(), msgspec.json.encode(ready) + b"\n")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import struct
 import sys
@@ -19,12 +18,9 @@ import time
 from collections import deque
 from enum import Enum
 from heapq import heappop, heappush
-from types import FrameType
 from typing import Final
 
-import msgspec
-
-from .control import Commands, EmulatorReady
+from .control import Commands, EmulatorReady, run_emulator, say_ready
 from .scenario import Scenario, ScenarioError
 from .switch import Switch
 
@@ -236,28 +232,18 @@ class ProxyEmulator:
 
 def main() -> int:
     """Run one emulation, as told on the standard input."""
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's, who then closes the input
-    try:
-        scenario = Scenario.from_json(sys.stdin.buffer.readline())
-        # All of 127.0.0.0/8 is this machine on Linux, so each box has all the ports; elsewhere they share them.
-        many = sys.platform.startswith("linux")
-        addresses = {
-            name: f"127.77.{i // 250}.{i % 250 + 1}" if many else "127.0.0.1" for i, name in enumerate(scenario.boxes)
-        }
-        emulator = ProxyEmulator(scenario, addresses)
-        os.write(sys.stdout.fileno(), msgspec.json.encode(EmulatorReady(addresses=addresses)) + b"\n")
-        emulator.run(sys.stdin.fileno(), sys.stdout.fileno())
-    except ScenarioError as error:
-        os.write(sys.stdout.fileno(), msgspec.json.encode(EmulatorReady(error=str(error))) + b"\n")
-        return 1
-    except BrokenPipeError:
-        return 1
-    return 0
+    return run_emulator(_emulate)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def _emulate(scenario: Scenario) -> None:
+    # All of 127.0.0.0/8 is this machine on Linux, so each box has all the ports; elsewhere they share them.
+    many = sys.platform.startswith("linux")
+    addresses = {
+        name: f"127.77.{i // 250}.{i % 250 + 1}" if many else "127.0.0.1" for i, name in enumerate(scenario.boxes)
+    }
+    emulator = ProxyEmulator(scenario, addresses)
+    say_ready(EmulatorReady(addresses=addresses))
+    emulator.run(sys.stdin.fileno(), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -11,19 +11,14 @@ from __future__ import annotations
 import gc
 import os
 import select
-import signal
 import socket
 import sys
 import time
-from types import FrameType
 from typing import Final
 
-import msgspec
-
-from .control import Commands, EmulatorReady
-from .errors import WanUnavailable
+from .control import Commands, EmulatorReady, run_emulator, say_ready
 from .namespaces import VNET_HEADER, Namespaces
-from .scenario import Scenario, ScenarioError
+from .scenario import Scenario
 from .switch import Switch
 
 __all__ = ["main"]
@@ -115,28 +110,21 @@ class TunEmulator:
 
 def main() -> int:
     """Run one emulation, as told on the standard input."""
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's, who then closes the input
-    control = sys.stdin.fileno()
-    try:
-        scenario = Scenario.from_json(sys.stdin.buffer.readline())
-        with Namespaces(scenario) as namespaces:
-            _prefer()
-            emulator = TunEmulator(namespaces, scenario)
-            _say(
-                EmulatorReady(addresses=namespaces.addresses, namespaces=namespaces.namespaces, notes=namespaces.notes)
-            )
-            # No cycles are made per packet, and a collection would hold up all of them.
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-            emulator.run(control, sys.stdout.fileno())
-    except (ScenarioError, WanUnavailable) as error:
-        _say(EmulatorReady(error=str(error), unavailable=isinstance(error, WanUnavailable)))
-        return 1
-    except BrokenPipeError:
-        return 1
-    return 0
+    return run_emulator(_emulate)
+
+
+def _emulate(scenario: Scenario) -> None:
+    with Namespaces(scenario) as namespaces:
+        _prefer()
+        emulator = TunEmulator(namespaces, scenario)
+        say_ready(
+            EmulatorReady(addresses=namespaces.addresses, namespaces=namespaces.namespaces, notes=namespaces.notes)
+        )
+        # No cycles are made per packet, and a collection would hold up all of them.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        emulator.run(sys.stdin.fileno(), sys.stdout.fileno())
 
 
 def _prefer() -> None:
@@ -145,14 +133,6 @@ def _prefer() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
     except OSError:
         return
-
-
-def _say(ready: EmulatorReady) -> None:
-    os.write(sys.stdout.fileno(), msgspec.json.encode(ready) + b"\n")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class LowerLevel:
         self._scores: dict[Solution, Score] = {}
         self._gbps: dict[frozenset[int], tuple[float, float]] = {}
         self._values: dict[tuple[Component, tuple[PhaseCounts, ...]], Array] = {}
-        self._priced = (len(service_needs), len(TOTAL_PRICES), len(PREFILL_SHARES))
+        self._price_grid = (len(service_needs), len(TOTAL_PRICES), len(PREFILL_SHARES))
 
     def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether these GPUs have the memory for the model and its long requests, in a shape that
@@ -102,12 +102,12 @@ class LowerLevel:
                 found[group.slices] = (*found.get(group.slices, ()), replica.configuration.stages)
         return found
 
-    def max_rates(self, group: Group, counts: int) -> tuple[float, float]:
+    def max_rates(self, group: Group, replicas: int) -> tuple[float, float]:
         """Up to the load at which the service's target share is still in time."""
         replica = self._catalogue.replica(group)
         if replica is None:
             return 0.0, 0.0
-        usable_load = self._catalogue.curves([replica], (counts, counts))[0].usable_load
+        usable_load = self._catalogue.curves([replica], (replicas, replicas))[0].usable_load
         prefill_rate = 0.0 if group.phase is Phase.DECODE else usable_load * replica.behaviour.prefill_rate
         return prefill_rate, 0.0 if group.phase is Phase.PREFILL else usable_load * replica.behaviour.decode_rate
 
@@ -120,7 +120,7 @@ class LowerLevel:
                 self._component_values([key[0] for key in missing], *service) for service in enumerate(phase_counts)
             ]
             self._values.update(zip(missing, np.stack(found, axis=1), strict=True))
-        return np.array([self._values[key] for key in keys]).reshape(-1, *self._priced)
+        return np.array([self._values[key] for key in keys]).reshape(-1, *self._price_grid)
 
     def score(self, solution: Solution) -> Score:
         """By the exact orchestration where that is quick (`flow.solve_quick`)."""
@@ -159,8 +159,8 @@ class LowerLevel:
         Where no request would be in time, those that there are are served all the same. Raises
         UnservedError.
         """
-        limits = [self.orchestrate(solution, solver=solver) for solver in solvers]
-        best = max(limits, key=lambda found: self._score(solution, found).objective)
+        candidates = [self.orchestrate(solution, solver=solver) for solver in solvers]
+        best = max(candidates, key=lambda found: self._score(solution, found).objective)
         if not all(item.flow.served > 0.0 for item in best):
             best = self.orchestrate(solution, solver=_serve_anyway)
         score = self._score(solution, best)
@@ -205,7 +205,7 @@ class LowerLevel:
             for replica in self._replicas_of(component, service)
         ]
         curves = self._catalogue.curves([replica for _, replica in replicas], counts)
-        gained = np.zeros((len(components), *self._priced[1:]))
+        gained = np.zeros((len(components), *self._price_grid[1:]))
         for (place, _), curve in zip(replicas, curves, strict=True):
             gained[place] += curve.replica_values
         boxes = [frozenset(box for group in component for box, _ in group.slices) for component in components]
@@ -236,8 +236,8 @@ class LowerLevel:
         return Score(objective, attainment, min(capacities))
 
     def _boxes_usd(self, solution: Solution) -> float:
-        used_gbps = {part.box for group in solution for part in group.slices}
-        return sum(self.problem.cluster.boxes[box].usd_per_hour for box in used_gbps)
+        used_boxes = {part.box for group in solution for part in group.slices}
+        return sum(self.problem.cluster.boxes[box].usd_per_hour for box in used_boxes)
 
     def _traffic_usd(self, orchestrations: Sequence[Orchestration]) -> float:
         gbps = np.sum([item.flow.used_gbps for item in orchestrations], axis=0)
@@ -247,8 +247,8 @@ class LowerLevel:
 def _largest_worth(replicas: Sequence[ConfiguredReplica], curves: Sequence[LoadCurve]) -> float:
     """What a request on the best pair may be worth, whose replicas' losses are counted both: those
     of one of them may be among those of the other."""
-    handing = {replica.group.phase for replica in replicas} - {Phase.MIXED}
-    if not handing:
+    single_phases = {replica.group.phase for replica in replicas} - {Phase.MIXED}
+    if not single_phases:
         return 1.0
     in_time_share = [
         (replica.group.phase, curve.in_time_share[REFERENCE_LOAD])

@@ -133,8 +133,8 @@ class _PairModel:
         prefills, decodes = self.pairs.prefill[pairs], self.pairs.decode[pairs]
         everyone = np.arange(len(loads))
         row = self.tables.at(everyone, loads)
-        prefilling = self.tables.prefilling(everyone, row, self.counts[0]).at(prefills)
-        decoding = self.tables.decoding(everyone, loads, row, self.counts[1]).at(decodes)
+        prefilling = self.tables.prefill_times(everyone, row, self.counts[0]).at(prefills)
+        decoding = self.tables.decode_times(everyone, loads, row, self.counts[1]).at(decodes)
         wire_s = self.pairs.gigabit_s[pairs][:, None] * self.gigabits
         latency_s, read_s = self.pairs.latency_s[pairs][:, None], self.tables.prefill_s[prefills]
         layers = self.service.model.layers

@@ -163,20 +163,20 @@ class _LazyShapes:
 
     def __init__(self, rest: Iterator[_Shape]) -> None:
         self._rest = rest
-        self._generate_shapes: list[_Shape] = []
+        self._made: list[_Shape] = []
 
     @property
     def has_any(self) -> bool:
         """Whether there is one."""
-        if not self._generate_shapes:
-            self._generate_shapes.extend(islice(self._rest, 1))
-        return bool(self._generate_shapes)
+        if not self._made:
+            self._made.extend(islice(self._rest, 1))
+        return bool(self._made)
 
     @property
     def all(self) -> list[_Shape]:
         """In the order they are made."""
-        self._generate_shapes.extend(self._rest)
-        return self._generate_shapes
+        self._made.extend(self._rest)
+        return self._made
 
 
 def has_memory_for(parts: Sequence[BoxGpus], needs: ServiceNeeds) -> bool:
@@ -191,7 +191,7 @@ class ParallelOptions:
     of them."""
 
     def __init__(self, parts: GroupHardware, needs: ServiceNeeds) -> None:
-        self._parts, self._demand = parts, needs
+        self._parts, self._needs = parts, needs
         self._timed: dict[tuple[int, ...], list[_TimedShape]] = {}
         self._shapes: dict[tuple[int, ...], _LazyShapes] = {}
 
@@ -208,29 +208,29 @@ class ParallelOptions:
             return None
         if order not in self._timed:
             self._timed[order] = [_TimedShape(shape, self._times(shape)) for shape in self._shapes_in(order).all]
-        promising = list(_rank_shapes(self._timed[order], phase, self._demand))
+        promising = list(_rank_shapes(self._timed[order], phase, self._needs))
         if len(promising) == 1:
-            return _configuration(promising[0][1], phase, self._demand)
+            return _configuration(promising[0][1], phase, self._needs)
         found: list[tuple[float, Configuration]] = []
         most = enough = 0.0
         for upper_bound, timed in promising:
             if upper_bound < max(most * (1.0 - EQUAL_WITHIN), enough):
                 break  # the bound is without waiting: nothing carries more
-            configuration = _configuration(timed, phase, self._demand)
+            configuration = _configuration(timed, phase, self._needs)
             if configuration.behaviour.rate < most * (1.0 - EQUAL_WITHIN):
                 continue
-            goodput = _goodput(configuration.behaviour, self._demand)
+            goodput = _goodput(configuration.behaviour, self._needs)
             if not found and goodput >= CLOSE_TO_BOUND * upper_bound:
                 enough = RIVAL_SHARE * upper_bound
             found.append((goodput, configuration))
             most = max(most, goodput)
         near = [configuration for goodput, configuration in found if goodput >= most * (1.0 - EQUAL_WITHIN)]
-        return min(near, key=lambda item: item.behaviour.alone_s(self._demand.classes), default=None)
+        return min(near, key=lambda item: item.behaviour.alone_s(self._needs.classes), default=None)
 
     def _order_boxes(self, phase: Phase) -> tuple[int, ...] | None:
-        if not has_memory_for(self._parts.parts, self._demand):
+        if not has_memory_for(self._parts.parts, self._needs):
             return None
-        return best_order(_hop_costs(self._parts, phase, self._demand), cycle=phase is not Phase.PREFILL)
+        return best_order(_hop_costs(self._parts, phase, self._needs), cycle=phase is not Phase.PREFILL)
 
     def _shapes_in(self, order: tuple[int, ...]) -> _LazyShapes:
         if order not in self._shapes:
@@ -239,19 +239,19 @@ class ParallelOptions:
 
     def _generate_shapes(self, order: tuple[int, ...]) -> Iterator[_Shape]:
         """All different ones that have room for the longest request."""
-        parts, model = self._parts.parts, self._demand.model
-        for stages in dict.fromkeys(self._parts.loaded or _all_stages(order, parts, self._demand)):
+        parts, model = self._parts.parts, self._needs.model
+        for stages in dict.fromkeys(self._parts.loaded or _all_stages(order, parts, self._needs)):
             hardware = tuple(
                 StageHardware(parts[box].gpu, tp, count, parts[box].link_gbps) for box, tp, count in stages
             )
             room = kv_capacity_tokens(model, hardware, memory_share=MEMORY_SHARE)
-            if room >= self._demand.longest:
+            if room >= self._needs.longest:
                 yield _Shape(stages, hardware, room)
 
     def _times(self, shape: _Shape) -> StepTimes:
         boxes = [box for box, _, _ in shape.stages]
         hops = [_hop(self._parts, *ends) for ends in pairwise([*boxes, boxes[0]])] if len(boxes) > 1 else []
-        return replica_times(self._demand.model, shape.hardware, hops)
+        return replica_times(self._needs.model, shape.hardware, hops)
 
 
 def _all_stages(order: Sequence[int], parts: Sequence[BoxGpus], needs: ServiceNeeds) -> Iterator[Stages]:
@@ -274,13 +274,11 @@ def _rank_shapes(
     def seconds(timed: _TimedShape) -> tuple[float, float]:
         """Of a replica's time for a request, and of the request's when it is alone."""
         times, batch = timed.times, max(1, min(MAX_BATCH, int(timed.shape.room / context)))
-        prefill_rate = 0.0 if phase is Phase.DECODE else times.prefill_interval_s(prompt, pairs)
-        decode_rate = (
-            0.0 if phase is Phase.PREFILL else output * times.decode_line(batch).step_s(batch * context) / batch
-        )
+        prefill_s = 0.0 if phase is Phase.DECODE else times.prefill_interval_s(prompt, pairs)
+        decode_s = 0.0 if phase is Phase.PREFILL else output * times.decode_line(batch).step_s(batch * context) / batch
         first = 0.0 if phase is Phase.DECODE else times.prefill_s(prompt, pairs)
         rest = 0.0 if phase is Phase.PREFILL else output * times.decode_line(1).step_s(context)
-        return prefill_rate + decode_rate, first + rest
+        return prefill_s + decode_s, first + rest
 
     costs = [seconds(timed) for timed in shapes]
     soonest = inf

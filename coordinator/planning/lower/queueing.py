@@ -171,7 +171,7 @@ class ReplicaTables:
             rows("table", *table),
         )
 
-    def tabulated(self) -> tuple[Index, Array, LoadRow]:
+    def tabulate(self) -> tuple[Index, Array, LoadRow]:
         """Every replica at each of LOADS: which, at what load, and what it does there."""
         replicas = len(self.table)
         index, load = np.repeat(np.arange(replicas), len(LOADS)), np.tile(LOADS, replicas)
@@ -185,7 +185,7 @@ class ReplicaTables:
         values = (1.0 - part) * self.table[index, above - 1] + part * self.table[index, above]
         return LoadRow(*values.T)
 
-    def prefilling(self, index: Index, row: LoadRow, servers: float) -> PrefillTimes:
+    def prefill_times(self, index: Index, row: LoadRow, servers: float) -> PrefillTimes:
         """Of prompts on replicas `index[k]` that do `row`, when `servers` replicas share the
         queue."""
         variability = (self.arrival_cv**2 + self.prefill_cv2[index]) / 2.0
@@ -193,17 +193,17 @@ class ReplicaTables:
         service = self.prefill_s[index] + self.prefill_rounds[index] * row.step_s[:, None] + row.join_s[:, None]
         return PrefillTimes(service, self.prefill_sd_s[index], busy, wait)
 
-    def decoding(self, index: Index, load: Array, row: LoadRow, servers: float) -> DecodeTimes:
+    def decode_times(self, index: Index, load: Array, row: LoadRow, servers: float) -> DecodeTimes:
         """Of outputs on replicas `index[k]` at `load[k]`, where they do `row`, when `servers`
         replicas share them."""
         tokens = np.maximum(self.classes.output, 1.0)[None, :]
         varied = (row.batch_var / servers + row.context_var)[:, None]
-        variance = varied * _averaged(tokens / self.classes.life)
+        variance = varied * _average_out(tokens / self.classes.life)
         runs = tokens / row.run_rounds[:, None]
         # how much of how it began is left over its life, and what varies besides
         kept = -np.expm1(-runs) / runs
         stalled_share, stall = row.stalled_share[:, None], row.stall_s[:, None]
-        variance += stall**2 * stalled_share * (1.0 - stalled_share) * np.maximum(_averaged(runs) - kept**2, 0.0)
+        variance += stall**2 * stalled_share * (1.0 - stalled_share) * np.maximum(_average_out(runs) - kept**2, 0.0)
         base = row.tpot_s[:, None] - stall * stalled_share
         fast, slow = (
             base + stall * stalled_share * (1.0 - kept),
@@ -217,7 +217,7 @@ class ReplicaTables:
         return DecodeTimes(row.tpot_s, fast, slow, np.sqrt(variance), row.prefilling, full / idle)
 
 
-def _averaged(lives: Array) -> Array:
+def _average_out(lives: Array) -> Array:
     """What is left of a variance in the average over so many times as long as its cause lasts."""
     return np.asarray(2.0 * (lives - 1.0 + np.exp(-lives)) / lives**2)
 
@@ -255,14 +255,14 @@ class RequestTimes:
         slack, sd = seconds - late * (self.admit_s + sending.least_s) / gaps, np.maximum(decoding.sd_s, 1e-9)
         busy, shared = late * sending.busy[:, None], late * sending.shared_s / gaps
 
-        def paced(tpot_s: Array) -> Array:
+        def chance_of(tpot_s: Array) -> Array:
             if busy.any():
                 return chance_in_time(slack - tpot_s, sd, busy, shared)
             return np.asarray(ndtr((slack - tpot_s) / sd))
 
-        share = paced(decoding.fast_s)
+        share = chance_of(decoding.fast_s)
         if decoding.stalled_share.any():
-            share += decoding.stalled_share[:, None] * (paced(decoding.slow_s) - share)
+            share += decoding.stalled_share[:, None] * (chance_of(decoding.slow_s) - share)
         return np.where(self.classes.output > 1.5, share, 1.0)
 
     def end_within(self, seconds: float) -> Array:
@@ -316,24 +316,24 @@ def in_time_by_load(
     the outputs. `other_phase`: counts for the end only; one that takes no time unless it is given.
     `admitted_later`: a wait for room in the batch comes after the first token."""
     tables = ReplicaTables.of(behaviours, classes, arrival_cv)
-    index, load, row = tables.tabulated()
-    prefill_rate = tables.prefilling(index, row, phase_counts[0]) if behaviours[0].does_prefill else None
-    decode_rate = tables.decoding(index, load, row, phase_counts[1]) if behaviours[0].does_decode else None
+    index, load, row = tables.tabulate()
+    prefilling = tables.prefill_times(index, row, phase_counts[0]) if behaviours[0].does_prefill else None
+    decoding = tables.decode_times(index, load, row, phase_counts[1]) if behaviours[0].does_decode else None
     none, nones = np.zeros(len(load)), np.zeros((len(load), len(classes.share)))
     admit, sending = (
-        nones if decode_rate is None else nones + decode_rate.admit_s[:, None],
+        nones if decoding is None else nones + decoding.admit_s[:, None],
         KVDelays(nones, none, nones),
     )
     early = none if admitted_later else none + 1.0
 
     def request_times(beside: OtherPhase) -> RequestTimes:
         tpot = nones + beside.tpot_s
-        prefilling = prefill_rate or PrefillTimes(nones + beside.service_s, nones, none, none)
-        decoding = decode_rate or DecodeTimes(none + beside.tpot_s, tpot, tpot, nones, none, none)
-        return RequestTimes(classes, prefilling, decoding, sending, admit, early, none)
+        prefill_times = prefilling or PrefillTimes(nones + beside.service_s, nones, none, none)
+        decode_times = decoding or DecodeTimes(none + beside.tpot_s, tpot, tpot, nones, none, none)
+        return RequestTimes(classes, prefill_times, decode_times, sending, admit, early, none)
 
     own = slo if other_phase is None else replace(slo, e2e_s=inf)
-    if decode_rate is None:
+    if decoding is None:
         own = replace(own, tpot_s=inf)
     share = request_times(OtherPhase()).share_in_time(own)
     if other_phase is not None:

@@ -75,7 +75,7 @@ def parse_cluster(text: str | bytes, specs: Specs = Specs.DENSE) -> Cluster:
     except msgspec.DecodeError as error:
         raise ClusterError(f"cluster file: {error}") from None
     boxes = [box for kind in described.boxes for box in _boxes(kind, specs)]
-    return _linked(tuple(boxes), described)
+    return _link_boxes(tuple(boxes), described)
 
 
 @cache
@@ -136,7 +136,7 @@ def _gpu_link(kind: _BoxEntry, gpu: GpuSpec) -> float:
         raise ClusterError(f"boxes: {kind.id}: {error}") from None
 
 
-def _linked(boxes: tuple[Box, ...], described: _ClusterFile) -> Cluster:
+def _link_boxes(boxes: tuple[Box, ...], described: _ClusterFile) -> Cluster:
     count = len(boxes)
     gbps, rtt, price = np.zeros((count, count)), np.zeros((count, count)), np.zeros((count, count))
 

@@ -103,16 +103,16 @@ def reschedule_lightly(
         near = [solution for _, solution in flips(space, here)]
         found = scorer.find_best_above(near, level)
         if found is None and not scorer.is_exhausted():
-            found = scorer.find_best_above(list(_twice(space, near)), level)
+            found = scorer.find_best_above(list(_flip_twice(space, near)), level)
         if found is None:
             break
         level, here = found
     if level < before.objective + margin:
         return Adjustment(solution=running, score=before, before=before, flips=())
-    return Adjustment(solution=here, score=scorer.score(here), before=before, flips=_flips(space, running, here))
+    return Adjustment(solution=here, score=scorer.score(here), before=before, flips=_list_flips(space, running, here))
 
 
-def _twice(space: SearchSpace, near: list[Solution]) -> Iterator[Solution]:
+def _flip_twice(space: SearchSpace, near: list[Solution]) -> Iterator[Solution]:
     seen = set(near)
     for solution in near:
         for _, further in flips(space, solution):
@@ -121,7 +121,7 @@ def _twice(space: SearchSpace, near: list[Solution]) -> Iterator[Solution]:
                 yield further
 
 
-def _flips(space: SearchSpace, old: Solution, new: Solution) -> tuple[Flip, ...]:
+def _list_flips(space: SearchSpace, old: Solution, new: Solution) -> tuple[Flip, ...]:
     """Pairs of groups on the same GPUs, those that stay as they are left out."""
     gone, come = list(old), list(new)
     for group in old:
@@ -132,11 +132,11 @@ def _flips(space: SearchSpace, old: Solution, new: Solution) -> tuple[Flip, ...]
     for was in gone:
         now = next(group for group in come if group.slices == was.slices)
         come.remove(now)
-        found.append(Flip(was=was, now=now, why=_why(space, old, was, now)))
+        found.append(Flip(was=was, now=now, why=_explain_flip(space, old, was, now)))
     return tuple(found)
 
 
-def _why(space: SearchSpace, old: Solution, was: Group, now: Group) -> str:
+def _explain_flip(space: SearchSpace, old: Solution, was: Group, now: Group) -> str:
     """One line: what was short, and what the flip gives and takes."""
     count = len(old)
     asked = space.problem.services[was.service].workload.rate

@@ -204,10 +204,10 @@ class _Choice:
         inside = {self._of[box] for box in boxes if box in self._of}
         if any(box not in boxes for place in inside for box in place):
             return False
-        fits_somewhere = [self._taken[place] for place in inside]
+        replaced = [self._taken[place] for place in inside]
         rest, spent = (
-            self._total - self._worth[fits_somewhere].sum(axis=0),
-            self._spent - self._cost[fits_somewhere].sum(),
+            self._total - self._worth[replaced].sum(axis=0),
+            self._spent - self._cost[replaced].sum(),
         )
         ways = [self._best_columns(rest, spent, [(box,) for box in boxes])]
         if len(boxes) > 1:

@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 import msgspec
 import trio
@@ -36,9 +36,58 @@ class EngineLost(EngineError):
     """A running engine is gone."""
 
 
+class EngineHandle(Protocol):
+    """One engine process for those who give it work: an `EngineLink`, or `testing.MemoryEngine`."""
+
+    @property
+    def ready(self) -> protocol.EngineReady | None:
+        """What it says of itself, once it has started."""
+
+    @property
+    def running(self) -> bool:
+        """Whether requests may be submitted."""
+
+    def send(self, message: protocol.EngineMessage) -> None:
+        """Queue a message. Raises EngineLost."""
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """Give it an accepted socket whose `hello` has been read; the caller closes its copy. Raises EngineLost when
+        the engine does not take it."""
+
+    async def wait_gone(self) -> str:
+        """Wait until the process is gone and return how it ended, for people."""
+
+    def exit_text(self) -> str:
+        """How the process ended."""
+
+    def close(self) -> None:
+        """Hang up: the process ends."""
+
+
+class EngineStarter(Protocol):
+    """What starts engines: a `ForkServerClient`, or `testing.MemoryStarter`."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether no engine can be started on it any more."""
+
+    @property
+    def version(self) -> str:
+        """Of what it has imported, once it is ready."""
+
+    async def wait_ready(self) -> None:
+        """Wait until engines can be forked. Raises EngineStartError."""
+
+    async def start_engine(
+        self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
+    ) -> EngineHandle:
+        """Start an engine and wait until its model is loaded; `on_message` is called for everything it says later.
+        Raises EngineStartError."""
+
+
 @final
 class ForkServerClient:
-    """Connection to a fork server, this node's own or one shared by the nodes of a box."""
+    """Connection to a fork server, this node's own or one shared by the nodes of a box: an `EngineStarter`."""
 
     def __init__(self, channel: trio.socket.SocketType, nursery: trio.Nursery, log: Path | None) -> None:
         self._channel = channel
@@ -53,11 +102,9 @@ class ForkServerClient:
 
     @property
     def gone(self) -> bool:
-        """Whether no engine can be started on it any more."""
         return self._failure is not None
 
     async def wait_ready(self) -> None:
-        """Wait until engines can be forked. Raises EngineStartError."""
         await self._ready.wait()
         if self._failure is not None:
             raise EngineStartError(self._failure)
@@ -65,10 +112,6 @@ class ForkServerClient:
     async def start_engine(
         self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
     ) -> EngineLink:
-        """Fork an engine and wait until its model is loaded.
-
-        `on_message` is called for everything the engine says later. Raises EngineStartError.
-        """
         await self.wait_ready()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         our_sockets, their_sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -119,7 +162,7 @@ class ForkServerClient:
 
 @final
 class EngineLink:
-    """One engine process. `ready` describes it once it has started."""
+    """The sockets of one engine process: an `EngineHandle`."""
 
     def __init__(
         self,
@@ -146,20 +189,14 @@ class EngineLink:
 
     @property
     def running(self) -> bool:
-        """Whether requests may be submitted."""
         return self.ready is not None and not self._gone.is_set()
 
     def send(self, message: protocol.EngineMessage) -> None:
-        """Queue a message. Raises EngineLost."""
         if self._gone.is_set():
             raise EngineLost("the engine process is gone")
         self._outbox_send.send_nowait(message)
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """Give the engine an accepted socket whose `hello` has been read; the caller closes its copy.
-
-        Raises EngineLost when the engine does not take it.
-        """
         try:
             socket.send_fds(self._sockets, [hello], [connection.fileno()])
         except OSError as error:
@@ -178,7 +215,6 @@ class EngineLink:
         raise EngineStartError(self._failure)
 
     async def wait_gone(self) -> str:
-        """Wait until the process is gone and return how it ended, for people."""
         await self._gone.wait()
         await self._wait_exit()
         return self.exit_text()
@@ -188,7 +224,6 @@ class EngineLink:
             await self._exited.wait()
 
     def exit_text(self) -> str:
-        """How the process ended."""
         if self.ready is not None and self._failure is not None:
             return f"ended: {self._failure}"
         if self._status is None:
@@ -204,7 +239,6 @@ class EngineLink:
         self._exited.set()
 
     def close(self) -> None:
-        """Hang up: the process ends."""
         self._messages.close()
         self._sockets.close()
 

@@ -10,7 +10,7 @@ from ..backend import EngineBackend, ServedModel
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
     from ...settings import BoxEngineSettings
-    from ..agent_side.engine_link import ForkServerClient
+    from ..agent_side.engine_link import EngineStarter
     from ..process import AgentSockets
     from ..protocol import EngineConfig
 
@@ -41,7 +41,7 @@ def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedM
     return inspect_model(name, hardware, knobs)
 
 
-async def _trust(server: ForkServerClient) -> None:
+async def _trust(server: EngineStarter) -> None:
     """Nothing of somebody else's is in it."""
 
 

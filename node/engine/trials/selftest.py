@@ -24,7 +24,7 @@ import trio
 from ....kvtransport.errors import TransferError
 from ...box.hardware import probe
 from .. import protocol
-from ..agent_side.engine_link import EngineError, EngineStartError, ForkServerClient
+from ..agent_side.engine_link import EngineError, EngineStarter, EngineStartError
 from .random_model import TINY, make_model
 from .trial import Trial, TrialAnswer, TrialEngine, open_trial
 
@@ -39,7 +39,7 @@ PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no mu
 PARTITION = (1, 2)
 
 
-OpenServer = Callable[..., AbstractAsyncContextManager[ForkServerClient]]
+OpenServer = Callable[..., AbstractAsyncContextManager[EngineStarter]]
 
 
 class TestedVersions(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-async def require_known_to_work(server: ForkServerClient, memory: Path | None = None) -> None:
+async def require_known_to_work(server: EngineStarter, memory: Path | None = None) -> None:
     """Return if vLLM is the pinned version, or passes the self-test, or has passed it before.
 
     `memory` is the file that remembers this, by default one in the user's cache: the nodes of a box, which may start
@@ -81,7 +81,7 @@ async def require_known_to_work(server: ForkServerClient, memory: Path | None = 
         passed.append(verdict.versions)
 
 
-async def run_selftest(server: ForkServerClient) -> SelfTestResult:
+async def run_selftest(server: EngineStarter) -> SelfTestResult:
     """Test this installation. Raises EngineStartError when vLLM cannot even be imported."""
     await server.wait_ready()
     began = trio.current_time()
@@ -128,7 +128,7 @@ def _make_folder(folder: Path) -> None:
         raise EngineStartError(f"{folder}: {error.strerror}; name another folder with XDG_CACHE_HOME") from error
 
 
-async def _complaint(server: ForkServerClient) -> str:
+async def _complaint(server: EngineStarter) -> str:
     """What is wrong, in one line; "" if nothing."""
     prompts = [random.Random(seed).choices(range(1, TINY.vocabulary), k=PROMPT_TOKENS) for seed in (7, 8)]
     doing = "an engine"

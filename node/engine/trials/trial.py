@@ -18,7 +18,7 @@ from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from .. import protocol
-from ..agent_side.engine_link import EngineError, EngineLink, EngineLost, ForkServerClient
+from ..agent_side.engine_link import EngineError, EngineHandle, EngineLost, EngineStarter
 
 LEASE_S = 600.0
 DEADLINE_S = 120.0
@@ -52,7 +52,7 @@ class TrialEngine:
     """One engine process, and what it has said. `link` is set once it has started."""
 
     def __init__(self) -> None:
-        self.link: EngineLink | None = None
+        self.link: EngineHandle | None = None
         self.answers: dict[str, TrialAnswer] = {}
         self.reports: dict[bytes, protocol.TransferReport] = {}
         self.iterations: list[protocol.Iterations] = []
@@ -164,7 +164,7 @@ class TrialEngine:
 class Trial:
     """Starts engines and joins them by links over loopback. Made by `open_trial`."""
 
-    def __init__(self, server: ForkServerClient, nursery: trio.Nursery, port: int) -> None:
+    def __init__(self, server: EngineStarter, nursery: trio.Nursery, port: int) -> None:
         self._server = server
         self._nursery = nursery
         self._port = port
@@ -245,7 +245,7 @@ class Trial:
 
 
 @asynccontextmanager
-async def open_trial(server: ForkServerClient) -> AsyncIterator[Trial]:
+async def open_trial(server: EngineStarter) -> AsyncIterator[Trial]:
     """A trial with its listener. The engines end with the fork server."""
     listener = trio.socket.from_stdlib_socket(socket.create_server(("127.0.0.1", 0)))
     with listener:

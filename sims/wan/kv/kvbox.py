@@ -32,24 +32,8 @@ from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hell
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
 from ....kvtransport.wire.sockets import read_link_hello, receive_exactly
-from .orders import (
-    Admit,
-    Bulk,
-    Connect,
-    Expect,
-    ExpectBurst,
-    Forget,
-    Listen,
-    Order,
-    OrderReply,
-    PingOrder,
-    Relayed,
-    Send,
-    SendBurst,
-    SetPathsOrder,
-    TransferState,
-    Watch,
-)
+from . import orders
+from .orders import Bulk, Order, OrderReply, TransferState
 
 __all__ = ["FRAME_BYTES", "KVBox", "main"]
 
@@ -88,34 +72,34 @@ class KVBox:
     def obey(self, order: Order) -> OrderReply:
         """Carry out an order. Raises TransferError or OSError."""
         match order:
-            case Listen(ticket):
+            case orders.Listen(ticket):
                 self._endpoint.open_receiver(ticket)
-            case Expect(link, transfers):
+            case orders.Expect(link, transfers):
                 self._receive(link, transfers)
-            case Connect(ticket, paths):
+            case orders.Connect(ticket, paths):
                 opened = self._endpoint.open_sender(ticket, paths)
                 if not opened.wait_connected(sum(path.streams for path in paths), CONNECT_S):
                     why = opened.statistics().failures
                     raise TransferError(f"not all connections are up after {CONNECT_S:g} s: {why}")
-            case Send(link, transfers):
+            case orders.Send(link, transfers):
                 self._send(link, transfers)
-            case SetPathsOrder(link, paths):
+            case orders.SetPathsOrder(link, paths):
                 self._sender(link).set_paths(paths)
-            case Watch(link):
+            case orders.Watch(link):
                 return self._watch(link)
-            case Forget(link):
+            case orders.Forget(link):
                 self._endpoint.forget(link)
                 self._sent.pop(link, None)
-            case Admit(permit):
+            case orders.Admit(permit):
                 self._relay.admit(permit)
-            case Relayed():
+            case orders.Relayed():
                 return OrderReply(relayed=sum(use.bytes_forwarded for use in self._relay.statistics()))
-            case PingOrder(host, port, count):
+            case orders.PingOrder(host, port, count):
                 return OrderReply(rtt_s=_ping(host, port, count))
-            case ExpectBurst(burst):
+            case orders.ExpectBurst(burst):
                 self._bursts[burst.burst] = BurstGate(burst)
                 threading.Thread(target=self._receive_burst, args=(burst,), daemon=True).start()
-            case SendBurst(burst, host, port):
+            case orders.SendBurst(burst, host, port):
                 with dial_burst(burst, host, port, CONNECT_S) as ends:
                     return OrderReply(burst=send_burst(ends))
         return OrderReply()

@@ -27,27 +27,10 @@ from ....kvtransport.probing.estimates import LinkEstimator
 from ....kvtransport.probing.figures import BoxFigures, LinkFigures, prior, streams_for
 from ....kvtransport.routing.paths import KVPath, NetworkView
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
-from ..emulated import EmulatedWan, Kind, environment
+from ..emulated import EmulatedWan, environment
 from ..errors import WanError
-from ..scenario import Scenario
-from .orders import (
-    Admit,
-    Bulk,
-    Connect,
-    Expect,
-    ExpectBurst,
-    Forget,
-    Listen,
-    Order,
-    OrderReply,
-    PingOrder,
-    Relayed,
-    Send,
-    SendBurst,
-    SetPathsOrder,
-    TransferState,
-    Watch,
-)
+from . import orders
+from .orders import Bulk, Order, OrderReply, TransferState
 
 __all__ = ["BulkTransfers", "KVNetwork", "Moved"]
 
@@ -98,16 +81,25 @@ class Moved:
 
 
 class KVNetwork:
-    """An emulated network with the KV program in each box. A context manager.
+    """An emulated network, entered here, with the KV program in each box. A context manager.
 
-    `usd_per_gb`: what each box is billed for a GB, sent or received.
+    `usd_per_gb`: what each box is billed for a GB, sent or received. `clock`, `sleep`: seconds.
     """
 
-    def __init__(self, scenario: Scenario, *, kind: Kind | None = None, usd_per_gb: float = 0.0) -> None:
-        self.wan = EmulatedWan(scenario, kind=kind)
+    def __init__(
+        self,
+        wan: EmulatedWan,
+        *,
+        usd_per_gb: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.wan = wan
+        self.clock = clock
+        self.sleep = sleep
         self._usd_per_gb = usd_per_gb
         self._programs: dict[str, subprocess.Popen[bytes]] = {}
-        self._locks = {box: threading.Lock() for box in scenario.boxes}
+        self._locks = {box: threading.Lock() for box in wan.scenario.boxes}
         self._ports: dict[str, int] = {}
         self._estimators: dict[tuple[str, str], LinkEstimator] = {}
         self._stack = ExitStack()
@@ -159,22 +151,22 @@ class KVNetwork:
         """Ping the link from `a` to `b`, send a burst over it, and return its figures."""
         estimator = self._estimators.setdefault((a, b), LinkEstimator(GUESS))
         host, port = self.wan.route(a, b, self._ports[b])
-        for rtt_s in self.ask(a, PingOrder(host, port, PINGS)).rtt_s:
-            estimator.on_ping(rtt_s, now=time.monotonic())
-        rtt_s = estimator.figures(time.monotonic()).rtt_s
+        for rtt_s in self.ask(a, orders.PingOrder(host, port, PINGS)).rtt_s:
+            estimator.on_ping(rtt_s, now=self.clock())
+        rtt_s = estimator.figures(self.clock()).rtt_s
         streams = streams_for(self.wan.scenario.fastest_gbps, rtt_s)
         ticket = issue_burst(
             streams=streams, seconds=BURST_S, max_bytes=BURST_BYTES, rtt_s=rtt_s, random=secrets.token_bytes
         )
-        self.ask(b, ExpectBurst(ticket))
-        sample = self.ask(a, SendBurst(ticket, host, port)).burst
+        self.ask(b, orders.ExpectBurst(ticket))
+        sample = self.ask(a, orders.SendBurst(ticket, host, port)).burst
         assert sample is not None
-        estimator.on_burst(sample, now=time.monotonic())
-        return estimator.figures(time.monotonic())
+        estimator.on_burst(sample, now=self.clock())
+        return estimator.figures(self.clock())
 
     def known(self) -> NetworkView:
         """Figures of all measured links, and the caps that each box's owner states."""
-        now = time.monotonic()
+        now = self.clock()
         boxes = {
             name: BoxFigures(
                 up_gbps=box.up_gbps,
@@ -191,8 +183,8 @@ class KVNetwork:
     def connect(self, source: str, target: str, paths: Iterable[KVPath]) -> BulkTransfers:
         """Open a link over these paths and wait for its connections."""
         ticket = issue_link(LEASE_S, secrets.token_bytes)
-        self.ask(target, Listen(ticket))
-        self.ask(source, Connect(ticket, self.dialled(paths)))
+        self.ask(target, orders.Listen(ticket))
+        self.ask(source, orders.Connect(ticket, self.dialled(paths)))
         return BulkTransfers(self, source, target, ticket)
 
     def dialled(self, paths: Iterable[KVPath]) -> list[DialPath]:
@@ -213,14 +205,14 @@ class KVNetwork:
                 bytes_per_s=1e12,
                 expires_at=time.time() + LEASE_S,
             )
-            self.ask(path.via, Admit(permit))
+            self.ask(path.via, orders.Admit(permit))
             host, port = self.wan.route(path.source, path.via, self._ports[path.via])
             found.append(DialPath(host, port, label=path.label, streams=path.streams, relay=permit))
         return found
 
     def relayed(self, box: str) -> int:
         """Bytes that a box has forwarded so far."""
-        return self.ask(box, Relayed()).relayed
+        return self.ask(box, orders.Relayed()).relayed
 
 
 class BulkTransfers:
@@ -241,19 +233,19 @@ class BulkTransfers:
 
     def __exit__(self, *exc: object) -> None:
         for box in (self._source, self._target):
-            self._network.ask(box, Forget(self._ticket.link))
+            self._network.ask(box, orders.Forget(self._ticket.link))
 
     def start(self, frames: Sequence[int]) -> None:
         """Start a transfer of so many frames of 1 MiB for each number, all at once."""
         bulk = [
             Bulk(issue_transfer(self._ticket.link, "raw", DEADLINE_S, secrets.token_bytes), count) for count in frames
         ]
-        self._network.ask(self._target, Expect(self._ticket.link, bulk))
-        self._network.ask(self._source, Send(self._ticket.link, bulk))
+        self._network.ask(self._target, orders.Expect(self._ticket.link, bulk))
+        self._network.ask(self._source, orders.Send(self._ticket.link, bulk))
 
     def look(self) -> Moved:
         """How far they are."""
-        states = self._network.ask(self._source, Watch(self._ticket.link)).transfers
+        states = self._network.ask(self._source, orders.Watch(self._ticket.link)).transfers
         return Moved(tuple(states[self._past :]))
 
     def forget(self) -> None:
@@ -262,7 +254,7 @@ class BulkTransfers:
 
     def set_paths(self, paths: Iterable[KVPath]) -> None:
         """Move them to these paths."""
-        self._network.ask(self._source, SetPathsOrder(self._ticket.link, self._network.dialled(paths)))
+        self._network.ask(self._source, orders.SetPathsOrder(self._ticket.link, self._network.dialled(paths)))
 
     def wait(self, each: Callable[[Moved], None] | None = None) -> Moved:
         """Until every transfer has ended, with `each(moved)` called 20 times a second meanwhile.
@@ -278,7 +270,7 @@ class BulkTransfers:
                 return moved
             if each is not None:
                 each(moved)
-            time.sleep(POLL_S)
+            self._network.sleep(POLL_S)
 
     def move(self, frames: Sequence[int]) -> Moved:
         """Start and wait."""

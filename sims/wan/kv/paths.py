@@ -8,7 +8,6 @@ of all of it included.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -16,7 +15,7 @@ import msgspec
 from ....kvtransport.routing.costs import transfer_cost
 from ....kvtransport.routing.paths import KVPath, PathChoice, PathQuery, choose
 from ....kvtransport.routing.steering import PathChange, PathController
-from ..emulated import Kind
+from ..emulated import EmulatedWan, Kind
 from ..scenario import Scenario, WanBox, WanPair
 from .kvbox import FRAME_BYTES
 from .kvnetwork import KVNetwork, Moved
@@ -161,13 +160,13 @@ def degrades(network: KVNetwork) -> PathCase:
     frames = 240
     job = PathQuery(source=SOURCE, target=TARGET, bytes=frames * FRAME_BYTES)
     choice = _choose(network, frames, frozenset())
-    controller = PathController(job, choice, now=time.monotonic())
+    controller = PathController(job, choice, now=network.clock())
     changes: list[PathChange] = []
     left_at_fall = 0
 
     def follow(moved: Moved) -> None:
         nonlocal left_at_fall
-        now, by_path = time.monotonic(), moved.by_path
+        now, by_path = network.clock(), moved.by_path
         acknowledged = sum(by_path.values())
         if not left_at_fall and acknowledged > job.bytes / 4:
             network.wan.set_pair(SOURCE, TARGET, gbps=DEGRADED_GBPS)
@@ -278,7 +277,7 @@ def run_cases(names: Sequence[str] = tuple(CASES), *, kind: Kind | None = None) 
     """Run the named cases; each is given out when it is done. Raises `WanError`."""
     makers = {CASES[name][0] for name in names}
     for maker in sorted(makers, key=lambda made: made.__name__):
-        with KVNetwork(maker(), kind=kind, usd_per_gb=USD_PER_GB) as network:
+        with KVNetwork(EmulatedWan(maker(), kind=kind), usd_per_gb=USD_PER_GB) as network:
             for a, b in LINKS:
                 network.measure(a, b)
             for name, (needs, run) in CASES.items():

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from p2pserve.kvtransport.routing.paths import KVPath
-from p2pserve.sims.wan import Scenario, WanBox, WanError, WanPair
+from p2pserve.sims.wan import EmulatedWan, Scenario, WanBox, WanError, WanPair
 from p2pserve.sims.wan.kv.kvnetwork import KVNetwork
-from p2pserve.sims.wan.kv.paths import RELAY, SOURCE, TARGET, PathCase, jain, table
+from p2pserve.sims.wan.kv.paths import RELAY, SOURCE, TARGET, PathCase, table
 
 from ..node.engine.figures import measured_again
 
@@ -107,7 +107,8 @@ class TestPaths:
 
 def test_the_driver_waits_through_an_outage_and_says_when_a_link_is_gone() -> None:
     box = WanBox(up_gbps=0.5, down_gbps=0.5)
-    with KVNetwork(Scenario(boxes={SOURCE: box, TARGET: box}, default=WanPair(rtt_ms=10)), kind="proxy") as network:
+    scenario = Scenario(boxes={SOURCE: box, TARGET: box}, default=WanPair(rtt_ms=10))
+    with KVNetwork(EmulatedWan(scenario, kind="proxy")) as network:
         path = KVPath(SOURCE, TARGET, None, 2, 0.5)
         with network.connect(SOURCE, TARGET, [path]) as transfers:
             begun = time.monotonic()
@@ -123,9 +124,3 @@ def test_the_driver_waits_through_an_outage_and_says_when_a_link_is_gone() -> No
             assert network.measure(SOURCE, TARGET).capacity_gbps == pytest.approx(0.5, rel=0.2)
 
         measured_again(check)
-
-
-def test_jain_is_one_for_equal_shares_and_one_nth_for_a_single_one() -> None:
-    assert jain([3.0] * 7) == pytest.approx(1)
-    assert jain([1.0, 0, 0, 0]) == pytest.approx(0.25)
-    assert jain([0.0, 0.0]) == 0

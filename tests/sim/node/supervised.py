@@ -1,4 +1,4 @@
-"""Nodes with scripted engine processes on a virtual clock. Supervisors and the talk between stages are real; a process
+"""Nodes with engines in memory on a virtual clock. Supervisors, workers and the talk between stages are real; an engine
 in a pipeline ends when one at the other end of its pipes does."""
 
 import itertools
@@ -6,26 +6,38 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, PeerId
 from p2pserve.coordinator import Stage
+from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineStartError
+from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from p2pserve.node.methods import STAGE_OPEN
-from p2pserve.node.models import ModelError
+from p2pserve.node.models import ModelError, ModelInfo, WeightSizes
+from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import Stages, limits_of
 from p2pserve.node.replica.supervisor import Supervisor
 from p2pserve.node.replica.worker import Worker
-from p2pserve.node.testing import MemoryExchange
+from p2pserve.node.testing import READY, MemoryEngine, MemoryExchange, MemoryOutlets, MemoryStarter
 
 SERVICE = "tiny"
+MODEL = ModelInfo(
+    service=SERVICE,
+    shape=ModelShape(
+        name="tiny", layers=4, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128, vocabulary=4096
+    ),
+    max_model_len=512,
+    weights=WeightSizes(layers=(1000,) * 4, embeddings=500, head=500),
+)
 LATENCY_S = 0.01
 FORK_S = 0.5
 LOAD_S = 2.0
@@ -46,52 +58,8 @@ def opening(of: tuple[Stage, ...], stage: int, *pipes: protocol.PipeEnd) -> mess
 
 
 def ready(config: protocol.EngineConfig) -> protocol.EngineReady:
-    head = config.stage == 0
-    return protocol.EngineReady(
-        pid=7,
-        engine="scripted",
-        device="cpu",
-        dtype="float32",
-        layers=1,
-        kv_heads=1,
-        head_dim=1,
-        vocabulary=1,
-        max_model_len=512 if head else 0,
-        kv_tokens=1000 if head else 0,
-        eos_tokens=(),
-        load_s=0.0,
-        tflops=1.0 if head else 0.0,
-        memory_gbps=1.0 if head else 0.0,
-    )
-
-
-class Process:
-    """An engine process, and the agent's link to it."""
-
-    def __init__(self, config: protocol.EngineConfig) -> None:
-        self.config = config
-        self.ready: protocol.EngineReady | None = None
-        self.gone = trio.Event()
-        self.how = "ended"
-
-    @property
-    def running(self) -> bool:
-        return self.ready is not None and not self.gone.is_set()
-
-    def end(self, how: str) -> None:
-        if not self.gone.is_set():
-            self.how = how
-            self.gone.set()
-
-    def close(self) -> None:
-        self.end("ended")
-
-    async def wait_gone(self) -> str:
-        await self.gone.wait()
-        return self.how
-
-    def exit_text(self) -> str:
-        return self.how
+    """What an engine says of itself: a stage that is no head takes no requests."""
+    return READY if config.stage == 0 else msgspec.structs.replace(READY, max_model_len=0, kv_tokens=0)
 
 
 @dataclass
@@ -102,17 +70,29 @@ class Box:
     stages: Stages
     supervisor: Supervisor
     adverts: list[messages.EngineAdvert]
-    used: list[tuple[Place, frozenset[bytes]]] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    processes: list[Process] = field(default_factory=list)
+    transfers: KvTransfers
+    worker: Worker
+    processes: list[MemoryEngine] = field(default_factory=list)
 
     @property
     def state(self) -> str:
         return self.adverts[-1].state if self.adverts else ""
 
     @property
-    def running(self) -> list[Process]:
+    def running(self) -> list[MemoryEngine]:
         return [process for process in self.processes if process.running]
+
+    @property
+    def config(self) -> protocol.EngineConfig:
+        """Of the one engine that runs."""
+        (process,) = self.running
+        assert process.config is not None
+        return process.config
+
+
+def links_of(process: MemoryEngine) -> frozenset[bytes]:
+    """Of the pipes to other stages."""
+    return frozenset(end.ticket.link for end in process.config.pipes) if process.config is not None else frozenset()
 
 
 class World:
@@ -144,62 +124,38 @@ class World:
             await elapse(self.fetch_s.get(own, 0.0))
             return Path("/model")
 
+        messenger = self.exchange.join(own)
+        transfers = KvTransfers(model=MODEL, outlets=MemoryOutlets(), messenger=messenger)
+        worker = Worker(service=SERVICE, transfers=transfers, messenger=messenger)
         found = Stages(
             service=SERVICE,
-            messenger=self.exchange.join(own),
+            messenger=messenger,
             where=lambda peer: Address(f"{peer}.example", 7),
             random=self._random,
         )
         adverts: list[messages.EngineAdvert] = []
         runs = Supervisor(
             protocol.EngineConfig(
-                model="/elsewhere", log_file=own, max_requests=64 + len(self.boxes)
+                model="/elsewhere", backend="emulated", log_file=own, max_requests=64 + len(self.boxes)
             ),  # each box by its own lights
-            worker=cast(Worker, self._worker(own)),
+            worker=worker,
             stages=found,
             fetch=fetch,
             channel=None,
             on_change=adverts.append,
             open_server=self.fork_server,
         )
-        self.boxes[own] = Box(own, found, runs, adverts)
-
-    def _worker(self, own: PeerId) -> Any:
-        world = self
-
-        class Told:
-            def use(self, link: EngineLink, place: Place, pipes: frozenset[bytes]) -> None:
-                world.boxes[own].used.append((place, pipes))
-
-            def engine_lost(self, how: str) -> None:
-                world.boxes[own].lost.append(how)
-
-            def on_engine_message(self, message: protocol.EngineMessage) -> None:
-                raise AssertionError
-
-        return Told()
+        self.boxes[own] = Box(own, found, runs, adverts, transfers, worker)
 
     @asynccontextmanager
     async def fork_server(
         self, *, log: Path | None, threads: int, channel: int | None, backend: str
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncIterator[MemoryStarter]:
         self.servers += 1
-        own, world = PeerId(str(log)), self
+        yield MemoryStarter(partial(self._start, PeerId(str(log))))
 
-        class Server:
-            gone = False
-            version = "0.32.0"
-
-            async def wait_ready(self) -> None:
-                await trio.lowlevel.checkpoint()
-
-            async def start_engine(self, config: protocol.EngineConfig, on_message: object) -> Process:
-                return await world._start(own, config)
-
-        yield Server()
-
-    async def _start(self, own: PeerId, config: protocol.EngineConfig) -> Process:
-        process = Process(config)
+    async def _start(self, own: PeerId, config: protocol.EngineConfig) -> MemoryEngine:
+        process = MemoryEngine(None, config)
         self.boxes[own].processes.append(process)
         try:
             await elapse(FORK_S + (LOAD_S if config.stage == 0 else 0.0))
@@ -207,29 +163,29 @@ class World:
             process.end("ended")
             raise
         faults = self.start_faults.get(own)
-        if faults or (config.stage == 0 and not self._connected(process)):
+        if faults or (config.stage == 0 and not self._connected(process, config)):
             process.end("failed")
             raise EngineStartError(faults.pop(0) if faults else "no pipe to a stage")
         process.ready = ready(config)
         self.nursery.start_soon(self._tie, process)
         return process
 
-    def _others(self, process: Process) -> list[Process]:
+    def _others(self, process: MemoryEngine) -> list[MemoryEngine]:
         """The processes at the other ends of its pipes."""
-        links = {end.ticket.link for end in process.config.pipes}
+        links = links_of(process)
         return [
             other
             for box in self.boxes.values()
             for other in box.processes
-            if other is not process and links & {end.ticket.link for end in other.config.pipes}
+            if other is not process and links & links_of(other)
         ]
 
-    def _connected(self, process: Process) -> bool:
-        return len([other for other in self._others(process) if other.running]) == len(process.config.partition[1:])
+    def _connected(self, process: MemoryEngine, config: protocol.EngineConfig) -> bool:
+        return len([other for other in self._others(process) if other.running]) == len(config.partition[1:])
 
-    async def _tie(self, process: Process) -> None:
+    async def _tie(self, process: MemoryEngine) -> None:
         """Its end is the end of those that it is connected to."""
-        await process.gone.wait()
+        await process.wait_gone()
         await elapse(0.05)
         for other in self._others(process):
             other.end("ended: a stage was lost")

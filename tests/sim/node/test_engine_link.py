@@ -1,4 +1,4 @@
-"""An engine process that does not start: what its owner is told, by what the process said or how it ended."""
+"""The link to an engine process: one that does not start, talks nonsense, or does not read."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -9,7 +9,8 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineRefused, EngineStartError
+from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineLost, EngineRefused, EngineStartError
+from p2pserve.node.testing import READY
 
 
 @asynccontextmanager
@@ -46,3 +47,46 @@ def test_one_that_dies_or_says_nonsense_is_not(said: bytes) -> None:
             assert not isinstance(caught.value, EngineRefused)
 
     trio.run(main, clock=MockClock(autojump_threshold=0.01))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x03\x00\x00\x00abc",
+        protocol.frame(protocol.Cancel(request="x")),
+        protocol.frame(protocol.StartFailed(reason="abc")).replace(b"abc", b"\xff\xfe\xfd"),
+    ],
+    ids=["absurd length", "no message", "wrong direction", "no text"],
+)
+def test_an_engine_that_talks_nonsense_is_hung_up_on(garbage: bytes) -> None:
+    """It must not take its agent with it."""
+
+    async def main() -> None:
+        async with starting() as (link, far):
+            far.sendall(protocol.frame(READY))
+            await link.wait_started(None)
+            far.sendall(garbage)
+            assert "ended: the engine process sent" in await link.wait_gone()
+            assert not link.running
+            with pytest.raises(EngineLost):
+                link.send(protocol.Stop())
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.01))
+
+
+def fill(link: EngineLink) -> None:
+    with socket.socket() as spare:
+        for _ in range(10_000):
+            link.attach(b"hello", spare)
+
+
+def test_connections_that_an_engine_does_not_take_are_refused_at_once() -> None:
+    """The event loop waits for no engine."""
+
+    async def main() -> None:
+        async with starting() as (link, _):
+            with pytest.raises(EngineLost, match="takes no connections"):
+                fill(link)
+
+    trio.run(main)

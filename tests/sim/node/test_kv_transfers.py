@@ -1,4 +1,4 @@
-"""KV hand-offs between replicas that span boxes, on a virtual clock: real workers ask each other, engines are scripted.
+"""KV transfers between replicas that span boxes, on a virtual clock: workers and outlets are real, engines in memory.
 
 The prefill replica has three stages, the decode replica two, cut elsewhere.
 """
@@ -6,29 +6,27 @@ The prefill replica has three stages, the decode replica two, cut elsewhere.
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import NetworkError, PeerId, RemoteError, RequestTimeout, Role
-from p2pserve.bootstrap.methods import Messenger
+from p2pserve.bootstrap import Address, NetworkError, PeerId, RemoteError, RequestTimeout, Role
 from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kvtransport.link.dialling import DialPath
-from p2pserve.kvtransport.wire.tickets import LinkTicket
+from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.agent_side.engine_link import EngineLink
-from p2pserve.node.links.kv_links import Ends, OutgoingLinks
 from p2pserve.node.links.kv_outlets import KvOutlets
-from p2pserve.node.methods import LINK_OPEN
+from p2pserve.node.links.link_knowledge import LinkKnowledge
+from p2pserve.node.links.path_selection import PathSelector
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
-from p2pserve.node.testing import MemoryExchange, Sent
+from p2pserve.node.settings import BoxLinkSettings
+from p2pserve.node.testing import MemoryEngine, MemoryExchange, Sent
 
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(
@@ -41,6 +39,7 @@ MODEL = ModelInfo(
 )
 GATEWAY = PeerId("gateway")
 LATENCY_S = 0.01
+USD_PER_GB = 0.09
 
 
 def stages(name: str, *layers: int) -> tuple[Stage, ...]:
@@ -55,69 +54,20 @@ PREFILL, DECODE = stages("p", 1, 3, 2), stages("d", 2, 4)
 P0, P1, P2, D0, D1 = (PeerId(stage.peer) for stage in (*PREFILL, *DECODE))
 
 
-class ScriptedEngine:
-    """Keeps what it is asked for."""
-
-    running = True
-    ready: protocol.EngineReady | None = None
-
-    def __init__(self) -> None:
-        self.asked: list[protocol.EngineMessage] = []
-
-    def send(self, message: protocol.EngineMessage) -> None:
-        self.asked.append(message)
-
-    def take(self) -> list[protocol.EngineMessage]:
-        asked, self.asked = self.asked, []
-        return asked
-
-
-class ScriptedOutlets:
-    """In place of `KvOutlets`: asks for links for real, dials nobody."""
-
-    def __init__(self, messenger: Messenger) -> None:
-        self.own = messenger.peer_id
-        self._messenger = messenger
-        self._links = OutgoingLinks(self._open)
-
-    async def _open(self, ends: Ends) -> LinkTicket:
-        body = messages.LinkOpen(service=SERVICE, source=ends.source, target=ends.target)
-        return (await self._messenger.request(ends.peer, LINK_OPEN, body, 5)).link
-
-    async def open(self, part: messages.TicketedSlice, tokens: int) -> protocol.Outlet:
-        piece = part.rank_slice
-        link = await self._links.to(Ends(PeerId(piece.target_peer), piece.source, piece.target), 1)
-        paths = (DialPath(f"{piece.target_peer}.example", 1),)
-        return protocol.Outlet(
-            rank=piece.source, slice=piece.slice, ticket=part.ticket, link=link, paths=paths, gbps=1.0, rtt_s=0.1
-        )
-
-    def use_dtype(self, dtype: str) -> None:
-        pass
-
-    def forget_all(self) -> None:
-        self._links.forget_all()
-
-    def forget_peer(self, peer: PeerId) -> list[LinkTicket]:
-        return self._links.forget_peer(peer)
-
-    def end_transfer(self, peer: PeerId, report: protocol.TransferReport) -> float:
-        return 0.5
-
-
 @dataclass
 class Box:
     """A node of a replica: its worker, and what its engine was asked for."""
 
     transfers: KvTransfers
     worker: Worker
-    engine: ScriptedEngine = field(default_factory=ScriptedEngine)
+    engine: MemoryEngine = field(default_factory=MemoryEngine)
 
 
 class World:
     """Five boxes that form two replicas, and a gateway that remembers what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
         self.boxes: dict[PeerId, Box] = {}
         self.faults: dict[tuple[PeerId, str], NetworkError] = {}
         self.during: dict[tuple[PeerId, str], Callable[[], None]] = {}
@@ -129,10 +79,18 @@ class World:
 
     def _add(self, own: PeerId, place: Place) -> None:
         messenger = self.exchange.join(own)
-        outlets = cast(KvOutlets, ScriptedOutlets(messenger))
+        settings = BoxLinkSettings(box=BoxFigures(up_usd_per_gb=USD_PER_GB))
+        outlets = KvOutlets(
+            MODEL,
+            PathSelector(LinkKnowledge(own, settings), lambda peer: True),
+            messenger=messenger,
+            where=lambda peer: Address(f"{peer}.example", 7000),
+            starts=lambda peer: 1,
+            nursery=self._nursery,
+        )
         transfers = KvTransfers(model=MODEL, outlets=outlets, messenger=messenger)
         box = Box(transfers, Worker(service=SERVICE, transfers=transfers, messenger=messenger))
-        box.worker.use(cast(EngineLink, box.engine), place)
+        box.worker.use(box.engine, place)
         self.boxes[own] = box
 
     def _before(self, sent: Sent) -> None:
@@ -173,7 +131,7 @@ class World:
         return parts
 
     def submitted(self, peer: PeerId) -> protocol.Submit:
-        (found,) = self.boxes[peer].engine.take()
+        (found,) = self.boxes[peer].engine.take_sent()
         assert isinstance(found, protocol.Submit)
         return found
 
@@ -200,14 +158,18 @@ class World:
 
 
 def play(main: Callable[[World], Coroutine[Any, Any, None]]) -> None:
-    trio.run(main, World(), clock=MockClock(autojump_threshold=0))
+    async def run() -> None:
+        async with trio.open_nursery() as nursery:
+            await main(World(nursery))
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))
 
 
 def test_every_stage_sends_straight_to_the_stages_that_need_its_layers() -> None:
     async def main(world: World) -> None:
         parts = await world.both()
-        ways = [(p.rank_slice.source_peer, p.rank_slice.target_peer, list(p.rank_slice.slice.layers)) for p in parts]
-        assert ways == [(P0, D0, [0]), (P1, D0, [1]), (P1, D1, [2, 3]), (P2, D1, [4, 5])]
+        ends = [(p.rank_slice.source_peer, p.rank_slice.target_peer, list(p.rank_slice.slice.layers)) for p in parts]
+        assert ends == [(P0, D0, [0]), (P1, D0, [1]), (P1, D1, [2, 3]), (P2, D1, [4, 5])]
         assert len({part.ticket.transfer for part in parts}) == 1
         assert len({part.ticket.link for part in parts}) == 4
         receive, send = world.submitted(D0), world.submitted(P0)
@@ -220,7 +182,7 @@ def test_every_stage_sends_straight_to_the_stages_that_need_its_layers() -> None
         assert [outlet.link for outlet in send.send] == [inlet.link for inlet in receive.receive]
         assert [outlet.paths[0].host for outlet in send.send] == [f"{p.rank_slice.target_peer}.example" for p in parts]
         for peer in (P1, P2, D1):
-            assert world.boxes[peer].engine.take() == []  # its engine hears of it from the head's engine
+            assert world.boxes[peer].engine.take_sent() == []  # its engine hears of it from the head's engine
         assert {(source, peer) for source, peer, method in world.asked if method == "stage.outlets"} == {
             (P0, P1),
             (P0, P2),
@@ -269,9 +231,10 @@ def test_the_transfer_has_ended_when_all_its_parts_have(seed: int) -> None:
         assert figures is not None
         assert (figures.raw_bytes, figures.wire_bytes, figures.frames, figures.resent_bytes) == (1000, 250, 8, 4)
         assert (figures.span_s, figures.visible_s, figures.hidden_fraction) == (4.0, 0.4, 0.9)
-        assert (figures.paths, figures.usd, figures.mode) == ({"direct": 250}, 2.0, "layerwise")
+        assert (figures.paths, figures.mode) == ({"direct": 250}, "layerwise")
+        assert figures.usd == pytest.approx(250e-9 * USD_PER_GB)
         assert world.boxes[P0].worker.idle
-        assert all(not box.transfers._sending for box in world.boxes.values())
+        assert all(not box.transfers.sending for box in world.boxes.values())
 
     play(main)
 
@@ -281,19 +244,19 @@ def test_one_part_that_fails_ends_all_of_them(failing: int) -> None:
     async def main(world: World) -> None:
         parts = await world.both()
         for box in world.boxes.values():
-            box.engine.take()
+            box.engine.take_sent()
         world.report(parts[failing], "the link was cut")
         ((_, _, ended),) = world.told
         assert isinstance(ended, messages.PrefillEnded)
         assert ended.failed == "the link was cut"
         transfer = parts[0].ticket.transfer
         abort = protocol.AbortTransfer(transfer=transfer, reason="the link was cut")
-        assert world.boxes[P0].engine.take() == [protocol.Cancel(request="prefill:r"), abort]
-        assert [world.boxes[peer].engine.take() for peer in (P1, P2)] == [[abort], [abort]]
+        assert world.boxes[P0].engine.take_sent() == [protocol.Cancel(request="prefill:r"), abort]
+        assert [world.boxes[peer].engine.take_sent() for peer in (P1, P2)] == [[abort], [abort]]
         for part in parts:
             world.report(part, "aborted")
         assert len(world.told) == 1
-        assert all(not box.transfers._sending for box in world.boxes.values())
+        assert all(not box.transfers.sending for box in world.boxes.values())
 
     play(main)
 
@@ -302,15 +265,15 @@ def test_what_a_gateway_calls_off_ends_on_every_stage() -> None:
     async def main(world: World) -> None:
         parts = await world.both()
         for box in world.boxes.values():
-            box.engine.take()
+            box.engine.take_sent()
         stop = messages.StopTransfer(request="r", reason="prefill is slow")
         world.boxes[D0].worker.stop_transfer(GATEWAY, Role.WORKER, stop)
         abort = protocol.AbortTransfer(transfer=parts[0].ticket.transfer, reason="prefill is slow")
-        assert [world.boxes[peer].engine.take() for peer in (D0, D1)] == [[abort], [abort]]
+        assert [world.boxes[peer].engine.take_sent() for peer in (D0, D1)] == [[abort], [abort]]
         world.boxes[P0].worker.stop_request(GATEWAY, Role.WORKER, messages.StopRequest(request="r"))
         abort = protocol.AbortTransfer(transfer=parts[0].ticket.transfer, reason="the request was cancelled")
-        assert world.boxes[P0].engine.take() == [protocol.Cancel(request="prefill:r"), abort]
-        assert [world.boxes[peer].engine.take() for peer in (P1, P2)] == [[abort], [abort]]
+        assert world.boxes[P0].engine.take_sent() == [protocol.Cancel(request="prefill:r"), abort]
+        assert [world.boxes[peer].engine.take_sent() for peer in (P1, P2)] == [[abort], [abort]]
 
     play(main)
 
@@ -327,7 +290,7 @@ def test_a_stage_that_does_not_answer_costs_only_the_request(peer: PeerId, metho
         assert caught.value.code == code or "no answer" in caught.value.message
         assert "no answer" in caught.value.message
         assert world.boxes[P0].worker.idle
-        assert world.boxes[P0].engine.take() == []
+        assert world.boxes[P0].engine.take_sent() == []
         del world.faults[peer, method]
         await world.decode("s")
         world.boxes[D0].worker.stop_request(GATEWAY, Role.WORKER, messages.StopRequest(request="r"))
@@ -345,8 +308,8 @@ def test_what_is_stopped_while_stages_are_asked_never_starts(method: str) -> Non
             await world.both()
         assert caught.value.code == "stopped"
         assert world.boxes[head].worker.idle
-        assert not any(isinstance(message, protocol.Submit) for message in world.boxes[head].engine.take())
-        assert not any(world.boxes[each].transfers._sending for each in (P0, P1, P2))
+        assert not any(isinstance(message, protocol.Submit) for message in world.boxes[head].engine.take_sent())
+        assert not any(world.boxes[each].transfers.sending for each in (P0, P1, P2))
 
     play(main)
 
@@ -365,10 +328,10 @@ def test_only_the_head_is_obeyed_and_only_heads_take_requests() -> None:
         for peer in (stranger, D0, P1, GATEWAY):
             with pytest.raises(RemoteError, match="not-head"):
                 await world.boxes[P1].transfers.open_outlets(peer, Role.WORKER, outlets)
-        world.boxes[P1].engine.take()
+        world.boxes[P1].engine.take_sent()
         abort = messages.StageAbort(transfer=parts[0].ticket.transfer, reason="mischief")
         world.boxes[P1].worker.stage_abort(stranger, Role.WORKER, abort)
-        assert world.boxes[P1].engine.take() == []
+        assert world.boxes[P1].engine.take_sent() == []
         forged = messages.StageTransfer(
             transfer=parts[0].ticket.transfer,
             link=parts[3].ticket.link,
@@ -405,7 +368,7 @@ def test_a_stage_whose_engine_is_lost_forgets_what_it_sent() -> None:
         parts = await world.both()
         world.boxes[P1].worker.engine_lost("ended")
         world.report(parts[1])
-        assert world.boxes[P0].transfers._sending
+        assert world.boxes[P0].transfers.sending
         world.boxes[P0].worker.engine_lost("lost a stage")
         ((_, _, ended),) = world.told
         assert isinstance(ended, messages.PrefillEnded)

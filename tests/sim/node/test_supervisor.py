@@ -1,12 +1,14 @@
 """Which engine processes run on which boxes as plans come and go and processes die."""
 
 import random
+import socket
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, RemoteError, Role
+from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.agent_side.engine_link import EngineStartError
@@ -15,7 +17,7 @@ from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import limits_of
 from p2pserve.node.settings import WAN
 
-from .supervised import FORK_S, LOAD_S, World, elapse, opening, play, stages
+from .supervised import FORK_S, LOAD_S, World, elapse, links_of, opening, play, stages
 
 
 def test_a_box_waits_until_a_plan_gives_it_layers() -> None:
@@ -35,7 +37,7 @@ def test_the_boxes_of_a_replica_start_together() -> None:
             assert world.states(name) == ["waiting", "loading", "ready"]
             assert [stage.peer for stage in world.box(name).adverts[-1].stages] == ["a", "b", "c"]
             assert world.box(name).adverts[-1].starts == 1
-        configs = [world.box(name).running[0].config for name in "abc"]
+        configs = [world.box(name).config for name in "abc"]
         assert [(config.stage, config.partition, config.model) for config in configs] == [
             (stage, (1, 1, 1), "/model") for stage in range(3)
         ]
@@ -56,9 +58,12 @@ def test_the_boxes_of_a_replica_start_together() -> None:
             assert lower.dial.host == f"{dialled}.example"
             assert higher.dial is None
         assert len({end.ticket.link for each in ends for end in each.values()}) == 4
-        place, pipes = world.box("b").used[-1]
-        assert place == Place(stages("a", "b", "c"), 1)
-        assert pipes == {end.ticket.link for end in configs[1].pipes}
+        assert world.box("b").transfers.place == Place(stages("a", "b", "c"), 1)
+        for link in links_of(world.box("b").running[0]):  # its pipes are expected at the node's port
+            hello = LinkHello(link, b"n" * 16, LinkRole.SENDER).pack()
+            with socket.socket() as connection:
+                assert world.box("b").worker.attach(hello, connection)
+            assert world.box("b").running[0].hellos[-1] == hello
         assert world.servers == 3
 
     play("a", "b", "c")(story)
@@ -89,7 +94,7 @@ def test_a_replica_that_loses_a_process_starts_again_as_a_whole(victim: str) -> 
         await elapse(0.3)
         assert not any(world.box(name).running for name in "abc")
         assert world.box("a").state == "restarting"
-        assert all(world.box(name).lost for name in "abc")
+        assert all(world.box(name).transfers.place is None for name in "abc")
         await world.until("ready", "a", "b", "c")
         assert [world.box(name).adverts[-1].starts for name in "abc"] == [2, 2, 2]
         assert all(len(world.box(name).running) == 1 for name in "abc")
@@ -150,7 +155,7 @@ def test_boxes_change_from_one_replica_to_another() -> None:
         world.assign("b", "c", "a")
         await world.until("ready", "b", "c")
         await elapse(60.0)
-        assert [(world.box(name).running[0].config.stage, len(world.box(name).running)) for name in "bca"] == [
+        assert [(world.box(name).config.stage, len(world.box(name).running)) for name in "bca"] == [
             (0, 1),
             (1, 1),
             (2, 1),
@@ -175,7 +180,7 @@ def test_plans_that_change_all_the_time_leave_no_process_behind() -> None:
         await world.until("ready", "b", "d", within_s=200.0)
         await world.until("waiting", "a", "c")
         assert [len(world.box(name).running) for name in "abcd"] == [0, 1, 0, 1]
-        assert sum(not process.gone.is_set() for box in world.boxes.values() for process in box.processes) == 2
+        assert sum(not process.gone for box in world.boxes.values() for process in box.processes) == 2
 
     play("a", "b", "c", "d")(story)
 
@@ -185,7 +190,7 @@ def test_all_stages_have_the_limits_of_their_head(replica: str) -> None:
     async def story(world: World) -> None:
         world.assign(*replica)
         await world.until("ready", *replica)
-        found = [limits_of(world.box(name).running[0].config).max_requests for name in replica]
+        found = [limits_of(world.box(name).config).max_requests for name in replica]
         assert found == [64 + "abc".index(replica[0])] * len(replica)
 
     play("a", "b", "c")(story)
@@ -204,7 +209,7 @@ def test_nobody_but_the_head_starts_a_stage() -> None:
             with pytest.raises(RemoteError) as caught:
                 await world.box("b").stages.on_open(PeerId(peer), Role.WORKER, wrong)
             assert caught.value.code == "not-yet"
-        ends = world.box("b").running[0].config.pipes
+        ends = world.box("b").config.pipes
         for stage in (1, 2, 500):
             pipes = (protocol.PipeEnd(stage=stage, kind="control", ticket=ends[0].ticket),)
             forged = opening(stages("a", "b"), 1, *pipes)

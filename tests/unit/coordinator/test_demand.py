@@ -24,9 +24,9 @@ class Gateway:
             self._now += self._rng.expovariate(rate)
             self._count += 1
             lengths = [round(mean * self._rng.lognormvariate(-0.18, 0.6)) for mean in (prompt, output)]
-            self.meter.began(self._now, lengths[0])
+            self.meter.record_start(self._now, lengths[0])
             before = self.demand
-            self.meter.ended(lengths[0], lengths[1])
+            self.meter.record_end(lengths[0], lengths[1])
             after = self.demand
             if after is not None and after != before:
                 self.said.append((self._count, after))
@@ -88,8 +88,8 @@ def test_lengths_keep_their_mean_and_most_of_their_spread() -> None:
 def test_requests_without_an_answer_or_a_prompt_count_as_one_token() -> None:
     meter = DemandMeter()
     for second in range(40):
-        meter.began(float(second), 0)
-        meter.ended(0, 0)
+        meter.record_start(float(second), 0)
+        meter.record_end(0, 0)
     demand = meter.demand(40.0)
     assert demand is not None
     assert set(demand.lengths) == {(1, 1)}

@@ -1,8 +1,6 @@
 """The running network's plans: tables for single decisions, properties for what must hold for any network."""
 
-import re
 from random import Random
-from typing import Any
 
 import msgspec
 import pytest
@@ -10,61 +8,13 @@ from hypothesis import Phase as Drawing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.coordinator import BoxView, CapacityError, Demand, LinkView, Phase, Plan, PlanError
-from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, KvCodec, Links
-from p2pserve.coordinator.costs.gpus import Specs
-from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator import BoxView, Demand, LinkView, Phase, Plan, PlanError
 from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS
 from p2pserve.coordinator.network_plan import MAX_PAIRINGS, plan_network
-from p2pserve.coordinator.network_problem import build_network_problem
 
-KV4, RAW = KvCodec("kv4", 4.5), KvCodec("raw", 16.0)
-P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
+from .networks import KV4, RAW, D, M, P, box, fast, model, plan_of, roles, shares, some_plan
+
 PEER = "12D3KooW{:044d}".format
-
-
-def model(layers: int = 8, name: str = "small") -> ModelShape:
-    return ModelShape(
-        name=name, layers=layers, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=32000
-    )
-
-
-def box(peer: str, tflops: float = 100.0, gbps: float = 1000.0, *, layers: int = 8, **more: Any) -> BoxView:
-    """One with room for some layers only has not started an engine, which would say how much KV it holds."""
-    tokens = 100_000 if more.get("fits", layers) == layers else 0
-    figures = {"ready": True, "draining": False, "memory_gib": 24.0, "kv_tokens": tokens, "fits": layers}
-    return BoxView(
-        peer=peer, service="llama", model=model(layers), compute_tflops=tflops, memory_gbps=gbps, **(figures | more)
-    )
-
-
-def plan_of(
-    *boxes: BoxView,
-    links: tuple[LinkView, ...] = (),
-    demands: tuple[Demand, ...] = (),
-    previous: Plan | None = None,
-    epoch: int = 1,
-    codec: KvCodec = KV4,
-) -> Plan | None:
-    version = previous.version + 1 if previous is not None else 0
-    return plan_network(
-        boxes, links, demands, service="llama", epoch=epoch, version=version, previous=previous, codec=codec
-    )
-
-
-def some_plan(*boxes: BoxView, **more: Any) -> Plan:
-    plan = plan_of(*boxes, **more)
-    assert plan is not None
-    return plan
-
-
-def roles(plan: Plan) -> dict[str, Phase]:
-    return {item.head: item.phase for item in plan.replicas}
-
-
-def shares(plan: Plan) -> dict[str, float]:
-    """Of all requests, what each replica writes."""
-    return {item.id: sum(pair.weight for pair in plan.pairings if pair.decode == item.id) for item in plan.replicas}
 
 
 # ---- who can be used ------------------------------------------------------------------------------------------
@@ -112,13 +62,6 @@ def test_a_single_replica_does_both_phases_for_itself() -> None:
 # ---- phases ---------------------------------------------------------------------------------------------------
 
 FLOP_RICH, BYTE_RICH = box("f", 900.0, 700.0), box("b", 60.0, 1500.0)
-
-
-def fast(*peers: str) -> tuple[LinkView, ...]:
-    """Links that cost next to nothing."""
-    return tuple(
-        LinkView(source=one, target=two, rtt_s=1e-4, gbps=100.0) for one in peers for two in peers if one != two
-    )
 
 
 def test_boxes_do_what_they_are_good_at() -> None:
@@ -310,182 +253,6 @@ def test_refusals() -> None:
         plan_network([one], [], [], service="x", epoch=1, version=1, previous=before, codec=KV4)
     with pytest.raises(PlanError, match="twice"):
         plan_of(one, one)
-
-
-# ---- what the network is taken for ----------------------------------------------------------------------------
-
-
-def test_the_engine_says_how_much_kv_there_is() -> None:
-    held = []
-    for tokens in (20_000, 40_000):
-        plan = some_plan(box("a", kv_tokens=tokens, card="A40-48GB", specs=Specs.DENSE, emulated=True))
-        held += [int(found[1]) for line in plan.why if (found := re.search(r"memory for (\d+) requests", line))]
-    assert held[1] == pytest.approx(2 * held[0], abs=2)
-
-
-def test_requests_longer_than_any_kv_cache_are_shortened() -> None:
-    demand = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((90_000, 10_000),))
-    network = build_network_problem(
-        [box("a", kv_tokens=20_000), box("b", kv_tokens=3_000)],
-        [], [demand], service="llama", codec=KV4, previous=None,
-    )  # fmt: skip
-    assert network is not None
-    workload = network.service.workload
-    assert 18_000 < int(workload.prompts[0] + workload.outputs[0]) <= 20_000
-    assert set(network.heads) == {"a", "b"}
-
-
-def test_a_quiet_network_is_planned_for_what_it_could_carry() -> None:
-    network = build_network_problem([box("a"), box("b")], [], [], service="llama", codec=KV4, previous=None)
-    assert network is not None
-    assert network.service.workload.rate == pytest.approx(network.colocated_rate)
-    assert network.asked < network.service.workload.rate
-    silent = Demand(requests_s=0.0, arrival_cv=1.0, lengths=((300, 7),))
-    idle = build_network_problem([box("a"), box("b")], [], [silent], service="llama", codec=KV4, previous=None)
-    assert idle is not None
-    assert idle.asked == 0.0
-    assert idle.service.workload.rate == pytest.approx(idle.colocated_rate)
-    assert idle.service.workload.mean_prompt == 300
-    asked = build_network_problem([box("a")], [], [], service="llama", codec=KV4, previous=None, rate=0.5)
-    assert asked is not None
-    assert asked.service.workload.rate == 0.5
-
-
-def test_emulated_boxes_count_for_their_card_and_real_ones_for_what_was_measured() -> None:
-    shown = box("a", 1.0, 1.0, card="A40-48GB", specs=Specs.DENSE, emulated=True)
-    network = build_network_problem([shown], [], [], service="llama", codec=KV4, previous=None)
-    assert network is not None
-    card = network.problem.cluster.boxes[0].gpu
-    assert (card.name, card.tflops, card.memory_gbps, card.specs) == ("A40-48GB", 149.7, 696.0, Specs.DENSE)
-    real = build_network_problem(
-        [box("a", 240.0, 1200.0, tp=2, card="A40-48GB")], [], [], service="llama", codec=KV4, previous=None
-    )
-    assert real is not None
-    card = real.problem.cluster.boxes[0].gpu
-    assert card.specs is Specs.ENGINE
-    assert [card.tflops, card.memory_gbps] == pytest.approx([120.0, 600.0], rel=0.02)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("field", ["memory_gbps", "compute_tflops", "memory_gib", "card_link_gbps"])
-def test_a_box_that_was_not_measured_cannot_be_planned(field: str, value: float) -> None:
-    with pytest.raises(CapacityError, match=rf"{field} of a .*measure"):
-        msgspec.structs.replace(box("a"), **{field: value})
-
-
-def test_figures_of_boxes_and_links_that_cannot_be() -> None:
-    with pytest.raises(CapacityError, match="usd_per_hour"):
-        box("a", usd_per_hour=-1.0)
-    with pytest.raises(CapacityError, match=r"box\.card of a: GPU 'toaster'"):
-        box("a", card="toaster", specs=Specs.DENSE)
-    with pytest.raises(CapacityError, match=r"box\.card of a: .*engines"):
-        box("a", card="A40-48GB", specs=Specs.ENGINE)
-    for field in ("rtt_s", "gbps", "usd_per_gb"):
-        for value in (-0.1, float("nan"), float("inf")):
-            with pytest.raises(CapacityError, match=field):
-                msgspec.structs.replace(LinkView(source="a", target="b", rtt_s=0.1), **{field: value})
-
-
-def test_what_lies_between_boxes() -> None:
-    links = Links([
-        LinkView(source="a", target="b", rtt_s=0.1, gbps=2.0, usd_per_gb=0.01),
-        LinkView(source="a", target="b", rtt_s=0.2, gbps=1.5),
-        LinkView(source="c", target="b", rtt_s=0.3),
-        LinkView(source="a", target="c", rtt_s=0.3, gbps=1e-9),
-    ])  # fmt: skip
-    assert (links.rtt_s("a", "b"), links.gbps("a", "b"), links.usd_per_gb("a", "b")) == (0.2, 1.5, 0.01)
-    assert (links.rtt_s("b", "a"), links.gbps("b", "a"), links.usd_per_gb("b", "a")) == (0.2, 1.5, 0.0)
-    assert (links.rtt_s("b", "c"), links.gbps("b", "c")) == (0.3, UNKNOWN_GBPS)
-    assert (links.rtt_s("x", "y"), links.gbps("x", "y")) == (UNKNOWN_RTT_S, UNKNOWN_GBPS)
-    assert links.gbps("a", "c") > 1e-9
-
-
-# ---- replicas that span boxes ---------------------------------------------------------------------------------
-
-
-def layers_of(plan: Plan) -> list[list[tuple[str, int]]]:
-    """Boxes and layers of each replica."""
-    return [[(stage.peer, stage.layers) for stage in replica.stages] for replica in plan.replicas]
-
-
-@pytest.mark.parametrize(
-    ("fits", "expected"),
-    [
-        ({"a": 4, "b": 4}, [[("a", 4), ("b", 4)]]),
-        ({"a": 6, "b": 3}, [[("a", 5), ("b", 3)]]),  # 5.33 and 2.67
-        ({"a": 3, "b": 6}, [[("b", 5), ("a", 3)]]),  # the largest is the head
-        ({"a": 7, "b": 1}, [[("a", 7), ("b", 1)]]),
-        ({"a": 5, "b": 2, "c": 2, "d": 1}, [[("a", 4), ("b", 2), ("c", 2)]]),  # d is not needed
-        ({"a": 4, "b": 4, "c": 4, "d": 4}, [[("a", 4), ("b", 4)], [("c", 4), ("d", 4)]]),
-        ({"a": 8, "b": 4, "c": 4}, [[("a", 8)], [("b", 4), ("c", 4)]]),
-        ({"a": 3, "b": 3, "c": 3}, [[("a", 3), ("b", 3), ("c", 2)]]),
-        ({"a": 8, "b": 3, "c": 0}, [[("a", 8)]]),
-    ],
-)
-def test_boxes_too_small_for_the_model_hold_it_together(
-    fits: dict[str, int], expected: list[list[tuple[str, int]]]
-) -> None:
-    plan = some_plan(*(box(peer, fits=layers) for peer, layers in fits.items()))
-    assert layers_of(plan) == expected
-
-
-def test_boxes_that_are_too_small_even_together_are_no_plan() -> None:
-    assert plan_of(box("a", fits=4), box("b", fits=3)) is None
-    plan = some_plan(box("a", fits=4), box("b", fits=3), box("w"), box("n", fits=0))
-    assert plan.peers == ("w",)
-    assert any("wait" in line and "7 of 8" in line for line in plan.why)
-    assert any("without room" in line for line in plan.why)
-
-
-def test_nearby_boxes_form_a_replica_in_the_order_of_their_distance() -> None:
-    boxes = [box("head", fits=3), *(box(peer, fits=2) for peer in ("far", "mid", "near", "next"))]
-    rtts = {"near": 0.001, "next": 0.002, "mid": 0.05, "far": 0.15}
-    links = [LinkView(source="head", target=peer, rtt_s=rtt) for peer, rtt in rtts.items()]
-    links += [LinkView(source="near", target=peer, rtt_s=rtts[peer]) for peer in ("next", "mid", "far")]
-    links += [LinkView(source="next", target=peer, rtt_s=rtts[peer]) for peer in ("mid", "far")]
-    links.append(LinkView(source="mid", target="far", rtt_s=rtts["far"]))
-    plan = some_plan(*boxes, links=tuple(links))
-    assert [peer for peer, _ in layers_of(plan)[0]] == ["head", "near", "next", "mid"]
-
-
-def test_boxes_with_different_numbers_of_gpus_form_a_replica() -> None:
-    plan = some_plan(box("a", fits=6, tp=2), box("b", fits=2))
-    assert layers_of(plan) == [[("a", 6), ("b", 2)]]
-    assert [stage.tp for stage in plan.replicas[0].stages] == [2, 1]
-
-
-def test_a_pipeline_is_kept_while_its_boxes_are_there() -> None:
-    old = some_plan(box("a", fits=4), box("b", fits=4))
-    larger = [box(peer, fits=7) for peer in ("x", "y")]
-    both = some_plan(box("a", fits=4), box("b", fits=5), *larger, previous=old)
-    assert layers_of(both) == [[("a", 4), ("b", 4)], [("x", 4), ("y", 4)]]
-    for lost in (box("b", fits=3), box("b", fits=4, ready=False), box("b", fits=4, draining=True)):
-        again = some_plan(box("a", fits=4), lost, *larger, previous=both)
-        assert layers_of(again)[-1] == [("x", 4), ("y", 4)]
-        assert not any(("b", 4) in stages for stages in layers_of(again))
-    assert plan_of(box("b", fits=5), *larger, box("a", fits=4), previous=both) is both
-
-
-def test_equal_pipelines_are_not_taken_for_each_other() -> None:
-    """Their boxes are alike in all figures, but each holds its own layers."""
-    plan = some_plan(*(box(peer, fits=4) for peer in "abcdef"))
-    assert sorted(layers_of(plan)) == [[("a", 4), ("b", 4)], [("c", 4), ("d", 4)], [("e", 4), ("f", 4)]]
-    assert plan_of(*(box(peer, fits=4) for peer in "abcdef"), previous=plan) is plan
-
-
-def test_a_pipeline_obeys_its_pins_unless_they_contradict_each_other() -> None:
-    alone = box("w", phase=M)
-    plan = some_plan(box("a", fits=4, phase=P), box("b", fits=4), alone)
-    assert roles(plan)["a"] is P
-    plan = some_plan(box("a", fits=4, phase=P), box("b", fits=4, phase=D), alone)
-    assert any("pinned to decode and prefill" in line for line in plan.why)
-
-
-def test_a_slow_stage_makes_a_slow_pipeline() -> None:
-    whole, half = box("w", 200.0, 1000.0), box("a", 200.0, 1000.0, fits=4)
-    got = shares(some_plan(whole, half, box("b", 200.0, 1000.0, fits=4), links=fast("w", "a", "b")))
-    slow = shares(some_plan(whole, half, box("b", 50.0, 250.0, fits=4), links=fast("w", "a", "b")))
-    assert slow["a"] < 0.7 * got["a"]
 
 
 # ---- properties -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def feed(profiler: WorkloadProfiler, requests: Trace, start: float = 0.0) -> lis
     return [
         (number, shift)
         for number, (arrival, prompt, output) in enumerate(rows)
-        for shift in (profiler.arrived(prompt, now=start + arrival), profiler.finished(prompt, output))
+        for shift in (profiler.record_arrival(prompt, now=start + arrival), profiler.record_finish(prompt, output))
         if shift is not None
     ]
 
@@ -54,9 +54,9 @@ def test_statistics_are_those_of_the_window() -> None:
     profiler = WorkloadProfiler()
     assert tuple(profiler.statistics()) == (0, 0.0, 0.0, 0.0, 0.0)
     for number in range(4):
-        profiler.arrived(100, now=0.5 * number)
-    profiler.finished(100, 10)
-    profiler.finished(300, 30)
+        profiler.record_arrival(100, now=0.5 * number)
+    profiler.record_finish(100, 10)
+    profiler.record_finish(300, 30)
     found = profiler.statistics()
     assert (found.requests, found.rate, found.arrival_cv) == (2, 2.0, 0.0)
     assert (found.prompt, found.output) == (200.0, 20.0)
@@ -66,8 +66,8 @@ def test_statistics_are_those_of_the_window() -> None:
 def test_the_window_keeps_the_latest_requests() -> None:
     profiler = WorkloadProfiler()
     for number in range(600):
-        profiler.arrived(10, now=float(number))
-        profiler.finished(10, 1 if number < 100 else 2)
+        profiler.record_arrival(10, now=float(number))
+        profiler.record_finish(10, 1 if number < 100 else 2)
     assert profiler.statistics().requests == 512
     assert profiler.statistics().output == pytest.approx((12 * 1 + 500 * 2) / 512)
     found = profiler.workload("seen")
@@ -76,23 +76,23 @@ def test_the_window_keeps_the_latest_requests() -> None:
 
 def test_time_does_not_go_back() -> None:
     profiler = WorkloadProfiler()
-    profiler.arrived(10, now=5.0)
-    profiler.arrived(10, now=5.0)
+    profiler.record_arrival(10, now=5.0)
+    profiler.record_arrival(10, now=5.0)
     with pytest.raises(ValueError, match=r"1 s before the one ahead of it"):
-        profiler.arrived(10, now=4.0)
+        profiler.record_arrival(10, now=4.0)
 
 
 def test_an_alarm_tells_how_old_the_shift_is_and_forgets_what_was_before_it() -> None:
     profiler = WorkloadProfiler()
     for number in range(600):
-        assert profiler.arrived(100 + number % 3, now=float(number)) is None
-        profiler.finished(100, 10)
+        assert profiler.record_arrival(100 + number % 3, now=float(number)) is None
+        profiler.record_finish(100, 10)
     shift = None
     for number in range(600, 700):
-        shift = profiler.arrived(1000, now=float(number))
+        shift = profiler.record_arrival(1000, now=float(number))
         if shift is not None:
             break
-        profiler.finished(1000, 10)
+        profiler.record_finish(1000, 10)
     assert shift is not None
     assert shift.what is Watched.PROMPT
     assert shift.before == pytest.approx(101.0, rel=0.01)
@@ -103,5 +103,5 @@ def test_an_alarm_tells_how_old_the_shift_is_and_forgets_what_was_before_it() ->
 
 def test_lengths_that_hardly_vary_may_vary_a_little() -> None:
     profiler = WorkloadProfiler()
-    shifts = [profiler.arrived(1000 if number < 512 else 1020, now=float(number)) for number in range(2000)]
+    shifts = [profiler.record_arrival(1000 if number < 512 else 1020, now=float(number)) for number in range(2000)]
     assert not any(shifts)

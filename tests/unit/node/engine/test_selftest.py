@@ -13,7 +13,7 @@ import trio.testing
 from safetensors.numpy import load_file
 
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.engine.agent_side.engine_link import EngineStartError, ForkServerClient
+from p2pserve.node.engine.agent_side.engine_link import EngineStarter, EngineStartError
 from p2pserve.node.engine.trials import selftest
 from p2pserve.node.engine.trials.random_model import make_model
 from p2pserve.node.engine.trials.selftest import SelfTestResult, installed, require_known_to_work
@@ -36,7 +36,7 @@ class FakeTest:
         self.reason = reason
         self.runs = 0
 
-    async def __call__(self, server: ForkServerClient) -> SelfTestResult:
+    async def __call__(self, server: EngineStarter) -> SelfTestResult:
         self.runs += 1
         await trio.testing.wait_all_tasks_blocked()  # whoever else wants to know is waiting now
         return SelfTestResult(
@@ -50,7 +50,7 @@ def ask(version: str, memory: Path, times: int = 1) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             for _ in range(times):
-                nursery.start_soon(require_known_to_work, cast("ForkServerClient", FakeServer(version)), memory)
+                nursery.start_soon(require_known_to_work, cast("EngineStarter", FakeServer(version)), memory)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -126,14 +126,14 @@ def test_the_model_is_always_the_same(tmp_path: Path) -> None:
 def test_gpus_compile_and_capture_and_are_given_the_time(
     gpus: tuple[Gpu, ...], limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(server: ForkServerClient) -> str:
+    async def never(server: EngineStarter) -> str:
         await trio.sleep_forever()
         raise AssertionError
 
     box = Hardware(cores=4, memory_gib=8.0, processor="x", gpus=gpus)
     monkeypatch.setattr(selftest, "probe", lambda: box)
     monkeypatch.setattr(selftest, "_complaint", never)
-    server = cast("ForkServerClient", FakeServer("0.33.0"))
+    server = cast("EngineStarter", FakeServer("0.33.0"))
     verdict = trio.run(selftest.run_selftest, server, clock=trio.testing.MockClock(autojump_threshold=0))
     assert not verdict.passed
     assert verdict.reason == f"it was not done after {limit}"

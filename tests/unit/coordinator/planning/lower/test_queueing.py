@@ -216,7 +216,7 @@ def test_replicas_looked_up_together_are_as_alone() -> None:
 
     def decoding(tables: ReplicaTables, index: list[int], load: list[float]) -> DecodeTimes:
         which, loads = np.array(index), np.array(load)
-        return tables.decoding(which, loads, tables.at(which, loads), 2)
+        return tables.decode_times(which, loads, tables.at(which, loads), 2)
 
     together = decoding(ReplicaTables.of(mixed_rate, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
     apart = decoding(ReplicaTables.of(mixed_rate[1:], known, 1.0), [0, 0], [0.3, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,15 +32,15 @@ TI = gpu_table().find("RTX-3090TI-24GB", Specs.DENSE)
 
 
 class GivenScores:
-    """An `Evaluator`: groups of two GPUs and more hold the model, and scores are what a function says. `scored` has the
-    solutions that were evaluated, in order; an upper bound is a score and `slack`."""
+    """An `Evaluator`: groups of `least` GPUs and more hold the model, and scores are what a function says. `scored` has
+    the solutions that were evaluated, in order; an upper bound is a score and `slack`."""
 
-    def __init__(self, objective: Callable[[Solution], float], slack: float = 0.5) -> None:
-        self._objective, self._slack = objective, slack
+    def __init__(self, objective: Callable[[Solution], float], slack: float = 0.5, least: int = 2) -> None:
+        self._objective, self._slack, self._least = objective, slack, least
         self.scored: list[Solution] = []
 
     def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
-        return sum(gpus for _, gpus in slices) >= 2
+        return sum(gpus for _, gpus in slices) >= self._least
 
     def max_rates(self, group: Group, replicas: int) -> tuple[float, float]:
         rate = float(sum(gpus for _, gpus in group.slices))
@@ -92,9 +93,16 @@ def make_space() -> Spaces:
         pinned: Mapping[str, Phase] | None = None,
         excluded: frozenset[str] = frozenset(),
         slack: float = 0.5,
+        least: int = 2,
+        services: int = 1,
+        near: Sequence[tuple[int, int]] = (),
     ) -> tuple[SearchSpace, GivenScores]:
-        evaluator = GivenScores(objective, slack)
+        evaluator = GivenScores(objective, slack, least)
         problem = four_boxes(pinned=dict(pinned or {}), excluded=excluded)
+        for one, two in near:  # ten times as fast as other links
+            problem.cluster.gbps[one, two] = problem.cluster.gbps[two, one] = 100.0
+        (service,) = problem.services
+        problem = replace(problem, services=tuple(replace(service, name=f"s{n}") for n in range(services)))
         return SearchSpace.of(problem, evaluator), evaluator
 
     return make

@@ -1,0 +1,144 @@
+"""Cuts of boxes by their columns, for replicas whose rates are so much for each GPU, against all solutions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2pserve.coordinator.dev.exhaustive import all_solutions
+from p2pserve.coordinator.plan import Phase
+from p2pserve.coordinator.planning.lower.upper_bound import PREFILL_SHARES, TOTAL_PRICES
+from p2pserve.coordinator.planning.model.problem import Component, Group, PhaseCounts, Slice, Solution
+from p2pserve.coordinator.planning.upper.packing import Packing
+from p2pserve.coordinator.planning.upper.search_space import SearchSpace, make_solution
+from p2pserve.coordinator.planning.upper.settings import SearchSettings
+
+from .conftest import GivenScores, four_boxes
+
+P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
+RATES = {0: (3.0, 1.0), 1: (3.0, 1.0), 2: (1.0, 3.0), 3: (1.0, 3.0)}
+"""Requests per second that a GPU of each box prefills and decodes."""
+
+
+def rates_of(groups: Sequence[Group]) -> tuple[float, float]:
+    """A group works on prompts, on outputs, or half of its time on either."""
+    prefill = decode = 0.0
+    for group in groups:
+        for box, gpus in group.slices:
+            prefill += gpus * RATES[box][0] * {P: 1.0, D: 0.0, M: 0.5}[group.phase]
+            decode += gpus * RATES[box][1] * {P: 0.0, D: 1.0, M: 0.5}[group.phase]
+    return prefill, decode
+
+
+class PerGpu(GivenScores):
+    """Components are worth what their GPUs do, at every price."""
+
+    def component_values(
+        self, components: Sequence[Component], phase_counts: Sequence[PhaseCounts]
+    ) -> NDArray[np.float64]:
+        values = np.zeros((len(components), len(phase_counts), len(TOTAL_PRICES), len(PREFILL_SHARES)))
+        shares = np.asarray(PREFILL_SHARES)
+        for number, component in enumerate(components):
+            prefill, decode = rates_of(component)
+            for level, total in enumerate(TOTAL_PRICES):
+                values[number, 0, level] = total * (shares * prefill + (1.0 - shares) * decode)
+        return values
+
+
+def space_of(
+    *, pinned: Mapping[str, Phase] | None = None, price_weight: float = 0.0, settings: SearchSettings | None = None
+) -> SearchSpace:
+    problem = four_boxes(pinned=dict(pinned or {}), price_weight=price_weight)
+    (service,) = problem.services
+    service = replace(service, workload=replace(service.workload, rate=100.0))  # more than can be carried
+    boxes = tuple(replace(box, usd_per_hour=1.0) for box in problem.cluster.boxes)
+    problem = replace(problem, services=(service,), cluster=replace(problem.cluster, boxes=boxes))
+    return SearchSpace.of(problem, PerGpu(lambda solution: 0.0), settings or SearchSettings())
+
+
+def carried(solution: Solution) -> float:
+    return min(rates_of(solution))
+
+
+def test_every_cut_of_one_box_and_of_two_is_a_column() -> None:
+    """A box of four: one group in 3 phases, two in 6. Two of them: as one group 3, as two 6. An atomic box: 3; two of
+    them together 3; one of either kind together 3."""
+    assert Packing(space_of(), 2).columns == 9 + 9 + 3 + 3 + 3
+    alone = Packing(space_of(settings=SearchSettings(mixed_classes=1)), 2)
+    assert alone.columns == 9 + 9 + 3 + 3
+
+
+def test_the_number_of_replicas_in_a_box_has_a_bound_unless_they_are_alike() -> None:
+    assert Packing(space_of(settings=SearchSettings(box_parts=1)), 2).columns == 27
+    # pinned boxes have one column for each of their sizes, and are of classes of their own
+    pinned = Packing(space_of(pinned={"a0": P, "a1": P}), 2)
+    assert pinned.columns == 2 + 2 + 3 + 3 + 1
+
+
+def test_a_start_carries_nearly_as_much_as_any_solution() -> None:
+    space = space_of()
+    best = max(carried(solution) for solution in all_solutions(space) if solution)
+    start = Packing(space, 2).start(np.random.default_rng(0))
+    assert carried(start) >= 0.95 * best
+    assert start == make_solution(start)
+    assert all(count >= 0 for count in space.idle_gpus(start).values())
+
+
+def test_a_start_keeps_to_the_phases_asked_for_and_to_pins_before_them() -> None:
+    mixed = Packing(space_of(), 2).start(np.random.default_rng(0), (M,))
+    assert {group.phase for group in mixed} == {M}
+    pinned = Packing(space_of(pinned={"t0": D}), 2).start(np.random.default_rng(0), (M,))
+    assert {group.phase for group in pinned if group.slices[0].box == 2} == {D}
+    assert {group.phase for group in pinned if group.slices[0].box != 2} == {M}
+
+
+def test_noise_finds_other_starts_and_the_same_seed_the_same_one() -> None:
+    packing = Packing(space_of(), 2)
+
+    def start(seed: int) -> Solution:
+        rng = np.random.default_rng(seed)
+        return packing.start(rng, noise=np.exp(rng.normal(0.0, 0.5, packing.columns)))
+
+    assert start(3) == start(3)
+    assert len({start(seed) for seed in range(8)}) > 2
+
+
+def test_boxes_that_cost_more_than_they_carry_stay_idle() -> None:
+    assert Packing(space_of(price_weight=10.0), 2).start(np.random.default_rng(0)) == ()
+    assert Packing(space_of(price_weight=1e-6), 2).start(np.random.default_rng(0)) != ()
+
+
+def test_a_recut_leaves_the_boxes_alone_that_it_does_not_touch() -> None:
+    space = space_of()
+    packing, rng = Packing(space, 2), np.random.default_rng(1)
+    here = make_solution([
+        Group((Slice(0, 4),), D), Group((Slice(1, 4),), D), Group((Slice(2, 2),), P), Group((Slice(3, 2),), P),
+    ])  # fmt: skip
+    better = 0
+    for _ in range(20):
+        there = packing.recut(here, rng)
+        assert there is not None
+        assert all(count >= 0 for count in space.idle_gpus(there).values())
+        assert sum(group not in there for group in here) <= 2
+        better += carried(there) > carried(here)
+    assert better >= 5
+
+
+def test_a_recut_takes_all_boxes_that_share_replicas_or_none() -> None:
+    across = make_solution([Group((Slice(0, 2), Slice(1, 2)), M), Group((Slice(0, 2), Slice(2, 2)), M)])
+    few = Packing(space_of(settings=SearchSettings(recut_boxes=2)), 2)
+    found = [few.recut(across, np.random.default_rng(seed)) for seed in range(20)]
+    assert None in found
+    assert all(there is None or set(across) <= set(there) for there in found)  # only box 3 is cut anew
+    many = Packing(space_of(settings=SearchSettings(recut_boxes=4)), 2)
+    assert None not in [many.recut(across, np.random.default_rng(seed)) for seed in range(20)]
+
+
+def test_where_no_box_holds_the_model_there_is_no_start() -> None:
+    space = space_of()
+    none = SearchSpace.of(space.problem, PerGpu(lambda solution: 0.0, least=99))
+    packing = Packing(none, 2)
+    assert packing.columns == 0
+    assert packing.start(np.random.default_rng(0)) == ()
+    assert packing.recut((Group((Slice(0, 4),), M),), np.random.default_rng(0)) is None
