@@ -1,0 +1,67 @@
+"""vLLM as a record. Its functions import it when they are called: the agent does without torch and vLLM."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from ..backend import EngineBackend, ServedModel
+
+if TYPE_CHECKING:
+    from ...box.hardware import Hardware
+    from ...settings import BoxEngineSettings
+    from ..agent_side.engine_link import EngineStarter
+    from ..process import AgentSockets
+    from ..protocol import EngineConfig
+
+__all__ = ["VLLM"]
+
+
+def _preload() -> str:
+    from .preload import preload
+
+    return preload()
+
+
+def _run(config: EngineConfig, sockets: AgentSockets) -> int:
+    from .process import run_engine
+
+    return run_engine(config, sockets)
+
+
+def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
+    from ...box.shares import share_of
+    from ...box.start_checks import require_engine, require_shared_memory
+    from ...models import open_model
+    from ...models.text import TextModel
+
+    require_engine(hardware, os.environ)
+    model = open_model(name)
+    share = share_of(model.info, hardware, knobs)
+    require_shared_memory(hardware, share.tp)
+    return ServedModel(model=model, text=TextModel(model.folder), share=share)
+
+
+async def _self_test(server: EngineStarter) -> None:
+    from ..trials.selftest import require_known_to_work
+
+    await require_known_to_work(server)
+
+
+VLLM: Final = EngineBackend(
+    name="vllm",
+    environment={
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in our process
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "HF_HUB_OFFLINE": "1",  # the agent has fetched the model
+        "TRANSFORMERS_OFFLINE": "1",
+    },
+    preload=_preload,
+    run=_run,
+    hardware=lambda box, knobs: box,
+    inspect=_inspect,
+    self_test=_self_test,
+)
