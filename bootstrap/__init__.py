@@ -1,8 +1,5 @@
-"""Finding and trusting each other: identity, join tokens, addresses, membership, election, and
-the network itself.
-
-Cheap to import: what needs an event loop or libp2p is loaded when it is first asked for.
-"""
+"""Finding and trusting each other: identity, tokens, addresses, membership, election, the network.
+Cheap to import: an event loop or libp2p is loaded when first asked for."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -35,8 +35,7 @@ SAVE_EVERY_S: Final = 5.0
 
 
 def merge_seen(seen: Iterable[Bootstrap], known: Iterable[Bootstrap], bound: int) -> tuple[Bootstrap, ...]:
-    """What is seen now, then what was known before, each member once and at most ``bound`` in
-    all."""
+    """What is seen now, then what was known before: each member once, at most ``bound`` in all."""
     by_peer: dict[str | None, Bootstrap] = {}
     for each in (*seen, *known):
         by_peer.setdefault(each.peer_id, each)  # a member that moved is known by where it is seen now
@@ -112,8 +111,7 @@ class SeesMembers(Protocol):
 
 
 async def keep_address_book(network: SeesMembers, book: AddressBook) -> None:
-    """Save who is seen whenever that changes, every few seconds at most, until cancelled; and
-    then once more."""
+    """Save who is seen when that changes, at most every few seconds, and once more at the end."""
     saved: tuple[Bootstrap, ...] = ()
     revision = network.revision
     try:

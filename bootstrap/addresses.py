@@ -1,8 +1,7 @@
 """Addresses as people write them, and the address a box should announce.
 
-A rented box maps its ports: what it listens on is not what others dial. The order of trust is: an
-explicit flag, the variables of the provider, the interface.
-"""
+A rented box maps its ports, so others dial something else. In order: an explicit flag, the
+provider's variables, the interface."""
 
 import ipaddress
 import socket
@@ -54,8 +53,7 @@ def announced_address(
     listen: Address,
     interface: Callable[[], str] | None = None,
 ) -> Address:
-    """The address to tell others. ``interface`` finds this box's own address when it listens on
-    all of them."""
+    """The address to tell others; ``interface`` finds it when the box listens on all of them."""
     if isinstance(flag, Address):
         return flag
     if flag is not None:
@@ -73,8 +71,7 @@ def announced_address(
 
 
 def default_route_address() -> str:
-    """The address of the interface that leads out of this box; loopback when none does. Sends
-    nothing."""
+    """The address of the interface that leads out of this box, else loopback. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # connecting a datagram socket only picks a route

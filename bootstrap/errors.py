@@ -1,9 +1,7 @@
-"""Every error this room raises on purpose.
+"""Every error this room raises on purpose. ``str(error)`` is one line: what is wrong and how to fix
+it.
 
-``str(error)`` is always one clear line that names what is wrong and how to fix it, so that a
-command line can print it as it is. :data:`DECODE_ERRORS` is what is raised by others, about what
-somebody sent.
-"""
+:data:`DECODE_ERRORS` is what decoders raise about what somebody sent."""
 
 from typing import Final
 
@@ -51,8 +49,7 @@ class Refused(NetworkError):
 
 
 class IdentityInUse(Refused):
-    """Another living node has this node's identity. ``holder_born`` says when that one came to
-    life."""
+    """Another living node has this identity. ``holder_born`` says when that one came to life."""
 
     def __init__(self, text: str, holder_born: int) -> None:
         super().__init__(text)

@@ -26,8 +26,7 @@ class _Registered:
 
 
 class Handlers:
-    """Requests and notices by method name. A handler's own failure is logged here and costs only
-    its request."""
+    """Handlers by method name. A handler's own failure is logged and costs only its request."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _Registered] = {}
@@ -44,8 +43,7 @@ class Handlers:
         _add(self._notices, notice, handler)
 
     async def serve(self, peer: PeerId, role: Role, method: str, body: bytes | msgspec.Raw) -> bytes:
-        """The encoded answer. Raises RemoteError, or ProtocolError when the body is not of the
-        method's type."""
+        """The encoded answer. Raises RemoteError, or ProtocolError for a body of another type."""
         found = self._requests.get(method)
         if found is None:
             raise RemoteError("unknown_method", f"this node does not answer {method!r}; run the same p2pserve release")

@@ -167,8 +167,7 @@ class Network:
         return await self._close(error)
 
     async def _close(self, error: BaseException | None) -> bool:
-        """End all tasks. An error of the block goes on as it is, not wrapped in a group with
-        nothing else in it."""
+        """End all tasks. A single error of the block is not wrapped in a group."""
         assert self._nursery is not None
         assert self._nursery_manager is not None
         self._peering.is_leaving = True
@@ -181,8 +180,7 @@ class Network:
         return bool(await self._nursery_manager.__aexit__(kind, error, traceback))
 
     async def leave(self) -> None:
-        """Tell everybody that we go, then hang up. The block may go on; nothing is sent or
-        answered any more."""
+        """Tell everybody that we go, then hang up; nothing is sent or answered any more."""
         if not self._peering.is_leaving:
             self._peering.is_leaving = True
             # Pushed before the streams are flushed and closed: it is the last thing that others hear.
@@ -208,8 +206,7 @@ class Network:
         return self._membership.members(self._rtt_s)
 
     def seen_members(self) -> tuple[Bootstrap, ...]:
-        """Where other boxes of the network can be dialled, last heard first: worth remembering
-        for the next start."""
+        """Where other boxes can be dialled, last heard first: to remember for the next start."""
         return self._membership.addresses()
 
     @property
@@ -231,11 +228,10 @@ class Network:
     # -- talking to one peer ------------------------------------------------------------------------------------------
 
     async def request(self, peer: PeerId, method: Method[Body, Answer], body: Body, timeout: float) -> Answer:
-        """Ask a peer; our own id is served here. Dials the peer when it is a member we have no connection to.
+        """Ask a peer, dialled if it is a member without a connection; our own id is served here.
 
-        Raises RemoteError (its handler refused), PeerLost, RequestTimeout, or ProtocolError (its answer is not of the
-        method's type, or the body is too large).
-        """
+        Raises RemoteError (its handler refused), PeerLost, RequestTimeout, or ProtocolError (wrong
+        type of answer, or body too large)."""
         encoded = encode_body(body)
         if peer == self.peer_id:
             answer = await self._request_locally(method.name, encoded, timeout)
@@ -379,8 +375,7 @@ class Network:
         return Unreachable(f"{text}; any other member lets in, too: --bootstrap TOKEN,HOST:PORT")
 
     async def _ask_remembered(self, named_failed: trio.Event, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
-        """Ask the members of an earlier run, after those that the user has named had their
-        chance."""
+        """Ask the members of an earlier run, after those that the user named had their chance."""
         with trio.move_on_after(self.settings.head_start_s):
             await named_failed.wait()
         async with trio.open_nursery() as nursery:

@@ -14,8 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class MappedErrors:
-    """Everything libp2p raises, as PeerLost: it uses some forty classes, a few of them
-    undocumented."""
+    """Everything libp2p raises (some forty classes, a few undocumented), as PeerLost."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing

@@ -1,9 +1,5 @@
-"""The control streams to other peers: letting peers in, dialling them, keeping exactly one stream
-for each.
-
-Nothing a stranger says is looked at before admission, except one greeting of bounded size and
-time.
-"""
+"""The control streams to other peers: admission, dialling, exactly one stream for each. Before
+admission a stranger's single greeting, of bounded size and time, is all that is read."""
 
 import logging
 from collections.abc import Callable
@@ -55,12 +51,11 @@ class PeerSession:
 
 
 class PeerSessions:
-    """All control streams of one node. ``on_change`` is called, synchronously, when a stream
-    opens or closes.
+    """All control streams of one node. ``on_change`` is called, synchronously, at each open and
+    close.
 
-    ``born`` tells this run of the node from all others that have its identity. Uses the nursery
-    that :meth:`start` is given; runs nothing before.
-    """
+    ``born`` tells this run of the node from others with its identity. Runs in the nursery
+    :meth:`start` is given."""
 
     def __init__(
         self,
@@ -94,11 +89,8 @@ class PeerSessions:
         return bound
 
     async def find_peer(self, member: Bootstrap) -> PeerId:
-        """Who is at this member's address. Raises Unreachable.
-
-        What answers is believed to be that peer and no more: whether it is one of ours shows when
-        it is greeted.
-        """
+        """Who is at this member's address; not yet whether it is ours, as greeting it shows. Raises
+        Unreachable."""
         if member.peer_id is not None:
             return member.peer_id
         peer = await self._transport.identify(Address(member.host, member.port))
@@ -107,11 +99,8 @@ class PeerSessions:
         return peer
 
     async def connect(self, peer: PeerId, address: Address) -> PeerSession:
-        """The session with this peer, dialled if need be; several callers share one dial.
-
-        Raises Unreachable, Refused (they do not let us in), IdentityInUse (somebody else is in
-        under our identity), or TokenError (we do not let them in).
-        """
+        """The session with this peer, dialled if need be; several callers share one dial. Raises
+        Unreachable, Refused (by them), IdentityInUse, or TokenError (by us)."""
         # Whoever waited finds the session, or dials itself: the other's failure may be the other's.
         while (event := self._connecting.get(peer)) is not None:
             await event.wait()
@@ -130,8 +119,7 @@ class PeerSessions:
             event.set()
 
     async def session_with(self, peer: PeerId, timeout: float) -> PeerSession:
-        """The session with a member, dialled within ``timeout`` if need be; PeerLost when there
-        is none."""
+        """The session with a member, dialled within ``timeout`` if need be; else PeerLost."""
         held = self.by_peer.get(peer)
         if held is not None:
             return held
@@ -212,8 +200,7 @@ class PeerSessions:
             raise TokenError(f"the node at {address} is not one of ours: {error}") from error
 
     async def _on_inbound(self, connection: PeerConnection) -> None:
-        """A stranger, until its greeting has been checked. Returning closes the connection, after what was sent has
-        left."""
+        """A stranger until its greeting is checked. Returning closes, once what was sent is out."""
         peer = connection.peer
         try:
             greeting = await self._receive_greeting(connection)
@@ -245,12 +232,8 @@ class PeerSessions:
         await self._run(self._register(connection, greeting, record, dialled_by_me=False))
 
     async def _check_life(self, peer: PeerId, born: int) -> None:
-        """Raise IdentityInUse when another living node has the identity of the one that has just
-        greeted us.
-
-        A node that was restarted leaves a connection behind that nobody answers on. That of a box
-        whose image was copied works: only asking tells them apart.
-        """
+        """Raise IdentityInUse when another living node has the identity of the one that greeted us.
+        Asking tells a copied image from the dead connection of a restarted node."""
         while (held := self.by_peer.get(peer)) is not None and held.born != born:
             is_alive = await held.control.is_answering(self._settings.identity_check_s)
             if self.by_peer.get(peer) is not held:
@@ -341,8 +324,7 @@ class PeerSessions:
         raise PeerLost(f"no greeting came within {self._settings.greeting_s:g} s")
 
     async def _retire(self, session: PeerSession) -> None:
-        """Close a superseded stream after a moment: the other side may not have noticed yet, and
-        still use it."""
+        """Close a superseded stream after a moment, as the other side may still use it."""
         await trio.sleep(self._settings.retire_s)
         await session.control.connection.aclose()
 

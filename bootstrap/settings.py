@@ -14,8 +14,7 @@ __all__ = ["NetworkSettings", "TransportSettings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSettings:
-    """Connections below the network. All times in seconds; longer ones forgive a slow path and
-    hide a dead one."""
+    """Connections below the network, in seconds; longer forgives slow paths, hides dead ones."""
 
     dial_s: float = 5.0  # one dial, with all addresses of its host; a peer behind a firewall that drops costs all of it
     upgrade_s: int = 5  # Noise, yamux and the opening of the control stream, each
@@ -27,11 +26,8 @@ class TransportSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSettings:
-    """Membership, sessions, gossip and election of one node. All nodes of a network should use
-    the same preset.
-
-    The defaults are :meth:`wan`: boxes in different places, joined by internet links.
-    """
+    """Membership, sessions, gossip and election of one node; the same preset in the whole network.
+    Defaults are :meth:`wan`."""
 
     # Liveness. Shorter: a death is noticed sooner, and a pause is more often mistaken for one.
     ping_s: float = 1.0  # a peer that says nothing for so long is pinged

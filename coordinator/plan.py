@@ -195,11 +195,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """How many layers the model has."""
         return self.replicas[0].layers
 
-    @property
-    def is_split(self) -> bool:
-        """Whether prompts and tokens are made on different replicas."""
-        return any(replica.phase is not Phase.MIXED for replica in self.replicas)
-
     def in_phase(self, phase: Phase) -> tuple[Replica, ...]:
         """The replicas of one phase, in the plan's order."""
         return tuple(replica for replica in self.replicas if replica.phase is phase)
@@ -211,11 +206,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def replica_of(self, peer: str) -> Replica | None:
         """The replica that a box belongs to, if any."""
         return next((replica for replica in self.replicas if peer in replica.peers), None)
-
-    def stage_of(self, peer: str) -> Stage | None:
-        """What a box has to load, if anything."""
-        stages = (stage for replica in self.replicas for stage in replica.stages)
-        return next((stage for stage in stages if stage.peer == peer), None)
 
     def phase_of(self, peer: str) -> Phase | None:
         """What a box does, if the plan uses it."""

@@ -72,15 +72,3 @@ def prompt_s(prefill: PhaseCost, tokens: int, chunk: int) -> float:
     """Seconds to prefill one prompt alone, at most `chunk` positions a step."""
     whole, rest = divmod(tokens, chunk)
     return whole * prefill.seconds(1, chunk) + (prefill.seconds(1, rest) if rest else 0.0)
-
-
-def batch_prefill_s(prefill: PhaseCost, requests: int, length: float) -> float:
-    """Seconds to prefill a batch in one step: equation 3."""
-    return prefill.seconds(requests, length)
-
-
-def batch_decode_s(decode: PhaseCost, requests: int, prompt: float, output: int) -> float:
-    """Seconds until each of a batch has `output` tokens after a prompt of `prompt`: equation 4 in
-    closed form."""
-    mean_length = prompt + (output + 1) / 2
-    return output * decode.seconds(requests, mean_length)

@@ -58,11 +58,8 @@ async def run_node(
     stop: trio.Event,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`).
-
-    Raises NodeError, ModelError, GpuError, EngineError or NetworkError, each with one line for the user; since several
-    tasks run, they may come inside exception groups.
-    """
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises
+    NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
     invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)

@@ -70,10 +70,8 @@ def tokens(
 
 
 async def read_join_target(bootstrap: str, token: str | None) -> tuple[str, tuple[Bootstrap, ...]]:
-    """Make sense of `--bootstrap` and `--token`: the token's text, and the members to ask, the given ones first.
-
-    Raises AddressError, TokenError, Unreachable, Refused.
-    """
+    """Read `--bootstrap` and `--token`: the token's text, and the members to ask, given ones first.
+    Raises AddressError, TokenError, Unreachable, Refused."""
     target = parse_join_target(bootstrap, token)
     if target.token is None:
         await _probe_for_token(target)

@@ -64,11 +64,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
-    """The engine of a node.
-
-    `state` is waiting (for a plan that gives it layers), loading, starting, ready, restarting or failed. `stages` are
-    those of the replica it is part of, when there are several.
-    """
+    """The engine of a node. `state`: waiting (for layers), loading, starting, ready, restarting or
+    failed. `stages`: of its replica, when several."""
 
     state: str
     detail: str = ""
@@ -173,10 +170,8 @@ class Opened(Message, frozen=True, kw_only=True):
 
 
 class StageOpen(Message, frozen=True, kw_only=True):
-    """Start the engine process of a stage. Answered when it can be dialled; nothing is loaded by then.
-
-    The stage finds out itself where the other ends of its `pipes` can be dialled. `limits` are those of the head.
-    """
+    """Start the engine process of a stage; answered when it can be dialled, before loading. The
+    stage finds the other ends of `pipes`; `limits` are the head's."""
 
     service: str
     stages: Stages
@@ -268,9 +263,8 @@ class ProbeOpened(Message, frozen=True, kw_only=True):
 class TransferFigures(Message, frozen=True, kw_only=True):
     """How a prefill's KV transfer went, as its sender saw it.
 
-    `paths` has the KV bytes that went each way, `mode` says whether layers left one by one, `usd` is what the boxes
-    on the way are billed for it by their advertised prices.
-    """
+    `paths`: KV bytes by path; `mode`: whether layers left one by one; `usd`: billed at advertised
+    prices."""
 
     raw_bytes: int
     wire_bytes: int

@@ -65,10 +65,6 @@ class MemoryExchange:
         """A node's end; those of one id share their handlers."""
         return MemoryMessenger(self, peer, role, self.nodes.setdefault(peer, Handlers()))
 
-    def told_of(self, notice: Notice[Body]) -> list[tuple[PeerId, Body]]:
-        """The notices of a kind: to whom, and what they said."""
-        return [(sent.target, _as(sent.body, notice.body)) for sent in self.told if sent.method == notice.name]
-
     def asked_of(self, method: Method[Body, Answer]) -> list[tuple[PeerId, Body]]:
         """The questions of a kind: whom, and what they said."""
         return [(sent.target, _as(sent.body, method.body)) for sent in self.asked if sent.method == method.name]

@@ -106,11 +106,8 @@ class NetworkView:
         self.links_told, self._table_payloads = kept, dict(entries)
 
     def consider_plan(self, author: PeerId, epoch: int, payload: bytes) -> bool:
-        """Follow a plan if its author won the epoch it names and it is newer. Returns whether it was taken.
-
-        `author` and `epoch` are the coordinator's as membership knows them: a plan of anyone else, or of an
-        epoch its signer did not win, does not count.
-        """
+        """Follow a plan if its author won the epoch it names, by membership's `author` and `epoch`,
+        and it is newer. Returns whether it was taken."""
         plan = decode_plan(payload)
         if plan is None or plan.epoch != epoch:
             return False

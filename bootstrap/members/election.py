@@ -64,8 +64,7 @@ class ElectionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectionResult:
-    """Who leads in which epoch, and, when `claim` is set, what to publish. A claim takes effect
-    when it is seen."""
+    """Who leads in which epoch, and what to publish as `claim`, which takes effect once seen."""
 
     coordinator: PeerId | None = None
     epoch: int = 0
@@ -85,12 +84,11 @@ def decide(view: ElectionView, now: float, *, settle_s: float) -> ElectionResult
 
 
 def select_plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, int]:
-    """The claims that may count: walking up from ``seen``, none that is more than a jump above
-    those below it.
+    """The claims that may count: walking up from ``seen``, none more than a jump above those below
+    it.
 
-    With nothing seen yet the lowest claim is the ground, unless it leaves no room for later ones:
-    a network that is old, or was jumped before, has only high ones to show.
-    """
+    With nothing seen the lowest claim is the ground, unless it leaves no room for later ones: an
+    old network, or one jumped before, has only high ones to show."""
     ground, found = seen, {}
     for peer, epoch in sorted(claims.items(), key=lambda claim: claim[1]):
         if ground == 0 and epoch <= MAX_EPOCH // 2:
@@ -102,8 +100,7 @@ def select_plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, in
 
 
 class Election:
-    """The rule with the little memory it needs: since when the candidates are the same, and the
-    highest epoch."""
+    """The rule, and since when the candidates are the same and the highest epoch seen."""
 
     def __init__(self, me: PeerId, *, settle_s: float) -> None:
         self._me = me

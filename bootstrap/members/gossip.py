@@ -1,7 +1,5 @@
 """Anti-entropy: each second, with two random peers, swap digests and then what either side lacks.
-
-What is urgent is pushed to everybody as well, and gossip repairs whatever a push has missed.
-"""
+It repairs what the pushes of urgent entries have missed."""
 
 import logging
 import random
@@ -49,11 +47,10 @@ _sync_replies = msgspec.msgpack.Decoder(_SyncReply)
 
 
 class Gossip:
-    """Keeps one membership in step with those of the linked peers. ``on_news(changed)`` is called
-    after news that changed an entry, and with False after news that only shows who is alive.
+    """Keeps a membership in step with the linked peers'. ``on_news(changed)``: False for mere signs
+    of life.
 
-    A client learns from everybody, tells only its own member record, and nobody passes that on.
-    """
+    A client learns from everybody, tells only its own member record, and nobody passes that on."""
 
     def __init__(
         self,

@@ -96,8 +96,7 @@ def _not_measured(peer: PeerId) -> float | None:
 
 
 class Membership:
-    """The member table of one node. Every method is synchronous and takes the time it needs as
-    ``now``."""
+    """The member table of one node. Methods are synchronous and get the time as ``now``."""
 
     def __init__(
         self,
@@ -154,8 +153,7 @@ class Membership:
     # -- gossip -------------------------------------------------------------------------------------------------------
 
     def digest(self) -> Digest:
-        """What we hold, briefly. Tombstones are in it too: a dead member's claim still counts as
-        seen."""
+        """What we hold, briefly, with tombstones: a dead member's claim still counts as seen."""
         return {
             origin: (life.incarnation, {kind: entry.version for kind, entry in life.entries.items()})
             for origin, life in self._lives.items()
@@ -185,8 +183,7 @@ class Membership:
         return chosen
 
     def merge(self, entries: Iterable[Entry], now: float, *, from_origin: PeerId | None = None) -> MergeResult:
-        """Take entries from somebody. ``from_origin`` names a client: only its own record counts,
-        and stays here."""
+        """Take entries. ``from_origin``, a client, gives only its own record, which stays here."""
         changed: list[Entry] = []
         forged = ignored = 0
         for entry in sort_records_first(entries):
@@ -212,8 +209,7 @@ class Membership:
         return MergeResult(changed=tuple(changed), forged=forged, ignored=ignored)
 
     def admit(self, record_entry: Entry, now: float, *, private: bool) -> None:
-        """Take the member record of a peer that was checked and let in. Unlike hearsay it
-        counts even when the peer was forgotten as dead."""
+        """Take the record of a peer that was let in; counts even if it was forgotten as dead."""
         self._forgotten.pop(record_entry.origin, None)
         self.merge((record_entry,), now, from_origin=PeerId(record_entry.origin) if private else None)
 
@@ -259,8 +255,7 @@ class Membership:
             life.heard_at = now
 
     def on_lost(self, peer: PeerId, now: float) -> None:
-        """Its connection closed and nobody answered the redial: it is dead until heard after this
-        moment."""
+        """Its connection closed and the redial failed: dead until heard after this moment."""
         self._connected.pop(peer, None)
         life = self._lives.get(peer)
         if life is not None and life is not self._own:
@@ -326,8 +321,7 @@ class Membership:
         return {PeerId(o): life.entries[kind].payload for o, life in self._lives.items() if kind in life.entries}
 
     def members(self, rtt_s: Callable[[PeerId], float | None] = _not_measured) -> tuple[Member, ...]:
-        """Everybody who was ever heard or vouched for, by peer id; ``rtt_s`` knows the round
-        trips."""
+        """Everybody ever heard or vouched for, by peer id; ``rtt_s`` knows the round trips."""
         found = []
         for origin, life in sorted(self._lives.items()):
             if life.record is not None and (life is self._own or life.heard_at is not None or life.record.left):
@@ -446,8 +440,7 @@ class Membership:
         return _Outcome.TAKEN
 
     def _outlive(self, ghost: Entry) -> None:
-        """An older life of ours has a higher number (the clock went back): take a higher one
-        still."""
+        """An older life of ours has a higher number (the clock went back): go one higher."""
         self._own.incarnation = ghost.incarnation + 1
         for kind, entry in list(self._own.entries.items()):
             self._version += 1
@@ -456,8 +449,7 @@ class Membership:
             )
 
     def _ping_at(self, peer: PeerId, link: _OpenStream) -> float:
-        """When to ping a peer. Of two, one is sooner to mind that nothing is said; its pings keep
-        the other content."""
+        """When to ping. Of two ends one notices silence sooner; its pings satisfy the other."""
         wait_s = self._settings.ping_s * (1.0 if self.peer_id < peer else 1.5)
         return min(max(link.heard_at, link.pinged_at) + wait_s, link.pinged_at + self._settings.rtt_s)
 

@@ -1,9 +1,7 @@
 """Whom to dial when, and which of two connections to keep. Pure.
 
-In a full mesh both ends of a missing link would dial at once. The lower peer id dials first; the
-higher one waits a moment and dials too if nothing came, since the lower one may be unable to
-reach it.
-"""
+The lower peer id dials first; the higher one waits a moment and dials too, since the lower one may
+be unable to reach it."""
 
 import random
 from collections.abc import Collection, Mapping
@@ -33,13 +31,10 @@ class _Target:
 
 
 class DialBook:
-    """The peers we are missing, each with its own back-off: doubling, with jitter, never giving
-    up.
+    """The peers we are missing, each with its own back-off: doubling, with jitter, never giving up.
 
-    ``named`` are the members that others start from (our token names them, or we remember them):
-    they are dialled without waiting for them to dial us, and their back-off stays short, because
-    one that restarts knows nobody.
-    """
+    ``named`` members (in our token, or remembered) are dialled at once and with a short back-off,
+    because one that restarts knows nobody."""
 
     def __init__(
         self, me: PeerId, rng: random.Random, settings: NetworkSettings, named: Collection[PeerId] = ()
@@ -89,8 +84,7 @@ class DialBook:
             target.next_at = now + backoff * self._rng.uniform(0.75, 1.25)
 
     def on_disconnected(self, peer: PeerId, now: float) -> None:
-        """A connection broke: whoever notices redials at once, since nothing but that tells a
-        dead peer from a broken link."""
+        """A connection broke: redial at once, which tells a dead peer from a broken link."""
         target = self._targets.get(peer)
         if target is not None:
             target.failures, target.next_at = 0, now
@@ -119,13 +113,10 @@ def should_replace(
     held_age_s: float,
     crossing_s: float,
 ) -> bool:
-    """Whether a new connection to ``peer`` takes the place of the one we hold. Both ends come to
-    the same answer.
+    """Whether a new connection to ``peer`` replaces the one we hold; both ends decide alike.
 
-    A peer that has a connection does not dial, so a new one means that the peer lost the old one,
-    except when both dialled at the same moment, within ``crossing_s``: then the lower peer id's
-    dial wins.
-    """
+    A connected peer does not dial, so a new one means it lost the old one, unless both dialled
+    within ``crossing_s``: then the lower peer id's dial wins."""
     if held_age_s > crossing_s or new_dialled_by_me == held_dialled_by_me:
         return True
     return new_dialled_by_me == (me < peer)

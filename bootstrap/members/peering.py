@@ -35,8 +35,7 @@ CLIENT_SESSIONS: Final = 1  # a client dials other members only when no session 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actions:
-    """What to do now, in this order. ``dial`` must be answered by :meth:`Peering.on_dialled`,
-    each."""
+    """What to do now, in this order; each ``dial`` is answered by :meth:`Peering.on_dialled`."""
 
     drop: tuple[PeerId, ...]  # silent for too long: hang up BEFORE the rest, so that nothing more is sent to them
     ping: tuple[PeerId, ...]

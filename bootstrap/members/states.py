@@ -38,8 +38,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeResult:
-    """What a merge did. Blame the sender for ``forged``; ``ignored`` entries may be right and
-    merely early."""
+    """What a merge did. Blame the sender for ``forged``; ``ignored`` may merely be early."""
 
     changed: tuple[Entry, ...] = ()
     forged: int = 0
@@ -48,8 +47,7 @@ class MergeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TickResult:
-    """What time has brought. Drop connections in ``drop`` first, then ping, then dial;
-    ``changed`` asks to tell the readers."""
+    """What time brought: first ``drop``, then ping, then dial; ``changed``: tell the readers."""
 
     drop: tuple[PeerId, ...] = ()
     ping: tuple[PeerId, ...] = ()

@@ -158,11 +158,9 @@ class _Waiter:
 
 
 class ControlStream:
-    """RPC on one :class:`.transport.Connection`.
-
-    ``serve`` answers requests (its RemoteError becomes a Failure), ``notice`` takes notices; both
-    get the undecoded body and may raise :class:`ProtocolError` to say that the sender misbehaved.
-    """
+    """RPC on one :class:`.transport.Connection`. ``serve`` answers requests (RemoteError becomes a
+    Failure), ``notice`` takes notices; both get the undecoded body and may raise
+    :class:`ProtocolError`."""
 
     def __init__(
         self,
@@ -197,8 +195,7 @@ class ControlStream:
         return self._offences
 
     async def run(self) -> None:
-        """Read until the connection is lost or the peer misbehaves too often. Opens a nursery for
-        handlers."""
+        """Read until the connection is lost or misbehaves too often. Has a nursery for handlers."""
         try:
             with self._reading:
                 await self._read()
@@ -252,8 +249,7 @@ class ControlStream:
         return waiter.outcome
 
     def send_nowait(self, frame: bytes) -> bool:
-        """Send an encoded notice if there is room; False when the peer is too slow and it was
-        shed."""
+        """Send an encoded notice if there is room; False when it was shed, the peer too slow."""
         self._check_open()
         try:
             self.connection.send_nowait(frame)

@@ -1,11 +1,8 @@
 """Lets libp2p start without `fastecdsa`, which it imports for NIST curves that nobody here uses.
 
-`fastecdsa` comes as C source only and needs the headers of GMP, the one thing that would keep
-p2pserve from installing on a machine with nothing but Python and a compiler. Identities are
-Ed25519 and the handshake is X25519, from `cryptography`; a peer with a key on a NIST curve has no
-id that our members could have. So where the package is absent its names are filled in, and using
-one says what is missing. Importing this module does it; it must come before libp2p.
-"""
+`fastecdsa` is C source that needs GMP's headers. Our keys are Ed25519 and X25519, from
+`cryptography`. Where it is absent its names are filled in, and using one says what is missing.
+Import this before libp2p."""
 
 import importlib.util
 import sys
@@ -25,8 +22,7 @@ class _Refusing(type):
 
 
 class Unavailable(metaclass=_Refusing):
-    """Stands for a name of `fastecdsa` in annotations; anything more than that is refused with an
-    ImportError."""
+    """Stands for a name of `fastecdsa` in annotations; any other use raises ImportError."""
 
     def __new__(cls, *args: object, **settings: object) -> NoReturn:
         _refuse()

@@ -42,11 +42,8 @@ class ByteStream(Protocol):
 
 
 class FramedConnection:
-    """See :class:`.transport.Connection`. A reader and a writer task own the stream; callers
-    touch only queues.
-
-    ``stream`` carries the frames; ``close`` closes the connection below it.
-    """
+    """See :class:`.transport.Connection`. Two tasks own ``stream``; callers touch only queues.
+    ``close`` closes the connection below it."""
 
     def __init__(
         self, peer: PeerId, remote: Address | None, stream: ByteStream, close: Callable[[], Awaitable[None]]

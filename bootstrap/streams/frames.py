@@ -36,8 +36,7 @@ def check_frame(payload: bytes) -> None:
 
 
 class FrameDecoder:
-    """Bytes in, whole frames out. Pure; keeps at most one unfinished frame. ``max_frame`` may
-    change at any time."""
+    """Bytes in, whole frames out. Keeps one unfinished frame at most; ``max_frame`` may change."""
 
     __slots__ = ("_buffer", "max_frame")
 
@@ -46,8 +45,7 @@ class FrameDecoder:
         self.max_frame = MAX_FRAME
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The frames completed by ``data``; :class:`ProtocolError` as soon as a length is out of
-        bounds."""
+        """The frames completed by ``data``; :class:`ProtocolError` for a length out of bounds."""
         buffer = self._buffer
         buffer += data
         frames: list[bytes] = []
@@ -69,11 +67,9 @@ class FrameDecoder:
 
 
 class FrameQueue:
-    """A queue bounded both in frames and in bytes; many may put, one takes.
+    """A queue bounded in frames and bytes; many may put, one takes. Waits may be cancelled.
 
-    A single frame larger than the byte bound is accepted when the queue is empty, so nothing can
-    wait for ever. Every wait here can be cancelled without losing or repeating a frame.
-    """
+    When empty it accepts one larger frame, so that nothing waits for ever."""
 
     __slots__ = ("_bytes", "_changed", "_closed_because", "_frames", "_max_bytes", "_max_frames")
 
@@ -89,8 +85,7 @@ class FrameQueue:
         return len(self._frames)
 
     def put_nowait(self, frame: bytes) -> None:
-        """Add a frame; ``trio.WouldBlock`` when the taker lags, :class:`PeerLost` when the queue
-        is closed."""
+        """Add a frame; ``trio.WouldBlock`` if the taker lags, :class:`PeerLost` when closed."""
         if self._closed_because is not None:
             raise PeerLost(self._closed_because)
         if self._frames and (len(self._frames) >= self._max_frames or self._bytes + len(frame) > self._max_bytes):

@@ -17,8 +17,7 @@ Resolver = Callable[[Address], Awaitable[list[str]]]
 
 
 async def resolve_host(address: Address) -> list[str]:
-    """The IP addresses of a host, in order of preference. libp2p's own resolver ignores the hosts
-    file."""
+    """A host's IP addresses, best first. libp2p's own resolver ignores the hosts file."""
     try:
         found = await trio.socket.getaddrinfo(address.host, address.port, type=trio.socket.SOCK_STREAM)
     except OSError as error:
@@ -34,10 +33,8 @@ class HostDialler:
         self._resolve = resolve
 
     async def try_each(self, address: Address, peer_id: PeerId | None, attempt: Callable[[str], Awaitable[T]]) -> T:
-        """The first success; ``attempt`` gets one IP address, and raises PeerLost when it fails.
-
-        Raises Unreachable with the reason of the last failure.
-        """
+        """The first success; ``attempt`` gets one IP address and raises PeerLost. Raises
+        Unreachable with the last reason."""
         deadline = trio.current_time() + self.dial_s
         problem = f"no answer within {self.dial_s:g} s; check the address and the firewall"
         with trio.move_on_at(deadline):

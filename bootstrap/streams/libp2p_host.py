@@ -72,11 +72,9 @@ _NOISE_LENGTH: Final = struct.Struct("!H")
 class Libp2pTransport:
     """See :class:`.transport.Transport`.
 
-    ``listen`` is where to bind (``None``: dial only), ``announce`` what others are told; its port
-    0 stands for the port that was bound. ``on_data_socket(sock, peeked)`` is called in the loop's
-    thread and must neither block nor raise: it owns the blocking socket, from which nothing has
-    been read yet.
-    """
+    ``listen`` is where to bind (``None``: dial only); port 0 of ``announce`` stands for the bound
+    one. ``on_data_socket(sock, peeked)`` owns the unread blocking socket; it must neither block nor
+    raise."""
 
     def __init__(
         self,
@@ -160,8 +158,7 @@ class Libp2pTransport:
             raise RuntimeError("dialling needs a running serve(): start it in a nursery first")
 
     async def _identify_one(self, address: Address) -> PeerId:
-        """A Noise handshake and no more. It proves who answers; that the other side hears nothing
-        of us is no loss."""
+        """A Noise handshake and no more: it proves who answers."""
         swarm = self.swarm
         if swarm is None:
             raise PeerLost("the transport is closing")
@@ -241,8 +238,7 @@ class Libp2pTransport:
         return len(self._tcp.strangers) if self._tcp is not None else 0
 
     def new_muxer(self) -> MuxerMultistream:
-        """What makes a connection's one stream. libp2p's own muxer speaks the same wire, and may
-        be put in its place."""
+        """Our one-stream muxer, which speaks libp2p's own wire."""
         muxer = _OneStreamMuxer({TProtocol(YAMUX_PROTOCOL_ID): Yamux})
         muxer.stalled_s = self.settings.stalled_s
         return muxer
@@ -339,8 +335,7 @@ class _NoAutoConnector(AutoConnector):
 
 
 class _WatchedStream(TrioTCPStream):
-    """A TCP stream that tells when its control stream is open (or never will be), and when libp2p
-    has closed it."""
+    """A TCP stream that tells when its control stream is open or failed, and when it closed."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
@@ -361,8 +356,8 @@ class _WatchedStream(TrioTCPStream):
 
 
 class _NoiseMessages:
-    """The messages of an established Noise session, straight from and to the socket. libp2p has
-    five layers there that take locks and read the two parts of each message one by one."""
+    """The messages of a Noise session, straight on the socket, without libp2p's five layers of
+    locks and split reads."""
 
     def __init__(self, session: SecureSession, rest: bytes) -> None:
         """``rest`` has been read of a message and not been used."""
@@ -382,8 +377,8 @@ class _NoiseMessages:
         self._sealed = bytearray()
 
     async def read(self) -> bytes:
-        """At least one message; several come as one. Raises PeerLost at the end, and what the
-        socket or Noise do."""
+        """At least one message, several as one. Raises PeerLost at the end; socket and Noise
+        errors."""
         while not self._plain:
             received = await self._socket.receive_some(_READ_BYTES)
             if not received:
@@ -425,15 +420,13 @@ class _OneStreamMuxer(MuxerMultistream):
 
 
 def _bytes_of(stream: INetStream) -> ByteStream:
-    """The stream below libp2p's, which guards a state that nobody asks for with a lock for each
-    read and write."""
+    """The stream below libp2p's lock for each read and write."""
     assert isinstance(stream, NetStream)
     return stream.muxed_stream
 
 
 def _watched_below(stream: INetStream) -> _WatchedStream:
-    """The socket under a stream: the muxer, the secure session, Noise, the raw connection, and
-    there it is."""
+    """The socket under a stream's muxer, secure session, Noise and raw connection."""
     found = stream.muxed_conn.secured_conn.conn.conn.stream  # type: ignore[attr-defined]  # of no interface
     if not isinstance(found, _WatchedStream):
         raise TypeError(f"an inbound stream runs over {found!r}")
@@ -482,12 +475,8 @@ def _build_swarm(identity: Identity, tcp: TCP, muxer: MuxerMultistream, settings
 
 
 def _quieten_libp2p() -> None:
-    """Whatever concerns us arrives as an exception; libp2p's own lines would repeat it at ERROR,
-    with tracebacks.
-
-    One of its modules logs through the helpers of the ROOT logger, which also install a handler
-    there as a side effect; it gets a logger of its own instead.
-    """
+    """Silence libp2p's logs: errors reach us as exceptions. A module that logs through the ROOT
+    logger, installing a handler, gets a logger of its own."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("libp2p."):
             logging.getLogger(name).setLevel(logging.NOTSET)  # some set a level of their own

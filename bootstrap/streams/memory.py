@@ -98,8 +98,7 @@ class MemoryNetwork:
         raise KeyError(f"{owner} has no open connection to {peer}")
 
     def kill(self, peer: PeerId) -> None:
-        """What the death of a process looks like from outside: its connections reset and its port
-        is closed."""
+        """Die, as seen from outside: connections reset, port closed."""
         self._listeners = {a: t for a, t in self._listeners.items() if t.peer_id != peer}
         for connection in [c for c in self._connections if peer in (c.peer, c.owner)]:
             connection.sever("the peer's process died")

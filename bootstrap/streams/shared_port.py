@@ -1,8 +1,5 @@
-"""One TCP port for two kinds of connections, told apart by their first eight bytes.
-
-The bytes are peeked at and never consumed, so whoever gets the socket reads the stream from its
-beginning.
-"""
+"""One TCP port for two kinds of connections, told apart by their first eight bytes, which are
+peeked at and never consumed."""
 
 import errno
 import logging
@@ -28,8 +25,7 @@ StreamHandler = Callable[[trio.SocketStream], Awaitable[None]]
 
 
 class SharedPort:
-    """A bound, listening port. ``on_data_socket`` gets each bulk-data socket, blocking, and owns
-    it."""
+    """A bound, listening port. ``on_data_socket`` gets and owns each blocking data socket."""
 
     def __init__(
         self, listener: trio.SocketListener, on_data_socket: DataSocketHandler | None, settings: TransportSettings
@@ -49,8 +45,7 @@ class SharedPort:
         return cls(await _open_listener(listen), on_data_socket, settings)
 
     async def serve(self, on_other: StreamHandler, nursery: trio.Nursery) -> None:
-        """Accept for ever, each socket in a task of its own in ``nursery``; the rest goes to
-        ``on_other``."""
+        """Accept for ever, each socket in a task of ``nursery``; the rest goes to ``on_other``."""
 
         async def accepted(stream: trio.SocketStream) -> None:
             try:
@@ -96,8 +91,7 @@ class SharedPort:
 
 
 async def _peek(sock: trio.socket.SocketType, within_s: float) -> bytes:
-    """The first bytes, left where they are: the whole head of a data socket, or enough to see
-    that it is none."""
+    """The first bytes, unconsumed: a data socket's whole head, or enough to rule it out."""
     with trio.move_on_after(within_s):
         while True:
             head = await sock.recv(DATA_HEAD_BYTES, socket.MSG_PEEK)

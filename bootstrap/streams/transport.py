@@ -1,9 +1,6 @@
-"""What the network needs from below: authenticated, ordered, long-lived control streams between
-peers.
+"""What the network needs from below: authenticated, ordered, long-lived control streams.
 
-Two implementations keep the same contract: :mod:`.libp2p_host` over TCP, and :mod:`.memory` for
-tests and simulation.
-"""
+:mod:`.libp2p_host` (TCP) and :mod:`.memory` (tests, simulation) keep the same contract."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -32,13 +29,10 @@ DATA_HEAD_BYTES: Final = 8  # prefix, kind and version, such as b"p2pKV/2\n"
 
 
 class PeerConnection(Protocol):
-    """THE control stream to one peer. The transport has proved that the peer holds the key of
-    :attr:`peer`.
+    """The only control stream to a peer that has proved the key of :attr:`peer`.
 
-    Frames arrive whole, in order, each at most once. A frame that was accepted may still be lost
-    when the connection dies; nothing else loses one. Any call may be cancelled and leaves the
-    connection usable.
-    """
+    Frames arrive whole, in order, at most once; lost only when the connection dies. Any call may be
+    cancelled and leaves the connection usable."""
 
     @property
     def peer(self) -> PeerId:
@@ -51,8 +45,7 @@ class PeerConnection(Protocol):
         ...
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame of at most 4 MiB, waiting while the bounded queue is full. Raises
-        PeerLost when closed."""
+        """Queue a frame of at most 4 MiB, waiting while the queue is full. PeerLost when closed."""
         ...
 
     def send_nowait(self, frame: bytes) -> None:
@@ -72,8 +65,7 @@ class PeerConnection(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Send what is queued (for a bounded moment), then close. Safe to call again, from
-        anywhere."""
+        """Send what is queued (for a bounded time), then close. Safe to call again."""
         ...
 
 
@@ -89,19 +81,16 @@ class Transport(Protocol):
         ...
 
     async def dial(self, address: Address, peer_id: PeerId) -> PeerConnection:
-        """Connect to exactly this peer at this address.
+        """Connect to exactly this peer at this address, within
+        :attr:`..settings.TransportSettings.dial_s`.
 
-        Gives up within :attr:`..settings.TransportSettings.dial_s`. Raises Unreachable when
-        nobody, or somebody else, answers. Does not look for existing connections: two dials give
-        two connections. Needs a running :meth:`serve`.
-        """
+        Raises Unreachable when nobody, or somebody else, answers. Two dials give two connections.
+        Needs a running :meth:`serve`."""
         ...
 
     async def identify(self, address: Address) -> PeerId:
-        """Who answers at this address, proved by its key; nobody is told more than our own id.
-
-        Raises Unreachable, like :meth:`dial`. Needs a running :meth:`serve`.
-        """
+        """Who answers at this address, proved by its key. Raises Unreachable. Needs a running
+        :meth:`serve`."""
         ...
 
     async def serve(

@@ -32,8 +32,7 @@ _MAX_BODY: Final = 65519 - _HEADER.size  # with its header it fits one Noise mes
 
 
 class Frames:
-    """The protocol of one side. Bytes in, the stream's data out; ``answers`` is what must be sent
-    in return."""
+    """One side's protocol: bytes in, the stream's data out; ``answers`` are to be sent back."""
 
     def __init__(self, *, dialler: bool) -> None:
         self.stream = 0  # its number; 0 until it is open
@@ -148,8 +147,7 @@ class SecureConnection(Protocol):
 
 
 class OneStream:
-    """A muxed connection with one stream. A read or write that is cancelled or fails ends the
-    connection."""
+    """A muxed connection with one stream; a cancelled or failed read or write ends it."""
 
     def __init__(self, connection: SecureConnection, peer_id: object, stalled_s: float) -> None:
         self.stalled_s = stalled_s
@@ -225,8 +223,7 @@ class OneStream:
         return data
 
     async def write(self, data: bytes) -> None:
-        """Send data on the stream. Raises PeerLost when the other side takes nothing for five
-        seconds."""
+        """Send data. Raises PeerLost when the other side takes nothing for five seconds."""
         sent = 0
         while sent < len(data):
             if not self._frames.credit:

@@ -1,9 +1,7 @@
 """Who may be in the network, decided from what a peer shows.
 
-The transport has proved the peer's id. The peer then shows its own signed member record, and in
-it a credential: a certificate of the network, bound to this very peer id. That is why any member
-may be asked by its address alone.
-"""
+The transport proves the peer's id; its signed member record holds a certificate of the network for
+that id. So any member may be asked by address alone."""
 
 from ..errors import ProtocolError, TokenError
 from ..members.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
@@ -36,10 +34,8 @@ class Admission:
     def check_greeting(
         self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float
     ) -> MemberRecord:
-        """The record of a peer that may come in; ``known`` is the one we hold already, if any.
-
-        Raises TokenError or ProtocolError with the reason to tell the peer.
-        """
+        """The record of a peer that may come in; ``known`` is the one we hold. Raises TokenError or
+        ProtocolError."""
         if greeting.version != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"the peer speaks protocol version {greeting.version} and this node version {PROTOCOL_VERSION}; "

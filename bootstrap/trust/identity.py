@@ -24,8 +24,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, folder: Path) -> "Identity":
-        """The identity in ``folder/identity.key``, made on first use; raises
-        :class:`IdentityError`."""
+        """The identity in ``folder/identity.key``, made on first use. Raises IdentityError."""
         return cls(load_or_create_seed(folder, cls.FILE))
 
     @classmethod

@@ -79,11 +79,8 @@ def private_key(seed: bytes) -> Ed25519PrivateKey:
 
 
 def load_or_create_seed(folder: Path, name: str) -> bytes:
-    """The 32-byte seed in ``folder/name``, made on first use.
-
-    The folder is private (0700) and the file too (0600). A new file appears whole or not at all:
-    it is written under a temporary name, synced, and renamed into place.
-    """
+    """The 32-byte seed in ``folder/name``, made on first use: private (0700, 0600), and whole or
+    not at all (temporary file, sync, rename)."""
     path = folder / name
     try:
         return _read_seed(path)

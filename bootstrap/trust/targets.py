@@ -20,16 +20,14 @@ MAX_ADDRESSES = 16
 
 @dataclass(frozen=True, slots=True)
 class JoinTarget:
-    """``token`` is None when only addresses were given. ``members`` has the addresses first, then
-    the token's."""
+    """``token`` is None when only addresses were given; ``members``: those, then the token's."""
 
     token: str | None
     members: tuple[Bootstrap, ...]
 
 
 def parse_join_target(text: str, token: str | None = None) -> JoinTarget:
-    """Read a ``--bootstrap`` text; ``token`` is the one that was given apart. Raises AddressError
-    or TokenError."""
+    """Read ``--bootstrap``, and a ``token`` given apart. Raises AddressError or TokenError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     tokens = [part for part in parts if part.startswith("p2p_")]
     addresses = [part for part in parts if not part.startswith("p2p_")]

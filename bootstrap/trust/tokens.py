@@ -53,8 +53,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """A member to ask: where it is dialled, and who must answer there. Without a peer id any
-    member may."""
+    """A member to ask: where to dial, and who must answer; without a peer id any member may."""
 
     host: str
     port: int
@@ -88,8 +87,7 @@ class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """A parsed join token: well formed and signed by the network it names, which may not be *our*
-    network."""
+    """A join token, well formed and signed by the network it names (not necessarily *ours*)."""
 
     network: bytes
     bootstraps: tuple[Bootstrap, ...]
@@ -164,8 +162,7 @@ def issue_token(
 
 
 def admit(text: str, network: bytes, now: float) -> Role:
-    """The role a token gives in ``network`` at the unix time ``now``; :class:`TokenError` says
-    why not."""
+    """The role a token gives in ``network`` at unix time ``now``. Raises TokenError."""
     token = JoinToken.parse(text)
     _check_network(token.network, network)
     _check_expiry(token.expires_at, now)
@@ -173,8 +170,7 @@ def admit(text: str, network: bytes, now: float) -> Role:
 
 
 def admit_credential(credential: Credential, peer_id: str, network: bytes, now: float | None) -> Role:
-    """The role a peer's credential gives it; ``now=None`` skips the expiry, which bounds joining
-    and not staying."""
+    """The role of a peer's credential; ``now=None`` skips the expiry, which bounds joining only."""
     try:
         certificate = _read_certificate(credential.certificate)
     except (ValueError, *DECODE_ERRORS) as error:

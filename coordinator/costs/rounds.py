@@ -47,8 +47,8 @@ def round_s(times: StepTimes, stages: int, chunks: Sequence[PrefillChunk], reque
     longest = max(times.mixed_s(*chunk, requests, context) for chunk in kinds)
     if stages == 1:
         return longest
-    reading = sum(many * _reading_s(times, stages, chunk, requests) for chunk, many in kinds.items())
-    return max(longest, reading + _rest_s(times, stages, len(chunks), requests, context))
+    prefill_s = sum(many * _prefill_stage_s(times, stages, chunk, requests) for chunk, many in kinds.items())
+    return max(longest, prefill_s + _decode_stage_s(times, stages, len(chunks), requests, context))
 
 
 def equal_rounds_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int, context: float) -> list[float]:
@@ -57,19 +57,20 @@ def equal_rounds_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests:
     longest = times.mixed_s(*chunk, requests, context)
     if stages == 1:
         return [longest]
-    reading = _reading_s(times, stages, chunk, requests)
+    prefill_s = _prefill_stage_s(times, stages, chunk, requests)
     return [
-        max(longest, many * reading + _rest_s(times, stages, many, requests, context)) for many in range(1, stages + 1)
+        max(longest, many * prefill_s + _decode_stage_s(times, stages, many, requests, context))
+        for many in range(1, stages + 1)
     ]
 
 
-def _reading_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int) -> float:
+def _prefill_stage_s(times: StepTimes, stages: int, chunk: PrefillChunk, requests: int) -> float:
     """The slowest stage on a batch with a chunk: weights are read once for that and what is decoded
     beside it."""
     return times.prefill_interval_s(chunk.tokens + round(requests / stages), chunk.pairs)
 
 
-def _rest_s(times: StepTimes, stages: int, chunks: int, requests: int, context: float) -> float:
+def _decode_stage_s(times: StepTimes, stages: int, chunks: int, requests: int, context: float) -> float:
     """The slowest stage on all batches without a chunk, and on the context of all."""
     batches, line = min(stages, requests), times.decode_line(requests)
     return max(0, batches - chunks) / batches * line.fixed_s + line.context_s * context

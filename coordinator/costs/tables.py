@@ -23,7 +23,6 @@ __all__ = [
     "DistserveFit",
     "DistserveTimes",
     "HelixLayer",
-    "HelixTimes",
     "InterpolatedTable",
     "PerfRow",
     "SplitwiseTimes",
@@ -173,35 +172,6 @@ def helix_layers() -> Mapping[str, HelixLayer]:
         machine: HelixLayer(InterpolatedTable(of["prompt"]), InterpolatedTable(of["decode"]))
         for machine, of in points.items()
     }
-
-
-class HelixTimes:
-    """StepTimes of LLaMA-30B's layers on one of Helix's machines.
-
-    Prompts are of the lengths of Helix's workload, whatever `pairs` says; so is the context of
-    decoding requests, which is in the table. Below the first point a prefill takes as long as
-    decoding one request, at least.
-    """
-
-    def __init__(self, machine: str, layers: int = 60) -> None:
-        """Raises TableError."""
-        self._layer = _one_of(helix_layers(), machine, "helix_llama30b_layer_times.csv")
-        self._layers = layers
-        self._alone_s = layers * self._layer.decode(1)
-        self.source = f"helix_llama30b_layer_times.csv, {layers} layers on {machine}"
-
-    def prefill_s(self, tokens: int, pairs: float) -> float:
-        return max(self._alone_s, self._layers * self._layer.prefill(tokens))
-
-    def prefill_interval_s(self, tokens: int, pairs: float) -> float:
-        return self.prefill_s(tokens, pairs)
-
-    def decode_line(self, requests: int) -> DecodeLine:
-        return DecodeLine(self._layers * self._layer.decode(requests), 0.0)
-
-    def mixed_s(self, tokens: int, pairs: float, requests: int, context: float) -> float:
-        """Not measured: a prefill, and what the requests add to a decode step of one."""
-        return self.prefill_s(tokens, pairs) + (self.decode_line(requests).fixed_s - self._alone_s)
 
 
 class DistserveFit(NamedTuple):

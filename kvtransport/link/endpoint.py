@@ -26,11 +26,8 @@ _MAX_EARLY = 256
 
 
 class Endpoint:
-    """The links of a process, and the memory bound that those which send share.
-
-    A connection may come before its link is known here, while the engine is in a step: it is kept
-    for `settings.early_s`; beyond 256 of them the oldest goes.
-    """
+    """The links of a process, and the memory bound that senders share. A connection before its link
+    is kept for `settings.early_s`; of more than 256 the oldest goes."""
 
     def __init__(self, *, settings: LinkSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = LinkSettings() if settings is None else settings

@@ -29,10 +29,8 @@ _FAST_S = 0.01
 
 
 class _BufferPool:
-    """Memory for frames, used again: fresh pages would cost a fault for every 4 KiB that arrives.
-
-    Sizes are rounded up to powers of two. Under the link's lock.
-    """
+    """Memory for frames, in powers of two, used again: fresh pages cost a fault per 4 KiB. Under
+    the link's lock."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._free: dict[int, list[bytearray]] = {}
@@ -121,10 +119,8 @@ class IncomingTransfer:
         self._link.consume(self, frame)
 
     def acknowledge(self) -> None:
-        """All of it has been taken over: the transfer is delivered here, and soon at the sender.
-
-        Raises TransferError if it has failed meanwhile.
-        """
+        """All of it has been taken: delivered here, soon at the sender. Raises TransferError if it
+        failed meanwhile."""
         self._link.acknowledge(self)
         if self._state.name != "delivered":
             raise TransferAborted(self._state.reason)
@@ -181,11 +177,8 @@ class ReceiveLink(ThreadedLink):
         super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
 
     def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
-        """A transfer will come. `on_ready` is called by a thread of the link, that must not be held
-        up, whenever a frame has become whole or the transfer has ended.
-
-        Raises TransferError if the link is over or the ticket is of another link.
-        """
+        """A transfer will come. `on_ready`, called by the link's thread, must not block: a frame is
+        whole, or the end. Raises TransferError for a link that is over or another's ticket."""
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
         incoming = IncomingTransfer(self, ticket, on_ready)

@@ -65,11 +65,8 @@ class OutgoingTransfer:
         return self._first
 
     def wait_for_credit(self, timeout: float) -> int:
-        """The first position that the receiver wants, once it has a place for the KV: before that
-        nothing is sent.
-
-        Raises TransferTimeout after `timeout` seconds, TransferError once the transfer has failed.
-        """
+        """The first position wanted, once the receiver has a place for the KV. Raises
+        TransferTimeout after `timeout`, TransferError on failure."""
         if not self._granted.wait(timeout):
             raise TransferTimeout(f"the receiver had no place for the KV within {timeout:g} s")
         if self._state.name == "failed":
@@ -149,11 +146,8 @@ class SendLink(ThreadedLink):
         super().__init__(ticket, self._sender, paths, clock=clock, rng=rng, make_channel=make_channel)
 
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
-        """Begin a transfer. `on_end(outgoing, state)` is called once, by a thread of the link that
-        must not be held up.
-
-        Raises TransferError if the link is over or the ticket is of another link.
-        """
+        """Begin a transfer; the link's thread calls `on_end(outgoing, state)` once, not to be held
+        up. Raises TransferError for a link that is over or another's ticket."""
         if ticket.link != self.ticket.link:
             raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
         outgoing = OutgoingTransfer(self, ticket, on_end)

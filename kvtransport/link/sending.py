@@ -161,11 +161,8 @@ class SendMachine(LinkMachine[_SendingTransfer]):
             self._grant(sending, news.credit, news.first)
 
     def push(self, transfer: bytes, frame: KVFrame, now: float, release: Callable[[], None] | None = None) -> bool:
-        """Queue a frame, whose payload must not change until it is released: at its confirmation or
-        the transfer's end.
-
-        False if it was not taken: the transfer has ended.
-        """
+        """Queue a frame; its payload must not change until released. False if not taken: the
+        transfer has ended."""
         outgoing = self.transfers.get_open(transfer)
         if outgoing is None:
             return False

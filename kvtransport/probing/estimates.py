@@ -52,11 +52,8 @@ class SampleKind(StrEnum):
 
 
 class TransferSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stretch of a real transfer: bytes that arrived in so many seconds over so many streams.
-
-    `link_limited`: there was always something to send and room for it, so that the link set the
-    pace.
-    """
+    """A stretch of a transfer: bytes that arrived in so many seconds over so many streams.
+    `link_limited`: the link set the pace, not data or room."""
 
     bytes: int
     seconds: float
@@ -73,11 +70,8 @@ class TransferSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class BurstSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a burst of `streams` streams measured, as the receiver counted it.
-
-    `gbps` is the steady rate, slow start left out; `per_stream_gbps` the same for each stream.
-    `stable`: the rate had settled. `ended` says why it stopped.
-    """
+    """What a burst of `streams` measured at the receiver. `gbps`: steady rate without slow start,
+    `per_stream_gbps` of each; `stable`: settled; `ended`: why it stopped."""
 
     bytes: int
     seconds: float

@@ -71,11 +71,8 @@ def one_stream_gbps(rtt_s: float) -> float:
 
 
 def streams_for(target_gbps: float, rtt_s: float, single_gbps: float | None = None) -> int:
-    """Streams that carry the target: clamp(ceil(target_gbps * rtt_ms / 20), 1, 64).
-
-    More where one stream was measured to carry less than its window (loss does that):
-    `single_gbps`.
-    """
+    """Streams that carry the target: clamp(ceil(target_gbps * rtt_ms / 20), 1, 64); more where one
+    stream carries less than its window (loss): `single_gbps`."""
     wanted = ceil(target_gbps * rtt_s * 1e3 / _STREAM_GBPS_MS)
     if single_gbps is not None and single_gbps > 0:
         wanted = max(wanted, ceil(target_gbps / single_gbps - 1e-9))

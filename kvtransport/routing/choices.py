@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple, final
 
 from ..probing.figures import BoxFigures, LinkFigures
-from .paths import NetworkView, PathChoice, PathQuery, RunningTransfer, choose
+from .paths import PathChoice, PathNetwork, PathQuery, RunningTransfer, choose
 
 __all__ = ["ChoiceCache"]
 
@@ -48,7 +48,7 @@ class ChoiceCache:
     def choose(
         self,
         job: PathQuery,
-        network: NetworkView,
+        network: PathNetwork,
         *,
         current: frozenset[str | None] | None = None,
         warm: frozenset[str | None] = frozenset(),

@@ -63,11 +63,8 @@ class TransferCost:
 def hop_prices(
     boxes: Mapping[str, BoxFigures], source: str, target: str, link: LinkFigures | None = None
 ) -> tuple[float, float]:
-    """Dollars per GB that the source is billed and that the target is billed, for one hop.
-
-    A price of the link itself goes before those of its boxes, and is the source's. A box without
-    figures is taken to be free.
-    """
+    """Dollars per GB that source and target are billed for one hop. A link's own price goes first,
+    to the source; a box without figures is free."""
     if link is not None and link.usd_per_gb is not None:
         return link.usd_per_gb, 0.0
     return boxes.get(source, _UNKNOWN).up_usd_per_gb, boxes.get(target, _UNKNOWN).down_usd_per_gb
@@ -89,10 +86,8 @@ def transfer_cost(
     *,
     payload_bytes: int | None = None,
 ) -> TransferCost:
-    """What a transfer between `ends` (source, target) cost, from the bytes that really went over
-    each path: `None` is the direct one, a box's name the relay through it. `payload_bytes`: what of
-    it was wanted, if some was sent twice.
-    """
+    """What a transfer between `ends` (source, target) cost, from bytes by path: `None` direct, else
+    the relay's name. `payload_bytes`: those wanted."""
     hops: list[HopCost] = []
     for via, size in sorted(bytes_by_via.items(), key=lambda item: item[0] or ""):
         if size < 0:

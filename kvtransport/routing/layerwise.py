@@ -53,11 +53,8 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class SendDecision:
-    """What to do with one prompt, and the predicted seconds that either adds to its first token.
-
-    `layers_per_group`: how many layers leave together when layer by layer; all of them when all at
-    once.
-    """
+    """What to do with one prompt, and the seconds either adds to its first token.
+    `layers_per_group`: layers that leave together; all when all at once."""
 
     mode: SendMode
     layers_per_group: int

@@ -37,9 +37,9 @@ __all__ = [
     "Candidate",
     "CandidateVerdict",
     "KVPath",
-    "NetworkView",
     "NoPath",
     "PathChoice",
+    "PathNetwork",
     "PathQuery",
     "RunningTransfer",
     "choose",
@@ -81,7 +81,7 @@ class RunningTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkView:
+class PathNetwork:
     """What is known when a path is chosen. `flows` are the other transfers, without the one in
     question."""
 
@@ -193,7 +193,7 @@ class PathChoice:
 
 def choose(
     job: PathQuery,
-    network: NetworkView,
+    network: PathNetwork,
     *,
     current: frozenset[str | None] | None = None,
     observed: Mapping[str | None, float] | None = None,
@@ -235,7 +235,7 @@ class _ResidualNetwork:
     """The network as one job sees it: what the other flows leave of each box and link."""
 
     def __init__(
-        self, job: PathQuery, network: NetworkView, observed: Mapping[str | None, float], warm: frozenset[str | None]
+        self, job: PathQuery, network: PathNetwork, observed: Mapping[str | None, float], warm: frozenset[str | None]
     ) -> None:
         self.job, self.network, self.observed, self.warm = job, network, observed, warm
         # (what, box or pair) -> number of flows and their Gb/s

@@ -64,11 +64,8 @@ class ArrivalCurve:
 
 
 def arrival_curve(rate: float, alpha_s: float, *, warm: bool) -> ArrivalCurve:
-    """The curve of a path of `rate` bytes/s whose round trips sum to `alpha_s`.
-
-    A relay splits a cold path's slow start in two shorter ones, which chained may beat the long
-    one. That is not counted for it: connections are kept warm, and a relay has to be worth it then.
-    """
+    """The curve of a path of `rate` bytes/s and round trips of `alpha_s` in all. A relay's shorter
+    slow starts are not counted: connections are kept warm."""
     if warm or rate <= 0.0:
         return ArrivalCurve(alpha_s, alpha_s, rate, rate)
     # Each stream grows from its initial window to its share of what is under way, all of them at once.

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import final
 
 from ..probing.figures import gbps_of
-from .paths import KVPath, NetworkView, NoPath, PathChoice, PathQuery, choose
+from .paths import KVPath, NoPath, PathChoice, PathNetwork, PathQuery, choose
 from .settings import SteeringSettings
 
 __all__ = ["PathChange", "PathController", "Trigger", "TriggerKind"]
@@ -151,7 +151,7 @@ class PathController:
         while len(one.points) > 1 and one.points[1][0] <= horizon:
             one.points.popleft()
 
-    def step(self, network: NetworkView, *, now: float) -> PathChange | None:
+    def step(self, network: PathNetwork, *, now: float) -> PathChange | None:
         """What to change, if anything. `network` as it is known now, without this transfer's own
         flow."""
         if self.remaining == 0:
@@ -223,7 +223,7 @@ class PathController:
             seen[trigger.via] = trigger.observed_gbps
         return seen
 
-    def _change(self, network: NetworkView, trigger: Trigger, now: float) -> PathChange | None:
+    def _change(self, network: PathNetwork, trigger: Trigger, now: float) -> PathChange | None:
         job = replace(self._job, bytes=self.remaining)
         self._look_at = now + self._look_gap()
         observed = self._observed_rates(trigger, now)

@@ -164,11 +164,8 @@ class Channel:
         return data if self.dials else data + bytes(self.seal(LinkGreeting("")))
 
     def space(self) -> memoryview:
-        """Where the next bytes belong; never empty while `next_signal` has nothing.
-
-        Never more than one head beyond the record that is being read: a chunk is decrypted where it
-        came to lie in here, and hardly anything is ever moved.
-        """
+        """Where the next bytes belong; never empty while `next_signal` has nothing. At most one
+        head beyond the current record: chunks are decrypted in place."""
         last = self._start + self._need + SEALED_HEAD_BYTES
         if last > len(self._in):
             self._in[: self._end - self._start] = self._in[self._start : self._end]

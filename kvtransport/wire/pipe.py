@@ -75,11 +75,8 @@ _GOODBYE_S = 0.5  # how long a `close` waits for the connection to take its reas
 
 @dataclass(frozen=True, slots=True)
 class PipeSettings:
-    """Both ends need the same `bounds`; a shorter `lost_s` finds a dead box sooner and forgives a
-    bad line less.
-
-    `clock` measures both times; how often it is looked at is up to the kernel's, every `beat_s`.
-    """
+    """Both ends need the same `bounds`; a shorter `lost_s` finds a dead box sooner, forgives less.
+    `clock` times both, checked every `beat_s`."""
 
     max_bytes: int = 256 << 20  # of one message
     beat_s: float = 2.0
@@ -196,11 +193,8 @@ def _exchange_nonces(sock: socket.socket, ticket: LinkTicket, hello: LinkHello, 
 
 @final
 class Pipe:
-    """One end. Any thread may `send` and `close`; one thread at a time, and at nearly all times, is
-    in `receive`.
-
-    The first error is final: both calls raise it from then on, and `ended` says it.
-    """
+    """One end. Any thread may `send` and `close`; one at a time, nearly always, is in `receive`.
+    The first error is final: both raise it, `ended` says it."""
 
     def __init__(self, sock: socket.socket, sealer: Cipher, opener: Cipher, settings: PipeSettings) -> None:
         self._sock = sock

@@ -1,8 +1,5 @@
-"""Tickets: permission and key for a link, and the name of a transfer on it.
-
-The side that receives KV issues them; they reach the other side over the authenticated control
-stream and nowhere else.
-"""
+"""Tickets: a link's permission and key, and a transfer's name. The KV receiver issues them, over
+the authenticated control stream only."""
 
 from __future__ import annotations
 

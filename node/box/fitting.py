@@ -64,10 +64,8 @@ TOKENS_PER_REQUEST: Final = 1024  # that it is expected to hold, on average
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all stages of a replica must agree on: its head makes the batches, and each stage has tables for them.
-
-    `max_model_len` None: the model's own.
-    """
+    """What all stages of a replica agree on: the head's batches, each stage's tables.
+    `max_model_len` None: the model's own."""
 
     max_model_len: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None
     max_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -78,8 +76,7 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Room:
     """Memory for weights and KV, and the dtype of an engine there.
 
-    `float_bytes` is 0 where weights stay as they are stored. `kv_cache_bytes` None: at least one request of the full
-    length must fit.
+    `float_bytes` 0: weights as stored. `kv_cache_bytes` None: one request of full length must fit.
     """
 
     memory_bytes: int
@@ -124,10 +121,8 @@ def gpu_working_bytes(shape: ModelShape, limits: BatchLimits, *, tp: int) -> int
 
 
 def step_tokens_on(hardware: Hardware, shape: ModelShape, *, tp: int) -> int:
-    """The largest budget that `tp` GPUs of the box compute in `STEP_S`; for cards that nobody knows, by their memory.
-
-    A larger one costs memory and makes short prompts wait for long ones, and saves little.
-    """
+    """The largest budget that `tp` GPUs of the box compute in `STEP_S`, or by memory for unknown
+    cards; a larger one saves little and makes short prompts wait."""
     if not hardware.gpus:
         return CPU_STEP_TOKENS
     card = hardware.gpus[0]

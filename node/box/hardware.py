@@ -116,10 +116,7 @@ def probe(environ: Mapping[str, str] = os.environ) -> Hardware:
 
 
 def cuda_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What makes CUDA count as `probe` does, for the environment of engines: vLLM knows no beginnings of UUIDs.
-
-    Raises NodeError.
-    """
+    """What makes CUDA count as `probe` does: vLLM knows no beginnings of UUIDs. Raises NodeError."""
     order = {ORDER: "PCI_BUS_ID"}
     if VISIBLE not in environ:
         return order

@@ -32,10 +32,8 @@ __all__ = ["Share", "choose_limits", "share_of"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many layers of the model a box takes at most, each shared by `tp` workers, and the limits of an engine there.
-
-    `kv_cache_mib` None: as the engine finds right.
-    """
+    """How many layers a box takes at most, each on `tp` workers, and its engine's limits.
+    `kv_cache_mib` None: as the engine finds right."""
 
     layers: int
     tp: int

@@ -1,8 +1,5 @@
-"""What would keep an engine from starting on this box, said in one line before one is started.
-
-An engine for a device that the box does not have fails late, inside vLLM. One on the processor of a GPU box works,
-and would be planned for as if it were on them.
-"""
+"""What would keep an engine from starting on this box, said in one line before one is started: vLLM
+fails late, or runs on the CPU of a GPU box."""
 
 from __future__ import annotations
 

@@ -28,11 +28,9 @@ def held_out_sources() -> dict[str, str]:
 
 @torch.no_grad()
 def bits_per_byte(model: Any, tokenizer: Tokenizer, texts: list[str], context: int = 2048) -> float:
-    """Negative log2-likelihood of `texts` per UTF-8 byte, every byte counted.
+    """Negative log2-likelihood of `texts` per UTF-8 byte.
 
-    Each text starts from the end-of-text token. Windows of `context` tokens overlap by half, so a token
-    past the first window is predicted from at least `context / 2` tokens before it.
-    """
+    Each text starts from the end-of-text token; windows of `context` tokens overlap by half."""
     bits, size = 0.0, 0
     for text in texts:
         ids = torch.tensor([0, *tokenizer.encode(text).ids])

@@ -93,10 +93,8 @@ def model_config() -> LlamaConfig:
 
 
 def training_sources() -> Iterator[tuple[bool, str]]:
-    """Yield `(is_test, text)` for each module of the standard library that is not held out.
-
-    The held-out modules' own tests are left out as well: they quote the modules they test.
-    """
+    """Yield `(is_test, text)` for each standard library module that is not held out; nor its tests,
+    which quote it."""
     root = stdlib_root()
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)

@@ -1,4 +1,2 @@
-"""Engine processes: vLLM, its KV connector and the fork server that starts them.
-
-The agent imports `protocol` only; everything else here is for processes that have torch and vLLM.
-"""
+"""Engine processes: vLLM, its KV connector and their fork server. The agent imports `protocol`
+only; the rest needs torch and vLLM."""

@@ -1,4 +1,4 @@
-"""An engine process's end of the message socket: a thread that reads what the agent wants, one that writes answers."""
+"""An engine process's end of the message socket: a thread that takes what the agent wants, one that sends answers."""
 
 from __future__ import annotations
 

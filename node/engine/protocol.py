@@ -39,11 +39,10 @@ class EngineMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """This end of an encrypted message pipe between two stages of a replica.
+    """This end of an encrypted message pipe between two stages. The lower dials the higher: without
+    `dial` the socket comes over the descriptor socket.
 
-    `control` pipes join the head, stage 0, and every other stage; `data` pipes join each stage and the next one. The
-    lower stage dials the higher: without `dial` the socket will come over the descriptor socket.
-    """
+    `control` joins the head and every other stage; `data` each stage and the next."""
 
     stage: Count  # at the other end
     kind: Literal["control", "data"]
@@ -52,10 +51,8 @@ class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cards that are not there: the engine takes the time that they would need for a model of this shape.
-
-    `gpu_link_gbps` (Gb/s) is what two of them would reach between each other; token ids are below `vocabulary`.
-    """
+    """Cards that are not there: the engine takes their time for a model of this shape.
+    `gpu_link_gbps` (Gb/s) between two of them; token ids are below `vocabulary`."""
 
     model: ModelShape
     gpu: GpuSpec
@@ -309,11 +306,10 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's steps since they were last told of: how many, sums over them, and a few as they were.
+    """The engine's steps since last told: count, sums, and a few as they were.
 
-    `decode_tokens` counts one for each request that decoded in a step, `decode_context` the positions that it held.
-    `preemptions`: requests that lost their blocks to others and start again.
-    """
+    `decode_tokens` and `decode_context` (positions held) count each request of each step;
+    `preemptions`: restarts for lack of blocks."""
 
     steps: Count
     seconds: Figure

@@ -1,8 +1,5 @@
-"""What two people would tune of an engine's KV transfers and of its pipeline over boxes.
-
-Times are seconds, sizes bytes. Each line says what the value bounds and which way it pulls. Both types travel to engine
-processes in `EngineConfig`, and from there to vLLM's workers.
-"""
+"""What two people would tune of an engine's KV transfers and pipeline; seconds and bytes. Each line
+says which way it pulls. Sent to engine processes in `EngineConfig`."""
 
 from __future__ import annotations
 

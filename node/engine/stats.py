@@ -1,8 +1,5 @@
-"""What the engine's steps were like, small enough to be told to the agent ten times a second.
-
-A small model makes a step in 2 ms. So steps are summed up, and a few of them are kept as they were, spread evenly over
-the time: the coordinator's profile is fitted to those.
-"""
+"""What the engine's steps were like, told to the agent ten times a second: sums, and a few steps
+spread over the time, to which the coordinator fits the profile."""
 
 from __future__ import annotations
 

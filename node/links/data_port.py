@@ -84,10 +84,8 @@ class _Door(NamedTuple):
 
 @final
 class DataPort:
-    """Sorts bulk connections by their first bytes.
-
-    `accept` is called in the event loop and may neither block nor raise. What nobody has opened a door for is closed.
-    """
+    """Sorts bulk connections by their first bytes; unexpected ones are closed. `accept` runs in the
+    event loop and neither blocks nor raises."""
 
     def __init__(self, nursery: trio.Nursery, relay: Relay, tuning: NodeTuning = WAN) -> None:
         self._nursery = nursery

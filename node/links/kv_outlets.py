@@ -1,7 +1,5 @@
-"""The sending ends of KV transfers: agrees on links and permits with other nodes.
-
-What `PathSelector` chooses is made ready to be dialled here, and the engine is told.
-"""
+"""The sending ends of KV transfers: agrees on links and permits with other nodes, readies what
+`PathSelector` chooses, and tells the engine."""
 
 from __future__ import annotations
 
@@ -40,11 +38,9 @@ _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": Wir
 
 @final
 class KvOutlets:
-    """One per node with an engine, for KV of `model`. Starts its tasks in `nursery`.
-
-    `where` gives the address of a member (None: unknown), `starts` how often its engine has been started; `set_paths`
-    tells the own engine; `wall` is seconds since 1970, by which permits expire.
-    """
+    """One per node with an engine, for KV of `model`; tasks run in `nursery`. `where`: a member's
+    address; `starts`: count of engine starts; `set_paths` tells the engine; `wall`: seconds since
+    1970, for permits."""
 
     def __init__(
         self,
@@ -80,10 +76,8 @@ class KvOutlets:
         self._dtype = _DTYPES.get(dtype, WireDtype.BF16)
 
     async def open(self, ticketed: messages.TicketedSlice, tokens: int) -> protocol.Outlet:
-        """The link for a slice of the KV of so many tokens, and the paths to take.
-
-        Raises NetworkError when the link cannot be had, TransferError when there is no path.
-        """
+        """The link for a slice of the KV of so many tokens, and its paths. Raises NetworkError
+        without link, TransferError without path."""
         wanted, ticket = ticketed.rank_slice, ticketed.ticket
         ends = Ends(PeerId(wanted.target_peer), wanted.source, wanted.target)
         link = await self._agree_on_link(ends, ticket.link)
@@ -159,10 +153,8 @@ class KvOutlets:
         return layer * len(held.layers)
 
     async def _dial_all(self, peer: PeerId, choice: PathChoice) -> tuple[DialPath, ...] | None:
-        """The chosen paths with addresses and permits; None when a relay refuses, which is then left out for a while.
-
-        Raises Unreachable when it is the peer that cannot be dialled.
-        """
+        """The chosen paths with addresses and permits; None when a relay refuses, which is then
+        left out. Raises Unreachable for the peer."""
         found: list[DialPath] = []
         for path in choice.paths:
             try:

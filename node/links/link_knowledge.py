@@ -9,7 +9,7 @@ from ...bootstrap import PeerId
 from ...kvtransport.probing.estimates import LinkEstimator
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures, Source, one_stream_gbps, prior
 from ...kvtransport.probing.sites import infer
-from ...kvtransport.routing.paths import NetworkView, RunningTransfer
+from ...kvtransport.routing.paths import PathNetwork, RunningTransfer
 from ..messages import LinkTable
 from ..settings import WAN, BoxLinkSettings, NodeTuning
 
@@ -33,7 +33,7 @@ class LinkKnowledge:
         self._estimators = estimators if estimators is not None else {}
         self._tables: Mapping[PeerId, LinkTable] = {}
         self._own_figures: Mapping[PeerId, LinkFigures] = {}
-        self._joined: NetworkView | None = None  # the tables and the own figures, for as long as neither changes
+        self._joined: PathNetwork | None = None  # the tables and the own figures, for as long as neither changes
         self._measured: set[PeerId] = set()
 
     def __repr__(self) -> str:
@@ -105,19 +105,19 @@ class LinkKnowledge:
                 links[peer] = old if old is not None and old.alike(figures, self._tuning.link_news) else figures
         return LinkTable(site=self.settings.site, box=self.settings.box, links=links)
 
-    def network(self, running: tuple[RunningTransfer, ...], now: float) -> NetworkView:
+    def network(self, running: tuple[RunningTransfer, ...], now: float) -> PathNetwork:
         """All links and boxes, with what flows from here."""
         own = {peer: estimator.stable_figures(now) for peer, estimator in self._estimators.items()}
         # Choices are cached for as long as these tables are the same objects, so they are made anew only for news.
         if self._joined is None or own != self._own_figures:
             self._own_figures, self._joined = own, self._join_tables(own)
-        return NetworkView(self._joined.links, self._joined.boxes, running)
+        return PathNetwork(self._joined.links, self._joined.boxes, running)
 
-    def _join_tables(self, own: Mapping[PeerId, LinkFigures]) -> NetworkView:
+    def _join_tables(self, own: Mapping[PeerId, LinkFigures]) -> PathNetwork:
         links: dict[tuple[str, str], LinkFigures] = {(self.own, peer): figures for peer, figures in own.items()}
         boxes: dict[str, BoxFigures] = {self.own: self.settings.box}
         for peer, table in self._tables.items():
             if peer != self.own:
                 boxes[peer] = table.box
                 links.update({(peer, target): figures for target, figures in table.links.items()})
-        return NetworkView(links, boxes)
+        return PathNetwork(links, boxes)

@@ -1,8 +1,5 @@
-"""Which paths a node's KV takes: the choice for each transfer, and another one while it runs. No I/O, no clock.
-
-`kvtransport.routing` chooses and steers; this keeps, for each link in use, the choice that holds
-and what has moved, and measures links by their transfers. `KvOutlets` does what is decided here.
-"""
+"""Which paths a node's KV takes, for each transfer and while it runs. No I/O, no clock. Keeps each
+link's choice and what has moved, and measures links by transfers; `KvOutlets` carries it out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Models: what the network must know of one, which can be served, and getting the weights that a stage needs.
-
-`open_model` looks at configuration, tokenizer and the sizes of all weights; `Model.fetch` gets those of a range of
-layers.
-"""
+"""Models: what the network must know of one, which can be served, and the weights of a stage:
+`open_model` reads configuration, tokenizer and weight sizes; `Model.fetch` gets layers."""
 
 from .checkpoint import Checkpoint, StageLayers
 from .errors import ModelError

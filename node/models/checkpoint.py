@@ -235,10 +235,8 @@ def checkpoint_files(folder: Path) -> tuple[str, ...]:
 
 
 def stage_files(folder: Path, layers: StageLayers, *, tied: bool) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The files that a stage needs, and the names of its tensors in each. Others need not be there.
-
-    Raises ValueError, OSError; FileNotFoundError names a file that is missing.
-    """
+    """The files that a stage needs, with its tensors' names in each. Raises ValueError, OSError,
+    FileNotFoundError."""
     if (folder / INDEX_FILE).is_file():
         by_file: dict[str, list[str]] = {}
         for name, file in sorted(read_index(folder / INDEX_FILE).items()):

@@ -66,10 +66,8 @@ class DownloadMeter:
         self._lock = threading.Lock()
 
     def add(self, count: int, file: str) -> None:
-        """`count` more bytes of `file` are here (fewer, when negative).
-
-        Raises StoppedError, and what the report raises.
-        """
+        """`count` more (or fewer) bytes of `file` are here. Raises StoppedError, and what the
+        report raises."""
         with self._lock:
             if self._stopped.is_set():
                 raise StoppedError
@@ -87,11 +85,10 @@ class DownloadMeter:
 
 
 def fetch(file: RemoteFile, blob: Path, meter: DownloadMeter) -> None:
-    """Bring a file to `blob`; one that came corrupt is fetched once more.
+    """Bring a file to `blob`, again if it came corrupt; other processes wait for it.
 
-    Raises CorruptError, IncompleteError, HfHubHTTPError, OSError, StoppedError, and what the meter's report raises.
-    Several processes may want one blob: one fetches it, the others wait.
-    """
+    Raises CorruptError, IncompleteError, HfHubHTTPError, OSError, StoppedError, and what the
+    meter's report raises."""
     partial = blob.with_name(f"{blob.name}.incomplete")
     with partial.open("ab") as stream, _locked(stream):
         if is_whole(blob, file):  # another process, or another file with the same content, was first

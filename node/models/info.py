@@ -31,10 +31,8 @@ class WeightSizes(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool = False
 
     def of_stage(self, first: int, last: int, float_bytes: int = 0) -> int:
-        """Bytes that layers `[first, last)` take with what belongs to them, in the dtype of an engine.
-
-        `float_bytes`: bytes of one number in that dtype (4 for float32); 0 for the dtype that they are stored in.
-        """
+        """Bytes that layers `[first, last)` take with what belongs to them, at `float_bytes` a
+        number (0: as stored)."""
         if not 0 <= first < last <= len(self.layers):
             raise ValueError(f"layers [{first}, {last}) are not a part of [0, {len(self.layers)})")
         total = self.shared + sum(self.layers[first:last])
@@ -47,11 +45,9 @@ class WeightSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the network needs to know of a model; `service` names it, the same on every box.
-
-    `shape` has its dimensions, its `dtype_bytes` those of a weight as it is stored. `windows`: how many tokens each
-    layer looks back, 0 for all of them; empty when no layer is limited.
-    """
+    """What the network needs to know of a model; `service` names it everywhere. `dtype_bytes` of
+    `shape` are those stored; `windows`: tokens each layer looks back, 0 for all, empty for none
+    limited."""
 
     service: Annotated[str, msgspec.Meta(min_length=1)]
     shape: ModelShape

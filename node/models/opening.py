@@ -22,10 +22,8 @@ BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
 @final
 class OpenedModel:
-    """A model in Hugging Face format that has been looked at.
-
-    `folder` has its configuration and tokenizer; of a model from a hub, weights are there only once `fetch` has run.
-    """
+    """A model in Hugging Face format; `folder` has configuration and tokenizer, and weights once
+    `fetch` has run."""
 
     def __init__(
         self, info: ModelInfo, folder: Path, config: dict[str, Any], checkpoint: Checkpoint, source: Repository | None
@@ -40,11 +38,11 @@ class OpenedModel:
         return f"<OpenedModel {self.info.service} in {self.folder}>"
 
     def fetch(self, first: int = 0, last: int | None = None, report: Report | None = None) -> Path:
-        """Have the weights of layers `[first, last)`, and what comes with them, in `folder`; return it.
+        """Have the weights of layers `[first, last)` in `folder`; return it. Blocks while
+        downloading.
 
-        Blocks for as long as a download takes. `report` is called from its threads; what it raises ends the download,
-        and what has come stays for the next time. Raises ModelError, and ValueError for layers that are not there.
-        """
+        `report`, called from its threads, may raise to end it; what came stays. Raises ModelError,
+        ValueError."""
         layers = StageLayers(first, self.info.layers if last is None else last, self.info.layers)
         if self._source is not None:
             self._source.fetch_weights(self._checkpoint, layers, report)
@@ -53,10 +51,7 @@ class OpenedModel:
 
 def open_model(name: str) -> OpenedModel:
     """Resolve `name` (a folder, `bundled`, or a Hugging Face id) and check it. Raises ModelError.
-
-    Of a model on a hub, the configuration and the tokenizer are fetched and the headers of the weights are read. See
-    `hub` for the environment variables that count.
-    """
+    From a hub (see `hub`) it fetches configuration, tokenizer and weight headers."""
     if name == "bundled":
         return _open_folder(name, BUNDLED)
     try:
@@ -141,11 +136,8 @@ def _family(config: dict[str, Any]) -> str:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Eight hex digits that differ between models: KV of one must never reach the other.
-
-    Hashes the configuration and, of each weight file, name, size and first megabyte: reading everything would take
-    minutes for a large model.
-    """
+    """Eight hex digits that differ between models, as KV must not mix: of the configuration and
+    each weight file's name, size and first megabyte, which takes no minutes."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     digest.update((folder / "tokenizer.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):

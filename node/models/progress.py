@@ -32,10 +32,8 @@ Report = Callable[[DownloadProgress], None]
 
 @final
 class ProgressLine:
-    """Says when a line is due and what it says: at once, then every `interval_s`, and when all is done.
-
-    The speed is that since the first call, so what had been fetched before does not count.
-    """
+    """When a line is due and what it says: at once, every `interval_s`, and at the end. The speed
+    is that since the first call."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s

@@ -115,10 +115,8 @@ class KvTransfers:
     async def receive(
         self, body: messages.DecodeOpen
     ) -> tuple[tuple[protocol.Inlet, ...], tuple[messages.TicketedSlice, ...]]:
-        """The receiving ends of a request's KV on every worker of this replica, and what its senders need to know.
-
-        Raises RemoteError; NetworkError when a stage cannot be asked.
-        """
+        """The receiving ends of a request's KV on every worker here, and what senders must know.
+        Raises RemoteError, NetworkError."""
         place = self._place_here()
         try:
             slices = slices_between(
@@ -154,10 +152,8 @@ class KvTransfers:
         return inlets, ticketed
 
     async def send(self, slices: tuple[messages.TicketedSlice, ...], tokens: int) -> tuple[protocol.Outlet, ...]:
-        """The sending ends on every worker of this replica for the KV of so many tokens.
-
-        Raises RemoteError; NetworkError or TransferError when there is no way to one of the targets.
-        """
+        """The sending ends for so many tokens' KV on every worker here. Raises RemoteError;
+        NetworkError or TransferError without a path."""
         place = self._place_here()
         try:
             check_sends(slices, place, kv_heads=self._model.kv_heads)

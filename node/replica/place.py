@@ -1,4 +1,4 @@
-"""A box's place in its replica, and what the workers of two replicas hand over to each other. No I/O, no clock."""
+"""A box's place in its replica, and what the workers of two replicas transfer to each other. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -70,10 +70,8 @@ def place_in(plan: Plan | None, own: PeerId, service: str) -> Place | None:
 def slices_between(
     prefill: tuple[Stage, ...], decode: tuple[Stage, ...], *, layers: int, kv_heads: int
 ) -> tuple[RankSlice, ...]:
-    """What each worker of one replica sends to each of the other, of a model with so many layers and KV heads.
-
-    Raises PlaceError for stages that are not a replica of it.
-    """
+    """What each worker of one replica sends to each of the other. Raises PlaceError for stages that
+    are no replica."""
     try:
         slices = reslice(_layout(prefill, layers, kv_heads), _layout(decode, layers, kv_heads))
     except FiguresError as error:

@@ -91,10 +91,8 @@ class Stages:
     # ---- on the head ------------------------------------------------------------------------------------------
 
     async def open_others(self, place: Place, limits: BatchLimits, say: Callable[[str], None]) -> tuple[PipeEnd, ...]:
-        """Have all other stages start their processes, with the head's limits; returns the head's ends of the pipes.
-
-        Waits for stages that are not ready for it yet; `say` tells people for what. Raises EngineStartError.
-        """
+        """Have all other stages start with the head's limits, waiting for those not ready; returns
+        the head's pipe ends. Raises EngineStartError."""
         ends = self._issue(len(place.stages))
         for stage in range(len(place.stages) - 1, 0, -1):
             peer = PeerId(place.stages[stage].peer)

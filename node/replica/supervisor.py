@@ -79,11 +79,8 @@ class Supervisor:
         return f"<Supervisor {state} {self._place or ''} starts={self._starts} failures={self._failures}>"
 
     def assign(self, place: Place | None) -> None:
-        """This is what the box has to run from now on.
-
-        What runs for another place ends at once, except a loaded stage that has lost its place: it ends with its head,
-        which may still have requests to finish.
-        """
+        """What the box has to run from now on. What runs for another place ends, but a loaded stage
+        without place ends with its head, which may still have requests."""
         if place == self._place:
             return
         leaves_with_head = place is None and self._loaded
@@ -124,10 +121,8 @@ class Supervisor:
         self._link = None
 
     async def _live(self, server: EngineStarter, place: Place) -> str | None:
-        """Prepare, start and serve; returns what went wrong, for people, or None for a stage that ended with its head.
-
-        That it ended is then for the head to deal with: it knows why, and counts.
-        """
+        """Prepare, start and serve; returns what went wrong, or None for a stage that ended with
+        its head, which knows why."""
         alone = len(place.stages) == 1
         state = "loading" if not alone else "restarting" if self._starts else "starting"
         config = self._config

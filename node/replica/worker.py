@@ -35,10 +35,8 @@ class _Job:
 
 @final
 class Worker:
-    """The engine's side of requests. Called from the agent's event loop.
-
-    `transfers` agrees with other boxes how KV passes between the engines.
-    """
+    """The engine's side of requests, called from the event loop. `transfers` agrees with other
+    boxes how KV passes."""
 
     def __init__(self, *, service: str, transfers: KvTransfers, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
         self._service = service

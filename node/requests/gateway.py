@@ -1,8 +1,5 @@
-"""The gateway of a node: it takes clients' requests and owns each one until its last token.
-
-What happens to a request is decided by its `RequestMachine`. Here messages become its events, and
-its actions messages.
-"""
+"""The gateway of a node: takes clients' requests and owns each one until its last token. The
+`RequestMachine` decides; here messages become its events, its actions messages."""
 
 from __future__ import annotations
 

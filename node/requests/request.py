@@ -19,11 +19,8 @@ MAX_SEED = (1 << 63) - 1
 
 
 def check(body: Generate) -> int:
-    """Check everything that can be checked without the model; returns the bytes of text in the
-    prompt.
-
-    Raises PromptError naming the field and the fix.
-    """
+    """Check all that needs no model; returns the prompt's bytes of text. Raises PromptError naming
+    the field and the fix."""
     if (body.prompt is None) == (body.messages is None):
         raise PromptError("prompt: give either `prompt` or `messages`, and not both")
     if body.prompt is not None and not body.prompt:
@@ -149,11 +146,8 @@ class LiveRequest:
         return (*self.prompt, *self.tokens), sampling
 
     def take(self, tokens: Sequence[int], finish: str | None) -> ShowTokens | None:
-        """Take new tokens, and return them with the text they complete; sets `finish` when the
-        answer is over.
-
-        What goes beyond the limit is not taken, nor what comes after the end.
-        """
+        """Take new tokens, none beyond the limit or the end; returns them with the text they
+        complete. Sets `finish` at the end."""
         if self.finish is not None:
             return None
         taken = tuple(tokens[: self.left])

@@ -10,7 +10,7 @@ from rich.table import Table
 from ...bootstrap import Role
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
-from ...kvtransport.routing.paths import NetworkView, NoPath, PathChoice, PathQuery, choose
+from ...kvtransport.routing.paths import NoPath, PathChoice, PathNetwork, PathQuery, choose
 from ...node.messages import Status
 from ..errors import UsageError
 from .status_view import open_console, short
@@ -20,7 +20,7 @@ __all__ = ["COLUMNS", "choice_text", "explain_path", "links_table", "network_of"
 COLUMNS = ("from", "to", "rtt", "loss", "one stream", "capacity", "sure", "source")
 
 
-def network_of(status: Status) -> NetworkView:
+def network_of(status: Status) -> PathNetwork:
     """The network's links and boxes, as their nodes advertise them."""
     links: dict[tuple[str, str], LinkFigures] = {}
     boxes: dict[str, BoxFigures] = {}
@@ -28,7 +28,7 @@ def network_of(status: Status) -> NetworkView:
         if node.links is not None and node.state == "alive":
             boxes[node.peer] = node.links.box
             links |= {(node.peer, target): figures for target, figures in node.links.links.items()}
-    return NetworkView(links, boxes)
+    return PathNetwork(links, boxes)
 
 
 def print_links(status: Status, console: Console | None = None) -> None:
@@ -40,7 +40,7 @@ def print_links(status: Status, console: Console | None = None) -> None:
         console.print(links_table(network))
 
 
-def links_table(network: NetworkView) -> Table:
+def links_table(network: PathNetwork) -> Table:
     """One line for each directed link."""
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for (source, target), link in sorted(network.links.items()):

@@ -12,19 +12,19 @@ from ..integration.node.engine.kv_engines import engines, prompt_of
 from ..integration.node.engine.test_engine_failures import test_cancelling_gives_all_memory_back
 from ..integration.node.engine.test_engine_transfers import (
     test_a_link_stays_warm_for_the_next_transfer,
-    test_any_part_of_a_prompt_may_be_handed_over_and_what_is_there_already_is_not_sent,
+    test_any_part_of_a_prompt_may_be_transferred_and_what_is_there_already_is_not_sent,
     test_engines_change_roles_while_they_serve,
-    test_kv_handed_over_gives_the_same_tokens,
     test_requests_that_lose_their_blocks_are_computed_again,
+    test_transferred_kv_gives_the_same_tokens,
 )
 
 __all__ = [
     "test_a_link_stays_warm_for_the_next_transfer",
-    "test_any_part_of_a_prompt_may_be_handed_over_and_what_is_there_already_is_not_sent",
+    "test_any_part_of_a_prompt_may_be_transferred_and_what_is_there_already_is_not_sent",
     "test_cancelling_gives_all_memory_back",
     "test_engines_change_roles_while_they_serve",
-    "test_kv_handed_over_gives_the_same_tokens",
     "test_requests_that_lose_their_blocks_are_computed_again",
+    "test_transferred_kv_gives_the_same_tokens",
 ]
 
 pytestmark = [pytest.mark.usefixtures("scheduling"), pytest.mark.timeout(300)]

@@ -163,12 +163,12 @@ def model_replica(
 
 def _largest_batch(times: StepTimes, classes: Classes, kv_tokens: int) -> int:
     """Requests that may decode together beside those that are being prefilled."""
-    read_s = times.prefill_s(round(classes.mean_prompt), classes.mean_pairs)
+    prefill_s = times.prefill_s(round(classes.mean_prompt), classes.mean_pairs)
     most = kv_tokens / classes.held
     for _ in range(2):  # fewer requests take shorter steps: two rounds settle it
         batch = int(min(MAX_BATCH, max(1.0, most)))
         life_s = classes.mean_output * times.decode_line(batch).step_s(batch * classes.held)
-        most = kv_tokens / (classes.held + classes.mean_prompt * read_s / life_s)
+        most = kv_tokens / (classes.held + classes.mean_prompt * prefill_s / life_s)
     return int(min(MAX_BATCH, max(1.0, most)))
 
 

@@ -136,14 +136,14 @@ class _PairModel:
         prefilling = self.tables.prefill_times(everyone, row, self.counts[0]).at(prefills)
         decoding = self.tables.decode_times(everyone, loads, row, self.counts[1]).at(decodes)
         wire_s = self.pairs.gigabit_s[pairs][:, None] * self.gigabits
-        latency_s, read_s = self.pairs.latency_s[pairs][:, None], self.tables.prefill_s[prefills]
+        latency_s, prefill_s = self.pairs.latency_s[pairs][:, None], self.tables.prefill_s[prefills]
         layers = self.service.model.layers
-        least_s = visible_s(wire_s, latency_s, read_s, layers)
-        shared_s = visible_s(wire_s / (1.0 - busy)[:, None], latency_s, read_s, layers) - least_s
+        least_s = visible_s(wire_s, latency_s, prefill_s, layers)
+        shared_s = visible_s(wire_s / (1.0 - busy)[:, None], latency_s, prefill_s, layers) - least_s
         sending = KVDelays(least_s, busy, shared_s / np.maximum(busy, 1e-9)[:, None])
-        handed = prefills != decodes
-        early = ~handed | self.service.decode_writes_first
-        step_s = np.where(handed & self.service.decode_writes_first, decoding.tpot_s, 0.0)
+        is_transferred = prefills != decodes
+        early = ~is_transferred | self.service.decode_writes_first
+        step_s = np.where(is_transferred & self.service.decode_writes_first, decoding.tpot_s, 0.0)
         admit_s = np.broadcast_to(decoding.admit_s[:, None], wire_s.shape)
         return RequestTimes(self.classes, prefilling, decoding, sending, admit_s, early.astype(np.float64), step_s)
 
@@ -186,12 +186,14 @@ def _activation_gbps(
     if not spanning:
         return used_gbps
     token = service.model.activation_bytes_per_token * 8e-9
-    prefill_rate = np.bincount(pairs.prefill, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_prompt
-    written = np.bincount(pairs.decode, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_output
+    prefill_tokens_s = (
+        np.bincount(pairs.prefill, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_prompt
+    )
+    decode_tokens_s = np.bincount(pairs.decode, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_output
     for index in spanning:
         boxes = [box for box, _, _ in replicas[index].holder.spans]
         for source, target in pairwise(boxes):
-            used_gbps[source, target] += (prefill_rate[index] + written[index]) * token * (source != target)
+            used_gbps[source, target] += (prefill_tokens_s[index] + decode_tokens_s[index]) * token * (source != target)
     return used_gbps
 
 

@@ -42,7 +42,7 @@ class Proposer:
         self._catalogue = replicas
         self._orchestrations = orchestrations
         self._score = score
-        self._binding_limits: Counter[int] = Counter()
+        self._next_gpu = Counter[int]()
         self._heads = Counter(
             replica.holder.spans[0][0] for orchestration in orchestrations for replica in orchestration.replicas
         )
@@ -89,10 +89,10 @@ class Proposer:
             stages.append(
                 Stage(
                     peer=self._cluster.boxes[box].id, tp=tp, first_layer=first, last_layer=first + layers,
-                    first_gpu=self._binding_limits[box],
+                    first_gpu=self._next_gpu[box],
                 )
             )  # fmt: skip
-            self._binding_limits[box] += tp
+            self._next_gpu[box] += tp
             first += layers
         head = stages[0]
         alone = self._heads[replica.holder.spans[0][0]] == 1

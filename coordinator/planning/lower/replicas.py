@@ -210,9 +210,9 @@ class ReplicaCatalogue:
     def _estimate_other_phase(self, service: int) -> OtherPhase:
         boxes = self._problem.cluster.boxes
         kinds = {(box.gpu.name, box.gpus): index for index, box in reversed(list(enumerate(boxes)))}
-        in_time_by_load = [(Slice(index, boxes[index].gpus),) for index in sorted(kinds.values())]
+        alone = [(Slice(index, boxes[index].gpus),) for index in sorted(kinds.values())]
         together = tuple(Slice(index, box.gpus) for index, box in enumerate(boxes))
-        for candidates in (in_time_by_load, [together]):
+        for candidates in (alone, [together]):
             prefills = [self.replica(Group(slices, Phase.PREFILL, service)) for slices in candidates]
             decodes = [self.replica(Group(slices, Phase.DECODE, service)) for slices in candidates]
             times = [prefill.behaviour.prefill_s for prefill in prefills if prefill is not None]

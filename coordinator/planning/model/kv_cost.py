@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...costs.model_shape import ModelShape
 
-__all__ = ["kv_gigabits", "kv_transfer_s", "visible_kv_s", "visible_s"]
+__all__ = ["kv_gigabits", "visible_s"]
 
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])
 
@@ -37,21 +37,9 @@ def kv_gigabits(model: ModelShape, tokens: Numbers, kv_bits: float) -> Numbers:
     return layer_tokens * (model.kv_bytes_per_token_layer * kv_bits / RAW_BITS * 8e-9)
 
 
-def kv_transfer_s(model: ModelShape, tokens: Numbers, *, rtt_s: Numbers, gbps: Numbers, kv_bits: float) -> Numbers:
-    """The whole transfer, from the first byte that leaves to the last that arrives."""
-    return rtt_s / 2 + kv_gigabits(model, tokens, kv_bits) / gbps
-
-
-def visible_kv_s(
-    model: ModelShape, tokens: Numbers, *, rtt_s: Numbers, gbps: Numbers, kv_bits: float, prefill_s: Numbers
-) -> Numbers:
-    """What is left of the transfer after the end of a prefill of `prefill_s`, when layers leave as
-    they are done."""
-    return visible_s(kv_gigabits(model, tokens, kv_bits) / gbps, rtt_s / 2, prefill_s, model.layers)
-
-
 def visible_s(wire_s: Numbers, alpha_s: Numbers, prefill_s: Numbers, layers: int) -> Numbers:
-    """The same of bytes that take `wire_s` on the link.
+    """Seconds of a transfer of `wire_s` on the link that are left after the prefill, layers leaving as
+    they are done.
 
     A layer is done every prefill_s / layers and takes wire_s / layers. Where the link is the faster
     one, only the last layer is left in the end; where it is the slower one, it has been busy since

@@ -1,8 +1,6 @@
-"""The agent's end of engine processes: the fork server, and one link per engine.
-
-Lifetimes are sockets: an engine ends when its message socket closes, the fork server when its last channel
-does. So nothing is left behind however the agent ends, and the death of an engine is seen at once.
-"""
+"""The agent's end of engine processes: the fork server, and one link per engine. Lifetimes are
+sockets: an engine ends with its message socket, the server with its last channel, however the agent
+ends."""
 
 from __future__ import annotations
 

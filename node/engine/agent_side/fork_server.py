@@ -27,11 +27,8 @@ OpenForkServer = Callable[..., AbstractAsyncContextManager[EngineStarter]]
 async def open_fork_server(
     *, log: Path | None, threads: int, channel: int | None = None, backend: str = "vllm"
 ) -> AsyncIterator[ForkServerClient]:
-    """A fork server for the body; `channel` is the descriptor of a shared one, else one is started that has preloaded
-    this backend.
-
-    Leaving the body ends every engine started through it.
-    """
+    """A fork server for the body: `channel` of a shared one that has preloaded this backend, or a
+    new one. Leaving ends every engine started through it."""
     if channel is not None:
         async with _connect(socket.socket(fileno=channel), log) as server:
             yield server

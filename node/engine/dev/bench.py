@@ -279,7 +279,7 @@ async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -
             head.stop()
             transfers = TransferBench(trial, first, second, bench.prompts)
             with open_plain_link() as send_plain:
-                rates_found = await transfers.rates(send_plain, repeats)
+                rates_found = await transfers.measure_rates(send_plain, repeats)
             receiving = await transfers.steps(second, STEP_TOKENS, repeats)
             sending = await transfers.steps(first, STEP_TOKENS, repeats)
             book = SampleBook()

@@ -17,7 +17,7 @@ from ....kvtransport.errors import TransferError
 from .. import protocol
 from ..trials.trial import Trial, TrialEngine
 
-__all__ = ["BesideTransfer", "TransferBench", "TransferRate", "handed_tokens"]
+__all__ = ["BesideTransfer", "TransferBench", "TransferRate", "transferable_tokens"]
 
 HANDED: Final = 4001  # one more than whole blocks of a GPU: the last position is always computed
 BLOCK: Final = 128  # a multiple of vLLM's blocks on every device
@@ -39,7 +39,7 @@ class BesideTransfer(msgspec.Struct, frozen=True, kw_only=True):
     beside: float
 
 
-def handed_tokens(max_model_len: int, kv_tokens: int) -> int:
+def transferable_tokens(max_model_len: int, kv_tokens: int) -> int:
     """Length of the prompt whose KV is transferred: 4,001, or what the model and a cache of `kv_tokens` positions have
     room for, AT_ONCE of them and more at the same time; one more than whole blocks in any case."""
     room = min(max_model_len - 1, kv_tokens // (AT_ONCE + 1))
@@ -63,7 +63,7 @@ class TransferBench:
         self._prompts = prompts
         self._link = trial.join(decode)
         smaller = min(prefill.ready.kv_tokens, decode.ready.kv_tokens)
-        self.tokens = handed_tokens(decode.ready.max_model_len, smaller)
+        self.tokens = transferable_tokens(decode.ready.max_model_len, smaller)
         (self._sent,) = prompts(1, self.tokens)
 
     async def transfer_prompt(self, count: int = 1) -> list[protocol.TransferReport]:
@@ -83,7 +83,7 @@ class TransferBench:
                 raise TransferError(f"only {answer.cached} of {self.tokens} positions were transferred")
         return reports
 
-    async def rates(self, plain: Callable[[int], float], repeats: int) -> list[TransferRate]:
+    async def measure_rates(self, plain: Callable[[int], float], repeats: int) -> list[TransferRate]:
         """One KV transfer and plain bytes in turn; `plain(size)` sends so many and returns bytes per second."""
         await self._prefill.generate(self._sent, 1)  # its blocks are cached from here on
         (warm,) = await self.transfer_prompt()

@@ -106,9 +106,8 @@ def step_s(times: StepTimes, scheduled: tuple[ScheduledTokens, ...]) -> float:
 
 @final
 class Batcher:
-    """All requests of an engine with `blocks` blocks of KV memory; a step computes at most
-    `max_tokens` tokens of at most `max_requests` requests.
-    """
+    """The requests of an engine with `blocks` KV blocks; a step computes at most `max_tokens`
+    tokens of `max_requests` requests."""
 
     def __init__(self, *, blocks: int, block_size: int, max_tokens: int, max_requests: int) -> None:
         self.blocks = blocks

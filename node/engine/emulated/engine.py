@@ -39,10 +39,10 @@ LEAST_KV_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulationSettings:
-    """`block_size`: tokens of a KV block where the agent names none. `check_interval_s`: time
-    between looks at deadlines; less notices them sooner and costs CPU in every step. `catch_up_s`:
-    how far behind its model the engine may fall and still catch up; what is beyond that is lost,
-    with a warning, so that a pause of this machine does not turn into a burst of steps."""
+    """`block_size`: tokens of a KV block where the agent names none. `check_interval_s`: between
+    looks at deadlines; less costs CPU in every step. `catch_up_s`: how far behind its model an
+    engine may still catch up; more is lost, with a warning, so that a pause does not become a
+    burst."""
 
     block_size: int = 16
     check_interval_s: float = 0.05
@@ -132,10 +132,8 @@ class _Request:
 
 @final
 class EmulatedEngine:
-    """All requests of one engine. `now` is monotonic seconds; `tell` sends to the agent, and `wake`
-    has `handle` called with a message of a thread of the transfers.
-
-    Raises EmulationError for a model that the cards cannot hold.
+    """All requests of one engine. `now` is monotonic seconds; `tell` sends to the agent, `wake` has
+    `handle` called with a transfer thread's message. Raises EmulationError for a model too large.
     """
 
     def __init__(
@@ -232,11 +230,8 @@ class EmulatedEngine:
                 raise AssertionError("handled by the loop")
 
     def begin_step(self, now: float) -> float | None:
-        """Begin a step; returns when it ends, or None when nothing can be computed now.
-
-        A step begins at the modelled end of the one before, so that the time which this process
-        takes is not added to the model's.
-        """
+        """Begin a step; returns when it ends, or None when there is nothing to compute. It begins
+        at the modelled end of the last, so that this process's own time is not added."""
         batch = self._batcher.schedule()
         for request in batch.admitted:
             live = self._requests[request]

@@ -1,7 +1,5 @@
-"""A box whose GPUs are only modelled, seen by its agent: what it advertises, and what it serves with.
-
-Everything about it is labelled: the hardware, the engine, and the service, so that nobody takes it for a real one.
-"""
+"""A box whose GPUs are only modelled, seen by its agent: what it advertises and serves with.
+Hardware, engine and service are labelled as emulated."""
 
 from __future__ import annotations
 
@@ -83,10 +81,8 @@ def emulated_hardware(cards: Cards, box: Hardware) -> Hardware:
 
 
 def emulated_model(name: str, cards: Cards) -> EmulatedModel:
-    """A known model by name, or a folder with `config.json`; the bundled tokenizer, where that has none.
-
-    Raises ModelError.
-    """
+    """A known model by name, or a folder with `config.json`; with the bundled tokenizer, where it
+    has none. Raises ModelError."""
     folder = BUNDLED if name == "bundled" else Path(name).expanduser()
     try:
         if folder.is_dir():

@@ -12,11 +12,8 @@ __all__ = ["EmulatedAnswer"]
 
 @final
 class EmulatedAnswer:
-    """Tokens that go on from a prompt: each is a hash of all that came before it and of the seed.
-
-    So an engine that is given the prompt with the first tokens of an answer goes on with the same
-    answer. 0 is left out: it is the end of text in many vocabularies.
-    """
+    """Tokens that go on from a prompt: each a hash of the seed and all before it, so that an engine
+    given the first of them goes on with the same answer. 0, often end of text, is left out."""
 
     def __init__(self, prompt: Sequence[int], vocabulary: int, seed: int = 0) -> None:
         self._hash = blake2b(array("q", prompt).tobytes(), digest_size=8, key=seed.to_bytes(8, "little"))

@@ -1,5 +1,4 @@
-"""What is run once on a GPU before it is believed: `p2pserve selftest --full`, or `make gpu-check` in a checkout.
+"""What is run once on a GPU before it is believed: `p2pserve selftest --full`, or `make gpu-check`.
 
-`verdicts` decides (order, shares of the time, what passes), `run` starts each part in a process of its own, `parts` are
-the programs that exist only for this, `synchronisations` finds where a step waits for the device.
-"""
+`verdicts` decides, `run` starts each part in a process, `parts` are programs for this alone,
+`synchronisations` finds waits for the device."""

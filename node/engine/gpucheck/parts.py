@@ -1,7 +1,5 @@
-"""The programs of the check that exist for nothing else: `python -m p2pserve.node.engine.gpucheck.parts NAME`.
-
-Each writes one JSON object to standard output.
-"""
+"""Programs of the check alone: `python -m p2pserve.node.engine.gpucheck.parts NAME`, each printing
+one JSON object."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ __all__ = ["PROGRAMS", "engine_versions", "exercise_engines", "patched", "watche
 
 PACKAGE: Final = str(Path(__file__).parents[3])
 PINNED: Final = {"vllm": "0.32.", "torch": "2.13.", "triton": "3.7."}
-PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS, CHUNK = 700, 450, 24, 256
+PROMPT_TOKENS, TRANSFERRED_TOKENS, NEW_TOKENS, CHUNK = 700, 450, 24, 256
 CODECS: Final = ("raw", "kv4")
 REPLACED_ON_CPUS: Final = (
     "Event",
@@ -134,8 +132,8 @@ async def _transfer_kv(
     prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))
     beside = [(engine, engine.submit(other, 4 * NEW_TOKENS)) for engine in (prefill, decode)]
     send, receive = trial.transfer_ends(trial.join(decode), codec, decode.ready, pacing=way)
-    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
-    begun = prefill.submit(prompt[:HANDED_TOKENS], 1, send=send)
+    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=TRANSFERRED_TOKENS)
+    begun = prefill.submit(prompt[:TRANSFERRED_TOKENS], 1, send=send)
     for engine, each in ((prefill, begun), (decode, request), *beside):
         await engine.answer(each)
     await prefill.report(send[0].ticket.transfer)

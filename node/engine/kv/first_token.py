@@ -13,11 +13,8 @@ __all__ = ["go_on_from"]
 
 
 def go_on_from(request: Request, token: int) -> bool:
-    """Put the token at the end of the prompt.
-
-    False, and nothing changed, when the request has been computed with: vLLM tells its workers of a request's prompt
-    when that happens first. Until then it is the scheduler's alone.
-    """
+    """Put the token at the end of the prompt. False, and nothing changed, once the request has been
+    computed with: vLLM has then told its workers of the prompt."""
     if request.status not in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS) or request.num_preemptions:
         return False
     sampling = request.sampling_params

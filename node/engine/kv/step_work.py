@@ -1,7 +1,5 @@
-"""What the connector's instances say to each other: the scheduler's to every worker's with each step, and back.
-
-All of it is plain values, because workers may be other processes, and stages of a pipeline other boxes.
-"""
+"""What the connector's instances tell each other: the scheduler's every worker's with each step,
+and back. Plain values: workers may be other processes or boxes."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ PARAMS_KEY = "p2pserve"
 
 
 class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """The ends of one request's transfer, of all workers: each opens those of its own rank.
-
-    `tokens`: how many positions of the prompt are sent, or expected. `told_first`: the token after them is to be told.
-    """
+    """The ends of one request's transfer; each worker opens its own rank's. `tokens`: positions
+    sent or expected. `told_first`: whether the token after them is told."""
 
     transfer: bytes
     tokens: int

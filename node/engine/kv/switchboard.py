@@ -69,11 +69,10 @@ def _peer(line: socket.socket) -> tuple[int, int]:
 
 @final
 class Switchboard:
-    """In the engine's main process. `report` is called by its threads; everything else may be called by any thread.
+    """In the engine's main process; `report` is called by its threads, the rest by any.
 
-    A connection may come before any worker knows its link: with several workers it is kept for a while. `news` is
-    set when the engine should look at what it receives.
-    """
+    A connection that comes before its link is kept for a while. `news` is set when the engine
+    should look at what it receives."""
 
     def __init__(self, workers: int, report: Tell, settings: TransferSettings = TRANSFER_DEFAULTS) -> None:
         self._settings = settings

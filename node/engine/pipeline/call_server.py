@@ -31,10 +31,8 @@ class CallTarget(Protocol):
 
 @final
 class CallServer:
-    """Serves on the thread that calls `serve`. `load` is given what the caller sends with its first call.
-
-    `on_lost` is called when the caller is gone, by another thread if something is being carried out: it may never end.
-    """
+    """Serves on the thread that calls `serve`; `load` gets what the caller's first call sends.
+    `on_lost`: the caller is gone; called by another thread during a call, which may never end."""
 
     def __init__(
         self,

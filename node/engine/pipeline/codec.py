@@ -79,11 +79,11 @@ class _Record:
 
 @final
 class MessageCodec:
-    """Carries plain values, containers of them, tensors, arrays, dtypes, and instances of these classes.
+    """Carries plain values, containers of them, tensors, arrays, dtypes, and instances of these
+    classes.
 
-    `records`: dataclasses, named tuples, msgspec structs that can be made without arguments, and enums; their fields
-    may hold anything that the codec carries. `structs`: msgspec structs whose fields have types that msgspec checks.
-    """
+    `records`: dataclasses, named tuples, msgspec structs with defaults, enums. `structs`: msgspec
+    structs with checked field types."""
 
     def __init__(self, records: Iterable[type], structs: Iterable[type[msgspec.Struct]] = ()) -> None:
         self._records: dict[type, _Record] = {}

@@ -1,8 +1,8 @@
-"""vLLM's executor on the head of a pipeline: it calls its own worker in place, and those of other stages over pipes.
+"""vLLM's executor on the head of a pipeline: it calls its own worker in place, other stages over
+pipes.
 
-A call goes to all stages, in the order of calls. Its own part runs on the thread that calls, as in an engine of one
-process: while the head computes its layers for one batch, the other stages compute theirs for those before.
-"""
+All stages get calls in order. The head's part runs on the calling thread, while the others compute
+earlier batches."""
 
 from __future__ import annotations
 

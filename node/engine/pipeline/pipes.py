@@ -101,10 +101,8 @@ class PipeConnections:
 
 
 def open_pipes(ends: Sequence[PipeEnd], arrivals: PipeConnections, settings: PipelineSettings) -> dict[PipeEnd, Pipe]:
-    """All pipes of this stage, opened at the same time, because the others wait for one another too.
-
-    Raises StageLost for the first that cannot be opened; the others are closed again.
-    """
+    """All pipes of this stage, opened at once. Raises StageLost for the first that fails; the
+    others are closed."""
     until = time.monotonic() + settings.connect_s
     opened: queue.SimpleQueue[tuple[PipeEnd, Pipe | StageLost]] = queue.SimpleQueue()
     given_up = threading.Event()
@@ -156,11 +154,10 @@ def _open(
 
 @final
 class PipeReader:
-    """Takes messages from a pipe until it ends: on the thread that waits for one, which goes on without a change of
-    threads, and on one of its own while nobody does, so that both ends always hear that the other is alive.
+    """Takes messages until the pipe ends: on the thread that waits for one, else on its own, so
+    that both ends always hear that the other is alive.
 
-    `on_message` and `on_end` are called by whichever reads, the latter once; what is no message of ours ends the pipe.
-    """
+    `on_message` and, once, `on_end` are called by whichever reads; bad messages end the pipe."""
 
     def __init__(
         self,
@@ -280,11 +277,8 @@ class PipeInput:
 
 @final
 class ActivationsOutput:
-    """Activations to the stage behind. `put` waits for nothing: a thread sends, while the next batch is computed. A
-    few of them go at once, which saves two changes of threads before each token of a lone request.
-
-    How many wait is bounded by the batches in flight, of which there are as many as stages.
-    """
+    """Activations to the stage behind. `put` never waits: a thread sends, but for a few at once,
+    which saves two thread changes per token. Bounded by the batches in flight, one per stage."""
 
     def __init__(self, pipe: Pipe, stage: int, on_lost: OnLost, settings: PipelineSettings) -> None:
         self._pipe = pipe

@@ -1,8 +1,6 @@
-"""vLLM's worker as a stage of a pipeline: everything is vLLM's own but the group of stages that it believes to be in.
+"""vLLM's worker as a stage of a pipeline: vLLM's own but for the group of stages.
 
-vLLM makes workers by the name of their class, and finds the groups they are in through module globals; so a process
-has one place in one pipeline, set before its engine is built.
-"""
+vLLM finds worker classes and groups through globals, so a process has one place in one pipeline."""
 
 from __future__ import annotations
 
@@ -67,11 +65,8 @@ class StageWorker(gpu_worker.Worker):
         return self.sample_tokens(None) if scheduler_output.num_scheduled_tokens else output
 
     def merges(self) -> bool:
-        """Whether it is the same, to the last bit, for this stage to be given hidden states and residual added up.
-
-        Its first layer begins with a norm that adds them, and hands the sum on as the residual. Whether that norm
-        rounds the sum before it goes on is up to its kernel, so the question is put to it.
-        """
+        """Whether this stage may be given hidden states and residual added up, to the last bit.
+        Asks its first norm, whose kernel decides whether the sum is rounded on the way."""
         empty = self._empty_activations(_PROBE_TOKENS)
         norms = (getattr(module, "input_layernorm", None) for module in self._model.modules())
         norm = next((norm for norm in norms if norm is not None), None)

@@ -1,8 +1,5 @@
-"""Host memory for KV that is on its way out: one buffer made at the start, given out in pieces.
-
-On a GPU box it is pinned. Pinning takes 0.3 s a GiB and holds the driver's lock, so nothing is pinned while requests
-are served. What a transfer has been given it keeps until the receiver has confirmed the bytes.
-"""
+"""Host memory for outgoing KV: one buffer made at the start, given out in blocks until the receiver
+confirms. Pinned on a GPU box, at 0.3 s a GiB under the driver's lock: never while serving."""
 
 from __future__ import annotations
 

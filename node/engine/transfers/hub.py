@@ -95,7 +95,7 @@ class TransferHub:
     # ---- for the agent --------------------------------------------------------------------------------------
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """Hand over an accepted socket whose hello has been read; it may come before its link is known here."""
+        """Take an accepted socket whose hello has been read; it may come before its link is known here."""
         try:
             self._endpoint.attach(parse_link_hello(hello), connection)
         except KVProtocolError:

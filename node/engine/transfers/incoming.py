@@ -75,10 +75,8 @@ class PromptReceiver:
         staging: StagingArea,
         on_news: Callable[[], None],
     ) -> None:
-        """Expect the first `tokens` positions on these links. Raises TransferError if one of them is over.
-
-        `on_news` is called, by any thread, when there is something to `take` again, or an `outcome`.
-        """
+        """Expect the first `tokens` positions on these links; TransferError if one is over.
+        `on_news`, from any thread: something to `take`, or an `outcome`."""
         self.transfer = inlets[0][0].ticket.transfer
         self.tokens = tokens
         self._shard = shard

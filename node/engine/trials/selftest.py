@@ -35,7 +35,7 @@ POLL_S: Final = 0.2
 
 CHUNK = 64
 WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
-PROMPT_TOKENS, HANDED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
+PROMPT_TOKENS, TRANSFERRED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
 PARTITION = (1, 2)
 
 
@@ -61,11 +61,10 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def require_known_to_work(server: EngineStarter, memory: Path | None = None) -> None:
-    """Return if vLLM is the pinned version, or passes the self-test, or has passed it before.
+    """Return if vLLM is the pinned version, or passes the self-test, now or before.
 
-    `memory` is the file that remembers this, by default one in the user's cache: the nodes of a box, which may start
-    all at once, test once. Raises EngineStartError.
-    """
+    `memory` remembers it, by default in the user's cache, for all nodes of a box. Raises
+    EngineStartError."""
     await server.wait_ready()
     if server.version.startswith(PINNED):
         return
@@ -144,8 +143,8 @@ async def _complaint(server: EngineStarter) -> str:
                 for prompt, way, answer in zip(prompts, WAYS, expected, strict=True):
                     doing = f"transferring KV ({way})"
                     handed = await _transfer_kv(trial, first, second, prompt, way)
-                    if handed.cached < HANDED_TOKENS:
-                        return f"{doing}: only {handed.cached} of {HANDED_TOKENS} positions were used"
+                    if handed.cached < TRANSFERRED_TOKENS:
+                        return f"{doing}: only {handed.cached} of {TRANSFERRED_TOKENS} positions were used"
                     if handed.tokens != answer.tokens:
                         return f"{doing}: {_difference(handed, answer)}"
                 doing = "a pipeline of two stages"
@@ -163,8 +162,8 @@ async def _transfer_kv(
 ) -> TrialAnswer:
     """The first part of the prompt on one engine, the rest and the answer on the other."""
     send, receive = trial.transfer_ends(trial.join(decode), "raw", decode.ready, pacing=way)
-    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=HANDED_TOKENS)
-    prefill.submit(prompt[:HANDED_TOKENS], 1, send=send)
+    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=TRANSFERRED_TOKENS)
+    prefill.submit(prompt[:TRANSFERRED_TOKENS], 1, send=send)
     answer = await decode.answer(request)
     await prefill.report(send[0].ticket.transfer)
     return answer

@@ -181,10 +181,8 @@ class Trial:
         return engine
 
     async def start_pipeline(self, config: protocol.EngineConfig, partition: tuple[int, ...]) -> TrialEngine:
-        """A replica whose stages are processes of their own, with so many layers each; returns its head.
-
-        Raises EngineStartError.
-        """
+        """A replica of one process per stage, with so many layers each; returns its head. Raises
+        EngineStartError."""
         return (await self.start_stages(config, partition))[0]
 
     async def start_stages(

@@ -405,11 +405,8 @@ class CudaDevice:
 
     @contextmanager
     def copy_stream(self) -> Iterator[CopyStream]:
-        """A stream of this card, which need not be the thread's own. It is drained before somebody else has it, also
-        after an error: its staging buffer and what was read on it may be used again then.
-
-        All are made when the first is borrowed, which the model's thread does before it serves (`warm_up_codecs`).
-        """
+        """A stream of this card for the body, drained before somebody else has it, with its staging
+        buffer. All are made at the first call, before serving (`warm_up_codecs`)."""
         with self._making:
             for _ in range(0 if self._made else COPY_STREAMS):
                 self._free.put(_CudaStream(self._cuda, self._cuda.Stream(), self._pinned_memory(MAX_PAYLOAD_BYTES)))

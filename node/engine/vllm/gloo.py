@@ -1,8 +1,5 @@
-"""One network thread for all of gloo's process groups, instead of one for each.
-
-vLLM makes a dozen groups in every worker, also in a world of one. Each would get a gloo device of its own, whose thread
-wakes a hundred times a second whether or not anything is ever said: a thousand interruptions a second for each engine.
-"""
+"""One network thread for all of gloo's process groups. vLLM makes a dozen in every worker; each
+one's own thread would wake a hundred times a second."""
 
 from __future__ import annotations
 

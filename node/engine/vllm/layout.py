@@ -235,10 +235,8 @@ class LayerCache:
         return k.to(self.dtype), v.to(self.dtype)
 
     def _calibrate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Gather indices of K and V within a kernel block's raw memory; None when the logical view holds.
-
-        Uses the last block, which nothing holds while the caches are being registered.
-        """
+        """Gather indices of K and V within a kernel block's raw memory; None when the logical view
+        holds. Uses the last block, free while caches are being registered."""
         shape = (2, self._kernel_block, self.heads, self.head_dim)
         numbers = torch.arange(2 * self._kernel_block * self.heads * self.head_dim).view(shape)
         codes = self._written(numbers)

@@ -29,10 +29,8 @@ def seed_at(seed: int, position: int) -> int:
 
 
 class SeededGPUModelRunner(GPUModelRunner):
-    """vLLM's first one. Its second, which it prefers on GPUs, draws by seed and position itself, though other numbers.
-
-    Not yet run on a GPU.
-    """
+    """vLLM's first one; the second, for GPUs, draws by seed and position itself. Not yet run on a
+    GPU."""
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.input_batch

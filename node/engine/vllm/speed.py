@@ -56,10 +56,8 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     prepare: Callable[[DeviceKind, torch.dtype, SpeedTest], tuple[Work, Work]] = put_on_device,
 ) -> tuple[float, float]:
-    """Return (TFLOP/s of matrix products, GB/s of copies, read and write counted), medians of batches.
-
-    Those of `tp` GPUs, which are alike, are added up; workers on a CPU share its cores.
-    """
+    """(TFLOP/s of matrix products, GB/s of copies, read and write counted), medians, summed over
+    `tp` equal GPUs; workers on a CPU share its cores."""
     devices = tp if device.kind == "cuda" else 1
 
     def rates(test: SpeedTest) -> tuple[float, float]:

@@ -1,7 +1,6 @@
-"""Where a step waits for the device: what vLLM's own check warns of, with the stack, and whose it is.
+"""Where a step waits for the device: what vLLM's check warns of, with the stack, and whose it is.
 
-With `VLLM_GPU_SYNC_CHECK=warn` vLLM watches the thread that runs the model, from when it has warmed up: torch warns of
-each call that waits for the device, vLLM of each copy that would silently. A connector's hooks run inside.
+With `VLLM_GPU_SYNC_CHECK=warn`, torch warns of each call that waits, vLLM of each copy that would.
 """
 
 from __future__ import annotations

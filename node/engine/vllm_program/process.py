@@ -1,8 +1,6 @@
-"""vLLM's engine process: the program that its agent talks to, and the loop around one `LLMEngine`.
-
-One thread owns the engine and runs the loop (`process`). Connections of KV transfers go through a switchboard to the
-workers that they are for. With tensor parallelism vLLM's workers are processes of their own, which end with this one.
-"""
+"""vLLM's engine process: the program that its agent talks to. One thread owns the `LLMEngine` and
+runs the loop (`process`); KV connections go through a switchboard to the workers. With tensor
+parallelism those are processes, which end with this one."""
 
 from __future__ import annotations
 

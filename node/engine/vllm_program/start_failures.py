@@ -1,8 +1,5 @@
-"""Why vLLM does not start, in one line with what to do about it. Pure.
-
-vLLM names its own flags and wraps what is wrong in pages of context. Each pattern is a sentence of vLLM 0.32; what
-none of them knows is shown as vLLM says it.
-"""
+"""Why vLLM does not start, in one line with what to do about it. Pure. Patterns are sentences of
+vLLM 0.32; anything else is shown as vLLM says it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ....kvtransport.link.permits import Permit
 from ....kvtransport.probing.burst_ticket import issue_burst
 from ....kvtransport.probing.estimates import LinkEstimator
 from ....kvtransport.probing.figures import BoxFigures, LinkFigures, prior, streams_for
-from ....kvtransport.routing.paths import KVPath, NetworkView
+from ....kvtransport.routing.paths import KVPath, PathNetwork
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..emulated import EmulatedWan, environment
 from ..errors import WanError
@@ -164,7 +164,7 @@ class KVNetwork:
         estimator.on_burst(sample, now=self.clock())
         return estimator.figures(self.clock())
 
-    def known(self) -> NetworkView:
+    def known(self) -> PathNetwork:
         """Figures of all measured links, and the caps that each box's owner states."""
         now = self.clock()
         boxes = {
@@ -176,7 +176,7 @@ class KVNetwork:
             )
             for name, box in self.wan.scenario.boxes.items()
         }
-        return NetworkView({ends: one.figures(now) for ends, one in self._estimators.items()}, boxes)
+        return PathNetwork({ends: one.figures(now) for ends, one in self._estimators.items()}, boxes)
 
     # ---- moving ---------------------------------------------------------------------------------------------
 

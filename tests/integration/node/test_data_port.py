@@ -146,7 +146,7 @@ def test_a_hello_may_come_byte_by_byte() -> None:
     play(scenario)
 
 
-def test_a_connection_of_a_relay_is_handed_over_unread() -> None:
+def test_a_connection_of_a_relay_is_passed_on_unread() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
         near, far = come(port, RELAY_MAGIC + b"whatever")
         assert takers.relayed == [near]

@@ -108,7 +108,7 @@ def test_two_unequal_boxes_and_a_large_one_serve_together_and_survive_the_loss_o
         assert tokens == greedy(BUNDLED, text.encode(prompt), count)
 
 
-def test_a_box_of_two_workers_and_a_box_of_one_hand_over_to_each_other(
+def test_a_box_of_two_workers_and_a_box_of_one_transfer_to_each_other(
     cluster: Any, random_model: Path, tmp_path: Path
 ) -> None:
     text = TextModel(random_model)

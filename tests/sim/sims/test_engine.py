@@ -138,7 +138,7 @@ def test_what_never_fits_is_refused() -> None:
         SimEngineSettings(max_batched_tokens=64, max_sequences=64)
 
 
-def test_a_prompt_that_is_handed_over_keeps_its_memory_until_it_is_released() -> None:
+def test_a_prompt_that_is_transferred_keeps_its_memory_until_it_is_released() -> None:
     engine = engine_of(kv_tokens=40)
     sequence = Sequence(1, 30, 0, sends_kv=True)
     news = run(engine, [(0.0, sequence)])

@@ -108,7 +108,7 @@ def go(
 SERIAL = SimSettings(layerwise=False)
 
 
-def test_a_hand_over_in_one_piece() -> None:
+def test_a_transfer_in_one_piece() -> None:
     result = go(SPLIT, trace_of((0.0, 20, 4)), cluster_of("pd", rtt_s=0.5), settings=SERIAL)
     outcome = result.services[0]
     # read in 1 s; 20 tokens of KV at a token a second, half a second until both sides know; three more tokens
@@ -253,7 +253,7 @@ def test_a_lost_box_costs_the_tokens_nothing() -> None:
 @pytest.mark.parametrize("box", ["p", "d"])
 @pytest.mark.parametrize("at", [0.5, 5.0, 20.9, 22.5])
 @pytest.mark.parametrize("first_token_at_decode", [True, False])
-def test_a_loss_at_any_moment_of_a_hand_over_is_made_good(box: str, at: float, first_token_at_decode: bool) -> None:
+def test_a_loss_at_any_moment_of_a_transfer_is_made_good(box: str, at: float, first_token_at_decode: bool) -> None:
     plan = plan_of(
         {"p": P, "d": D, "q": P, "e": D},
         {("p", "d"): 0.4, ("p", "e"): 0.2, ("q", "d"): 0.2, ("q", "e"): 0.2},

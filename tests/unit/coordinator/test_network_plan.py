@@ -70,7 +70,7 @@ def test_boxes_do_what_they_are_good_at() -> None:
     assert plan.weight("f", "b") > 0.5
 
 
-def test_nobody_hands_over_through_a_link_that_is_too_slow() -> None:
+def test_nobody_transfers_through_a_link_that_is_too_slow() -> None:
     slow = tuple(msgspec.structs.replace(link, gbps=0.01) for link in fast("f", "b"))
     assert roles(some_plan(FLOP_RICH, BYTE_RICH, links=slow)) == {"f": M, "b": M}
 

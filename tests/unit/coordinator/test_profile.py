@@ -14,8 +14,6 @@ from p2pserve.coordinator.profile import (
     PhaseCost,
     PhaseFit,
     StepSample,
-    batch_decode_s,
-    batch_prefill_s,
     prompt_s,
 )
 from p2pserve.coordinator.profile_fit import MIN_SAMPLES, SampleBook, fit
@@ -120,9 +118,6 @@ def test_impossible_samples_are_left_out() -> None:
 def test_predictions() -> None:
     assert prompt_s(PREFILL, 1000, 512) == pytest.approx(PREFILL.seconds(1, 512) + PREFILL.seconds(1, 488))
     assert prompt_s(PREFILL, 1024, 512) == pytest.approx(2 * PREFILL.seconds(1, 512))
-    assert batch_prefill_s(PREFILL, 4, 100.0) == PREFILL.seconds(4, 100.0)
-    one_by_one = sum(DECODE.seconds(8, 300 + k) for k in range(1, 41))
-    assert batch_decode_s(DECODE, 8, 300, 40) == pytest.approx(one_by_one)
     assert DECODE.marginal_s(0, 0.0) == 0.0
 
 

@@ -68,7 +68,7 @@ def recipe() -> tuple[str, str, str]:
     section = re.search(r"^## A codec\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
     assert section is not None
     source, registry = re.findall(r"```python\n(.*?)```", section[1], flags=re.DOTALL)
-    added, listed = registry.strip().splitlines()
+    added, listed = (line for line in registry.splitlines() if line)
     return source, added, listed
 
 

@@ -135,7 +135,7 @@ class TestDecisions:
             estimator.on_hold_up(tokens, 1, 20e-3)
         assert estimator.decide(256, LAN, 1).mode is SendMode.SERIALISED
 
-    def test_what_a_hand_over_costs_for_each_layer_speaks_for_neither(self) -> None:
+    def test_what_a_transfer_costs_for_each_layer_speaks_for_neither(self) -> None:
         """Prompts that went in one piece must not make those look dear that go layer by layer."""
         estimator = measured(hold_up_s=0.0)
         for tokens in (200, 300) * 50:

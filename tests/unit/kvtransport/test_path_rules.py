@@ -11,9 +11,9 @@ from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
 from p2pserve.kvtransport.routing.paths import (
     Candidate,
     CandidateVerdict,
-    NetworkView,
     NoPath,
     PathChoice,
+    PathNetwork,
     PathQuery,
     RunningTransfer,
     choose,
@@ -29,15 +29,15 @@ def link(gbps: float, sure: float = 1.0) -> LinkFigures:
     return LinkFigures(rtt_s=RTT, one_stream_gbps=gbps, capacity_gbps=gbps, rate_confidence=sure)
 
 
-def view(direct: float, relays: dict[str, float], *, up: float | None = None, sure: float = 1.0) -> NetworkView:
+def view(direct: float, relays: dict[str, float], *, up: float | None = None, sure: float = 1.0) -> PathNetwork:
     links = {("a", "b"): link(direct)}
     for name, gbps in relays.items():
         links["a", name] = links[name, "b"] = link(gbps, sure)
-    return NetworkView(links, {"a": BoxFigures(up_gbps=up)})
+    return PathNetwork(links, {"a": BoxFigures(up_gbps=up)})
 
 
 def pick(
-    network: NetworkView,
+    network: PathNetwork,
     settings: PathSettings | None = None,
     current: frozenset[str | None] | None = None,
     **query: float,
@@ -87,7 +87,7 @@ class TestGains:
         assert (pick(view(1.0, {"r": 1.4}, up=1.4, sure=sure)).vias == {"r"}) is taken
 
     def test_the_direct_path_is_not_discounted_against_itself(self) -> None:
-        network = NetworkView({("a", "b"): link(1.0, sure=0.1)})
+        network = PathNetwork({("a", "b"): link(1.0, sure=0.1)})
         assert pick(network).seconds == pytest.approx(10.0)
 
 
@@ -117,9 +117,9 @@ class TestHopelessRelays:
 class TestMoney:
     BOXES = {name: BoxFigures(up_usd_per_gb=0.01, down_usd_per_gb=0.01, up_gbps=2.0) for name in "abr"}  # noqa: RUF012
 
-    def network(self) -> NetworkView:
+    def network(self) -> PathNetwork:
         links = {("a", "b"): link(1.0), ("a", "r"): link(2.0), ("r", "b"): link(2.0)}
-        return NetworkView(links, self.BOXES)
+        return PathNetwork(links, self.BOXES)
 
     # Five seconds are saved for 2.5 cents more: half a cent each.
     @pytest.mark.parametrize(("usd_per_s", "taken"), [(0.0051, True), (0.0049, False), (0.0, False)])
@@ -141,7 +141,7 @@ class TestMoney:
         assert {one.verdict for one in caught.value.candidates} == {CandidateVerdict.TOO_DEAR}
 
     def test_a_pair_costs_by_what_each_path_moves(self) -> None:
-        network = NetworkView(self.network().links, {**self.BOXES, "a": BoxFigures(up_usd_per_gb=0.01)})
+        network = PathNetwork(self.network().links, {**self.BOXES, "a": BoxFigures(up_usd_per_gb=0.01)})
         pair = next(one for one in pick(network).why if len(one.paths) == 2)
         direct, relayed = 1.25 * 0.02, 1.25 * 0.04
         assert pair.usd == pytest.approx((direct * 1 + relayed * 2) / 3)
@@ -150,7 +150,7 @@ class TestMoney:
 class TestShares:
     @pytest.mark.parametrize(("used", "left"), [(0.2, 0.8), (0.5, 0.5), (0.9, 0.5)])
     def test_the_unused_part_or_a_fair_share(self, used: float, left: float) -> None:
-        network = NetworkView({("a", "b"): link(1.0)}, flows=(RunningTransfer("a", "b", used),))
+        network = PathNetwork({("a", "b"): link(1.0)}, flows=(RunningTransfer("a", "b", used),))
         assert pick(network).paths[0].gbps == pytest.approx(left)
 
     def test_a_relayed_transfer_uses_both_legs_the_relay_and_all_three_boxes(self) -> None:
@@ -161,13 +161,13 @@ class TestShares:
             (BoxFigures(relay_gbps=2.0), "relay limit"),
         ):
             links = {("a", "b"): link(0.1), ("a", "r"): link(9.0), ("r", "b"): link(9.0)}
-            found = candidate(pick(NetworkView(links, {"r": box}, other)), "via r")
+            found = candidate(pick(PathNetwork(links, {"r": box}, other)), "via r")
             assert found.gbps == pytest.approx(1.0)
             assert found.limit == limit
 
     def test_others_on_the_same_leg_count_once(self) -> None:
         links = {("a", "b"): link(0.1), ("a", "r"): link(2.0), ("r", "b"): link(9.0)}
-        network = NetworkView(links, flows=(RunningTransfer("a", "y", 1.5, via="r"),))
+        network = PathNetwork(links, flows=(RunningTransfer("a", "y", 1.5, via="r"),))
         found = candidate(pick(network), "via r")
         assert found.gbps == pytest.approx(1.0)
         assert found.limit == "first leg"
@@ -175,7 +175,7 @@ class TestShares:
     @pytest.mark.parametrize(("budget", "allowed"), [(SIZE, True), (SIZE - 1, False)])
     def test_a_relay_with_just_enough_budget_may_forward(self, budget: int, allowed: bool) -> None:
         links = {("a", "b"): link(0.1), ("a", "r"): link(2.0), ("r", "b"): link(2.0)}
-        choice = pick(NetworkView(links, {"r": BoxFigures(relay_budget_bytes=budget)}))
+        choice = pick(PathNetwork(links, {"r": BoxFigures(relay_budget_bytes=budget)}))
         assert ("r" in choice.vias) is allowed
         if not allowed:
             assert candidate(choice, "via r").verdict is CandidateVerdict.NO_BUDGET

@@ -19,9 +19,9 @@ from p2pserve.kvtransport.routing.choices import ChoiceCache
 from p2pserve.kvtransport.routing.paths import (
     Candidate,
     CandidateVerdict,
-    NetworkView,
     NoPath,
     PathChoice,
+    PathNetwork,
     PathQuery,
     RunningTransfer,
     choose,
@@ -48,14 +48,14 @@ def by_label(choice: PathChoice) -> dict[str, Candidate]:
 
 class TestDirect:
     def test_enough_streams_for_the_capacity(self) -> None:
-        choice = choose(job(), NetworkView({("a", "b"): link(100, 1.0)}))
+        choice = choose(job(), PathNetwork({("a", "b"): link(100, 1.0)}))
         (path,) = choice.paths
         assert (path.via, path.streams, path.gbps) == (None, 5, 1.0)
         assert choice.taken.limit == "link"
         assert choice.seconds == pytest.approx(choice.taken.alpha_s + 100 * MB / bytes_per_s(1.0))
 
     def test_the_window_is_the_limit_of_the_longest_fastest_links(self) -> None:
-        choice = choose(job(), NetworkView({("a", "b"): link(300, 10.0)}))
+        choice = choose(job(), PathNetwork({("a", "b"): link(300, 10.0)}))
         assert choice.paths[0].streams == 64
         assert choice.taken.limit == "window"
         assert choice.paths[0].gbps == pytest.approx(64 * 20.8 / 300)
@@ -63,30 +63,30 @@ class TestDirect:
     def test_the_boxes_are_the_limit(self) -> None:
         links = {("a", "b"): link(10, 10.0)}
         boxes = {"a": BoxFigures(up_gbps=2.0), "b": BoxFigures(down_gbps=3.0)}
-        assert choose(job(), NetworkView(links, boxes)).taken.limit == "sender up"
+        assert choose(job(), PathNetwork(links, boxes)).taken.limit == "sender up"
         boxes["b"] = BoxFigures(down_gbps=1.0)
-        assert choose(job(), NetworkView(links, boxes)).taken.limit == "receiver down"
+        assert choose(job(), PathNetwork(links, boxes)).taken.limit == "receiver down"
 
     def test_other_flows_leave_a_fair_share(self) -> None:
         links = {("a", "b"): link(10, 10.0)}
         boxes = {"a": BoxFigures(up_gbps=3.0)}
         flows = (RunningTransfer("a", "x", 1.0), RunningTransfer("a", "y", 1.9), RunningTransfer("z", "a", 9.0))
-        assert choose(job(), NetworkView(links, boxes, flows)).paths[0].gbps == pytest.approx(1.0)  # a third
+        assert choose(job(), PathNetwork(links, boxes, flows)).paths[0].gbps == pytest.approx(1.0)  # a third
         slow = (RunningTransfer("a", "x", 0.2),)
-        assert choose(job(), NetworkView(links, boxes, slow)).paths[0].gbps == pytest.approx(2.8)  # what is unused
+        assert choose(job(), PathNetwork(links, boxes, slow)).paths[0].gbps == pytest.approx(2.8)  # what is unused
 
     def test_more_streams_where_the_link_was_never_filled(self) -> None:
         floor = msgspec.structs.replace(link(100, 1.0), capacity_is_floor=True)
-        assert choose(job(), NetworkView({("a", "b"): floor})).paths[0].streams == 10
+        assert choose(job(), PathNetwork({("a", "b"): floor})).paths[0].streams == 10
 
     def test_nothing_known(self) -> None:
         with pytest.raises(FiguresError, match="nothing is known of the link a > b"):
-            choose(job(), NetworkView({}))
+            choose(job(), PathNetwork({}))
 
     def test_nothing_possible(self) -> None:
         links = {("a", "b"): link(10, 1, up=False), ("a", "r"): link(10, 1), ("r", "b"): link(10, 1, up=False)}
         with pytest.raises(NoPath, match="no path from a to b: direct: unreachable a > b; via r: unreachable r > b"):
-            choose(job(), NetworkView(links))
+            choose(job(), PathNetwork(links))
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -111,14 +111,14 @@ class TestRelay:
     }
 
     def test_a_fast_relay_beats_a_slow_link(self) -> None:
-        choice = choose(job(), NetworkView(self.LINKS))
+        choice = choose(job(), PathNetwork(self.LINKS))
         assert "r" in choice.vias
         assert choice.seconds < 8.0 / 3.0
 
     def test_a_relay_as_good_as_the_direct_link_is_not_taken(self) -> None:
         links = {("a", "b"): link(100, 2.0), ("a", "r"): link(50, 2.0), ("r", "b"): link(50, 2.0)}
         boxes = {"a": BoxFigures(up_gbps=2.0)}
-        choice = choose(job(), NetworkView(links, boxes))
+        choice = choose(job(), PathNetwork(links, boxes))
         assert choice.vias == {None}
         assert by_label(choice)["via r"].verdict in (CandidateVerdict.SMALL_GAIN, CandidateVerdict.SLOWER)
 
@@ -126,7 +126,7 @@ class TestRelay:
     def test_it_must_win_by_a_quarter(self, gain: float, taken: bool) -> None:
         links = {("a", "b"): link(20, 1.0), ("a", "r"): link(10, gain), ("r", "b"): link(10, gain)}
         boxes = {"a": BoxFigures(up_gbps=gain)}  # so that two paths are no better
-        choice = choose(job(1000 * MB), NetworkView(links, boxes))
+        choice = choose(job(1000 * MB), PathNetwork(links, boxes))
         assert (choice.vias == {"r"}) is taken
         if not taken:
             assert by_label(choice)["via r"].verdict is CandidateVerdict.SMALL_GAIN
@@ -134,23 +134,23 @@ class TestRelay:
 
     def test_or_be_the_only_way(self) -> None:
         links = {**self.LINKS, ("a", "b"): link(10, 5.0, up=False), ("r", "b"): link(60, 0.01)}
-        choice = choose(job(), NetworkView(links))
+        choice = choose(job(), PathNetwork(links))
         assert choice.vias == {"r"}
         assert by_label(choice)["direct"].verdict is CandidateVerdict.UNREACHABLE
 
     def test_a_stalled_path_is_no_way(self) -> None:
-        choice = choose(job(), NetworkView(self.LINKS), observed={None: 0.0})
+        choice = choose(job(), PathNetwork(self.LINKS), observed={None: 0.0})
         assert choice.vias == {"r"}
 
     def test_little_known_gains_are_discounted(self) -> None:
         twice = {("a", "b"): link(20, 1.0), ("a", "r"): link(10, 2.0, sure=0.2), ("r", "b"): link(10, 2.0, sure=0.2)}
         boxes = {"a": BoxFigures(up_gbps=2.0)}
-        choice = choose(job(1000 * MB), NetworkView(twice, boxes))
+        choice = choose(job(1000 * MB), PathNetwork(twice, boxes))
         assert choice.vias == {None}
         assert "counted as 1.1" in by_label(choice)["via r"].detail
         tenfold = {pair: msgspec.structs.replace(one, capacity_gbps=20.0) for pair, one in twice.items()}
         tenfold["a", "b"] = twice["a", "b"]
-        assert "r" in choose(job(1000 * MB), NetworkView(tenfold)).vias
+        assert "r" in choose(job(1000 * MB), PathNetwork(tenfold)).vias
 
     def test_the_relay_is_the_limit(self) -> None:
         for box, limit in [
@@ -158,25 +158,25 @@ class TestRelay:
             (BoxFigures(down_gbps=0.5), "relay down"),
             (BoxFigures(relay_gbps=0.5), "relay limit"),
         ]:
-            choice = choose(job(), NetworkView(self.LINKS, {"r": box}))
+            choice = choose(job(), PathNetwork(self.LINKS, {"r": box}))
             assert by_label(choice)["via r"].limit == limit
         flows = (RunningTransfer("x", "y", 1.5, via="r"),)
-        choice = choose(job(), NetworkView(self.LINKS, {"r": BoxFigures(relay_gbps=2.0)}, flows))
+        choice = choose(job(), PathNetwork(self.LINKS, {"r": BoxFigures(relay_gbps=2.0)}, flows))
         assert by_label(choice)["via r"].gbps == pytest.approx(1.0)
 
     @pytest.mark.parametrize("box", [BoxFigures(relay_gbps=0.0), BoxFigures(relay_budget_bytes=MB)])
     def test_a_relay_that_may_not(self, box: BoxFigures) -> None:
-        choice = choose(job(), NetworkView(self.LINKS, {"r": box}))
+        choice = choose(job(), PathNetwork(self.LINKS, {"r": box}))
         assert choice.vias == {None}
         assert by_label(choice)["via r"].verdict is CandidateVerdict.NO_BUDGET
 
     def test_only_the_relays_that_the_job_allows(self) -> None:
-        assert choose(job(relays=frozenset()), NetworkView(self.LINKS)).vias == {None}
-        choice = choose(job(relays=frozenset({"stranger", "a", "b"})), NetworkView(self.LINKS))
+        assert choose(job(relays=frozenset()), PathNetwork(self.LINKS)).vias == {None}
+        choice = choose(job(relays=frozenset({"stranger", "a", "b"})), PathNetwork(self.LINKS))
         assert by_label(choice)["via stranger"].verdict is CandidateVerdict.UNMEASURED
 
     def test_both_legs_get_the_streams_of_the_longer(self) -> None:
-        choice = choose(job(), NetworkView({**self.LINKS, ("r", "b"): link(160, 2.0)}))
+        choice = choose(job(), PathNetwork({**self.LINKS, ("r", "b"): link(160, 2.0)}))
         assert by_label(choice)["via r"].paths[0].streams == 16
 
 
@@ -188,18 +188,18 @@ class TestStripes:
     }
 
     def test_two_paths_add_up(self) -> None:
-        choice = choose(job(1000 * MB), NetworkView(self.LINKS))
+        choice = choose(job(1000 * MB), PathNetwork(self.LINKS))
         assert choice.vias == {None, "r"}
         assert choice.taken.gbps == pytest.approx(2.0)
         assert choice.seconds < 5.0 < by_label(choice)["direct"].seconds
 
     def test_as_far_as_the_sender_goes(self) -> None:
-        choice = choose(job(1000 * MB), NetworkView(self.LINKS, {"a": BoxFigures(up_gbps=1.5)}))
+        choice = choose(job(1000 * MB), PathNetwork(self.LINKS, {"a": BoxFigures(up_gbps=1.5)}))
         assert choice.vias == {None, "r"}
         assert choice.taken.gbps == pytest.approx(1.5)
         assert choice.taken.limit == "sender up"
         assert sum(path.gbps for path in choice.paths) == pytest.approx(1.5)
-        alone = choose(job(1000 * MB), NetworkView(self.LINKS, {"b": BoxFigures(down_gbps=1.05)}))
+        alone = choose(job(1000 * MB), PathNetwork(self.LINKS, {"b": BoxFigures(down_gbps=1.05)}))
         assert alone.vias == {None}
 
     def test_two_relays(self) -> None:
@@ -209,7 +209,7 @@ class TestStripes:
             ("a", "s"): link(20, 1.0),
             ("s", "b"): link(20, 1.0),
         }
-        assert choose(job(1000 * MB), NetworkView(links)).vias == {"r", "s"}
+        assert choose(job(1000 * MB), PathNetwork(links)).vias == {"r", "s"}
 
 
 class TestPrice:
@@ -223,29 +223,29 @@ class TestPrice:
     }
 
     def test_speed_is_taken_where_money_does_not_matter(self) -> None:
-        choice = choose(job(1000 * MB), NetworkView(self.LINKS, self.BOXES))
+        choice = choose(job(1000 * MB), PathNetwork(self.LINKS, self.BOXES))
         assert choice.vias == {"r"}
         assert choice.usd == pytest.approx(0.06)
 
     def test_a_second_must_be_worth_what_it_costs(self) -> None:
         # 5.3 s are saved for three cents.
-        assert choose(job(1000 * MB, usd_per_s=0.01), NetworkView(self.LINKS, self.BOXES)).vias == {"r"}
-        choice = choose(job(1000 * MB, usd_per_s=0.004), NetworkView(self.LINKS, self.BOXES))
+        assert choose(job(1000 * MB, usd_per_s=0.01), PathNetwork(self.LINKS, self.BOXES)).vias == {"r"}
+        choice = choose(job(1000 * MB, usd_per_s=0.004), PathNetwork(self.LINKS, self.BOXES))
         assert choice.vias == {None}
         assert by_label(choice)["via r"].verdict is CandidateVerdict.NOT_WORTH_IT
 
     def test_a_relay_in_use_that_is_not_worth_its_price_is_left(self) -> None:
         # Time and money together are within what keeps a path in use; the price of a second alone decides.
-        network = NetworkView(self.LINKS, self.BOXES)
+        network = PathNetwork(self.LINKS, self.BOXES)
         choice = choose(job(1000 * MB, usd_per_s=0.0055), network, current=frozenset({"r"}))
         assert choice.vias == {None}
 
     def test_dear_paths_are_out(self) -> None:
-        choice = choose(job(1000 * MB, max_usd_per_gb=0.05), NetworkView(self.LINKS, self.BOXES))
+        choice = choose(job(1000 * MB, max_usd_per_gb=0.05), PathNetwork(self.LINKS, self.BOXES))
         assert None in choice.vias
         assert by_label(choice)["via r"].verdict is CandidateVerdict.TOO_DEAR
         with pytest.raises(NoPath, match="over max_usd_per_gb"):
-            choose(job(max_usd_per_gb=0.01), NetworkView(self.LINKS, self.BOXES))
+            choose(job(max_usd_per_gb=0.01), PathNetwork(self.LINKS, self.BOXES))
 
 
 class TestHysteresis:
@@ -257,38 +257,38 @@ class TestHysteresis:
 
     def test_what_is_in_use_stays_until_something_is_clearly_better(self) -> None:
         boxes = {"a": BoxFigures(up_gbps=1.0)}
-        network = NetworkView(self.links(0.95, 1.0), boxes)
+        network = PathNetwork(self.links(0.95, 1.0), boxes)
         assert choose(job(1000 * MB), network).vias == {"s"}
         kept = choose(job(1000 * MB), network, current=frozenset({"r"}))
         assert kept.vias == {"r"}
         assert by_label(kept)["via s"].verdict is CandidateVerdict.KEPT_CURRENT
-        better = NetworkView(self.links(0.5, 1.0), boxes)
+        better = PathNetwork(self.links(0.5, 1.0), boxes)
         assert choose(job(1000 * MB), better, current=frozenset({"r"})).vias == {"s"}
 
     def test_a_relay_in_use_stays_while_it_is_no_slower_than_direct(self) -> None:
         boxes = {"a": BoxFigures(up_gbps=1.1)}
         links = {("a", "b"): link(20, 1.0), ("a", "r"): link(5, 1.1), ("r", "b"): link(5, 1.1)}
-        assert choose(job(1000 * MB), NetworkView(links, boxes)).vias == {None}
-        assert choose(job(1000 * MB), NetworkView(links, boxes), current=frozenset({"r"})).vias == {"r"}
+        assert choose(job(1000 * MB), PathNetwork(links, boxes)).vias == {None}
+        assert choose(job(1000 * MB), PathNetwork(links, boxes), current=frozenset({"r"})).vias == {"r"}
         links["a", "r"] = link(5, 0.8)
-        assert choose(job(1000 * MB), NetworkView(links, boxes), current=frozenset({"r"})).vias == {None}
+        assert choose(job(1000 * MB), PathNetwork(links, boxes), current=frozenset({"r"})).vias == {None}
 
     def test_what_is_observed_goes_before_what_is_believed(self) -> None:
         links = {("a", "b"): link(20, 1.0), ("a", "r"): link(10, 1.0), ("r", "b"): link(10, 1.0)}
         boxes = {"a": BoxFigures(up_gbps=1.0)}
-        choice = choose(job(), NetworkView(links, boxes), current=frozenset({None}), observed={None: 0.1})
+        choice = choose(job(), PathNetwork(links, boxes), current=frozenset({None}), observed={None: 0.1})
         assert choice.vias == {"r"}
         assert by_label(choice)["direct"].limit == "observed"
 
     def test_a_warm_path_has_an_edge(self) -> None:
-        network = NetworkView({("a", "b"): link(100, 1.0)})
+        network = PathNetwork({("a", "b"): link(100, 1.0)})
         cold, warm = choose(job(MB), network), choose(job(MB), network, warm=frozenset({None}))
         assert warm.seconds < cold.seconds / 3
 
 
 def test_explains_every_candidate_in_one_line_each() -> None:
     links = {**TestRelay.LINKS, ("a", "x"): link(10, 1.0), ("x", "b"): link(10, 1.0, up=False)}
-    choice = choose(job(), NetworkView(links))
+    choice = choose(job(), PathNetwork(links))
     lines = choice.explain().splitlines()
     assert len(lines) == len(choice.why) >= 3
     assert lines[0].endswith("taken")
@@ -318,13 +318,13 @@ FLOW = st.builds(
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> NetworkView:
+def networks(draw: st.DrawFn) -> PathNetwork:
     relays = draw(st.lists(st.sampled_from(RELAYS), unique=True, max_size=5))
     links = {("a", "b"): draw(FIGURES)}
     for name in relays:
         links["a", name], links[name, "b"] = draw(FIGURES), draw(FIGURES)
     boxes = {name: draw(BOX) for name in ["a", "b", *relays]}
-    return NetworkView(links, boxes, tuple(draw(st.lists(FLOW, max_size=3))))
+    return PathNetwork(links, boxes, tuple(draw(st.lists(FLOW, max_size=3))))
 
 
 def jobs() -> st.SearchStrategy[PathQuery]:
@@ -336,7 +336,7 @@ def jobs() -> st.SearchStrategy[PathQuery]:
     )
 
 
-def decided(job: PathQuery, network: NetworkView, **more: frozenset[str | None]) -> PathChoice:
+def decided(job: PathQuery, network: PathNetwork, **more: frozenset[str | None]) -> PathChoice:
     try:
         return choose(job, network, **more)  # type: ignore[arg-type]
     except NoPath:
@@ -351,7 +351,7 @@ class TestProperties:
     @settings(max_examples=250, deadline=None)
     @given(jobs(), networks(), IN_USE)
     def test_never_slower_than_direct_and_relays_win_clearly(
-        self, job: PathQuery, network: NetworkView, current: frozenset[str | None] | None
+        self, job: PathQuery, network: PathNetwork, current: frozenset[str | None] | None
     ) -> None:
         choice = decided(job, network) if current is None else decided(job, network, current=current)
         direct = by_label(choice).get("direct")
@@ -366,21 +366,21 @@ class TestProperties:
 
     @settings(max_examples=150, deadline=None)
     @given(jobs(), networks(), st.integers(0, 1 << 30))
-    def test_the_order_of_the_tables_does_not_matter(self, job: PathQuery, network: NetworkView, seed: int) -> None:
+    def test_the_order_of_the_tables_does_not_matter(self, job: PathQuery, network: PathNetwork, seed: int) -> None:
         choice = decided(job, network)
         rng = random.Random(seed)
         links, boxes, flows = list(network.links.items()), list(network.boxes.items()), list(network.flows)
         for table in (links, boxes, flows):
             rng.shuffle(table)
-        again = choose(job, NetworkView(dict(links), dict(boxes), network.flows))
+        again = choose(job, PathNetwork(dict(links), dict(boxes), network.flows))
         assert again == choice
-        flowing = choose(job, NetworkView(dict(links), dict(boxes), tuple(flows)))
+        flowing = choose(job, PathNetwork(dict(links), dict(boxes), tuple(flows)))
         assert flowing.vias == choice.vias
 
     @settings(max_examples=200, deadline=None)
     @given(jobs(), networks(), st.data())
     def test_a_better_link_never_makes_a_prediction_worse(
-        self, job: PathQuery, network: NetworkView, data: st.DataObject
+        self, job: PathQuery, network: PathNetwork, data: st.DataObject
     ) -> None:
         """Of any candidate. The choice itself may go back to a direct path that is at most 25 % slower: that is the
         rule for relays, and the bound on what it costs.
@@ -395,7 +395,7 @@ class TestProperties:
             one_stream_gbps=one.one_stream_gbps * data.draw(st.sampled_from([1.0, 1.1, 3.0])),
             reachable=True,
         )
-        after = choose(job, NetworkView({**network.links, pair: better}, network.boxes, network.flows))
+        after = choose(job, PathNetwork({**network.links, pair: better}, network.boxes, network.flows))
         then = by_label(after)
         for label, candidate in by_label(before).items():
             if candidate.seconds < inf and label in then and then[label].seconds < inf:
@@ -405,7 +405,7 @@ class TestProperties:
 
     @settings(max_examples=100, deadline=None)
     @given(jobs(), networks())
-    def test_what_is_promised_fits_the_ends(self, job: PathQuery, network: NetworkView) -> None:
+    def test_what_is_promised_fits_the_ends(self, job: PathQuery, network: PathNetwork) -> None:
         choice = decided(job, network)
         total = sum(path.gbps for path in choice.paths)
         up, down = network.boxes["a"].up_gbps, network.boxes["b"].down_gbps
@@ -420,7 +420,7 @@ class TestChoices:
     @settings(max_examples=100, deadline=None)
     @given(jobs(), networks(), networks(), st.data())
     def test_what_is_kept_is_what_would_be_chosen_now(
-        self, some: PathQuery, one: NetworkView, two: NetworkView, data: st.DataObject
+        self, some: PathQuery, one: PathNetwork, two: PathNetwork, data: st.DataObject
     ) -> None:
         choices = ChoiceCache()
         may: dict[str, list[object]] = {
@@ -436,12 +436,12 @@ class TestChoices:
         for name in data.draw(st.lists(st.sampled_from(sorted(may)), max_size=10)):
             now[name] = data.draw(st.sampled_from(may[name]))
             work = replace(some, bytes=now["size"], relays=now["relays"])
-            network = NetworkView(now["links"], now["boxes"], now["flows"])
+            network = PathNetwork(now["links"], now["boxes"], now["flows"])
             in_use = {"current": now["current"], "warm": now["warm"]}
             assert tried(choices.choose, work, network, **in_use) == tried(choose, work, network, **in_use)
 
     def test_sizes_that_are_nearly_the_same_share_a_choice_until_something_changes(self) -> None:
-        choices, network = ChoiceCache(), NetworkView({("a", "b"): link(20, 1.0)})
+        choices, network = ChoiceCache(), PathNetwork({("a", "b"): link(20, 1.0)})
         first = choices.choose(job(50 * MB), network)
         assert choices.choose(job(48 * MB), network) is first
         assert choices.choose(job(64 * MB), network).seconds > first.seconds
@@ -451,7 +451,7 @@ class TestChoices:
 
 
 def tried(
-    choosing: Callable[..., PathChoice], job: PathQuery, network: NetworkView, **more: object
+    choosing: Callable[..., PathChoice], job: PathQuery, network: PathNetwork, **more: object
 ) -> PathChoice | str:
     """The choice, or why there is none."""
     try:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, bytes_per_s
-from p2pserve.kvtransport.routing.paths import NetworkView, PathQuery, choose
+from p2pserve.kvtransport.routing.paths import PathNetwork, PathQuery, choose
 from p2pserve.kvtransport.routing.settings import SteeringSettings
 from p2pserve.kvtransport.routing.steering import PathChange, PathController, TriggerKind
 
@@ -28,7 +28,7 @@ def link(rtt_ms: float, gbps: float) -> LinkFigures:
 
 BELIEVED = {("a", "b"): link(90, 1.0), ("a", "r"): link(60, 0.8), ("r", "b"): link(60, 0.8)}
 BOXES = {"a": BoxFigures(up_gbps=1.0)}  # so that two paths are no better than one
-NETWORK = NetworkView(BELIEVED, BOXES)
+NETWORK = PathNetwork(BELIEVED, BOXES)
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Transfer:
 
     size: int
     rates: Mapping[str | None, Rate]
-    network: NetworkView = NETWORK
+    network: PathNetwork = NETWORK
     settings: SteeringSettings = field(default_factory=SteeringSettings)
     supply: Rate | None = None  # Gb/s at which there is something to send
     now: float = 100.0
@@ -139,7 +139,7 @@ def test_pauses_of_the_supply_are_not_stalls() -> None:
 
 
 def test_with_no_other_way_it_waits() -> None:
-    alone = NetworkView({("a", "b"): BELIEVED["a", "b"]})
+    alone = PathNetwork({("a", "b"): BELIEVED["a", "b"]})
     rates: dict[str | None, Rate] = {None: lambda now: 0.0 if 2.0 < now < 20.0 else 1.0}
     run = Transfer(1000 * MB, rates, alone)
     assert run.run() == pytest.approx(26.0, abs=0.5)
@@ -147,7 +147,7 @@ def test_with_no_other_way_it_waits() -> None:
 
 
 def test_a_relay_slower_than_what_is_left_of_the_path_is_no_help() -> None:
-    slow = NetworkView({**BELIEVED, ("a", "r"): link(60, 0.2)}, BOXES)
+    slow = PathNetwork({**BELIEVED, ("a", "r"): link(60, 0.2)}, BOXES)
     run = Transfer(300 * MB, {None: until(1.0, 1.0, 0.4), "r": steady(0.2)}, slow)
     run.run()
     assert run.changes == []
@@ -155,7 +155,7 @@ def test_a_relay_slower_than_what_is_left_of_the_path_is_no_help() -> None:
 
 def test_a_recovered_path_is_taken_again_after_a_while() -> None:
     recovering: Rate = lambda now: 0.02 if 3.0 < now < 10.0 else 1.0  # noqa: E731
-    network = NetworkView({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
+    network = PathNetwork({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
     run = Transfer(6000 * MB, {None: recovering, "r": steady(0.3)}, network)
     run.run()
     away, back = run.changes
@@ -168,7 +168,7 @@ def test_a_recovered_path_is_taken_again_after_a_while() -> None:
 def test_flapping_links_are_not_followed() -> None:
     """Direct is good for 10 s, dead for 10 s, and so on: ever longer it is not trusted."""
     flapping: Rate = lambda now: 1.0 if int(now / 10) % 2 == 0 else 0.02  # noqa: E731
-    network = NetworkView({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
+    network = PathNetwork({**BELIEVED, ("a", "r"): link(60, 0.3), ("r", "b"): link(60, 0.3)}, BOXES)
     run = Transfer(20_000 * MB, {None: flapping, "r": steady(0.3)}, network)
     run.run(at_most=800)
     # 26 flaps in the time it takes; every second change leads back to the direct path after 30, 60, 120, ... s.
@@ -178,7 +178,7 @@ def test_flapping_links_are_not_followed() -> None:
 
 
 def test_one_bad_path_of_two_is_dropped() -> None:
-    network = NetworkView({("a", "b"): link(40, 1.0), ("a", "r"): link(20, 1.0), ("r", "b"): link(20, 1.0)})
+    network = PathNetwork({("a", "b"): link(40, 1.0), ("a", "r"): link(20, 1.0), ("r", "b"): link(20, 1.0)})
     run = Transfer(3000 * MB, {None: steady(1.0), "r": until(4.0, 1.0, 0.02)}, network)
     run.run()
     assert run.controller.choice.vias == {None}
@@ -188,7 +188,7 @@ def test_one_bad_path_of_two_is_dropped() -> None:
 def test_a_path_in_trouble_is_not_made_one_of_two() -> None:
     """Seen over a whole window it still looks half good, and both together would be predicted to be the fastest."""
     links = {("a", "b"): link(90, 1.45), ("a", "r"): link(30, 1.45), ("r", "b"): link(90, 1.45)}
-    network = NetworkView(links, {"b": BoxFigures(down_gbps=2.5)})
+    network = PathNetwork(links, {"b": BoxFigures(down_gbps=2.5)})
     run = Transfer(2000 * MB, {None: until(4.0, 1.45, 0.3), "r": steady(1.4)}, network)
     run.size = 2500 * MB
     job = PathQuery(source="a", target="b", bytes=run.size)

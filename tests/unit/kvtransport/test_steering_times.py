@@ -12,7 +12,7 @@ import pytest
 
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
-from p2pserve.kvtransport.routing.paths import NetworkView, PathQuery, choose
+from p2pserve.kvtransport.routing.paths import PathNetwork, PathQuery, choose
 from p2pserve.kvtransport.routing.settings import PathSettings, SteeringSettings
 from p2pserve.kvtransport.routing.steering import PathChange, PathController, TriggerKind
 
@@ -27,12 +27,12 @@ def link(rtt_s: float, gbps: float) -> LinkFigures:
     return LinkFigures(rtt_s=rtt_s, one_stream_gbps=gbps, capacity_gbps=gbps)
 
 
-def network(rtt_s: float = 0.125, relay: float = 0.8, direct: float = 1.0) -> NetworkView:
+def network(rtt_s: float = 0.125, relay: float = 0.8, direct: float = 1.0) -> PathNetwork:
     """One link, and one relay unless it has no rate. The sender's own limit makes two paths no better than one."""
     links = {("a", "b"): link(rtt_s, direct)}
     if relay:
         links |= {("a", "r"): link(rtt_s / 2, relay), ("r", "b"): link(rtt_s / 2, relay)}
-    return NetworkView(links, {"a": BoxFigures(up_gbps=1.0)})
+    return PathNetwork(links, {"a": BoxFigures(up_gbps=1.0)})
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Drive:
     """A transfer that always has something to send, over paths that move what they are told to."""
 
     settings: SteeringSettings = NEVER
-    view: NetworkView = field(default_factory=network)
+    view: PathNetwork = field(default_factory=network)
     now: float = 0.0
     acked: dict[str | None, float] = field(default_factory=dict)
     changes: list[PathChange] = field(default_factory=list)
@@ -130,7 +130,7 @@ class TestStalls:
     def test_a_stall_goes_before_a_slow_path(self) -> None:
         """Both of two paths are in trouble: the one that moves nothing is told."""
         links = {("a", "b"): link(0.125, 1.0), ("a", "r"): link(0.0625, 1.0), ("r", "b"): link(0.0625, 1.0)}
-        drive = Drive(view=NetworkView(links))
+        drive = Drive(view=PathNetwork(links))
         assert drive.controller.choice.vias == {None, "r"}
         drive.report("r")
         change = drive.move(3.0, {None: 0.1, "r": 0.0})

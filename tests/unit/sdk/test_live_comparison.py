@@ -127,7 +127,7 @@ def test_the_simulator_changes_the_plan_when_the_network_did() -> None:
         TRACE,
         "s",
     )
-    cluster = cluster_of(status(link(0.01)), PEERS, parse_cards("1xL4"))  # handing over takes seconds there
+    cluster = cluster_of(status(link(0.01)), PEERS, parse_cards("1xL4"))  # a KV transfer takes seconds there
     mixed = tuple(msgspec.structs.replace(replica, phase=Phase.MIXED) for replica in plan().replicas)
     pairings = tuple(Pairing(prefill=peer, decode=peer, weight=0.5) for peer in PEERS)
     other = msgspec.structs.replace(plan(), version=2, replicas=mixed, pairings=pairings)

@@ -200,7 +200,7 @@ def test_answers_are_the_same(run: Callable[[Body], None]) -> None:
 
 
 @pytest.mark.parametrize("pacing", ["layerwise", "serialised"])
-def test_kv_is_handed_over(run: Callable[[Body], None], pacing: protocol.WantedSendMode) -> None:
+def test_kv_is_transferred(run: Callable[[Body], None], pacing: protocol.WantedSendMode) -> None:
     """Around the ends of blocks and of steps, all of a prompt and parts of it; again, beside cached blocks."""
 
     async def body(engines: Engines) -> None:

@@ -120,7 +120,7 @@ def prompt_of(length: int, seed: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], tmp_path: Path, name: str) -> None:
+def test_transferred_kv_gives_the_same_tokens(engine_channels: list[int], tmp_path: Path, name: str) -> None:
     """Over several chunks and beyond the sliding windows; in part, and all of it again beside what is cached. KV that
     does not come is computed, although its place has been made without what the windows have left behind."""
     in_fp8 = name.endswith("-kv-fp8")

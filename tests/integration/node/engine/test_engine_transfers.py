@@ -34,7 +34,7 @@ from .kv_engines import (
 LENGTHS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
 
 
-def test_kv_handed_over_gives_the_same_tokens(engine_channels: list[int], random_model: Path) -> None:
+def test_transferred_kv_gives_the_same_tokens(engine_channels: list[int], random_model: Path) -> None:
     """Around block boundaries and over several chunks of a prefill; twice, the second time beside cached blocks."""
 
     async def main() -> None:
@@ -85,7 +85,7 @@ def test_workers_that_share_heads_exchange_their_parts(engine_channels: list[int
 PARTS = (1, 17, 77, 127, 128, 130, 200, 256, 299, 300)
 
 
-def test_any_part_of_a_prompt_may_be_handed_over_and_what_is_there_already_is_not_sent(
+def test_any_part_of_a_prompt_may_be_transferred_and_what_is_there_already_is_not_sent(
     engine_channels: list[int], random_model: Path
 ) -> None:
     """Whatever the blocks on both sides; the rest is computed here. Again, the blocks that are cached stay at home."""

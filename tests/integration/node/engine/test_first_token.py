@@ -1,4 +1,4 @@
-"""An answer that one engine begins, having read the prompt, and another goes on with."""
+"""An answer that one engine begins, having prefilled it, and another goes on with."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Pair:
         return request, send
 
     async def begin(self, prompt: tuple[int, ...], send: Outlets, **sampling: Any) -> int:
-        """Read the prompt and write the first token; returns it when all KV is at the other engine."""
+        """Prefill the prompt and decode the first token; returns it when all KV is at the other engine."""
         first = await self.prefill.answer(self.prefill.submit(prompt, 1, send=send, **sampling))
         await self.prefill.report(send[0].ticket.transfer)
         (token,) = first.tokens

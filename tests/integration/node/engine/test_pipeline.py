@@ -159,11 +159,11 @@ def pid_of(engine: TrialEngine) -> int:
     return engine.ready.pid
 
 
-def mate_of(engine: TrialEngine) -> psutil.Process:
+def other_worker_of(engine: TrialEngine) -> psutil.Process:
     """The other worker of a stage of two: a fork, as the stage's process is one (vLLM has helpers of other kinds)."""
     process = psutil.Process(pid_of(engine))
-    (mate,) = (child for child in process.children() if child.cmdline() == process.cmdline())
-    return mate
+    (other,) = (child for child in process.children() if child.cmdline() == process.cmdline())
+    return other
 
 
 def wait_for_end(process: psutil.Process) -> None:
@@ -287,16 +287,16 @@ def test_a_lost_worker_ends_the_replica_and_leaves_no_other_behind(
             head = stages[0]
             request = head.submit(prompts()[9], 300)
             await head.until(lambda: request in head.answers and len(head.answers[request].tokens) >= 3)
-            mates = [mate_of(stage) for stage in stages]
-            os.kill((pid_of(stages[lost]), mates[lost].pid)[worker], signal.SIGKILL)
+            others = [other_worker_of(stage) for stage in stages]
+            os.kill((pid_of(stages[lost]), others[lost].pid)[worker], signal.SIGKILL)
             for number, stage in enumerate(stages):
                 ended = await how_it_ended(stage)
                 if worker:
                     assert f"worker 1 of stage {lost} is lost" in ended, ended
                 else:
                     assert ("SIGKILL" if number == lost else "is lost") in ended, ended
-            for mate in mates:
-                await trio.to_thread.run_sync(wait_for_end, mate)
+            for other in others:
+                await trio.to_thread.run_sync(wait_for_end, other)
 
     run(body)
 

@@ -329,7 +329,7 @@ def test_an_answer_that_ends_with_its_first_token_needs_no_decode_node(how: str)
     virtually(main)
 
 
-def test_a_single_token_is_written_by_whoever_reads_the_prompt() -> None:
+def test_a_single_token_is_decoded_by_whoever_prefills() -> None:
     async def main() -> None:
         async with open_world(P, D) as world:
             last = await world.answer(max_tokens=1)

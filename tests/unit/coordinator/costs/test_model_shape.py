@@ -137,6 +137,7 @@ def test_a_configuration_with_what_is_usual_left_out() -> None:
         ({"multi_query": True}, {"kv_heads": 1}),
         ({"multi_query": True, "new_decoder_architecture": True}, {"kv_heads": 2}),
         ({"num_experts_per_tok": 2}, {"experts": 1, "active_experts": 1}),
+        ({"num_local_experts": 8}, {"experts": 8, "active_experts": 1}),
         ({"num_local_experts": 8, "num_experts_per_tok": 2}, {"experts": 8, "active_experts": 2}),
         ({"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
          {"experts": 9, "active_experts": 3}),

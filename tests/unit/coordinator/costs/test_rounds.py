@@ -3,8 +3,10 @@
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS, PrefillChunk, choose_token_budget, round_s
+from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS, PrefillChunk, choose_token_budget, equal_rounds_s, round_s
 from p2pserve.sims.testing import LinearTimes
 
 PIPELINE = LinearTimes(token=0.4, request=1.0, context=0.01, interval_share=0.25)
@@ -48,3 +50,33 @@ def test_a_pipeline_reads_less_at_a_time() -> None:
     assert choose_token_budget(times, 1, 0.33) == 2048
     # four chunks of 764 at half of 0.0964 s are 0.193 s; of 1,020 they are 0.244 s, and 0.7 of the deadline is 0.231 s
     assert choose_token_budget(times, 4, 0.33) == 768
+
+
+@given(
+    stages=st.integers(1, 5), tokens=st.integers(1, 500), requests=st.integers(1, 40), context=st.integers(0, 5000),
+    share=st.floats(0.1, 1.0),
+)  # fmt: skip
+def test_rounds_with_equal_chunks_are_rounds(
+    stages: int, tokens: int, requests: int, context: int, share: float
+) -> None:
+    times = LinearTimes(step=0.1, token=0.01, pair=1e-4, request=0.05, context=1e-3, interval_share=share)
+    chunk = PrefillChunk(tokens, tokens * 2.5)
+    found = equal_rounds_s(times, stages, chunk, requests, context)
+    assert len(found) == stages
+    assert found == pytest.approx(
+        [round_s(times, stages, [chunk] * many, requests, context) for many in range(1, stages + 1)]
+    )
+
+
+def test_unlike_chunks_each_take_the_slowest_stage_their_own_time() -> None:
+    times = LinearTimes(token=0.1, request=1.0, context=0.01)
+    chunks = [PrefillChunk(100, 0.0), PrefillChunk(300, 0.0)]
+    # each beside one of four requests; two batches of four only decode, and all wait for the context of 50 tokens
+    assert round_s(times, 4, chunks, 4, 50.0) == pytest.approx(10.1 + 30.1 + 0.5 * 4.0 + 0.5)
+
+
+def test_fewer_requests_than_stages_are_fewer_batches() -> None:
+    times = LinearTimes(token=0.1, request=1.0)
+    assert round_s(times, 4, [PrefillChunk(1000, 0.0)], 2, 0.0) == pytest.approx(102.0)
+    # two requests in two batches: with two chunks, no batch is left that only decodes
+    assert round_s(times, 4, [PrefillChunk(1000, 0.0)] * 2, 2, 0.0) == pytest.approx(200.0)

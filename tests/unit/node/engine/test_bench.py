@@ -7,7 +7,7 @@ import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
 from p2pserve.node.engine.dev.bench import EngineBenchReport, EnginePair, main, table
-from p2pserve.node.engine.dev.bench_transfers import AT_ONCE, BesideTransfer, TransferRate, handed_tokens
+from p2pserve.node.engine.dev.bench_transfers import AT_ONCE, BesideTransfer, TransferRate, transferable_tokens
 
 REPORT = EngineBenchReport(
     model="bundled",
@@ -100,6 +100,6 @@ def test_a_model_that_is_not_there_is_one_line(
 def test_a_transfer_is_of_whole_blocks_and_one_that_all_have_room_for(
     max_model_len: int, kv_tokens: int, expected: int
 ) -> None:
-    assert handed_tokens(max_model_len, kv_tokens) == expected
+    assert transferable_tokens(max_model_len, kv_tokens) == expected
     assert expected < max_model_len
     assert AT_ONCE * expected < max(kv_tokens, AT_ONCE + 1)

@@ -181,11 +181,11 @@ def test_what_cannot_be_is_said_before_anything_starts(hardware: Hardware, knobs
     [
         (Phase.MIXED, "a", 768),
         (Phase.DECODE, "a", 768),
-        (Phase.PREFILL, "a", 0),  # nobody writes answers there
+        (Phase.PREFILL, "a", 0),  # nothing is decoded there
         (Phase.MIXED, "b", 0),  # the head makes the batches
     ],
 )
-def test_the_plan_limits_the_steps_of_a_head_whose_replica_writes_answers(phase: Phase, own: str, tokens: int) -> None:
+def test_the_plan_limits_the_steps_of_a_head_whose_replica_decodes(phase: Phase, own: str, tokens: int) -> None:
     stages = tuple(Stage(peer=peer, tp=1, first_layer=i, last_layer=i + 1) for i, peer in enumerate("ab"))
     replica = Replica(id="a", phase=phase, stages=stages, step_tokens=768)
     assert step_limit(replica, PeerId(own)) == tokens

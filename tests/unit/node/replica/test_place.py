@@ -1,4 +1,4 @@
-"""What the workers of two replicas hand over to each other: each part of the KV once, between those that hold it."""
+"""What the workers of two replicas transfer to each other: each part of the KV once, between those that hold it."""
 
 import msgspec
 import pytest

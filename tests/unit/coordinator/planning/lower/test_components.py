@@ -62,7 +62,7 @@ def test_links_bound_what_is_earned(prefill_rate: float, decode_rate: float, out
     gained = prices[0] * prefill_rate + prices[1] * decode_rate
     found = bound_components(gained[None], np.array([out]), np.array([into]))[0]
     true = prices[0] * min(prefill_rate, decode_rate + out) + prices[1] * min(decode_rate, prefill_rate + into)
-    # of all prices of its own one is 0 or 1, which is the best toll there is
+    # of all prices of its own one is 0 or 1, which is the best link price there is
     assert found == pytest.approx(true, abs=1e-9)
 
 

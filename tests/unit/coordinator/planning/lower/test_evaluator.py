@@ -122,9 +122,9 @@ def test_more_requests_are_worth_less_and_overload_has_a_slope() -> None:
 
 def test_of_equally_good_plans_the_one_that_carries_more_wins() -> None:
     lower = LowerLevel(problem(40.0, 0.01))
-    mixed_rate, one = lower.score(BY_BOX), lower.score(BY_BOX[:1])
-    assert mixed_rate.attainment == one.attainment == pytest.approx(1.0)
-    assert mixed_rate.objective > one.objective
+    both, one = lower.score(BY_BOX), lower.score(BY_BOX[:1])
+    assert both.attainment == one.attainment == pytest.approx(1.0)
+    assert both.objective > one.objective
 
 
 def test_money_counts_when_it_is_asked_to() -> None:
@@ -249,24 +249,24 @@ def test_boxes_that_cannot_reach_each_other_cannot_split() -> None:
 
 def test_the_limits_are_named() -> None:
     assert "limit: the links" in LowerLevel(problem(2.0, 1.0)).propose(SPLIT, epoch=0, version=0)[0].limits
-    does_prefill = LowerLevel(problem(40.0, 1.0, output=2)).propose(SPLIT, epoch=0, version=0)[0].limits
-    does_decode = LowerLevel(problem(40.0, 1.0, output=400)).propose(SPLIT, epoch=0, version=0)[0].limits
-    assert "limit: prefill (" in does_prefill
-    assert "limit: decode (" in does_decode
+    prefill = LowerLevel(problem(40.0, 1.0, output=2)).propose(SPLIT, epoch=0, version=0)[0].limits
+    decode = LowerLevel(problem(40.0, 1.0, output=400)).propose(SPLIT, epoch=0, version=0)[0].limits
+    assert "limit: prefill (" in prefill
+    assert "limit: decode (" in decode
     assert "all of them mixed" in LowerLevel(problem(40.0, 1.0)).propose(BY_BOX, epoch=0, version=0)[0].limits
 
 
 def test_services_share_links_and_boxes() -> None:
     first, second = service(2.0, SLO, name="one"), service(2.0, SLO, name="two", model="llama-7b")
     alone = LowerLevel(Problem(cluster=boxes(10.0), services=(second,), pinned={}))
-    mixed_rate = LowerLevel(Problem(cluster=boxes(10.0), services=(first, second), pinned={}))
+    both = LowerLevel(Problem(cluster=boxes(10.0), services=(first, second), pinned={}))
     solution = (
         group(P, (0, 2)), group(D, (1, 3)), group(P, (0, 2), service=1), group(D, (1, 1), service=1)
     )  # fmt: skip
     by_itself = alone.score((group(P, (0, 2)), group(D, (1, 1))))
-    together = mixed_rate.score(solution)
+    together = both.score(solution)
     assert together.attainment < by_itself.attainment
-    proposals = mixed_rate.propose(solution, epoch=1, version=1)
+    proposals = both.propose(solution, epoch=1, version=1)
     assert [proposal.plan.service for proposal in proposals] == ["one", "two"]
     gpus = [gpu for proposal in proposals for replica in proposal.plan.replicas for gpu in replica.gpus]
     assert len(gpus) == len(set(gpus)) == 8

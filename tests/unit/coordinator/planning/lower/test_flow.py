@@ -35,7 +35,7 @@ def split(
     rate: float, prefill_rate: Sequence[float], decode_rate: Sequence[float], worth: Sequence[Sequence[float]],
     *, curves: Sequence[LossCurve] | None = None, capacities: LinkCapacities = OPEN, gigabits: float = 0.0,
 ) -> FlowProblem:  # fmt: skip
-    """Prefill replicas in boxes 0, 1, ..., decode replicas in the boxes behind; every pair hands over."""
+    """Prefill replicas in boxes 0, 1, ..., decode replicas in the boxes behind; every pair has transfers."""
     prefills, decodes = len(prefill_rate), len(decode_rate)
     pairs = list(product(range(prefills), range(prefills, prefills + decodes)))
     return FlowProblem(
@@ -248,7 +248,7 @@ def test_requests_that_are_kept_cost_what_both_phases_take_together() -> None:
         assert found.loads[0] == pytest.approx(1.0)
 
 
-def test_roads_are_given_back() -> None:
+def test_links_are_given_back() -> None:
     used_gbps = np.zeros((4, 4))
     used_gbps[1, 2] = 3.0
     back = OPEN.less(used_gbps).more(used_gbps)

@@ -212,14 +212,14 @@ def test_a_queue_in_a_plain_simulation_is_as_estimated() -> None:
 
 def test_replicas_looked_up_together_are_as_alone() -> None:
     known = classes()
-    mixed_rate = [model_replica(phase, PlainTimes(), known, kv_tokens=10**6) for phase in (Phase.MIXED, Phase.DECODE)]
+    both = [model_replica(phase, PlainTimes(), known, kv_tokens=10**6) for phase in (Phase.MIXED, Phase.DECODE)]
 
     def decoding(tables: ReplicaTables, index: list[int], load: list[float]) -> DecodeTimes:
         which, loads = np.array(index), np.array(load)
         return tables.decode_times(which, loads, tables.at(which, loads), 2)
 
-    together = decoding(ReplicaTables.of(mixed_rate, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
-    apart = decoding(ReplicaTables.of(mixed_rate[1:], known, 1.0), [0, 0], [0.3, 1.0])
+    together = decoding(ReplicaTables.of(both, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
+    apart = decoding(ReplicaTables.of(both[1:], known, 1.0), [0, 0], [0.3, 1.0])
     assert together.tpot_s[[0, 2]].tolist() == apart.tpot_s.tolist()
     assert together.admit_s[2] < inf
 

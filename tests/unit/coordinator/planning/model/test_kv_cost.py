@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pserve.coordinator.costs.model_shape import model_shape
-from p2pserve.coordinator.planning.model.kv_cost import kv_gigabits, kv_transfer_s, visible_kv_s, visible_s
+from p2pserve.coordinator.planning.model.kv_cost import kv_gigabits, visible_s
 
 LLAMA_30B = model_shape("llama-30b")
 
@@ -15,8 +15,8 @@ LLAMA_30B = model_shape("llama-30b")
 def test_one_prompt_of_appendix_h() -> None:
     # 1024 tokens * 60 layers * 2 * 6656 elements of 16 bit are 1.636 GB: table 8's 584 ms is 22.4 Gb/s
     assert kv_gigabits(LLAMA_30B, 1024.0, 16.0) == pytest.approx(8 * 1.636, rel=1e-3)
-    assert kv_transfer_s(LLAMA_30B, 1024.0, rtt_s=0.0, gbps=22.4, kv_bits=16.0) == pytest.approx(0.584, rel=2e-3)
-    assert kv_transfer_s(LLAMA_30B, 1024.0, rtt_s=0.02, gbps=22.4, kv_bits=4.0) == pytest.approx(0.01 + 0.146, rel=2e-3)
+    assert kv_gigabits(LLAMA_30B, 1024.0, 16.0) / 22.4 == pytest.approx(0.584, rel=2e-3)
+    assert kv_gigabits(LLAMA_30B, 1024.0, 4.0) / 22.4 == pytest.approx(0.146, rel=2e-3)
 
 
 def test_grouped_queries_and_windows_send_less() -> None:
@@ -38,8 +38,8 @@ def test_what_is_seen_of_four_layers_counted_by_hand() -> None:
     tokens=st.floats(1, 1e5), gbps=st.floats(0.1, 400), prefill=st.floats(0, 100), rtt=st.floats(0, 1),
 )  # fmt: skip
 def test_layerwise_hides_something_and_never_all(tokens: float, gbps: float, prefill: float, rtt: float) -> None:
-    whole = kv_transfer_s(LLAMA_30B, tokens, rtt_s=rtt, gbps=gbps, kv_bits=4.5)
-    seen = visible_kv_s(LLAMA_30B, tokens, rtt_s=rtt, gbps=gbps, kv_bits=4.5, prefill_s=prefill)
+    wire = kv_gigabits(LLAMA_30B, tokens, 4.5) / gbps
+    whole, seen = rtt / 2 + wire, visible_s(wire, rtt / 2, prefill, LLAMA_30B.layers)
     assert rtt / 2 + (whole - rtt / 2) / LLAMA_30B.layers <= seen * (1 + 1e-9)
     assert seen <= whole * (1 + 1e-9)
     assert seen >= (whole - prefill) * (1 - 1e-9)
@@ -47,8 +47,6 @@ def test_layerwise_hides_something_and_never_all(tokens: float, gbps: float, pre
 
 def test_arrays_are_taken_element_by_element() -> None:
     tokens = np.array([10.0, 2000.0])
-    both = kv_transfer_s(
-        LLAMA_30B, tokens, rtt_s=np.array([0.1, 0.2]), gbps=np.array([1.0, 5.0]), kv_bits=4.5
-    )  # fmt: skip
-    one = kv_transfer_s(LLAMA_30B, 2000.0, rtt_s=0.2, gbps=5.0, kv_bits=4.5)
-    assert both[1] == pytest.approx(one)
+    gigabits = kv_gigabits(LLAMA_30B, tokens, 4.5)
+    both = visible_s(gigabits / np.array([1.0, 5.0]), np.array([0.05, 0.1]), np.array([3.0, 4.0]), 60)
+    assert both[1] == pytest.approx(visible_s(float(gigabits[1]) / 5.0, 0.1, 4.0, 60))

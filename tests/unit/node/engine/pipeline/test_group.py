@@ -14,7 +14,7 @@ from p2pserve.node.engine.vllm.device import CpuDevice
 
 
 class Before:
-    """Hands over one message after another, and lets who waits do what they want meanwhile."""
+    """Gives one message after another, and lets who waits do what they want meanwhile."""
 
     def __init__(self, *messages: Activations) -> None:
         self.buffers = [bytearray(b"".join(CODEC.encode(message))) for message in messages]

@@ -36,7 +36,7 @@ def outlet_of(
     return Outlet(slice=part, ticket=TICKET, link=LINK, paths=paths, gbps=gbps, rtt_s=rtt_s, pacing=pacing)
 
 
-def handed_over(pacing: Pacing, layers: int) -> list[int]:
+def sent_layers(pacing: Pacing, layers: int) -> list[int]:
     """The layers in the order in which one step hands them over; what is serialised leaves at its end."""
     found = [each for position in range(layers) for each in pacing.due(position, layers)]
     return found if pacing.layerwise else [*found, *range(layers)]
@@ -48,7 +48,7 @@ def test_each_layer_leaves_exactly_once_and_never_before_it_is_computed(
     layers: int, group: int, mode: SendMode
 ) -> None:
     pacing = Pacing(SendDecision(mode, group, 0.0, 0.0, "a test"), pacer_of(layers), "kv4")
-    assert handed_over(pacing, layers) == list(range(layers))
+    assert sent_layers(pacing, layers) == list(range(layers))
     for position in range(layers):
         due = pacing.due(position, layers)
         assert len(due) <= group
@@ -87,7 +87,7 @@ def test_the_engine_decides_by_what_it_has_measured_and_by_the_link() -> None:
     assert short.mode.mode is SendMode.SERIALISED
     assert long.mode.mode is SendMode.LAYERWISE
     assert long.mode.visible_layerwise_s < long.mode.visible_serialised_s
-    assert handed_over(short, LAYERS) == handed_over(long, LAYERS) == list(range(LAYERS))
+    assert sent_layers(short, LAYERS) == sent_layers(long, LAYERS) == list(range(LAYERS))
 
 
 def test_layers_stay_when_leaving_would_slow_the_prefill_down_by_more_than_it_hides() -> None:
@@ -193,7 +193,7 @@ def test_what_is_asked_for_is_done(is_measured: bool, tokens: int, gbps: float) 
         found = pacer.transfer("kv4", tokens, outlet_of(gbps, pacing=pacing))
         assert found.mode.mode.value == pacing
         assert found.layerwise == (pacing == "layerwise")
-        assert handed_over(found, LAYERS) == list(range(LAYERS))
+        assert sent_layers(found, LAYERS) == list(range(LAYERS))
 
 
 def test_codecs_are_measured_apart_and_a_transfer_feeds_its_own() -> None:

@@ -224,7 +224,7 @@ def test_fp8_is_read_in_the_dtype_of_the_model(writer: str, kv_cache_dtype: str,
     read = cache.read(TABLE, 3, 78)
     for values, scale, got in ((k, layer._k_scale, read[0]), (v, layer._v_scale, read[1])):
         assert torch.equal(got, kept(values, scale, kv_cache_dtype))
-    # Handed over to another cache with the same scales, each code is what it was.
+    # Transferred to another cache with the same scales, each code is what it was.
     other = open_cache(layer, views[2])
     other.write(other.slots(TABLE, 3, 78), *read)
     assert torch.equal(views[0], views[2])
