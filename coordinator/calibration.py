@@ -47,9 +47,8 @@ class _Factors(NamedTuple):
 
 
 def calibrate_boxes(boxes: Mapping[str, BoxView], workload: Workload) -> dict[str, BoxView]:
-    """The same boxes, by the same keys, with corrected rates. Emulated ones, which are as the table
-    says, stay as they are; so do those that hold only a part of the model, whose engines have timed
-    all stages together."""
+    """The same boxes, by the same keys, with corrected rates; not emulated ones, nor those with a
+    part of the model, whose engines have timed all stages together."""
     own = {name: _factors(box, workload) for name, box in boxes.items() if box.whole and box.specs is None}
     compute: defaultdict[object, list[float]] = defaultdict(list)
     memory: defaultdict[object, list[float]] = defaultdict(list)
@@ -103,7 +102,7 @@ def _factor(measured: float | None, modelled: Callable[[float], float]) -> float
         return None
     low, high = 1.0 / FURTHEST, FURTHEST
     for _ in range(HALVINGS):
-        middle = sqrt(low * high)
+        middle = sqrt(low * high)  # factors: half way is the geometric mean
         if modelled(middle) > measured:
             low = middle
         else:

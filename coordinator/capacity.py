@@ -129,9 +129,8 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @final
 class Links:
-    """What lies between any two boxes. Of several figures for one link the worst; of a link that
-    was measured one way only, the way back counts as the same, but for its price; what nobody has
-    measured is assumed."""
+    """What lies between any two boxes: of several figures the worst; measured one way only, the
+    same both ways but for its price; else assumed."""
 
     def __init__(self, views: Iterable[LinkView]) -> None:
         self._rtt_s: dict[tuple[str, str], float] = {}

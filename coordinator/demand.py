@@ -60,9 +60,8 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one gateway has seen lately: requests per second, the coefficient of variation of the
-    times between them, and lengths, as (prompt, output) tokens that are equally frequent. While no
-    requests come, the rate is 0 and the rest what it was."""
+    """What one gateway has seen lately: requests per second (0 while none come), the coefficient of
+    variation of the gaps, and equally frequent (prompt, output) lengths."""
 
     requests_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
     arrival_cv: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]

@@ -220,9 +220,8 @@ def _make_scorer(network: NetworkProblem, spent: Callable[[], bool]) -> Scorer:
 def _share_requests(
     network: NetworkProblem, solution: Solution
 ) -> tuple[tuple[Replica, ...], tuple[Pairing, ...], tuple[str, ...]]:
-    """The replicas, X and Y, and what is expected of them. Where figures are so far apart that the
-    programme finds no way for any request, all replicas do both phases, as far as owners let them,
-    and share alike."""
+    """The replicas, X and Y, and what is expected. Where the programme finds no way for any
+    request, all replicas do both phases, as owners allow, and share alike."""
     try:
         plan = network.evaluator.propose(solution, epoch=0, version=0)[0].plan
     except UnservedError:

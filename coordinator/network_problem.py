@@ -44,9 +44,8 @@ SLO_SCALE: Final = SloScale(5.0)
 there is."""
 
 READY: Final = 1.0
-"""Plans are made for the requests that come, and for no fewer than this share of what all replicas
-together would carry if each worked by itself: with few requests every plan looks alike, and would
-leave most boxes without any when more come."""
+"""Plans are for at least this share of what all replicas carry alone: with few requests every plan
+looks alike and would leave most boxes out."""
 
 STEP: Final = log(1.03)
 """Measured figures are rounded to steps of three percent: cards that are equal count as equal, and
@@ -63,10 +62,8 @@ UNNAMED: Final = "CPU"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NetworkProblem:
-    """`heads` has the replicas that there are, by the id of the box with the first layer: the
-    slices of the problem's cluster that each is made of, and its `stages`, which `evaluator` keeps.
-    `asked`: the requests per second that were seen or assumed; the problem is for no less. `why`:
-    what was decided on the way, for people."""
+    """`heads`: replicas by the id of their first box; `stages`, which `evaluator` keeps; `asked`:
+    requests per second seen or assumed, at most those planned for; `why`: reasons for people."""
 
     problem: Problem
     evaluator: LowerLevel
@@ -228,9 +225,8 @@ def _kv_room(group: BoxGroup, usable: Mapping[str, BoxView], previous: Plan | No
 
 
 def _fractional_tokens(groups: Sequence[BoxGroup]) -> list[float]:
-    """For each replica, what its memory holds besides whole tokens: room for rounding, and for each
-    pipeline another part, so that no boxes of two are alike: such are exchanged for each other, and
-    these hold their own layers."""
+    """For each replica, memory besides whole tokens: room for rounding, another part for each
+    pipeline, so that boxes of two are not alike and exchanged."""
     pipelines = [group.head for group in groups if len(group.stages) > 1]
     return [
         (pipelines.index(group.head) + 1) / (len(pipelines) + 1) if len(group.stages) > 1 else 0.5 for group in groups
@@ -238,9 +234,8 @@ def _fractional_tokens(groups: Sequence[BoxGroup]) -> list[float]:
 
 
 def _card_for_stage(box: BoxView, model: ModelShape, stage: Stage, tokens: float) -> GpuSpec:
-    """One of the box's cards, with the memory that the stage and so many tokens of KV take: neither
-    less nor more, so that what the engine has found counts, and what the planner would find does
-    not."""
+    """One of the box's cards with exactly the memory that the stage and so many tokens take, so
+    that what the engine found counts."""
     weights = model.stage_weight_bytes(
         stage.layers, first=stage.first_layer == 0, last=stage.last_layer == model.layers
     )

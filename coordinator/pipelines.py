@@ -29,10 +29,8 @@ class BoxGroup:
 
 
 def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, why: list[str]) -> list[BoxGroup]:
-    """The replicas that these boxes of one model can be, in the order of their heads' peer ids.
-
-    `why` gets a line for each new pipeline, and one for the boxes that have to wait.
-    """
+    """The replicas these boxes of one model can be, by peer id of the head. `why` gets a line for
+    each new pipeline and for waiting boxes."""
     groups = [_group([box], (box.layers,)) for box in boxes if box.whole]
     partial = {box.peer: box for box in boxes if box.fits and not box.whole}
     for replica in previous.replicas if previous is not None else ():
@@ -79,6 +77,7 @@ def _pipeline(free: Sequence[BoxView], links: Links) -> list[BoxView]:
         nearest = min(rest, key=lambda box: (max(links.rtt_s(one.peer, box.peer) for one in chosen), box.peer))
         rest.remove(nearest)
         chosen.append(nearest)
+    # one that was near but small may be superfluous once a larger one has joined: fewer stages are fewer hops
     for box in sorted(chosen[1:], key=lambda box: (box.fits, box.peer)):
         if sum(one.fits for one in chosen) - box.fits >= box.layers:
             chosen.remove(box)

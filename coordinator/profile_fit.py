@@ -42,9 +42,8 @@ _Point = tuple[float, float, float]
 
 
 class SampleBook:
-    """The latest samples, few of each kind, so that the thousand decodes of one batch do not push
-    out the one prefill. Kinds are powers of two of requests and tokens.
-    """
+    """The latest samples, few per power of two of requests and tokens, so that a batch's decodes do
+    not push out its one prefill."""
 
     def __init__(self, of_a_kind: int = SAMPLES_OF_A_KIND) -> None:
         self._of_a_kind = of_a_kind

@@ -189,6 +189,7 @@ class _RateWatch:
             return None
         mean = sum(self._block) / size
         self._block.clear()
+        # a block's mean is unsure, and so is the reference's that it is held against
         unsure = self._reference.cv * sqrt(1.0 / size + 1.0 / self._reference.count)
         deviation = max(LEAST_DEVIATION, unsure)
         found = self._cusum.add(log(self._reference.mean / mean) / deviation if mean > 0.0 else ALARM)
@@ -261,6 +262,7 @@ class WorkloadProfiler:
         if shift is not None:
             for watch in (self._prompt, self._output, self._rate):
                 watch.restart()
+            # what came before the shift says nothing of the traffic now
             while len(self._lengths) > shift.since:
                 self._lengths.popleft()
             while len(self._arrivals) > shift.since + 1:

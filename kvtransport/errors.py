@@ -48,8 +48,7 @@ class TicketError(TransferError, ValueError):
 
 
 class FiguresError(ValueError):
-    """A figure about a link, a box or a layout of shards that cannot be meant; the text names the
-    field."""
+    """An impossible figure about a link, a box or a layout of shards; the text names the field."""
 
 
 class RelayRefused(TransferError):

@@ -62,8 +62,7 @@ class Task:
 
     @property
     def quiet(self) -> bool:
-        """Whether the plan that runs may stay because nobody asks for anything now: no other would serve anybody
-        better, and the load that it was made for may come back."""
+        """Whether the running plan may stay: nobody asks now, so no other would serve better."""
         return self.previous is not None and is_idle(self.demands)
 
 

@@ -44,8 +44,7 @@ class Deployment:
         self.check_links()
 
     def route(self, tokens: int, now: float, blamed: Mapping[str, int]) -> Route:
-        """Choose replicas by the loads as they are now, without the hosts that have the numbers
-        `blamed`. Raises NoRoute."""
+        """Choose replicas by present loads, without hosts `blamed` by number. Raises NoRoute."""
         loads = self._router.loads
         for name, host in self._changed.items():
             loads.note(name, host.outstanding, host.prefill_tokens, host.engine.free_tokens)

@@ -111,8 +111,7 @@ class SimGateway:
         self._carry_out(request, ready, now)
 
     def take_off(self, replica: ReplicaHost, now: float) -> None:
-        """Take everything off a replica that has stopped. Its peers see their links to it break;
-        the gateway does not know yet."""
+        """Empty a stopped replica. Its peers see links break; the gateway does not know yet."""
         for sequence in replica.engine.stop(now):
             assignment = self._assigned.get(sequence.key)
             if assignment is None:
@@ -197,8 +196,7 @@ class SimGateway:
                 self._carry_out(request, request.machine.decode_opened(opening.attempt, now, receives=receives), now)
 
     def _open_prefill(self, request: SimRequest, opening: OpenPrefill, now: float) -> None:
-        """Both sides begin at once: the decode side, which has been asked before, takes it up here
-        as well."""
+        """Both sides begin at once: the decode side, asked before, takes it up here too."""
         deployment, assignment = self._deployments[request.service], request.assignment
         assert assignment is not None
         prefill, decode, key = deployment.hosts[opening.prefill], assignment.decode, assignment.decode_seq.key

@@ -139,10 +139,8 @@ class KVTransfers:
 
 
 def links_between(cluster: Cluster, prefill: Replica, decode: Replica) -> TransferLinks:
-    """From every prefill stage to every decode stage that holds some of the same layers.
-
-    Raises WorldError where there is no link.
-    """
+    """From every prefill stage to every decode stage with some of its layers. Raises WorldError
+    without a link."""
     shares: dict[tuple[int, int], int] = {}
     for source in prefill.stages:
         for target in decode.stages:

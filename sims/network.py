@@ -64,9 +64,8 @@ class _Resource:
 
 @final
 class Flow:
-    """Bytes under way at `rate` bytes per second. `left` bytes are to be sent as of `since`;
-    `max_rate` is what it could use alone, `fair_rate` what it gets while rates are assigned (None:
-    not yet)."""
+    """Bytes at `rate` bytes/s; `left` to send as of `since`; `max_rate`: what it could use alone;
+    `fair_rate`: its share, None while undecided."""
 
     __slots__ = (
         "done", "ends_at", "fair_rate", "key", "left", "max_rate", "rate", "resources", "since"

@@ -61,9 +61,8 @@ HELIX_MACHINES: Final = {
 }
 HELIX_LAYERS: Final = 60
 HELIX_LENGTH: Final = 750
-"""Tokens of a prompt, and of context of a decoding request, in Helix's tables. They do not say: it
-is the prompt that Helix's planner counts with. Prefill hardly depends on it; decode makes the share
-of bandwidth out of it."""
+"""Tokens of prompt and context in Helix's tables, which do not say: Helix's planner's prompt.
+Decode makes the share of bandwidth out of it."""
 
 # Where a fit stands for points that are not published, it is evaluated at lengths and batches within its range.
 FIT_PROMPTS, FIT_BATCHES, FIT_TOKENS = (128, 256, 512, 1024, 2048), (1, 2, 4, 8), 4096
@@ -79,8 +78,7 @@ LAYER_UNIT_S: Final = 1e-4  # makes the third number as big as the others
 
 
 class Point(NamedTuple):
-    """One measured step. `engine` is the file's word for the engine or machine; logits are part of
-    it where `last` is set."""
+    """One measured step of the file's `engine`; with `last`, logits are part of it."""
 
     file: str
     engine: str
@@ -110,8 +108,7 @@ class Point(NamedTuple):
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative errors over `points` measured steps: |predicted / measured - 1|; `ratio` is the
-    median of predicted over measured."""
+    """|predicted / measured - 1| over `points` steps; `ratio`: median predicted / measured."""
 
     file: str
     engine: str

@@ -130,9 +130,8 @@ class ReplicaModel(NamedTuple):
 
 
 def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> ReplicaModel:
-    """By the GPU table and the links of the cluster; the token budget by the service's deadlines
-    where replicas prefill beside decoding. Raises WorldError for a replica that the cluster cannot
-    hold."""
+    """By GPU table and cluster links; token budget by deadlines where prefill runs beside decoding.
+    Raises WorldError for a replica that does not fit."""
     numbers = [cluster.index(stage.peer) for stage in replica.stages]
     stages = []
     for stage, number in zip(replica.stages, numbers, strict=True):

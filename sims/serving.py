@@ -73,8 +73,7 @@ class ReplicaHost:
 
 @final
 class SimRequest:
-    """A request between its arrival and its last token: the `Answer` of its machine, with counts
-    for tokens."""
+    """A request while it runs: the `Answer` of its machine, with counts for tokens."""
 
     __slots__ = ("assignment", "count", "finish", "left", "machine", "prompt", "row", "service")
 
@@ -106,9 +105,8 @@ class Split(NamedTuple):
 
 @final
 class Assignment:
-    """One attempt at a request: its decode replica and, if that is another, its prefill replica.
-    `prefill_tokens`: what the decode replica has to compute of the prompt itself, until the first
-    token."""
+    """One attempt at a request: its decode and perhaps prefill replica. `prefill_tokens`: of the
+    prompt, computed at decode."""
 
     __slots__ = (
         "decode", "decode_seq", "first_at", "is_submitted", "opening", "prefill_number", "prefill_tokens", "request",

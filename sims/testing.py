@@ -11,9 +11,8 @@ __all__ = ["LinearTimes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTimes:
-    """StepTimes of constants, in seconds: of every step, of a prompt token, of a query-key pair, of
-    a decoding request, and of a token of its context. The next prefill may start after
-    `interval_share` of one has passed."""
+    """StepTimes of constants, in seconds per step, prompt token, query-key pair, decoding request
+    and context token; `interval_share`: prefill overlap."""
 
     step: float = 0.0
     token: float = 0.0

@@ -1,7 +1,5 @@
-"""Requests to simulate: measured traces, replayed or drawn from, or a file of the user's.
-
-Whatever a trace is made of, it says so: `Trace.lengths` and `Trace.arrivals` go into every report.
-"""
+"""Requests to simulate: measured traces, replayed or drawn from, or a user's file. `Trace.lengths`
+and `Trace.arrivals` say which in every report."""
 
 from __future__ import annotations
 

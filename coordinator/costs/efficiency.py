@@ -75,9 +75,8 @@ def _packaged() -> Mapping[str, Efficiency]:
 
 
 def efficiency_of(gpu: GpuSpec) -> Efficiency:
-    """The card's own factors in the column `measured`, where there are any; the default ones in
-    every other case. Of rates that an engine has reached, nothing is taken off; what a step costs
-    besides is not in them."""
+    """The card's own factors in the column `measured`, else the default ones. From rates that an
+    engine has reached nothing is taken off."""
     rows = _packaged()
     if gpu.specs is Specs.ENGINE:
         return msgspec.structs.replace(rows[DEFAULT], compute_share=1.0, bandwidth_share=1.0)

@@ -227,9 +227,8 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _latent_projections(number: Callable[..., int], hidden: int, heads: int) -> int:
-    """Elements of one layer's latent attention: to queries, to the latent vector and the rotary
-    key, from the latent to keys and values, and back. `number` reads a field of the
-    configuration."""
+    """Elements of a layer's latent attention: queries, latent vector, rotary key, keys and values
+    from the latent, and back. `number` reads the configuration."""
     rank, rotary = number("kv_lora_rank"), number("qk_rope_head_dim")
     plain, value = number("qk_nope_head_dim"), number("v_head_dim")
     query_rank = number("q_lora_rank", default=0)

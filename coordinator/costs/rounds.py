@@ -19,9 +19,8 @@ from .step_times import StepTimes, chunk_pairs
 __all__ = ["TOKEN_BUDGETS", "PrefillChunk", "choose_token_budget", "equal_rounds_s", "round_s"]
 
 TOKEN_BUDGETS: Final = (2048, 1536, 1024, 768, 512, 384)
-"""Token budgets of a batch (vLLM's max_num_batched_tokens) that are chosen from. Below the last,
-reading the weights for every chunk takes most of the time, and 256 decoding requests would leave no
-room for prompts."""
+"""Token budgets of a batch (vLLM's max_num_batched_tokens). Smaller ones mostly read weights, and
+leave 256 decoding requests no room for prompts."""
 
 DEADLINE_SHARE: Final = 0.7
 """Of the deadline from token to token, what a round may take whose chunks are full."""

@@ -1,2 +1,1 @@
-"""What only benchmarks and comparisons use: other planners, exhaustive search. Nothing that a node
-runs."""
+"""What only benchmarks and comparisons use: other planners. Nothing that a node runs."""

@@ -170,9 +170,8 @@ class _Segments:
         self._known: dict[tuple[int, float, int, int], Covers] = {}
 
     def covers(self, width: int, flow: float, first_kind: int = 0, depth: int = DEEPEST) -> Covers:
-        """All that do not waste a node: nodes over the whole width (of kinds from `first_kind`, so
-        that each set comes once) over what covers the rest of the flow, or two shorter segments
-        next to each other."""
+        """All that waste no node: nodes over the whole width (kinds from `first_kind`, so each set
+        once) over a cover of the rest, or two shorter segments side by side."""
         if flow <= 0.0:
             return {(0,) * len(self._kinds): ()}
         if depth == 0:

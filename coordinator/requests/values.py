@@ -101,9 +101,8 @@ class OpenDecode(NamedTuple):
 
 
 class OpenPrefill(NamedTuple):
-    """Ask a replica to compute the first `split` tokens and to send their KV to the decode replica;
-    answer with `open_failed` if it does not accept. `first_token`: it samples one more token and
-    tells the gateway."""
+    """Compute the first `split` tokens and send their KV to the decode replica; `open_failed` on
+    refusal. `first_token`: sample one more and tell the gateway."""
 
     attempt: int
     prefill: str
@@ -142,9 +141,8 @@ class CancelWork(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """What a request was, at its end. `prefill` and `decode` are those of the last attempt;
-    `cached_tokens` are those that the first decode replica had in its cache; of `tokens` of the
-    answer, the first and the last one that this gateway got came at `first_at` and `last_at`."""
+    """What a request was. `prefill`, `decode`: of the last attempt; `cached_tokens`: of the first
+    decode replica; `tokens` came here from `first_at` to `last_at`."""
 
     prefill: str | None
     decode: str
@@ -173,9 +171,8 @@ class RequestRecord(NamedTuple):
 
 
 class EndRequest(NamedTuple):
-    """Nothing follows. `finish` is stop, length or error, which `error` then explains in a line;
-    None: the client does not want to hear of it. `record` is None for one that never had a route.
-    """
+    """Nothing follows. `finish`: stop, length or error (then `error` is a line); None: the client
+    is gone. `record` is None without a route."""
 
     finish: str | None
     error: str
@@ -195,6 +192,5 @@ Action = (
 
 
 Ready = tuple[Action, ...]
-"""What one step asks for, to be done in this order: what the client has seen counts, so it is shown
-a token before a replica is told of it, and replicas are told to forget an attempt before the next
-one begins."""
+"""What one step asks for, in this order: the client is shown a token before replicas are told, and
+an attempt forgotten before the next begins."""

@@ -159,9 +159,8 @@ class RoutingPolicy(ABC):
         """
 
     def on_drained(self, replica: int) -> None:  # noqa: B027 (a hook that most policies leave as it is)
-        """A replica (its index in the live state) has run out of work. Simulations tell it;
-        gateways do not know, since a replica serves other gateways as well. Most policies have no
-        use for it."""
+        """A replica (index in the live state) has run out of work. Told by simulations only:
+        gateways do not know of each other's requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""The two processes that `bench` measures: one sends, one receives. Each reads commands and
-answers, as JSON lines."""
+"""The two processes that `bench` measures: sender and receiver. Commands and answers are JSON
+lines."""
 
 from __future__ import annotations
 
@@ -190,8 +190,7 @@ def _receive_link(end: _End, command: dict[str, Any]) -> dict[str, float]:
 
 
 def _accept_links(end: _End, listener: socket.socket) -> None:
-    """Hand every connection to its link until the listener is closed, also those that are dialled
-    again."""
+    """Give every connection, also redialled ones, to its link until the listener is closed."""
     while True:
         try:
             sock, _ = listener.accept()
@@ -224,8 +223,7 @@ def _decode(frame: KVFrame) -> None:
 
 
 def _prepare_kv(end: _End) -> None:
-    """Tensors to send, and both directions of the codec warm, as in an engine that has been
-    running."""
+    """Tensors to send, and the codec warm in both directions, as in a running engine."""
     import torch
 
     from ...kernels.codec import encode

@@ -96,8 +96,7 @@ class FuzzReport:
 
 
 def fuzz(inputs: int, seed: int, progress: Callable[[int], None] | None = None) -> FuzzReport:
-    """Run until so many mutated inputs have been read. Any exception but a ProtocolError, and any
-    broken invariant, comes out as it is."""
+    """Read so many mutated inputs. Any exception but ProtocolError, or broken invariant, is raised."""
     rng = random.Random(seed)
     report = FuzzReport()
     began = time.monotonic()

@@ -27,8 +27,7 @@ class ByteBudget:
         return self._held
 
     def take(self, size: int, timeout: float, wanted: Callable[[], bool]) -> bool:
-        """Whether there was room within `timeout` seconds and while `wanted()`. What comes first is
-        always let in."""
+        """Whether there was room within `timeout` s and while `wanted()`; the first always gets in."""
         until = time.monotonic() + timeout
         with self._room:
             while self._held and self._held + size > self.limit_bytes:

@@ -74,8 +74,7 @@ class _DialSlot:
 
 
 class Dialler:
-    """Keeps one slot for each connection that should exist; a slot without one is dialled, with
-    growing waits."""
+    """One slot for each connection that should exist; empty ones are dialled, with growing waits."""
 
     def __init__(self, settings: LinkSettings, rng: random.Random) -> None:
         self._settings = settings
@@ -105,8 +104,7 @@ class Dialler:
         return tuple(found)
 
     def set_paths(self, paths: list[DialPath] | tuple[DialPath, ...], now: float) -> None:
-        """From now on these. Connections that serve are kept; the others leave when one that is
-        wanted is up."""
+        """Use these paths. Serving connections stay; others leave once a wanted one is up."""
         old, self._slots = self._slots, {}
         for path in paths:
             path = path.per_stream()

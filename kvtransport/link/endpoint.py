@@ -80,8 +80,7 @@ class Endpoint:
             return self._links.get(link)
 
     def attach(self, hello: LinkHello, sock: socket.socket) -> None:
-        """An accepted connection, whose hello has been read, belongs to this process. Takes over
-        the socket."""
+        """Take over the socket of an accepted connection to this process, its hello read."""
         unwanted: list[socket.socket] = []
         with self._lock:
             unwanted += self._sweep()

@@ -39,8 +39,7 @@ _SHORTEST_WAIT_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class LinkStatistics:
-    """What a link is doing. `failures`: label -> why its last dial failed, while it has not
-    succeeded since."""
+    """What a link is doing. `failures`: label -> why its last dial failed, unless one worked since."""
 
     link: str
     ended: str | None
@@ -127,8 +126,7 @@ class ThreadedLink(ABC):
         return len(self._wires)
 
     def attach(self, sock: socket.socket, hello: LinkHello) -> None:
-        """Take over an accepted connection whose hello has been read. It joins the link once it has
-        authenticated."""
+        """Take over an accepted connection, its hello read; it joins once it has authenticated."""
         with self._lock:
             if self._closed or len(self._wires) + len(self._raw) >= self._machine.settings.max_connections:
                 sock.close()
@@ -168,8 +166,7 @@ class ThreadedLink(ABC):
             )
 
     def close(self, reason: str = "") -> None:
-        """End the link: open transfers fail, the other side is told as far as it listens, every
-        thread ends."""
+        """End the link: open transfers fail, the other side is told if it listens, threads end."""
         with self._use_machine() as now:
             self._machine.close(reason)
             self._dialler.set_paths([], now)
@@ -285,8 +282,7 @@ class ThreadedLink(ABC):
         self._wind_up()
 
     def _wind_up(self) -> None:
-        """The link is over. Connections end by themselves when both sides have said goodbye, or are
-        ended."""
+        """The link is over. Connections end after both sides' goodbyes, or are ended."""
         with self._changed:
             for sock in self._raw:
                 hang_up(sock)
@@ -357,8 +353,7 @@ class ThreadedLink(ABC):
             return wire
 
     def _read(self, wire: LinkConnection) -> None:
-        """Read until the connection ends. Raises what ended it; what the peer may not say ends the
-        link first."""
+        """Read until the connection ends; raises why. A peer's protocol error ends the link first."""
         sock, channel, machine = wire.sock, wire.channel, self._machine
         try:
             while True:
@@ -389,8 +384,7 @@ class ThreadedLink(ABC):
     def _leave(
         self, sock: socket.socket, wire: LinkConnection | None, attempt: DialAttempt | None, reason: str
     ) -> None:
-        """The connection is over: the machine is told first, then the number of its socket is given
-        back."""
+        """The connection is over: tell the machine first, then give its socket's number back."""
         hang_up(sock)
         with self._use_machine() as now:
             self._raw.discard(sock)

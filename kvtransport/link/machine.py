@@ -40,8 +40,7 @@ T = TypeVar("T", bound=Transfer)
 
 @dataclass(frozen=True, slots=True)
 class ConnectionStatistics:
-    """One connection. `rate_bytes_s`: of KV confirmed in the last two seconds. `rtt_s`: None before
-    the first pong."""
+    """One connection. `rate_bytes_s`: KV confirmed in the last two seconds; `rtt_s`: by pong."""
 
     number: int
     label: str
@@ -54,8 +53,7 @@ class ConnectionStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PathStatistics:
-    """All connections of one path, dead ones included in `bytes_acknowledged`. `rtt_s`: the
-    smallest recent one."""
+    """All connections of a path; `bytes_acknowledged` includes dead ones. `rtt_s`: least recent."""
 
     label: str
     connections: int
@@ -78,8 +76,7 @@ class ControlRecord:
 
 
 class Connection:
-    """The record of one connection. `flight` holds what it has not confirmed: record, bytes, when
-    it was sent."""
+    """One connection. `flight`: what it has not confirmed: record, bytes, time sent."""
 
     def __init__(self, number: int, label: str, now: float) -> None:
         self.number = number
@@ -111,8 +108,7 @@ class Connection:
         self.sent += 1
 
     def confirm(self, ack: Ack, now: float) -> list[tuple[object, int]]:
-        """What the peer has newly dealt with, and its bytes. Raises KVProtocolError for what it
-        cannot have."""
+        """What the peer has newly dealt with, and its bytes. Raises KVProtocolError if impossible."""
         if ack.records > self.sent:
             raise KVProtocolError(f"{ack.records} records confirmed of {self.sent} sent")
         done: list[tuple[object, int]] = []
@@ -147,8 +143,7 @@ class Connection:
         self.rtt_min = self.rtt if self.rtt_min is None else min(self.rtt_min, self.rtt)
 
     def is_ack_due(self, now: float) -> bool:
-        """Whether to say what has been dealt with: at once when it is much or the last for now,
-        else soon."""
+        """Whether to confirm now: at once when it is much or the last for now, else soon."""
         if self.handled == self.told:
             return self.bytes_in - self.bytes_told >= _ACK_BYTES and now - self.told_at >= _SAMPLE_S
         return True
@@ -226,8 +221,7 @@ class LinkMachine(ABC, Generic[T]):
         return self._next_number
 
     def remove_connection(self, number: int, now: float) -> None:
-        """A connection is gone. What it had not confirmed goes to others. Unknown numbers are no
-        matter."""
+        """A connection is gone: others get its unconfirmed records. Unknown numbers are ignored."""
         connection = self.connections.pop(number, None)
         if connection is None:
             return
@@ -239,8 +233,7 @@ class LinkMachine(ABC, Generic[T]):
             self._return_unconfirmed(item)
 
     def retire(self, number: int, reason: str, now: float) -> None:
-        """Take a connection out of use: it is closed and what it had not confirmed goes to the
-        others."""
+        """Take a connection out of use: close it; others get its unconfirmed records."""
         if number in self.connections:
             self._events.append(CloseConnection(number, reason))
             self.remove_connection(number, now)
@@ -395,8 +388,7 @@ class LinkMachine(ABC, Generic[T]):
     # ---- for both ends --------------------------------------------------------------------------------------
 
     def _begin(self, transfer: T) -> EarlyNews:
-        """Know a transfer from now on. What the peer has said of it already is returned; a refusal
-        has ended it."""
+        """Register a transfer; returns the peer's early news of it. A refusal has ended it."""
         if self.ended is not None:
             raise TransferError(f"the link is over: {self.ended}")
         news = self.transfers.add(transfer)
@@ -453,8 +445,7 @@ class LinkMachine(ABC, Generic[T]):
             self._say(item.kind, item.transfer)
 
     def _is_prompt(self, connection: Connection, now: float) -> bool:
-        """Whether a connection may carry a control signal: not when it is late while another is
-        not."""
+        """Whether a connection may carry control signals: not if it alone is late."""
         late = now - self.settings.hedge_s
         if not connection.flight or connection.flight[0][2] > late:
             return True

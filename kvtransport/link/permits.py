@@ -136,8 +136,7 @@ class RelayLedger:
         )
 
     def admit(self, permit: Permit, now: float) -> None:
-        """Let a permit be used from now on. One that is known keeps its books; its budget and
-        expiry may grow."""
+        """Let a permit be used. A known one keeps its books; its budget and expiry may grow."""
         self._sweep(now)
         known = self._accounts.get(permit.permit)
         if known is not None:
@@ -155,8 +154,7 @@ class RelayLedger:
         self._accounts.pop(permit, None)
 
     def enter(self, hello: bytes, now: float) -> Permit:
-        """A client has said hello. Raises RelayRefused with the reason; else `leave` must follow
-        when it is gone."""
+        """A client's hello. Raises RelayRefused with the reason; else `leave` must follow."""
         if len(hello) != RELAY_HELLO_BYTES or not hello.startswith(RELAY_MAGIC):
             self.strangers += 1
             raise RelayRefused(Refusal.FORGED, "this is no relay hello")

@@ -1,5 +1,4 @@
-"""The receiving end of a link, for the threads of an engine process. Everything it decides is in
-`receiving`."""
+"""The receiving end of a link, for the threads of an engine process; `receiving` decides."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class _BufferPool:
 
 
 class IncomingTransfer:
-    """The receiving end of one transfer. One thread takes frames; any may do the rest. It ends
-    exactly once."""
+    """The receiving end of a transfer. One thread takes frames; any the rest. Ends exactly once."""
 
     def __init__(self, link: ReceiveLink, ticket: TransferTicket, on_ready: Callable[[], None] | None) -> None:
         self.ticket = ticket
@@ -126,8 +124,7 @@ class IncomingTransfer:
             raise TransferAborted(self._state.reason)
 
     def abort(self, reason: str) -> None:
-        """No more is wanted; the sender is told why. Never raises; an ended transfer stays as it
-        is."""
+        """No more is wanted; the sender is told why. Never raises; no effect after the end."""
         self._link.abort(self, reason)
 
     def wait(self, timeout: float | None = None) -> EndState:
@@ -156,8 +153,7 @@ class IncomingTransfer:
 
 
 class ReceiveLink(ThreadedLink):
-    """Connections from one sending process. Give it those that arrive (`attach`), or paths to dial
-    itself."""
+    """Connections from one sending process: give it arrivals (`attach`), or paths to dial."""
 
     _role = LinkRole.RECEIVER
 

@@ -54,8 +54,7 @@ class _IncomingFrame:
 
 @dataclass(slots=True)
 class ChunkPlacement:
-    """Where a chunk is to be decrypted. Exactly one of `finish_chunk` and `reject_chunk` must
-    follow."""
+    """Where to decrypt a chunk; exactly one of `finish_chunk` and `reject_chunk` must follow."""
 
     transfer: bytes
     into: memoryview
@@ -118,8 +117,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
     # ---- transfers ------------------------------------------------------------------------------------------
 
     def expect(self, transfer: bytes, deadline: float, now: float) -> None:
-        """A transfer will come, and must have ended by `deadline`. Raises TransferError if the link
-        is over."""
+        """A transfer will come, to end by `deadline`. Raises TransferError if the link is over."""
         self._begin(_ReceivingTransfer(transfer, deadline, now))
 
     def grant(self, transfer: bytes, window_bytes: int, first: int = 0) -> None:
@@ -137,8 +135,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
             self._update_limit(incoming)
 
     def consume(self, transfer: bytes, frame: int) -> memoryview | None:
-        """The payload of a frame from `FrameReady` is no longer looked at. Returns its memory, to
-        be used again."""
+        """The payload of a `FrameReady` is done with. Returns its memory, to be used again."""
         incoming = self.transfers.get(transfer)
         done = None if incoming is None else incoming.waiting.pop(frame, None)
         if incoming is not None and done is not None:
@@ -227,8 +224,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
             self._finish_frame(incoming, frame)
 
     def reject_chunk(self, placement: ChunkPlacement) -> None:
-        """A chunk did not open: its place is empty again. Its connection is to be given up, so it
-        comes once more."""
+        """A chunk did not open: its place is empty. Give its connection up, so that it comes again."""
         frame = placement.target
         frame.states[placement.slot] = _EMPTY
         if frame.damaged:
@@ -282,8 +278,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _start_frame(self, incoming: _ReceivingTransfer, chunk: Chunk) -> _IncomingFrame:
-        """The first chunk of a frame: everything that could be wrong with it, before memory is
-        reserved."""
+        """The first chunk of a frame: check everything before memory is reserved."""
         if incoming.end is not None and chunk.frame >= incoming.end.frames:
             raise KVProtocolError(f"frame {chunk.frame} of a transfer of {incoming.end.frames}")
         if chunk.frame - incoming.before >= MAX_FRAMES_AHEAD:

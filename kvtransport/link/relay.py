@@ -32,8 +32,7 @@ _JOIN_S = 5.0
 
 
 class Relay:
-    """Forwards connections that bring a permit. Hand it accepted sockets that begin with
-    `RELAY_MAGIC`."""
+    """Forwards connections with a permit: accepted sockets that begin with `RELAY_MAGIC`."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time, max_connections: int = 256) -> None:
         self._ledger = RelayLedger()
@@ -155,8 +154,7 @@ class Relay:
         back.join()
 
     def _pour(self, source: socket.socket, sink: socket.socket, permit: bytes) -> None:
-        """One direction. An end of file is passed on; anything else that goes wrong ends both
-        directions."""
+        """One direction. An end of file is passed on; any other failure ends both directions."""
         reader, writer = os.pipe()
         try:
             with suppress(OSError):  # a smaller pipe serves as well

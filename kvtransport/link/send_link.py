@@ -1,5 +1,4 @@
-"""The sending end of a link, for the threads of an engine process. Everything it decides is in
-`sending`."""
+"""The sending end of a link, for the threads of an engine process; `sending` decides."""
 
 from __future__ import annotations
 

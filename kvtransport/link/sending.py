@@ -141,8 +141,7 @@ class _SendingTransfer(Transfer):
 
 
 class SendMachine(LinkMachine[_SendingTransfer]):
-    """See the module's text. Every call on an unknown or ended transfer is harmless, except `open`
-    of a known one."""
+    """See the module. Calls on unknown or ended transfers are harmless; `open` of a known is not."""
 
     def __init__(self, settings: LinkSettings, lease_s: float, now: float) -> None:
         super().__init__(settings, lease_s, now)
@@ -153,8 +152,7 @@ class SendMachine(LinkMachine[_SendingTransfer]):
     # ---- transfers ------------------------------------------------------------------------------------------
 
     def open(self, transfer: bytes, deadline: float, now: float) -> None:
-        """Begin a transfer that must have ended by `deadline`. Raises TransferError if the link is
-        over."""
+        """Begin a transfer, to end by `deadline`. Raises TransferError if the link is over."""
         sending = _SendingTransfer(transfer, deadline, now)
         news = self._begin(sending)
         if news.credit and sending.is_open:
@@ -216,8 +214,7 @@ class SendMachine(LinkMachine[_SendingTransfer]):
         return bool(self._ring) or self.has_control
 
     def check_integrity(self) -> None:
-        """Bytes held are those of frames held; nothing is held by what has ended; the ring holds
-        what may send."""
+        """Bytes held are those of held frames; ended transfers hold none; the ring has all senders."""
         held = sum(source.total for transfer in self.transfers.list_known() for source in transfer.held.values())
         if held != self.bytes_held:
             raise AssertionError(f"{self.bytes_held} bytes counted as held, {held} are")
@@ -270,8 +267,7 @@ class SendMachine(LinkMachine[_SendingTransfer]):
         return None
 
     def _overtake(self, connection: Connection, now: float) -> OutgoingChunk | None:
-        """The chunk that another connection has had longest, if that is too long and this one is
-        idle."""
+        """Another connection's longest unconfirmed chunk, if that is too long and this one is idle."""
         late = now - self.settings.hedge_s
         best: tuple[float, OutgoingChunk] | None = None
         for other in self.connections.values():
@@ -406,8 +402,7 @@ class SendMachine(LinkMachine[_SendingTransfer]):
             transfer.blocked_since = now if transfer.blocked_since is None else transfer.blocked_since
 
     def _complete_if_cut(self, transfer: _SendingTransfer) -> None:
-        """End goes once everything has been cut, and not before the receiver has been heard of: it
-        has to know the transfer by then."""
+        """End goes once everything is cut and the receiver, heard of, knows the transfer."""
         if transfer.status is TransferStatus.MOVING and transfer.tokens is not None and not transfer.uncut:
             self.transfers.apply(transfer, TransferEvent.COMPLETED)
             self._say("news", transfer.id)

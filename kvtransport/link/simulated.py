@@ -125,8 +125,7 @@ class SimulatedLink:
                 self._handle(role, event)
 
     def check(self) -> None:
-        """Invariants of both machines, and of what came out: one end for each transfer, frames as
-        they were sent."""
+        """Invariants of both machines; one end for each transfer, frames as they were sent."""
         self.sender.check_integrity()
         self.receiver.check_integrity()
         for key, states in self.ends.items():
@@ -166,8 +165,7 @@ class SimulatedLink:
                     self.kill(wire)
 
     def _transmit(self, wire: SimulatedWire, role: LinkRole) -> None:
-        """Seal as many records as the rate of the connection allows in one step, at least one when
-        it is idle."""
+        """Seal as many records as the rate allows in one step, at least one when idle."""
         wire.allowance[role] = min(wire.allowance[role] + wire.rate * _STEP_S, max(wire.rate * _STEP_S, 1.0))
         machine, channel = self.machine(role), wire.channels[role]
         while wire.allowance[role] > 0:

@@ -166,8 +166,7 @@ class TransferComplete:
 
 @dataclass(frozen=True, slots=True)
 class FrameReady:
-    """A frame has arrived whole. Its payload stays put until the machine is told that it has been
-    consumed."""
+    """A frame is whole. Its payload stays until the machine is told that it was consumed."""
 
     transfer: bytes
     frame: int
@@ -177,8 +176,7 @@ class FrameReady:
 
 @dataclass(frozen=True, slots=True)
 class TransferGranted:
-    """The receiver has said for the first time that KV may come; it has the positions before
-    `first` already."""
+    """The receiver first said that KV may come; it has the positions before `first`."""
 
     transfer: bytes
     first: int
@@ -201,8 +199,7 @@ class CloseConnection:
 
 @dataclass(frozen=True, slots=True)
 class LinkEnded:
-    """Nothing more happens on this link: close all its connections, once what is being sent has
-    gone."""
+    """The link is over: close its connections, once what is being sent has gone."""
 
     reason: str
 
@@ -214,8 +211,7 @@ T = TypeVar("T", bound=Transfer)
 
 
 class TransferTable(Generic[T]):
-    """The transfers of one end: those it knows, the ids of those that are over, and early news of
-    others."""
+    """One end's transfers: known ones, ids of those over, and early news of others."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, T] = {}

@@ -65,8 +65,7 @@ class BurstEnds:
         self.close()
 
     def hang_up(self) -> None:
-        """Wake the threads inside the sockets. What has not been sent yet will not be: nobody wants
-        it any more."""
+        """Wake the threads inside the sockets; what was not sent yet will not be."""
         for sock in self.socks:
             with suppress(OSError):  # closed or gone already
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
@@ -81,8 +80,7 @@ class BurstEnds:
 
 @final
 class BurstGate:
-    """Collects the connections of one burst at the box that listens. Threads may attach at the same
-    time."""
+    """Collects a burst's connections at the listening box. Threads may attach at once."""
 
     def __init__(self, ticket: BurstTicket) -> None:
         self.ticket = ticket

@@ -1,5 +1,4 @@
-"""What a burst has shown so far: bytes per stream in bins of 50 ms, and the steady rate without
-slow start. Pure."""
+"""What a burst has shown: bytes per stream in 50 ms bins, steady rate without slow start. Pure."""
 
 from __future__ import annotations
 

@@ -111,8 +111,7 @@ class BurstHello(msgspec.Struct, frozen=True):
 def issue_burst(
     *, streams: int, seconds: float, max_bytes: int, rtt_s: float, random: Callable[[int], bytes]
 ) -> BurstTicket:
-    """A fresh ticket. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`, except in
-    tests."""
+    """A fresh ticket. `random(n)`: n unpredictable bytes (`secrets.token_bytes`, but in tests)."""
     return BurstTicket(random(_ID_BYTES), random(_KEY_BYTES), streams, seconds, max_bytes, rtt_s)
 
 
@@ -123,8 +122,7 @@ def pack_hello(ticket: BurstTicket, index: int) -> bytes:
 
 
 def parse_hello(data: bytes) -> BurstHello:
-    """The hello in the first `BURST_HELLO_BYTES` of a connection, not yet checked against its
-    ticket."""
+    """The hello in the first `BURST_HELLO_BYTES`, not yet checked against its ticket."""
     if len(data) != BURST_HELLO_BYTES or not data.startswith(BURST_MAGIC):
         raise KVProtocolError(f"not a burst connection: it begins with {data[: len(BURST_MAGIC)]!r}")
     _, burst, index = _HELLO.unpack_from(data)
@@ -141,8 +139,7 @@ def pack_result(ticket: BurstTicket, sample: BurstSample) -> bytes:
 
 
 def result_bytes(head: bytes) -> int:
-    """How many bytes follow the head of a result, bounded, so that the caller may reserve that
-    much."""
+    """Bytes behind the head of a result, bounded, so that the caller may reserve them."""
     if len(head) != RESULT_HEAD_BYTES or not head.startswith(_RESULT_MAGIC):
         raise KVProtocolError(f"not a burst's result: it begins with {head[: len(_RESULT_MAGIC)]!r}")
     length = int(_RESULT.unpack(head)[1])

@@ -205,8 +205,7 @@ class _DecayedSeries:
         return left / (left + 1.0) / (1.0 + variance / 0.25) * doubted
 
     def _tolerance(self) -> float:
-        """How far from the mean a sample is still of the same kind: a factor 1.35, or more where
-        they spread."""
+        """How far from the mean is still of a kind: a factor 1.35, more where samples spread."""
         return min(max(log(1.35), 2.5 * sqrt(self.square / self.weight)), log(3.0))
 
     def _merge(self, x: float, weight: float) -> None:
@@ -236,8 +235,7 @@ class _DecayedSeries:
 
 @final
 class LinkEstimator:
-    """One directed link. `prior`: what to believe until something is measured (`figures.prior`, or
-    inferred)."""
+    """One directed link. `prior`: believed until measured (`figures.prior`, or inferred)."""
 
     def __init__(self, prior: LinkFigures, settings: EstimateSettings | None = None) -> None:
         self.settings = one = settings or EstimateSettings()
@@ -383,8 +381,7 @@ class LinkEstimator:
         return value, max(self._capacity.confidence(now), prior.rate_confidence), True
 
     def _join_stretch(self, sample: TransferSample, now: float) -> TransferSample:
-        """The sample with the one before it, if that was too short to tell and this one goes on
-        where it ended."""
+        """The sample, joined with the one before if that was too short and this continues it."""
         if self._stretch is None:
             return sample
         ended, before = self._stretch

@@ -118,8 +118,7 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise FiguresError(f"link.reason has {len(self.reason)} characters; at most {_MAX_REASON} are allowed")
 
     def bounded(self, up_gbps: float | None, down_gbps: float | None) -> Self:
-        """The same link between boxes with these caps: a pair carries at most min(up of one, down
-        of the other)."""
+        """The same link between capped boxes: at most min(up of one, down of the other)."""
         caps = [cap for cap in (up_gbps, down_gbps) if cap is not None]
         limit = min((self.capacity_gbps, *caps))
         return msgspec.structs.replace(self, capacity_gbps=limit, one_stream_gbps=min(self.one_stream_gbps, limit))

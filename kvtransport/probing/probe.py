@@ -124,15 +124,13 @@ class ProbeSettings:
 
     @classmethod
     def lan(cls) -> ProbeSettings:
-        """Boxes in one place: traffic is free and links hardly change, but a box that is gone
-        should be seen soon."""
+        """Boxes in one place: free traffic, steady links; a lost box should be seen soon."""
         return cls(ping_every_s=1.0, backoff_limit_s=30.0, burst_every_s=3600.0, burst_s=0.2, usd_per_day=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A peer, its site, what is believed of the link to it, and what this box pays for a GB sent
-    there."""
+    """A peer, its site, its link as believed, and what this box pays for a GB sent there."""
 
     peer: str
     site: str
@@ -229,8 +227,7 @@ class _Reservation:
 
 
 def representatives(sites: Mapping[str, str], count: int) -> dict[str, tuple[str, ...]]:
-    """Site -> its representatives, given box -> site. All boxes that know the same boxes name the
-    same ones."""
+    """Site -> its representatives, given box -> site; the same for all with the same boxes."""
     by_site: dict[str, list[str]] = {}
     for box, site in sites.items():
         by_site.setdefault(site, []).append(box)
@@ -421,8 +418,7 @@ class ProbeScheduler:
         return BurstRequest(peer, streams, seconds, max_bytes, overdue=now >= one.due_since + self.settings.postpone_s)
 
     def _put_off(self, one: _Peer, reason: DeferReason, now: float) -> None:
-        """Set the next try, so that nobody wakes for nothing. A reserved box tries again when it is
-        free."""
+        """Set the next try, to wake for something; a reserved box tries again when it is free."""
         wait = self._jitter(self.settings.retry_s)
         if reason is DeferReason.BUSY:
             one.burst_at = min(now + wait, one.due_since + self.settings.postpone_s)

@@ -65,8 +65,7 @@ class SendDecision:
 
 @dataclass(slots=True)
 class DecayedLine:
-    """y = fixed + slope * x by least squares over samples whose weight halves every `half_life`
-    samples."""
+    """y = fixed + slope * x by least squares; weights halve every `half_life` samples."""
 
     keep: float
     n: float = 0.0
@@ -83,8 +82,7 @@ class DecayedLine:
         self.xy = self.xy * self.keep + x * y
 
     def fit(self) -> tuple[float, float]:
-        """Fixed part and slope, neither negative. All of it is slope while only one x has been
-        seen."""
+        """Fixed part and slope, neither negative; all slope while only one x has been seen."""
         spread = self.n * self.xx - self.x * self.x
         if spread <= 1e-9 * self.n * self.xx:
             return 0.0, self.y / self.x if self.x else 0.0
@@ -99,8 +97,7 @@ class DecayedLine:
 
 @final
 class LayerwiseEstimator:
-    """Of one engine. Half the weight of a measurement is gone after `half_life` further ones of its
-    kind."""
+    """Of one engine. A measurement's weight halves every `half_life` of its kind."""
 
     def __init__(self, shape: KVShape, *, half_life: float = 64.0) -> None:
         if not (isfinite(half_life) and half_life > 0.0):
@@ -154,8 +151,7 @@ class LayerwiseEstimator:
         return SendDecision(SendMode.SERIALISED, self.shape.layers, seconds, whole, why)
 
     def prefill_s(self, tokens: int) -> float:
-        """How long a prefill of so many tokens takes, by all that were measured; 0 before the
-        first."""
+        """How long a prefill of so many tokens takes, as measured; 0 before the first."""
         fixed, token = self._prefill.fit()
         return fixed + token * tokens
 

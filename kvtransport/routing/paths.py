@@ -82,8 +82,7 @@ class RunningTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PathNetwork:
-    """What is known when a path is chosen. `flows` are the other transfers, without the one in
-    question."""
+    """What is known when a path is chosen. `flows`: other transfers, without this one."""
 
     links: Mapping[tuple[str, str], LinkFigures]
     boxes: Mapping[str, BoxFigures] = field(default_factory=dict)
@@ -136,8 +135,7 @@ class KVPath:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One path or two, with what is predicted of it: seconds = alpha_s + bytes / rate. `limit` is
-    what holds its rate down."""
+    """One or two paths, predicted: seconds = alpha_s + bytes / rate. `limit`: what holds the rate."""
 
     paths: tuple[KVPath, ...]
     seconds: float
@@ -267,16 +265,14 @@ class _ResidualNetwork:
         return max(cap - used, cap / (flows + 1))
 
     def ends_gbps(self) -> tuple[float, str]:
-        """What the sender may still send and the receiver receive, and which of the two is the
-        limit."""
+        """What sender and receiver may still carry, and which of the two is the limit."""
         source, target = self.job.source, self.job.target
         up = self.share_of("up", source, "", self._box(source).up_gbps)
         down = self.share_of("down", target, "", self._box(target).down_gbps)
         return (up, "sender up") if up <= down else (down, "receiver down")
 
     def predict_single(self, via: str | None, *, give_up_s: float = inf) -> _Option:
-        """The direct path, or the one through `via`, of which no more is worked out once it needs
-        `give_up_s`."""
+        """The path direct or through `via`; given up once it needs `give_up_s`."""
         job, links = self.job, self.network.links
         stops = (job.source, job.target) if via is None else (job.source, via, job.target)
         pairs = list(pairwise(stops))
@@ -317,8 +313,7 @@ class _ResidualNetwork:
         return _Option(taken, (shape,))
 
     def predict_stripe(self, one: _Option, two: _Option) -> _Option:
-        """Two paths at once: their rates add up as far as the sender's and the receiver's shares
-        go."""
+        """Two paths at once: rates add up as far as the shares of the two ends go."""
         size = self.job.bytes
         ends, limit = self.ends_gbps()
         a, b = one.candidate.paths[0], two.candidate.paths[0]
@@ -468,8 +463,7 @@ def _mark_slower(one: Candidate, than: Candidate) -> Candidate:
 
 
 def _discounted_seconds(direct: Candidate, one: Candidate) -> float:
-    """Its seconds, with a gain over direct believed only as far as both are known: a factor g
-    counts as g**c."""
+    """Its seconds; a gain over direct counts as far as both are known: factor g as g**c."""
     if one.seconds >= direct.seconds:
         return one.seconds
     confidence = min(direct.confidence, one.confidence)

@@ -75,8 +75,7 @@ def arrival_curve(rate: float, alpha_s: float, *, warm: bool) -> ArrivalCurve:
 
 
 def striped_seconds(one: ArrivalCurve, two: ArrivalCurve, size: float, cap: float) -> float:
-    """When `size` bytes have arrived over two paths that finish together and share `cap` bytes/s at
-    their ends."""
+    """When `size` bytes have come over two paths that end together and share `cap` bytes/s."""
     best = min(one.seconds_for(size), two.seconds_for(size))
     start = min(one.start_s, two.start_s)
     floor = start + size / cap if cap > 0.0 else inf

@@ -37,8 +37,7 @@ class TransferTimes:
 
     @property
     def visible(self) -> float:
-        """Seconds between the end of prefill (or the first frame, if later) and the
-        acknowledgement."""
+        """Seconds from the end of prefill (or a later first frame) to the acknowledgement."""
         return max(0.0, self.acknowledged_at - max(self.first_frame_at, self.prefill_done_at))
 
     @property

@@ -111,8 +111,7 @@ class ShardTransfer:
 
 
 def reslice(source: ShardLayout, target: ShardLayout) -> tuple[ShardTransfer, ...]:
-    """Everything that must be sent, in the order of source rank, then first layer, then target
-    rank."""
+    """Everything that must be sent, by source rank, first layer, then target rank."""
     if (source.layers, source.kv_heads) != (target.layers, target.kv_heads):
         raise FiguresError(
             f"source has {source.layers} layers and {source.kv_heads} KV heads, target has {target.layers} and "
@@ -139,8 +138,7 @@ def reslice(source: ShardLayout, target: ShardLayout) -> tuple[ShardTransfer, ..
 
 
 def localise(frame: KVFrame, heads: range) -> KVFrame:
-    """The frame with heads counted from the first one that the rank holds: `heads` of the whole
-    model are its own."""
+    """The frame, its heads counted from the rank's first; `heads` are of the whole model."""
     if frame.head_first < heads.start or frame.head_last > heads.stop:
         raise FiguresError(f"{frame} has heads that this rank does not hold; it holds {heads.start}..{heads.stop - 1}")
     return replace(frame, head_first=frame.head_first - heads.start, head_last=frame.head_last - heads.start)

@@ -36,8 +36,7 @@ class TriggerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """What was seen of the path through `via` (None: the direct one) over the last `over_s`
-    seconds."""
+    """The path through `via` (None: direct) over the last `over_s` seconds."""
 
     kind: TriggerKind
     via: str | None
@@ -91,8 +90,7 @@ class _WatchedPath:
         return gbps_of(self.acked - had, now - begun), now - begun
 
     def recent_rate(self, now: float, settings: SteeringSettings) -> float:
-        """Gb/s over the last quarter of the window: what a path has come to that got worse within
-        it."""
+        """Gb/s over the window's last quarter: what a path came to that got worse within it."""
         since = now - max(self.window_s(settings) / 4.0, 2.0 * self.path.rtt_s)
         begun, had = next((point for point in self.points if point[0] >= since), self.points[-1])
         return gbps_of(self.acked - had, now - begun) if now > begun else self.rate(now)[0]
@@ -152,8 +150,7 @@ class PathController:
             one.points.popleft()
 
     def step(self, network: PathNetwork, *, now: float) -> PathChange | None:
-        """What to change, if anything. `network` as it is known now, without this transfer's own
-        flow."""
+        """What to change, if anything. `network` as known now, without this transfer's flow."""
         if self.remaining == 0:
             return None
         trigger = self._find_trouble(now)

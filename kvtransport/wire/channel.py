@@ -70,8 +70,7 @@ class LinkRole(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkHello:
-    """The first bytes of a connection, from the side that dials: which link, and which end of it
-    dials."""
+    """A connection's first bytes, from the dialling side: which link, and which end dials."""
 
     link: bytes
     nonce: bytes
@@ -157,8 +156,8 @@ class Channel:
         return sum(cipher.rekeyed for cipher in (self._sealer, self._opener) if cipher is not None)
 
     def opening(self) -> bytes:
-        """What this side sends first: hello, or welcome and greeting. The dialling side greets when
-        it is welcomed."""
+        """What this side sends first: hello, or welcome and greeting (the dialler's, once
+        welcomed)."""
         data = self._hello.pack() if self.dials else _WELCOME_MAGIC + self._nonce
         self.bytes_out += len(data)
         return data if self.dials else data + bytes(self.seal(LinkGreeting("")))
@@ -205,8 +204,7 @@ class Channel:
         return None
 
     def open_payload(self, into: memoryview | bytearray) -> None:
-        """Decrypt the payload of the chunk that `next_signal` has returned, straight to where it
-        belongs."""
+        """Decrypt the payload of the chunk of `next_signal`, straight to where it belongs."""
         assert self._opener is not None
         assert self._chunk
         try:
@@ -218,8 +216,7 @@ class Channel:
         self._consume(SEALED_HEAD_BYTES)
 
     def seal(self, signal: Signal, payload: memoryview | None = None) -> memoryview:
-        """The record to send, in a buffer that is good until the next call. A chunk comes with its
-        payload."""
+        """The record to send, in a buffer good until the next call. A chunk has a payload."""
         if self._sealer is None:
             raise RuntimeError("nothing can be sealed before the handshake")
         head, text = pack(signal)

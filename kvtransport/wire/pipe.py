@@ -96,8 +96,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a record announces: `size` bytes follow, tags not counted. A message has `buffers`, a
-    close its reason."""
+    """A record: `size` bytes follow, without tags; a message's `buffers`, or a close's reason."""
 
     kind: Kind
     buffers: int = 0
@@ -235,8 +234,7 @@ class Pipe:
         return self._sealer.rekeyed + self._opener.rekeyed
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """One message; returns when the kernel has all of it. The buffers are of bytes. Raises
-        TransferError."""
+        """One message of byte buffers, until the kernel has all of it. Raises TransferError."""
         views = [memoryview(buffer) for buffer in buffers]
         laid_out, size = _laid_out(views)
         if len(views) > MAX_BUFFERS or size > self._settings.max_bytes:
@@ -268,8 +266,7 @@ class Pipe:
                 raise self._end(ConnectionClosed(f"the connection failed: {explain(error)}")) from None
 
     def wait_gone(self, wait_s: float) -> bool:
-        """Whether the connection has ended by then; what came before may be unread. Any thread may
-        call this."""
+        """Whether the connection has ended by then, unread bytes or not. For any thread."""
         descriptor = self._sock.fileno()
         if self._ended is not None or descriptor < 0:
             return True

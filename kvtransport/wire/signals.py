@@ -82,8 +82,7 @@ HEAD_BYTES = _CHUNK.size
 
 
 class Chunk(NamedTuple):
-    """`length` bytes at `offset` of the payload, `total` bytes long, of frame number `frame` of a
-    transfer."""
+    """`length` bytes at `offset` of the `total` bytes of frame number `frame` of a transfer."""
 
     transfer: bytes
     frame: int
@@ -95,8 +94,7 @@ class Chunk(NamedTuple):
 
 
 class End(NamedTuple):
-    """The transfer has `frames` frames, numbered from 0, covering `tokens` positions. They may
-    still be in flight."""
+    """The transfer has `frames` frames from 0, covering `tokens`; some may be in flight."""
 
     transfer: bytes
     tokens: int
@@ -128,8 +126,7 @@ class Result(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """`records` reliable records of this connection have been dealt with, and `bytes` read from it
-    in all."""
+    """`records` reliable records of this connection dealt with, `bytes` read from it in all."""
 
     records: int
     bytes: int
@@ -148,8 +145,7 @@ class Pong(NamedTuple):
 
 
 class LinkGreeting(NamedTuple):
-    """The first record of each side: proves that it holds the link's secret. The dialling side
-    names the path."""
+    """Each side's first record: proves the link's secret. The dialler names the path."""
 
     label: str
 
@@ -216,8 +212,7 @@ def pack(signal: Signal) -> tuple[bytes, bytes]:
 
 
 def payload_bytes(head: bytes | bytearray, largest: int) -> int:
-    """How many bytes of payload follow a head. More than `largest`, or than its kind may have, is
-    an error."""
+    """Bytes of payload behind a head; an error above `largest` or its kind's bound."""
     kind, grid, zero, length, _ = _PREFIX.unpack_from(head)
     if kind == CHUNK_KIND:
         allowed = MAX_CHUNK_BYTES

@@ -1,5 +1,4 @@
-"""Sockets of a link: dialling, options, and the handshake. Blocking, for threads; what fails is a
-TransferError."""
+"""Sockets of a link: dialling, options, handshake. Blocking; failures are TransferErrors."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ send now is better taken by another one.
 
 
 def tune(sock: socket.socket, congestion: str = "", pace_bytes_s: int = 0) -> None:
-    """Options of a data connection. SO_SNDBUF and SO_RCVBUF are never touched: setting them ends
-    autotuning."""
+    """Options of a data connection; not SO_SNDBUF and SO_RCVBUF, which would end autotuning."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -60,8 +58,7 @@ def pace(sock: socket.socket, bytes_s: int) -> None:
 
 
 def dial(path: DialPath, timeout: float) -> socket.socket:
-    """A connection to the other end, through the path's relay if it has one: the next bytes are the
-    link's own."""
+    """A connection to the other end, through the path's relay if any, up to the link's bytes."""
     try:
         sock = socket.create_connection((path.host, path.port), timeout)
     except OSError as error:
@@ -84,8 +81,7 @@ def dial(path: DialPath, timeout: float) -> socket.socket:
 
 
 def read_link_hello(sock: socket.socket, timeout: float) -> LinkHello:
-    """The hello of an accepted connection. Not a byte more is read, so that the socket can be
-    handed on."""
+    """The hello of an accepted connection, and not a byte more: the socket may be passed on."""
     try:
         data = receive_exactly(sock, LINK_HELLO_BYTES, time.monotonic() + timeout)
     except OSError as error:
@@ -94,8 +90,7 @@ def read_link_hello(sock: socket.socket, timeout: float) -> LinkHello:
 
 
 def receive_exactly(sock: socket.socket, count: int, until: float) -> bytes:
-    """`count` bytes by the moment `until` of the monotonic clock; TransferTimeout if they do not
-    come."""
+    """`count` bytes until the monotonic moment `until`, else TransferTimeout."""
     data = bytearray()
     while len(data) < count:
         _wait_until(sock, until)
@@ -110,8 +105,7 @@ def receive_exactly(sock: socket.socket, count: int, until: float) -> bytes:
 
 
 def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
-    """Until both ends have proved themselves. Leaves the socket blocking, without a timeout of its
-    own."""
+    """Until both ends have proved themselves. Leaves the socket blocking, without timeout."""
     until = time.monotonic() + timeout
     try:
         _wait_until(sock, until)
@@ -134,15 +128,13 @@ def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """The kernel's smoothed round trip of a connection, its handshake included; infinite where it
-    does not say."""
+    """The kernel's smoothed round trip, handshake included; infinite where unknown."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4) if hasattr(socket, "TCP_INFO") else b""
     return struct.unpack_from("I", info, _RTT_AT)[0] / 1e6 if len(info) == _RTT_AT + 4 else math.inf
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Wake every thread inside the socket. Its number stays taken until `close`: nobody reads
-    another's bytes."""
+    """Wake every thread inside the socket. Its number stays taken until `close`."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

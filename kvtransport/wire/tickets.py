@@ -58,8 +58,7 @@ class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names one transfer on a link: its id, what its frames are coded in, and the seconds it may
-    take at each end."""
+    """A transfer on a link: id, codec of its frames, seconds it may take at each end."""
 
     transfer: bytes
     link: bytes
@@ -80,8 +79,7 @@ class TransferTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def issue_link(lease_s: float, random: Callable[[int], bytes]) -> LinkTicket:
-    """A fresh ticket for a link. `random(n)` gives n unpredictable bytes: `secrets.token_bytes`,
-    except in tests."""
+    """A fresh link ticket. `random(n)`: n unpredictable bytes (`secrets.token_bytes`)."""
     return LinkTicket(link=random(LINK_ID_BYTES), secret=random(KEY_BYTES), lease_s=lease_s)
 
 

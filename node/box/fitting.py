@@ -93,8 +93,7 @@ def room_on(
     kv_cache_mib: int | None,
     working_bytes: int = 0,
 ) -> Room:
-    """What a box offers on `tp` of its GPUs, or in its own memory without any. `memory_gib` is the owner's limit,
-    `working_bytes` what each GPU needs besides weights and KV."""
+    """What a box offers on `tp` GPUs, or in memory without. `memory_gib`: the owner's limit."""
     if hardware.gpus:
         least = min(gpu.memory_gib for gpu in hardware.gpus[:tp])  # each holds as much as the others
         available = tp * (least * CUDA_SEES * GPU_SHARE - working_bytes / 2**30)
@@ -112,8 +111,7 @@ def room_on(
 
 
 def gpu_working_bytes(shape: ModelShape, limits: BatchLimits, *, tp: int) -> int:
-    """What each of `tp` GPUs holds besides weights and KV: activations of the largest step, logits of all requests,
-    graphs, and what libraries take."""
+    """What each of `tp` GPUs holds besides weights and KV: activations, logits, graphs, libraries."""
     wide = 3 * shape.intermediate * shape.active_experts // tp  # both halves of the gated product, and the result
     activations = limits.max_batched_tokens * (4 * shape.hidden + wide) * 2
     logits = limits.max_requests * shape.vocabulary * SAMPLING_BYTES
@@ -121,8 +119,7 @@ def gpu_working_bytes(shape: ModelShape, limits: BatchLimits, *, tp: int) -> int
 
 
 def step_tokens_on(hardware: Hardware, shape: ModelShape, *, tp: int) -> int:
-    """The largest budget that `tp` GPUs of the box compute in `STEP_S`, or by memory for unknown
-    cards; a larger one saves little and makes short prompts wait."""
+    """The largest budget that `tp` GPUs compute in `STEP_S`, or by memory for unknown cards."""
     if not hardware.gpus:
         return CPU_STEP_TOKENS
     card = hardware.gpus[0]
@@ -150,8 +147,7 @@ def requests_at_once(kv_tokens: int) -> int:
 
 
 def can_share(model: ModelInfo, tp: int) -> bool:
-    """Whether so many workers can share a layer evenly. Each has whole heads; where there are more workers than KV
-    heads, several hold the same one."""
+    """Whether the workers share a layer evenly: whole heads each; KV heads may be held twice."""
     return model.shape.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
 
 
@@ -161,8 +157,7 @@ def default_tp(hardware: Hardware, model: ModelInfo) -> int:
 
 
 def layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:
-    """How many layers fit on `tp` workers, wherever in the model they are and with what belongs to them there; 0 for
-    none. Workers beyond the model's KV heads hold copies."""
+    """How many layers, anywhere in the model, fit on `tp` workers; 0 for none."""
     tokens = min(max_model_len or model.max_model_len, model.max_model_len)
 
     def fits(first: int, last: int) -> bool:
@@ -195,8 +190,7 @@ def kv_tokens_in(model: ModelInfo, room: Room, layers: int, *, tp: int) -> int:
 
 
 def longest_that_fits(model: ModelInfo, room: Room, *, tp: int) -> int:
-    """How long a request may be that fits beside all of the weights: the model's own length, or the largest multiple
-    of `LEAST_MODEL_LEN` below it; 0 for none."""
+    """The longest request beside all weights: the model's length or `LEAST_MODEL_LEN`s; 0: none."""
     available = kv_room(model, room, model.layers)
 
     def needed(tokens: int) -> int:

@@ -97,8 +97,7 @@ def complaints(box: Prerequisites, device: Device, *, driver_later: bool = False
 
 
 def lacks_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
-    """Whether the CUDA packages fit, as `lacks` says it, into the folder where they are installed and the one where
-    their archives lie meanwhile."""
+    """Whether the CUDA packages fit, as `lacks` says it, where they are installed and unpacked."""
     needed = [(target, INSTALLED_GB), (scratch, DOWNLOADED_GB)]
     if target.device == scratch.device:
         needed = [(target, INSTALLED_GB + DOWNLOADED_GB)]

@@ -1,5 +1,4 @@
-"""How much of a model a box takes, and the limits of its engine, by its hardware and its owner's wishes. No I/O, no
-clock."""
+"""How much of a model a box takes, and its engine's limits. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ __all__ = ["Share", "choose_limits", "share_of"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many layers a box takes at most, each on `tp` workers, and its engine's limits.
-    `kv_cache_mib` None: as the engine finds right."""
+    """Layers a box takes at most on `tp` workers, and limits. `kv_cache_mib` None: the engine's."""
 
     layers: int
     tp: int

@@ -51,8 +51,7 @@ class ModelFiles(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What a box can serve: the model, its tokenizer, and how much of it fits. `options` are settings for the engines
-    of this backend alone (`EngineConfig.options`)."""
+    """The model a box can serve, its tokenizer, and how much fits. `options`: this backend's."""
 
     model: ModelFiles
     text: TextModel

@@ -41,8 +41,7 @@ class AgentSockets(NamedTuple):
 
 
 class EngineProgram(Protocol):
-    """An engine as its process runs it. `take` and `attach` are called by threads; the rest, in this order, by the
-    process's main thread."""
+    """An engine in its process: `take`, `attach` by any thread, the rest by the main one."""
 
     def take(self, message: protocol.ToEngine) -> None:
         """The agent wants this; `serve` is to deal with it."""

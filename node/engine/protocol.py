@@ -51,8 +51,7 @@ class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cards that are not there: the engine takes their time for a model of this shape.
-    `gpu_link_gbps` (Gb/s) between two of them; token ids are below `vocabulary`."""
+    """Cards that are not there. `gpu_link_gbps` (Gb/s): between two; ids below `vocabulary`."""
 
     model: ModelShape
     gpu: GpuSpec
@@ -122,8 +121,7 @@ class WorkerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class KvSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rectangle of a model's KV: layers `[first_layer, last_layer)` and KV heads `[first_head, last_head)`, both as
-    numbered in the whole model."""
+    """A rectangle of KV: layers `[first_layer, last_layer)`, heads `[first_head, last_head)`."""
 
     first_layer: Count
     last_layer: Count
@@ -295,8 +293,7 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State of the scheduler after a step. `unread_tokens`: of prompts that are to be prefilled here, as
-    long as the answer has no token."""
+    """The scheduler after a step. `unread_tokens`: still to be prefilled here."""
 
     running: Count
     waiting: Count
@@ -322,8 +319,7 @@ class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Step(EngineMessage, frozen=True, kw_only=True, tag="step"):
-    """One message for all requests that a step moved. `iterations` comes with one every 100 ms, and when the engine
-    has nothing more to do."""
+    """One message for all requests of a step. `iterations` comes every 100 ms, and at rest."""
 
     outputs: tuple[NewTokens, ...]
     stats: EngineStats
@@ -366,8 +362,7 @@ class PathReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LinkReport(EngineMessage, frozen=True, kw_only=True, tag="link"):
-    """How a link with open transfers gets on, several times a second. `waiting_bytes`: queued and not yet confirmed;
-    `blocked`: all that could be sent waits for the receiver's credit."""
+    """A link with open transfers. `waiting_bytes`: unconfirmed; `blocked`: waits for credit."""
 
     link: bytes
     paths: tuple[PathReport, ...]

@@ -71,8 +71,7 @@ class StepTotals:
         (self._prefills if step.prefill_requests else self._decodes).add(step)
 
     def take(self, now: float, *, at_once: bool) -> Iterations | None:
-        """The sums since they were last taken: None when that is too short a while ago, unless `at_once`, and when
-        there has been no step."""
+        """The sums since last taken; None when too soon (unless `at_once`) or without a step."""
         if not self._steps or not (at_once or now - self._taken_at >= INTERVAL_S):
             return None
         found = Iterations(

@@ -158,8 +158,7 @@ class Engine:
         return signals
 
     def stop(self, now: float) -> list[Sequence]:
-        """The box has failed: returns all sequences it had, with `known` and `left` as of the last
-        token by `now`."""
+        """The box has failed: all its sequences, `known` and `left` as of the last token."""
         if self._run_end != inf:
             # A sequence that would get its last token at this very moment does not: nobody has told the gateway.
             self._batch.advance(min(self._count_steps_done(now), self._run_steps - 1))
@@ -339,10 +338,8 @@ class Engine:
         return self._blocks_wanted(head) <= free and (bool(head.external) or self._has_place())
 
     def _count_steps_done(self, now: float, *, up: bool = False) -> int:
-        """Steps of the run that have ended by `now`; with `up`, including the one under way.
-
-        Solves `run_s(steps) = now - start`, which is a quadratic equation.
-        """
+        """Steps of the run ended by `now`; with `up`, also the one under way. Solves the quadratic
+        `run_s(steps) = now - start`."""
         requests, context, line = self._batch.size, self._batch.context, self._run_line
         elapsed = now - self._run_start
         first = line.step_s(context)

@@ -57,9 +57,8 @@ class SystemRow(ResultRow, frozen=True):
 
 
 class OverRow(ResultRow, frozen=True):
-    """Ours over a baseline: throughput (mean over seeds, least-most), and by how much the
-    end-to-end deadline could be shorter, mean and best over rates, seeds, and 90 and 99 % in
-    time."""
+    """Ours over a baseline: throughput (mean, least-most over seeds) and how much shorter the
+    deadline can be, mean and best, 90 and 99 % in time."""
 
     column: str
     workload: str

@@ -65,9 +65,8 @@ BRACKET: Final = (0.2, 1.6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """How much of everything: seeds, seconds of arrivals in a run, steps of a search (None: as many
-    as the planner takes by itself), of one that is watched as it converges, and halvings of a
-    rate."""
+    """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
+    steps of one watched, halvings of a rate."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
@@ -83,9 +82,8 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCase:
-    """A problem by its names. `scale`: deadlines as multiples of a lone request's times on A100s.
-    `gbps`: between boxes, instead of the cluster file's. `mixed_only`: no replica of one phase,
-    which is colocated serving."""
+    """A problem by names. `scale`: deadlines over a lone request's times on A100s; `gbps`: between
+    boxes, instead of the file's; `mixed_only`: colocated."""
 
     cluster: str = CLOUD
     specs: Specs = Specs.TABLE1
@@ -181,9 +179,8 @@ def outcome(
     dispatch: str = SHARES,
     engine: SimEngineSettings | None = None,
 ) -> ServiceOutcome:
-    """A run of Poisson arrivals with lengths drawn from the workload's, at its rate or another. All
-    plans meet the same requests at the same seed and rate. `engine`: the same for all replicas,
-    whatever the plan says of their steps."""
+    """A run of Poisson arrivals with the workload's lengths. All plans meet the same requests at a
+    seed and rate. `engine`: one for all replicas."""
     service = problem.services[0]
     workload = service.workload
     if engine is not None:

@@ -51,9 +51,8 @@ def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
 
 @cache
 def chosen(case: PlannedCase, scope: Scope) -> Deployed:
-    """Of what is planned for the case's rate and up, what is planned for the rate that colocated
-    serving carries and up, and colocated serving itself: the one that carries most in simulations
-    of requests that nothing is reported about."""
+    """Of plans for the case's rate and up, for colocated serving's rate and up, and colocated
+    serving: the best in simulations that are not reported."""
     colocated = most(replace(case, mixed_only=True), scope.steps)
     carried = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
     plans = [most(case, scope.steps), most(carried, scope.steps)]

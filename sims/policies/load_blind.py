@@ -1,7 +1,5 @@
-"""Policies that do not look at loads, for comparison: by the shares of the plan alone (ThunderServe
-section 3.3) and, as in its figure 12, without them: at random and in turn. All keep to phases and
-to boxes that are there.
-"""
+"""Policies that do not look at loads, for comparison: by the plan's shares (ThunderServe section
+3.3), at random, and in turn (figure 12). All keep to phases and present boxes."""
 
 from __future__ import annotations
 

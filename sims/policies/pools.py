@@ -24,12 +24,10 @@ __all__ = ["SharedPool", "SplitPools"]
 
 
 class SharedPool(RoutingPolicy):
-    """One pool, every machine for both phases: the baseline that Splitwise is compared with
-    (`token_jsq`)."""
+    """One pool, all machines for both phases: Splitwise's baseline (`token_jsq`)."""
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
-        """The machine with the fewest tokens pending: waiting prompt tokens, and one for each
-        request it decodes."""
+        """The machine with the fewest tokens pending: waiting prompts, one per decode."""
         return Route(prefill=None, decode=loads.ids[int((loads.prefill_tokens + loads.outstanding).argmin())])
 
 
@@ -58,8 +56,7 @@ class SplitPools(RoutingPolicy):
         self._max_pending = max_pending
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
-        """By shortest queue and least memory; borrows where a pool is full. The length of the
-        answer must be known."""
+        """By shortest queue and least memory; a full pool borrows. Needs the answer's length."""
         if request.output_tokens is None:
             raise PolicyError("Splitwise's pools reserve memory for whole answers: output_tokens must be given")
         prompt, size = request.prompt_tokens, request.prompt_tokens + request.output_tokens

@@ -30,9 +30,8 @@ def attainment_curve(outcomes: Outcomes, slo: Slo, scales: Floats = SCALES) -> F
 
 
 class Timeline:
-    """A service over time, in `bins` equal spans: their starts, requests and tokens per second,
-    requests in the system at each span's end, and the mean TTFT of those that arrived in it (NaN
-    for none)."""
+    """A service over time, in equal spans: starts, requests and tokens per second, requests at each
+    end, mean TTFT by arrival (NaN: none)."""
 
     def __init__(self, outcomes: Outcomes, bins: int = BINS) -> None:
         trace, done = outcomes.trace, outcomes.completed

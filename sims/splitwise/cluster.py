@@ -24,8 +24,7 @@ RETRY_S = 1.0
 
 
 class SplitwiseCluster:
-    """Machines that serve one trace. `kv_tokens`: KV that each has memory for. `kv_token_s`:
-    seconds to move the KV cache of one token."""
+    """Machines for one trace. `kv_tokens`: room of each; `kv_token_s`: to move one token."""
 
     def __init__(
         self, trace: Trace, machines: Sequence[Machine], policy: RoutingPolicy, *, kv_tokens: float, kv_token_s: float
@@ -116,9 +115,8 @@ class _TraceFeed:
 
 
 class _Box:
-    """A machine with its number, and what has been sent there: tokens of prompts that are not
-    computed yet, requests that decode, KV tokens reserved for both. As an event, the end of its
-    run."""
+    """A machine, its number, and what was sent there: prompt tokens pending, requests decoding, KV
+    tokens reserved. As an event, the end of its run."""
 
     def __init__(self, cluster: SplitwiseCluster, number: int, machine: Machine) -> None:
         self._cluster = cluster

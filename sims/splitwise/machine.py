@@ -101,8 +101,7 @@ class _Selection:
 
 
 class Machine:
-    """Tasks that wait and run on one machine, and the run that it is in. Memory is in KV tokens,
-    beyond the weights."""
+    """One machine's waiting and running tasks, and its run. Memory: KV tokens beside weights."""
 
     def __init__(self, times: IterationTimes, kv_capacity: float) -> None:
         self._times = times
@@ -187,8 +186,7 @@ class Machine:
         return None
 
     def end_run(self) -> list[MachineTask]:
-        """The run is over: the tasks that are done, prefills first. A decode that followed one
-        comes to the front."""
+        """The run is over: finished tasks, prefills first. A decode after one comes to the front."""
         self._step += self._run_steps
         seconds = self._iteration_s * self._run_steps
         self.busy_s += seconds

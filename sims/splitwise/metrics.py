@@ -38,10 +38,8 @@ def summary(outcomes: Outcomes) -> dict[str, float]:
 
 
 def slowdowns(outcomes: Outcomes, model: str) -> dict[str, float]:
-    """`ttft_p50` ... `e2e_p99`, each over what the request takes alone on a DGX-A100.
-
-    The decode time of that is looked up by the length of the prompt, as released, in either mode.
-    """
+    """`ttft_p50` ... `e2e_p99`, each over the lone request's on a DGX-A100, whose decode time is
+    looked up by the prompt's length, as released."""
     alone = SplitwiseTimes(model, A100, TENSOR_PARALLEL, "released")
     done = outcomes.completed
     prompts, output = outcomes.trace.prompt[done], outcomes.trace.output[done]

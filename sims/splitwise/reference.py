@@ -45,8 +45,7 @@ _KEYS = ("model", "workload", "rate", "setup", "prompt_machines", "decode_machin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
-    """A run of the public simulator. `figures`: by the names of `summary`, slowdowns as `slow_...`,
-    and some more."""
+    """A run of the public simulator. `figures`: as in `summary`, slowdowns as `slow_...`."""
 
     model: str
     workload: str

@@ -24,8 +24,7 @@ class SetupError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitwiseModel:
-    """A model of `perf_model.csv`. `kv_width`: of all its key heads together; grouped-query
-    attention has fewer."""
+    """A model of `perf_model.csv`. `kv_width`: of its key heads (grouped-query: fewer)."""
 
     name: str
     weight_bytes: int
@@ -34,8 +33,7 @@ class SplitwiseModel:
     kv_width: int
 
     def kv_bytes(self, *, real: bool) -> int:
-        """Of one token, in 16 bit. The public simulator counts `hidden` for every model: not `real`
-        for llama2-70b."""
+        """Of one token, 16 bit; `hidden` as the simulator counts, not `real` for llama2-70b."""
         return 2 * (self.kv_width if real else self.hidden) * self.layers * 2
 
 

@@ -66,10 +66,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def calibrate(kind: Kind | None = None, *, seconds: float = 5.0, quick: bool = False) -> Calibration:
-    """Measure it, with transfers of `seconds`; `quick`: only one and four streams over 100 ms.
-
-    Raises `WanUnavailable`.
-    """
+    """Measure it, with transfers of `seconds`; `quick`: one and four streams over 100 ms. Raises
+    `WanUnavailable`."""
     rows: list[CalibrationRow] = []
     late: list[tuple[float, float]] = []
     limits: tuple[str, ...] = ()
@@ -102,8 +100,7 @@ def _two(gbps: float, rtt_ms: float, *, loss: float = 0.0) -> Scenario:
 
 
 def _round_trips(wan: EmulatedWan) -> Iterator[CalibrationRow]:
-    """The least of many, as probers take it: the others waited for this machine too, of which
-    `late_ms_mean` tells."""
+    """The least of many: others also waited for this machine (`late_ms_mean`)."""
     for rtt_ms in (100.0, 5.0):
         wan.set_pair(A, B, rtt_ms=rtt_ms)
         took = min(measure.rtt(wan, A, B, count=PINGS))

@@ -52,8 +52,7 @@ class RateMeter:
         self.queue_s = queue_bytes * self.seconds_per_byte
 
     def admit(self, now: float, size: int) -> float:
-        """When a packet of `size` bytes that comes at `now` will have left, in seconds; `DROPPED`
-        if too much waits."""
+        """When `size` bytes that come at `now` will have left, in s; `DROPPED` if too much waits."""
         free_at = self.free_at
         if free_at - now > self.queue_s:
             return DROPPED

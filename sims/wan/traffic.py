@@ -37,9 +37,8 @@ SILENCE_S = 20.0
 
 
 def receive(host: str, port: int, streams: int, seconds: float) -> None:
-    """Count bytes on `streams` connections; the rate over the last part of `seconds`, in Gb/s of
-    payload: the median of short slices, so that a moment in which this machine was busy with
-    something else does not count."""
+    """Count bytes on `streams` connections: Gb/s of payload at the end of `seconds`, the median of
+    short slices, so that a busy moment does not count."""
     counts = [0] * streams
     with socket.create_server((host, port), backlog=512) as server:
         _say_ready()

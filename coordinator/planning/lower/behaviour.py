@@ -299,9 +299,8 @@ class _Rounds(NamedTuple):
 
 
 def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None) -> _Rounds:
-    """At b requests in flight, a request takes 1/b of `output` steps, but no fewer than its prompt
-    takes rounds; the rest of the time goes into what prompts add. Prompts that come during a round
-    are prefilled together in the next."""
+    """At b requests in flight, a request takes 1/b of `output` steps, at least its prompt's rounds;
+    prompts take the rest. Those that come during a round are prefilled together in the next."""
     batch, step = steps.batch, steps.step_s
     share = classes.mean_output / np.maximum(batch, 1.0)
     if chunked is None:
@@ -314,10 +313,13 @@ def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | No
     # short prompts and long ones alone take less than as many of mean length; full rounds are all alike
     alike = alone_s / max(1e-12, rounds * float(np.interp(prompt / rounds, chunked.tokens, chunked.added_s)))
     spare = max(1e-12, most - prompt / rounds)
+    # how many prompts meet in a round depends on how long it takes, and that on how many meet: iterated to where they
+    # agree, never below the tokens that b requests in flight bring with them
     for _ in range(4):
         rate = 1.0 / (fixed_s + prompt / tokens * added)
         come = np.maximum(rate * (step + added), 1e-9)
         tokens = np.minimum(most, np.maximum(prompt / rounds * come / -np.expm1(-come), prompt / share))
+        # the fuller the rounds, the more alike they are: what lone prompts differ by fades out
         uneven = 1.0 + (alike - 1.0) * (most - tokens) / spare
         added = np.interp(tokens, chunked.tokens, chunked.added_s) * uneven
     return _Rounds(np.minimum(batch, 1.0) / (fixed_s + prompt / tokens * added), tokens, added)
@@ -326,6 +328,7 @@ def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | No
 def _decode_behaviour(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None, peaked: float) -> Behaviour:
     """A decode replica, or with `chunked` prefill a mixed one."""
     rounds = _model_rounds(steps, classes, chunked)
+    # beyond the batch with the highest rate, more requests in flight finish fewer: that batch is full load
     full = int(np.argmax(rounds.rate))
     steps = _Steps(*(column[: full + 1] for column in steps))
     rounds = _Rounds(*(column[: full + 1] for column in rounds))

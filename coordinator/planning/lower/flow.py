@@ -160,9 +160,8 @@ class RequestFlow:
 
 
 def build_loss_curve(loads: Array, lost: Array) -> LossCurve:
-    """The highest convex curve below the points; where a replica would lose more by being loaded
-    more, it does not help to load it: the pieces are in order of their slopes, and who fills them
-    may stop anywhere."""
+    """The highest convex curve below the points: pieces in order of slope, so that filling may stop
+    anywhere."""
     hull: list[int] = []
     for point in range(len(loads)):
         while len(hull) > 1 and _above(loads, lost, hull[-2], hull[-1], point):
@@ -223,11 +222,11 @@ class _GreedyFlow:
         self._left = [curve.loads[0] for curve in network.curves]
         self._slope = [curve.slopes[0] for curve in network.curves]
         self._worth: list[float] = network.worth.tolist()
-        self._reader: list[int] = network.prefill.tolist()
-        self._writer: list[int] = network.decode.tolist()
+        self._prefill_of: list[int] = network.prefill.tolist()
+        self._decode_of: list[int] = network.decode.tolist()
         prefilling, decoding = network.pair_loads()
-        self._read_cost: list[float] = prefilling.tolist()
-        self._write_cost: list[float] = decoding.tolist()
+        self._prefill_cost: list[float] = prefilling.tolist()
+        self._decode_cost: list[float] = decoding.tolist()
         self._left_gbps: dict[_Limit, float] = {}  # Gb/s that are left, filled as it is asked for
         self._needs: dict[int, list[tuple[_Limit, float]]] = {}  # Gb of a pair's request, likewise
         self._queue = [(-self._gain(pair), pair) for pair in range(len(self._worth))]
@@ -241,7 +240,7 @@ class _GreedyFlow:
             said, pair = self._queue[0]
             gain = self._gain(pair)
             if not gain > 0.0:
-                heappop(self._queue)
+                heappop(self._queue)  # gains only fall: it will not be worth anything again
             elif -said > gain:
                 heapreplace(self._queue, (-gain, pair))
             else:
@@ -250,31 +249,31 @@ class _GreedyFlow:
 
     def place(self, pair: int, rest: float) -> float:
         """Places some of `rest` requests per second on the pair that is best."""
-        prefill, decode = self._reader[pair], self._writer[pair]
-        read_cost, write_cost = self._read_cost[pair], self._write_cost[pair]
-        if prefill == decode:
-            amount = self._left[prefill] / (read_cost + write_cost)
+        prefill, decode = self._prefill_of[pair], self._decode_of[pair]
+        prefill_cost, decode_cost = self._prefill_cost[pair], self._decode_cost[pair]
+        if prefill == decode:  # both costs fall on the one curve of a mixed replica
+            amount = self._left[prefill] / (prefill_cost + decode_cost)
         else:
-            amount = min(self._left[prefill] / read_cost, self._left[decode] / write_cost)
+            amount = min(self._left[prefill] / prefill_cost, self._left[decode] / decode_cost)
         needs = self._needs_of(pair)
         amount = min(amount, rest)
         room = min((self._left_gbps[limit] / gigabits for limit, gigabits in needs), default=inf)
-        if room <= amount:
+        if room <= amount:  # a link is full: nothing more will ever go over this pair
             amount = max(room, 0.0)
             heappop(self._queue)
         self.pairs[pair] += amount
         for limit, gigabits in needs:
             self._left_gbps[limit] -= gigabits * amount
-        self._add_load(prefill, amount * read_cost)
-        self._add_load(decode, amount * write_cost)
-        return max(amount, EPSILON)
+        self._add_load(prefill, amount * prefill_cost)
+        self._add_load(decode, amount * decode_cost)
+        return max(amount, EPSILON)  # progress also where nothing fits, so that filling ends
 
     def _gain(self, pair: int) -> float:
         """Of one more request, less what it would cost the others on both replicas."""
         return (
             self._worth[pair]
-            - self._slope[self._reader[pair]] * self._read_cost[pair]
-            - self._slope[self._writer[pair]] * self._write_cost[pair]
+            - self._slope[self._prefill_of[pair]] * self._prefill_cost[pair]
+            - self._slope[self._decode_of[pair]] * self._decode_cost[pair]
         )
 
     def _needs_of(self, pair: int) -> list[tuple[_Limit, float]]:

@@ -94,10 +94,8 @@ def orchestrate(
 
 
 def find_highest_rate(found: Orchestration, links: ClusterLinks, capacities: LinkCapacities, solver: Solver) -> float:
-    """Requests per second at which the service's target share would still be in time, shared out
-    anew for each rate.
-
-    `capacities`: what other services leave of the links."""
+    """Requests per second with the service's target share still in time, shared out anew for each.
+    `capacities`: of links, after other services."""
     target = found.service.slo.target
     low, high = 0.0, solve_exact(found.network.without_losses(inf, [1.0] * len(found.replicas))).served
 
@@ -127,9 +125,8 @@ class _PairModel:
     counts: tuple[int, int]
 
     def of(self, pairs: Index, loads: Array, busy: Array) -> RequestTimes:
-        """Rows for these pairs, at these loads of all replicas. `busy`: the share of the time that
-        others send on a pair's links; they share them, so that KV takes 1 / (1 - busy) times as
-        long on average. A decode replica needs a step for the first token as for any other."""
+        """Rows for these pairs at these loads. `busy`: share of the time that others send, so KV
+        takes 1 / (1 - busy) times as long. Decode needs a step for the first token."""
         prefills, decodes = self.pairs.prefill[pairs], self.pairs.decode[pairs]
         everyone = np.arange(len(loads))
         row = self.tables.at(everyone, loads)

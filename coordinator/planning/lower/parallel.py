@@ -220,6 +220,7 @@ class ParallelOptions:
             if configuration.behaviour.rate < most * (1.0 - EQUAL_WITHIN):
                 continue
             goodput = _goodput(configuration.behaviour, self._needs)
+            # the most promising is near its bound, so waiting costs little here: rivals far below it cannot win
             if not found and goodput >= CLOSE_TO_BOUND * upper_bound:
                 enough = RIVAL_SHARE * upper_bound
             found.append((goodput, configuration))
@@ -264,9 +265,8 @@ def _all_stages(order: Sequence[int], parts: Sequence[BoxGpus], needs: ServiceNe
 def _rank_shapes(
     shapes: Sequence[_TimedShape], phase: Phase, needs: ServiceNeeds
 ) -> Iterator[tuple[float, _TimedShape]]:
-    """By how many requests per second each would carry if all were average and never waited, most
-    first: the first of this order, and those that answer sooner than all before them. What each
-    does in detail takes far longer to find out."""
+    """Shapes by requests per second if all were average and never waited: the first, and each that
+    answers sooner than those before it. Details take far longer."""
     workload = needs.service.workload
     prompt, pairs, output = round(workload.mean_prompt), workload.mean_pairs, workload.mean_output
     context = workload.mean_prompt + workload.mean_output / 2
@@ -348,6 +348,7 @@ def best_order(costs: Array, *, cycle: bool) -> tuple[int, ...] | None:
     if not order:
         return None
     if cycle:
+        # prompts take every hop but the one back, so the dearest hop becomes that
         hops = [costs[a, b] for a, b in pairwise([*order, order[0]])]
         cut = (hops.index(max(hops)) + 1) % size
         order = order[cut:] + order[:cut]

@@ -95,9 +95,8 @@ class PrefillTimes(NamedTuple):
 
 
 class KVDelays(NamedTuple):
-    """KV on its way: rows are pairs. `least_s`, by class: what of it is waited for where nobody
-    else sends. `busy`: the chance that others do. `shared_s`, by class: how much longer it then
-    takes on average, and how much that varies."""
+    """KV on its way, rows being pairs. `least_s`: wait by class if nobody else sends; `busy`: the
+    chance that others do; `shared_s`: mean and deviation of the extra."""
 
     least_s: Array
     busy: Array
@@ -116,10 +115,9 @@ class KVDelays(NamedTuple):
 
 
 class DecodeTimes(NamedTuple):
-    """Outputs at some loads. Those that begin among prefill chunks, `stalled_share`
-    of all, take on average `slow_s` from token to token, others `fast_s`, both with a deviation of
-    `sd_s` (by row and class). `tpot_s`: the mean of all. `admit_s`: mean wait for room in the
-    batch."""
+    """Outputs at some loads. `stalled_share` begin among prefill chunks and take `slow_s` per
+    token, others `fast_s`, deviation `sd_s` (row, class). `tpot_s`: mean; `admit_s`: mean wait for
+    the batch."""
 
     tpot_s: Array
     fast_s: Array
@@ -311,10 +309,9 @@ def in_time_by_load(
     behaviours: Sequence[Behaviour], classes: Classes, slo: Slo, arrival_cv: float,
     *, phase_counts: tuple[int, int] = (1, 1), other_phase: OtherPhase | None = None, admitted_later: bool = False,
 ) -> Array:  # fmt: skip
-    """[replica, load] the share of requests in time at each of LOADS, for what one replica does to
-    them; all of these are of one phase. `phase_counts`: how many replicas share the prompts, and
-    the outputs. `other_phase`: counts for the end only; one that takes no time unless it is given.
-    `admitted_later`: a wait for room in the batch comes after the first token."""
+    """[replica, load] the share of requests in time at LOADS, of replicas of one phase.
+    `phase_counts`: replicas sharing prompts, outputs. `other_phase`: what the end adds, default
+    none. `admitted_later`: the batch wait follows the first token."""
     tables = ReplicaTables.of(behaviours, classes, arrival_cv)
     index, load, row = tables.tabulate()
     prefilling = tables.prefill_times(index, row, phase_counts[0]) if behaviours[0].does_prefill else None

@@ -60,9 +60,8 @@ LoadedStages = Mapping[tuple[Slice, ...], tuple[Stages, ...]]
 
 
 class LoadCurve(NamedTuple):
-    """A replica among others: the share in time at LOADS, and what follows from it. `usable_load`:
-    the highest load that keeps the target (`_find_usable_load`). `replica_values`: see
-    `upper_bound`."""
+    """The share in time at LOADS, and what follows: `usable_load`, the highest that keeps the
+    target; `replica_values`: see `upper_bound`."""
 
     in_time_share: Array
     lost: LossCurve
@@ -87,9 +86,8 @@ class ConfiguredReplica:
 
 
 class ConfigurationCache:
-    """What is known of groups by what they are made of, whatever cluster they are in and however
-    much they have to do: the ways to run a service, and the best of them for each phase. Services
-    by name."""
+    """What is known of groups by what they are made of, in any cluster: ways to run a service, and
+    the best for each phase. Services by name."""
 
     def __init__(self) -> None:
         self.numbers: dict[GroupHardware, int] = {}

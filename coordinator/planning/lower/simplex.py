@@ -57,13 +57,12 @@ def maximise(table: Array, values: Array, free: Sequence[Segments], basic: Seque
     `values` [row]: what the basic ones are when all free ones are 0, which must be in their first
     pieces. There must be an optimum.
     """
-    return _SimplexTable(table, values, free, basic).solved()
+    return _SimplexTable(table, values, free, basic).solve()
 
 
 class _SimplexTable:
-    """Variables are numbered: the free ones first, then the basic ones. One outside of the basis is
-    at the lower end of piece `_segment`, which is one more than there are at the upper end of the
-    last; one in the basis is in that piece."""
+    """Variables are numbered, free ones first, then basic. A non-basic one is at the lower end of
+    piece `_segment` (one past the last: its upper end), a basic one in that piece."""
 
     def __init__(self, table: Array, values: Array, free: Sequence[Segments], basic: Sequence[Segments]) -> None:
         self._table, self._values = table, values
@@ -77,7 +76,7 @@ class _SimplexTable:
         self._worth = np.array([one.worth[0] for one in basic], dtype=np.float64)
         self._others = -(self._worth @ table)  # what a unit of each free variable does to the worth of the basic ones
 
-    def solved(self) -> Array:
+    def solve(self) -> Array:
         for _ in range(PIVOTS):
             rises, falls = self._more + self._others, -(self._less + self._others)
             up, down = int(rises.argmax()), int(falls.argmax())
@@ -88,7 +87,7 @@ class _SimplexTable:
                 self._enter(up, 1.0, gain)
             else:
                 self._enter(down, -1.0, gain)
-        return self._found()
+        return self._read_free_variables()
 
     def _enter(self, column: int, way: float, gain: float) -> None:
         """Changes a free variable for as long as that is worth something; then it or a basic one
@@ -101,6 +100,8 @@ class _SimplexTable:
         room = np.maximum(np.where(falls > 0.0, self._values - self._low, self._high - self._values), 0.0)
         moves = speed > SMALL
         due = np.divide(room, speed, out=np.full(len(room), inf), where=moves).tolist()  # the way until a piece ends
+        # Past the end of a piece it may still pay to go on: the gain falls with every end, the variable's own or a
+        # basic one's, and only where nothing is left of it does the step end. One pivot does the work of many.
         while True:
             soonest = min(due)
             row = due.index(soonest)
@@ -165,7 +166,7 @@ class _SimplexTable:
         table[row] = new
         self._others = -(self._worth @ table)
 
-    def _found(self) -> Array:
+    def _read_free_variables(self) -> Array:
         found = np.zeros(len(self._all))
         found[self._inside] = self._values
         for variable in self._outside:

@@ -56,10 +56,8 @@ def replica_values(behaves: Behaviour, phase: Phase, lost: Array) -> Array:
 
 
 def bound_components(values: Array, out: Array, into: Array) -> Array:
-    """[component, total price, prefill share]: upper bounds of components, in requests per second.
-
-    `values`: the sum over a component's replicas at each price. `out`, `into` [component]: requests
-    per second whose KV its links can carry away, and in."""
+    """[component, total price, prefill share]: upper bounds in requests/s. `values`: sum over
+    replicas at each price; `out`, `into`: requests/s of KV that links carry."""
     bounds = values.copy()
     for own, part in enumerate(PREFILL_SHARES):
         # KV that leaves is worth less here than elsewhere by the link price, or the other way round

@@ -43,10 +43,8 @@ class Slice(NamedTuple):
 
 
 class Group(NamedTuple):
-    """GPUs that will hold one copy of a service's model together, and what the copy does.
-
-    `slices` are sorted by box and none is empty; `service` is an index into the problem's services.
-    """
+    """GPUs that will hold one copy of a model, and its phase. `slices`: by box, none empty;
+    `service`: index into the problem's."""
 
     slices: tuple[Slice, ...]
     phase: Phase
@@ -91,9 +89,8 @@ def split_components(groups: Iterable[Group]) -> list[Component]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """What to plan. `pinned`: boxes (by id) whose GPUs may only be in groups of that phase.
-    `excluded`: boxes that may not be used. `price_weight`: how much of the objective a dollar per
-    hour of used boxes and traffic costs; 0 leaves the money out."""
+    """What to plan. `pinned`: boxes only for groups of that phase; `excluded`: not used;
+    `price_weight`: objective lost per dollar per hour, 0 ignores money."""
 
     cluster: Cluster
     services: tuple[Service, ...]
@@ -168,17 +165,15 @@ class Evaluator(Protocol):
         ...
 
     def max_rates(self, group: Group, replicas: int) -> tuple[float, float]:
-        """Requests per second that a group prefills and decodes in time when it does nothing else,
-        as one of `replicas` alike; 0 for what its phase leaves out, and (0, 0) where it does not
-        hold the model."""
+        """Requests/s that a group alone prefills and decodes in time, as one of `replicas` alike; 0
+        where its phase leaves one out or it lacks the model."""
         ...
 
     def component_values(
         self, components: Sequence[Component], phase_counts: Sequence[PhaseCounts]
     ) -> NDArray[np.float64]:
-        """Upper bounds of components at a grid of prices of prefill and decode (`upper_bound`), in
-        requests per second [component, service, total price, prefill share]. `phase_counts`: how
-        many replicas share each service's prompts and outputs."""
+        """Upper bounds (`upper_bound`), requests/s by [component, service, total price, prefill
+        share]. `phase_counts`: replicas sharing prompts, outputs."""
         ...
 
     def for_subproblem(self, problem: Problem) -> Evaluator:

@@ -15,10 +15,8 @@ __all__ = ["Cell", "split_into_cells"]
 
 
 class Cell:
-    """Some boxes of one service's part of a cluster, as a problem.
-
-    `problem` has only these boxes (in their order) and only this service, at rate 1.0 of `share`.
-    """
+    """Some boxes of one service's part of a cluster; `problem` has only those (in order), that
+    service, rate 1.0 of `share`."""
 
     def __init__(self, whole: Problem, boxes: Sequence[int], service: int) -> None:
         self._whole = whole
@@ -61,9 +59,8 @@ class Cell:
 
 
 def split_into_cells(space: SearchSpace, parts: Sequence[GpuSet], size: int) -> list[Cell]:
-    """Each service's boxes, which it has alone, in cells of up to `size` GPUs (a box with more is a
-    cell alone), by the dendrogram: clusters grow while they fit. One that does not hold the model
-    joins what it meets further up."""
+    """Each service's boxes in cells of up to `size` GPUs, or one larger box, by the dendrogram. One
+    that cannot hold the model joins what it meets further up."""
     found: list[Cell] = []
     for service, part in enumerate(parts):
         boxes = sorted(box for box, _ in part)

@@ -1,6 +1,5 @@
-"""Where a search starts: groups along the fast links, by hierarchical clustering of the bandwidth
-matrix (ThunderServe section 3.2), in several sizes, and all of them mixed, which is serving
-colocated."""
+"""Where a search starts: groups along fast links, by hierarchical clustering (ThunderServe section
+3.2), in several sizes, and all mixed, which is serving colocated."""
 
 from __future__ import annotations
 
@@ -68,9 +67,8 @@ def deal_evenly(gpus: int, unit: int, share: int) -> list[int]:
 
 
 def colocated_starts(space: SearchSpace, parts: Sequence[GpuSet]) -> Iterator[Solution]:
-    """All-mixed solutions (as far as pins let them) with groups of one, two, three and four times
-    the smallest size that holds the model, and with one group for each box. `parts`: the GPUs of
-    each service. No start has no group; equal ones are left out."""
+    """All-mixed solutions (as pins allow) with groups of 1 to 4 times the smallest size that holds
+    the model, or one per box; equal ones once. `parts`: each service's GPUs."""
     seen: set[Solution] = set()
     for scale in (1, 2, 3, 4, 1 << 30):
         start = _build_start(space, parts, scale)

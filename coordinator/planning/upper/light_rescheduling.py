@@ -92,9 +92,8 @@ def reschedule_lightly(
     steps: int = STEPS,
     spent: Callable[[], bool] = never,
 ) -> Adjustment:
-    """The best phases found for the running replicas in so many evaluations, or until `spent()`; as
-    they are unless others gain `margin`. `evaluator`: one that keeps their stages
-    (`keep_loaded_stages`)."""
+    """The best phases for the running replicas until `spent()`; unchanged unless others gain
+    `margin`. `evaluator` keeps their stages (`keep_loaded_stages`)."""
     space = SearchSpace.of(problem, evaluator)
     scorer = Scorer(space, limit=steps, spent=spent, same_groups=True)
     before = scorer.score(running)
@@ -102,6 +101,7 @@ def reschedule_lightly(
     while not scorer.is_exhausted():
         near = [solution for _, solution in flips(space, here)]
         found = scorer.find_best_above(near, level)
+        # one flip alone may leave a side without replicas, and only two together be better
         if found is None and not scorer.is_exhausted():
             found = scorer.find_best_above(list(_flip_twice(space, near)), level)
         if found is None:

@@ -142,9 +142,8 @@ def _all_hold(space: SearchSpace, groups: Iterable[Group]) -> bool:
 
 
 def _gather(space: SearchSpace, solution: Solution, rng: np.random.Generator) -> Iterator[Solution]:
-    """All boxes that one or two groups touch, and the groups that touch those, cut anew: the boxes
-    in one or two parts, each part into equal groups that have a share in every box of it. One step
-    to what takes many merges, splits and moves that are all worse."""
+    """Boxes of one or two groups and all groups that touch them, cut anew: in one or two parts of
+    equal groups across every box. Replaces many moves that are each worse."""
     pair = _pick_two(rng, solution) if rng.random() < 0.5 else None
     chosen = pair or (_pick(rng, solution),)
     boxes = connected_boxes(solution, (box for group in chosen for box, _ in group.slices))

@@ -88,9 +88,8 @@ class Packing:
         self._asked = np.array([service.workload.rate for service in space.problem.services])
 
     def start(self, rng: np.random.Generator, phases: Sequence[Phase] = PHASES, noise: Array | None = None) -> Solution:
-        """The best solution found, of replicas in these phases where pins leave the choice; with
-        `noise` (a factor for each column's worth) at some level of prices, without at the highest.
-        Empty where no one or two boxes hold the model."""
+        """The best solution of replicas in these phases; `noise` weighs columns at some price
+        level, without it the highest. Empty where no two boxes hold the model."""
         level = 0 if noise is None else int(rng.integers(len(TOTAL_PRICES)))
         options = self._any if phases is PHASES else self._options(phases)
         return make_solution(self._choose(rng, options, level, noise))
@@ -202,6 +201,7 @@ class _Choice:
     def _improve(self, boxes: Boxes) -> bool:
         """Cuts these anew if that is better; not where they are cut together with others."""
         inside = {self._of[box] for box in boxes if box in self._of}
+        # a box that shares a column with one outside of these cannot be cut anew without that one
         if any(box not in boxes for place in inside for box in place):
             return False
         replaced = [self._taken[place] for place in inside]

@@ -101,9 +101,8 @@ class Scorer:
         return self._upper_bounds[key]
 
     def find_best_above(self, solutions: list[Solution], floor: float = float("-inf")) -> tuple[float, Solution] | None:
-        """The best of these whose objective is above `floor`, with that objective. Those with the
-        highest upper bound are scored first; bounds below the best found are not scored at all.
-        None where none is above, or the budget ends before the first."""
+        """The best whose objective is above `floor`, highest upper bounds first; bounds below the
+        best are not scored. None if there is none, or the budget ends first."""
         upper_bounds = [(self.upper_bound(one), one) for one in solutions if not self.is_exhausted()]
         found: tuple[float, Solution] | None = None
         for upper_bound, solution in sorted(upper_bounds, key=lambda item: -item[0]):

@@ -33,9 +33,8 @@ ANYTIME: Final = 10**7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """`colocated`: the best solution found with all replicas mixed (as far as pins let them), which
-    `solution` is never worse than. `steps`: see `Scorer`. `history`: each new best objective with
-    the step it came at."""
+    """`colocated`: the best all-mixed solution, never better than `solution`. `steps`: see
+    `Scorer`. `history`: each new best with its step."""
 
     solution: Solution
     score: Score
@@ -99,9 +98,11 @@ def _search_whole(
     scorer = Scorer(space, limit=limit, spent=means.spent, progress=means.progress)
     plain = list(colocated_starts(space, parts))
     packing = Packing(space, max(1, len(plain[0]) // 2))
+    # the packing also joins boxes that the dendrogram keeps apart
     colocated = max({*plain, packing.start(means.rng, (Phase.MIXED,))} - {()}, key=scorer.objective)
     cut = scorer.find_best_above(list(phase_cuts(space, colocated)))
     starts = [running or (), colocated, cut[1] if cut else (), *_packing_starts(scorer, packing, means.rng)]
+    # sorted, since sets have no order and of equal starts the first wins: equal seeds give equal plans
     best = max(sorted({*starts} - {()}), key=scorer.objective)
     tabu_search(scorer, packing, climb_by_flips(scorer, space, best), means.rng)
     return _make_result(scorer, colocated)
@@ -142,6 +143,7 @@ def _search_cells(
     colocated: list[Solution] = [()] * len(cells)
     done = 0
     for part in (space.settings.first_pass, 1.0 - space.settings.first_pass):
+        # a cell on paper carries what its cards could; after the first pass, what its best solution does
         shares = _shares(cells, rates)
         for place, cell in enumerate(cells):
             problem = cell.problem(shares[place])
@@ -153,6 +155,7 @@ def _search_cells(
             done += result.steps
             found[place], colocated[place] = result.solution, result.colocated
             rates[place] = result.score.capacity * problem.services[0].workload.rate
+    # cells have searched as if links between them carried nothing: only the whole says what they are worth together
     scorer = Scorer(space, limit=limit)
     together = [
         make_solution(group for cell, inner in zip(cells, parts, strict=True) for group in cell.to_cluster(inner))

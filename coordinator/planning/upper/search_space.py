@@ -126,6 +126,7 @@ class SearchSpace:
             return solution
         used = {box for group in solution for box, _ in group.slices}
         ranks = dict.fromkeys(used, 0)
+        # first by what each box does, then by what the boxes do that it shares groups with
         for _ in range(2):
             doings: dict[int, list[str]] = {box: [] for box in used}
             for group in solution:

@@ -1,5 +1,4 @@
-"""The emulated engine as a record: real network and scheduling, modelled GPU time. Its functions import it when they
-are called: the fork server of another engine needs nothing of it."""
+"""The emulated engine as a record: real network and scheduling, modelled GPU time."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ __all__ = ["Batch", "BatchedRequest", "Batcher", "ScheduledTokens", "step_s"]
 
 @dataclass(slots=True, eq=False)
 class BatchedRequest:
-    """A request of `prompt` tokens and at most `max_tokens` to generate; the KV of its first
-    `external` tokens comes from another engine."""
+    """A request. The KV of the first `external` of `prompt` tokens comes from another engine."""
 
     request: str
     prompt: int
@@ -70,8 +69,7 @@ class ScheduledTokens(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step: what is computed, and by name the requests that now have blocks for their external
-    KV (`admitted`) or have lost all of their blocks (`preempted`)."""
+    """One step: what is computed; who got blocks (`admitted`) or lost them (`preempted`)."""
 
     scheduled: tuple[ScheduledTokens, ...]
     admitted: tuple[str, ...]
@@ -106,8 +104,7 @@ def step_s(times: StepTimes, scheduled: tuple[ScheduledTokens, ...]) -> float:
 
 @final
 class Batcher:
-    """The requests of an engine with `blocks` KV blocks; a step computes at most `max_tokens`
-    tokens of `max_requests` requests."""
+    """An engine with `blocks` KV blocks; a step has at most `max_tokens` and `max_requests`."""
 
     def __init__(self, *, blocks: int, block_size: int, max_tokens: int, max_requests: int) -> None:
         self.blocks = blocks
@@ -146,8 +143,7 @@ class Batcher:
         return self._free * self.block_size
 
     def limit_step(self, tokens: int) -> None:
-        """Lower the token budget of a step, but not below the requests that may decode at once; 0
-        restores it."""
+        """Lower a step's token budget, at least one per decoding request; 0 restores it."""
         self._step_tokens = min(self._max_tokens, max(tokens, self._max_requests)) if tokens else self._max_tokens
 
     def add(self, sequence: BatchedRequest) -> None:
@@ -167,16 +163,14 @@ class Batcher:
         self._finish(found)
 
     def release_sent(self, sequence: BatchedRequest) -> None:
-        """The transfer of its KV has ended, delivered or not: its blocks are free once the request
-        has ended."""
+        """The transfer of its KV has ended; its blocks are free once the request has ended."""
         sequence.sends_kv = False
         if sequence in self._sending:
             self._sending.remove(sequence)
             self._release(sequence)
 
     def receive_kv(self, request: str, tokens: int) -> None:
-        """The KV of the first `tokens` tokens has come for a request, and no more will. One without
-        blocks yet received none of it and computes its whole prompt."""
+        """The KV of the first `tokens` has come, and no more; without blocks, none is kept."""
         sequence = self._awaiting_kv.pop(request, None)
         if sequence is None:
             sequence = next((each for each in self._waiting if each.request == request), None)
@@ -255,8 +249,7 @@ class Batcher:
         return tuple(admitted)
 
     def _can_admit(self, sequence: BatchedRequest) -> bool:
-        """Whether the blocks for all known tokens of a waiting request are free. As in vLLM, all of
-        them must be, although they are taken chunk by chunk."""
+        """Whether the blocks for all known tokens of a request are free, as vLLM requires."""
         if self._missing_blocks(sequence) > self._free:
             return False
         # A request that waits for KV is not preempted, so the prompts that others are in the middle of must keep enough

@@ -1,5 +1,4 @@
-"""The emulated engine's decisions: what it does with each message and each step, given `now`. Its
-clock, threads and sockets are in `process`."""
+"""The emulated engine's decisions on messages and steps, given `now`; I/O is in `process`."""
 
 from __future__ import annotations
 
@@ -274,8 +273,7 @@ class EmulatedEngine:
         self._publish(outputs, now)
 
     def check_deadlines(self, now: float) -> None:
-        """Now and then, give up requests beyond their deadline, and KV that takes longer to come
-        than to compute."""
+        """Now and then, give up requests beyond their deadline, and KV slower than computing."""
         if now < self._checked_at + self._settings.check_interval_s and not self.idle:
             return
         self._checked_at = now
@@ -357,8 +355,7 @@ class EmulatedEngine:
             self._batcher.receive_kv(request, tokens)
 
     def _on_first_token(self, told: protocol.SetFirstToken) -> None:
-        """The prefill engine has generated the first token of this answer: go on from it. The
-        tokens are hashes, so an engine that computes the prompt itself generates the same one."""
+        """Go on from the prefill engine's first token; ours would be the same, being a hash."""
         live = self._requests.get(told.request)
         if live is None or live.first_token_from is None:
             return

@@ -81,8 +81,7 @@ def emulated_hardware(cards: Cards, box: Hardware) -> Hardware:
 
 
 def emulated_model(name: str, cards: Cards) -> EmulatedModel:
-    """A known model by name, or a folder with `config.json`; with the bundled tokenizer, where it
-    has none. Raises ModelError."""
+    """A known model by name, or a folder with `config.json`. Raises ModelError."""
     folder = BUNDLED if name == "bundled" else Path(name).expanduser()
     try:
         if folder.is_dir():

@@ -119,8 +119,7 @@ class EmulatedSend:
         self._stop()
 
     def progress(self) -> SendProgress:
-        """How far it is. The link does not see the wait for credit, since nothing is queued before,
-        so it is added here."""
+        """How far it is, with the wait for credit, which the link does not see."""
         progress, since = self._end.progress(), self._waiting_since
         waits_s = 0.0 if since is None else time.monotonic() - since
         return replace(progress, blocked_s=progress.blocked_s + self._waited_s + waits_s)
@@ -183,8 +182,7 @@ class EmulatedSend:
                 return
 
     def _wait_for_credit(self) -> None:
-        """Wait until the receiver has blocks, and has said what it holds already. Raises TransferError
-        when it ends."""
+        """Wait until the receiver has blocks; its first position. Raises TransferError at the end."""
         began = self._waiting_since = time.monotonic()
         self._first_at = self._first_at or began
         self._end.wait_for_credit(self.outlet.ticket.deadline_s)
@@ -222,8 +220,7 @@ class EmulatedSend:
 
 @final
 class PromptArrival:
-    """What comes for one prompt, from all workers of the other engine; `on_end` is called once, by
-    one of its threads or by whoever gives it up."""
+    """What comes for one prompt, from all workers; `on_end` is called once, by any thread."""
 
     def __init__(
         self, inlets: Sequence[tuple[Inlet, ReceiveLink]], tokens: int, limit_bytes: int, on_end: Callable[[], None]

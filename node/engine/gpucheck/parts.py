@@ -1,5 +1,4 @@
-"""Programs of the check alone: `python -m p2pserve.node.engine.gpucheck.parts NAME`, each printing
-one JSON object."""
+"""Programs of the check, each printing one JSON object: `...gpucheck.parts NAME`."""
 
 from __future__ import annotations
 

@@ -97,8 +97,7 @@ def _run_part(part: CheckPart, limit_s: float, folder: Path) -> PartResult:
 
 
 def run_process(command: Sequence[str], limit_s: float, output: int, log: int) -> int | None:
-    """Start it with these descriptors for output and errors, and wait; returns its status, or None if it had to be
-    ended, with all of its process group."""
+    """Run it with these descriptors; its status, or None if its process group was ended."""
     where = CHECKOUT if (CHECKOUT / "tests").is_dir() else None
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=log, cwd=where, start_new_session=True

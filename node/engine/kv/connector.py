@@ -188,8 +188,7 @@ class P2PConnector(KVConnectorBase_V1):
             self.worker_side.save_layer(self._work(), layer_name)
 
     def wait_for_save(self) -> None:
-        """The forward pass is over, and nothing to wait for: blocks that are still to be read are held, or stay as
-        they are until `handle_preemptions`."""
+        """Nothing to wait for: blocks still to be read are held until `handle_preemptions`."""
         if self.has_connector_metadata():
             self.worker_side.end(self._work())
 

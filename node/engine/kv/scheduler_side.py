@@ -75,8 +75,7 @@ class SchedulerSide:
         return receive is not None and go_on_from(receive.request, token)
 
     def wait_no_longer(self, transfer: bytes) -> str | None:
-        """The first token has been told, or will not be. Returns vLLM's id of the request if all its KV is here, of
-        which vLLM must be told now."""
+        """The first token has come, or will not: vLLM's id of the request if all its KV is here."""
         receive = self._receiving(transfer)
         if receive is None:
             return None
@@ -236,8 +235,7 @@ class SchedulerSide:
             self._held.pop(request, None)
 
     def request_finished(self, request: Request) -> bool:
-        """The request is over, for whatever reason. Returns whether its blocks are held until `sends_finished`, as its
-        KV is still to be delivered; nothing else needs them."""
+        """The request is over. Returns whether its blocks are held until `sends_finished`."""
         send = self._sends.pop(request.request_id, None)
         if send is not None and send.announced < send.tokens:
             self._next.cancelled.append(send.transfer)

@@ -26,8 +26,7 @@ class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class YieldBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that waits for a place elsewhere is in the way of KV that waits for one here: give its transfer up, if
-    the receiver has no place for it yet."""
+    """Give up the transfer of a prompt that blocks KV here, unless the receiver has a place."""
 
     transfer: bytes
 
@@ -42,8 +41,7 @@ def transfer_params(opening: OpenTransfer) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SendWork:
-    """With this step, which computes `computed` positions of it, a prompt is complete up to `last`, in these blocks;
-    `final` when that is all that is to be sent."""
+    """This step computes a prompt up to `last`, in these blocks; `final`: no more is sent."""
 
     request: str
     transfer: bytes
@@ -87,8 +85,7 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """How much of a load is there: `part` of all its layers, heads and positions, and how many `tokens` of the prompt
-    are complete from the first one on."""
+    """How much of a load is there: `part` of everything, and `tokens` complete from the first."""
 
     part: float
     tokens: int
@@ -96,8 +93,7 @@ class LoadedPart:
 
 @dataclass
 class LoadProgress(KVConnectorWorkerMetadata):
-    """How far the loads are that a worker still waits for, by request. Of several workers, the one that is behind
-    counts."""
+    """The loads a worker still waits for, by request; of several workers, the slowest counts."""
 
     arrived: dict[str, LoadedPart] = field(default_factory=dict)
 

@@ -192,8 +192,7 @@ class Switchboard:
 
 @final
 class WorkerLine:
-    """In a worker: its hub, and the way to the agent. `make_hub` is given what the hub reports to, and what it calls
-    when the engine should look at what is received."""
+    """In a worker: its hub and the connection to the agent. `make_hub` gets both callbacks."""
 
     def __init__(self, switchboard: str, make_hub: Callable[[Tell, Callable[[], None]], TransferHub]) -> None:
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

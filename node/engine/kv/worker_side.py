@@ -181,8 +181,7 @@ class WorkerSide:
                 outgoing.withdraw()
 
     def save_layer(self, work: StepWork, name: str) -> None:
-        """A layer has been computed: announce what is due of it and those before it, as each transfer's pacing says.
-        Reading, encoding and sending happen elsewhere."""
+        """A layer has been computed: announce what is due. Reading and sending happen elsewhere."""
         position = self._positions[name]
         mark: Mark | None = None
         for send in work.sends:
@@ -213,8 +212,7 @@ class WorkerSide:
         self._prefills.append(_Prefill(pacings, tokens, self._step_began, mark, self._held_up_s))
 
     def announce_rest(self) -> None:
-        """What leaves in one piece, once the tokens of its step have: nobody waits for it as the client does for
-        them."""
+        """What leaves in one piece, after the step's tokens, for which the client waits."""
         rest, self._rest = self._rest, []
         for send, mark in rest:
             ends = self.hub.outgoing(send.transfer)
@@ -247,8 +245,7 @@ class WorkerSide:
             self.hub.pacer.computed(step.pacings, step.tokens, seconds)
 
     def take_sent(self, finished: set[str]) -> set[str]:
-        """Requests whose blocks need not be held any longer, each once. `finished`: those that are over since the last
-        step."""
+        """Requests whose blocks are free now, each once. `finished`: over since the last step."""
         for request in finished:
             transfer = self._sends.pop(request, None)
             if transfer is not None:
@@ -340,8 +337,7 @@ class WorkerSide:
     # ---- what vLLM asks for after a step --------------------------------------------------------------------
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended since the last step, each once, however they ended; and those of them of
-        which nothing can be kept."""
+        """Requests whose loads have ended, each once, and those of which nothing can be kept."""
         finished, failed = self._finished, self._failed
         self._finished, self._failed = set(), set()
         return finished, failed

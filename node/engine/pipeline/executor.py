@@ -55,8 +55,7 @@ class JoinedAnswers(Future[Any]):
 
 
 class PipelineExecutor(Executor):
-    """vLLM constructs it from its class alone: `workers`, not loaded yet, and the other `stages` are class attributes,
-    set once before."""
+    """`workers` and the other `stages` are class attributes: vLLM constructs the bare class."""
 
     supports_pp = True
     workers: ClassVar[StageWorkers] = StageWorkers()

@@ -72,8 +72,7 @@ class SocketGroup:
     def isend_tensor_dict(
         self, tensor_dict: dict[str, torch.Tensor], dst: int | None = None, **unused: object
     ) -> list[object]:
-        """Send what the next stage needs. There is nothing to wait for: what is sent is a copy. The workers of a
-        stage have the same; the first one sends it."""
+        """Transfer what the next stage needs, by the stage's first worker. Copies: never waits."""
         if not self._is_first_worker:
             return []
         if self._behind is None:

@@ -101,8 +101,7 @@ class PipeConnections:
 
 
 def open_pipes(ends: Sequence[PipeEnd], arrivals: PipeConnections, settings: PipelineSettings) -> dict[PipeEnd, Pipe]:
-    """All pipes of this stage, opened at once. Raises StageLost for the first that fails; the
-    others are closed."""
+    """All pipes of this stage, at once. Raises StageLost for the first failure; closes the rest."""
     until = time.monotonic() + settings.connect_s
     opened: queue.SimpleQueue[tuple[PipeEnd, Pipe | StageLost]] = queue.SimpleQueue()
     given_up = threading.Event()
@@ -320,8 +319,7 @@ class ActivationsOutput:
 
 @dataclass(frozen=True, slots=True)
 class StageRank:
-    """The place of this process in its pipeline: worker `rank` of the `tp` of its stage. The first of them has the ways
-    to the stages before and behind."""
+    """This process's place: worker `rank` of its stage's `tp`; the first has the pipes."""
 
     stage: int
     partition: tuple[int, ...]

@@ -69,8 +69,7 @@ def check_pipeline(config: EngineConfig) -> None:
 
 
 def pipeline_arguments(config: EngineConfig) -> tuple[dict[str, str], dict[str, Any]]:
-    """Environment and fields of `EngineArgs` for one stage of a replica that spans boxes; all but `tp` are the same for
-    all."""
+    """Environment and `EngineArgs` fields of one stage; all but `tp` are the same for all."""
     environment = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, config.partition))}
     arguments = {
         "pipeline_parallel_size": len(config.partition),

@@ -57,8 +57,7 @@ class LoadStage:
 
 @dataclass(frozen=True, slots=True)
 class JoinStage:
-    """The same to the other workers of a stage, from the first: where they meet for torch.distributed, and the name of
-    their box's switchboard."""
+    """For the stage's other workers: where torch.distributed meets, and their switchboard."""
 
     meeting: str
     switchboard: str

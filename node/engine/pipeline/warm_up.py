@@ -92,8 +92,7 @@ class LayerWarmUp:
 
 
 def small_products(model: torch.nn.Module, max_bytes: int) -> list[Callable[[], object]]:
-    """One position through each linear layer of a model that needs neither another worker nor a batch for it, and has
-    at most `max_bytes` of weights."""
+    """One position through each linear layer of at most `max_bytes` that works alone."""
     return [
         partial(module, torch.zeros(1, module.input_size, dtype=module.params_dtype))
         for module in model.modules()

@@ -59,8 +59,7 @@ class StageWorker(gpu_worker.Worker):
         """What it does again and again while it waits for others: nothing."""
 
     def run_batch(self, scheduler_output: SchedulerOutput) -> Any:
-        """Compute a batch and sample from it: what the head's executor is asked for in two calls. Returns what the
-        last of the two does."""
+        """Compute a batch and sample, in one call; returns what sampling does."""
         output = self.execute_model(scheduler_output)
         return self.sample_tokens(None) if scheduler_output.num_scheduled_tokens else output
 
@@ -121,8 +120,7 @@ def worker_class() -> str:
 
 
 def make_worker(config: VllmConfig, meeting: str) -> Any:
-    """This process's worker, in vLLM's wrapper, with its layers loaded. The workers of a stage are made at the same
-    time, and find each other by `meeting`."""
+    """This process's worker in vLLM's wrapper, layers loaded; workers meet at `meeting`."""
     stage_rank = own_stage_rank()
     # Of what vLLM says to each of its workers, there is one for each stage.
     worker: Any = WorkerWrapperBase(rpc_rank=0, global_rank=stage_rank.stage)

@@ -102,8 +102,7 @@ class TransferHub:
             connection.close()
 
     def carry_out(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
-        """What the agent wants of a link or a transfer. What is not known here is no matter; but paths are kept for a
-        while, for a link that a step is about to open."""
+        """An order of the agent. Unknown links are ignored, but their paths kept for a while."""
         match order:
             case SetLinkPaths(link=link, paths=paths):
                 self._set_paths(link, paths)

@@ -140,8 +140,7 @@ class PromptReceiver:
             return None if self._coming else ""
 
     def progress(self) -> tuple[float, int]:
-        """Which part of everything has arrived, and how many positions every layer and head has, from the first one
-        that was needed."""
+        """The part of everything that has arrived, and positions complete in all layers and heads."""
         with self._room:
             return self._assembly.fraction, int(self._assembly.complete_tokens())
 

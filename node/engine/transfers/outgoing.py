@@ -137,8 +137,7 @@ class PromptSender:
         self._queue.put(_Done(tokens, mark, self._generation))
 
     def withdraw(self) -> None:
-        """The prompt loses its blocks: when this returns they are not read any more. What has been read is sent; the
-        rest will be announced again, from other blocks."""
+        """The prompt loses its blocks, unread from now on; the rest is announced again later."""
         self._generation += 1  # first: the window that is being read is waited for, and none that comes after it
         with self._reading:
             self._announced.update(self._read)
@@ -285,8 +284,7 @@ class PromptSender:
         return True
 
     def _tokens_per_frame(self) -> int:
-        """As many whole windows of the codecs as a frame and a share of the buffer have room for; where not even one
-        fits, whole groups."""
+        """As many whole windows as frame and buffer share hold; where none fits, whole groups."""
         settings = self._source.settings
         room = min(MAX_PAYLOAD_BYTES, self._source.buffer.size // settings.window_share)
         usual, most = (size // self._row_bytes for size in (min(room, settings.window_bytes), room))

@@ -78,8 +78,7 @@ def unopened_report(outlet: Outlet, reason: str) -> TransferReport:
 def link_report(
     link: SendLink, senders: Iterable[Sending], blocked_s: Mapping[Sending, float], interval_s: float
 ) -> LinkReport:
-    """How a link gets on. `blocked_s`: for how long each transfer had waited for credit at the last report, which was
-    `interval_s` ago."""
+    """How a link gets on. `blocked_s`: waits for credit at the report `interval_s` ago."""
     progress = {each: each.progress() for each in senders}
     # Until its first credit a transfer sends nothing, and no path is to blame; but without a connection that is up
     # nobody knows what the receiver has to say.

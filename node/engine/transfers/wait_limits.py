@@ -79,8 +79,7 @@ class WaitLimits:
         self._waits[request] = _Wait(last - first, now, samples=deque([(now, 0.0)]))
 
     def on_arrival(self, request: str, part: float, complete: int, now: float) -> None:
-        """`part` of the KV is there, and the first `complete` of its positions in every layer. For a request that is
-        not waited for it does nothing."""
+        """`part` of the KV is there, `complete` positions in every layer. Unknown ones: nothing."""
         wait = self._waits.get(request)
         if wait is not None:
             wait.complete = complete

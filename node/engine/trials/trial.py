@@ -181,8 +181,7 @@ class Trial:
         return engine
 
     async def start_pipeline(self, config: protocol.EngineConfig, partition: tuple[int, ...]) -> TrialEngine:
-        """A replica of one process per stage, with so many layers each; returns its head. Raises
-        EngineStartError."""
+        """A replica, one process per stage of so many layers; its head. Raises EngineStartError."""
         return (await self.start_stages(config, partition))[0]
 
     async def start_stages(
@@ -192,8 +191,7 @@ class Trial:
         models: Sequence[str] = (),
         tp: Sequence[int] = (),
     ) -> list[TrialEngine]:
-        """The same; returns all stages, the head first. `models`: the folder of each, and `tp`: its number of workers,
-        if they have their own."""
+        """The same; all stages, the head first. `models`: folders, `tp`: workers, by stage."""
         ends: dict[int, list[protocol.PipeEnd]] = {stage: [] for stage in range(len(partition))}
         engines = {stage: TrialEngine() for stage in ends}
         last = len(partition) - 1

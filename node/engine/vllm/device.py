@@ -141,8 +141,7 @@ class CopyStream(Protocol):
 
 
 class Device(Protocol):
-    """Where the paged KV cache and the activations live. One per engine process. Its methods belong to the thread that
-    runs the model, but for `copy_stream`, which any thread may call."""
+    """Where KV cache and activations live. For the model's thread, but for `copy_stream`."""
 
     kind: DeviceKind
 
@@ -154,8 +153,7 @@ class Device(Protocol):
         staged at once than so many windows, whatever the number of transfers."""
 
     def thread_clock(self) -> float:
-        """Seconds, between two calls of one thread, that its work on a copy stream has taken, whatever else wants the
-        device."""
+        """Seconds between two calls of one thread that its copy stream was busy."""
 
     def adopt(self, *tensors: torch.Tensor) -> None:
         """The model's thread is about to use what another thread has made on a drained stream."""
@@ -164,8 +162,7 @@ class Device(Protocol):
         """Host memory `[size]` in bytes that the device copies from and to without a detour."""
 
     def to_host(self, *tensors: torch.Tensor) -> OnHost:
-        """Copy out tensors that nobody will write to again. Work queued on the device before this call is seen, the
-        call itself waits for nothing."""
+        """Copy out tensors that are final, once the work queued is done; does not wait."""
 
     def to_device(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copy in; work queued on the device after this call sees the copies."""

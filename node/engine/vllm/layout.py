@@ -68,8 +68,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheForm:
-    """What all layers of a worker have in common: `block_size` positions in a block of a request's block table, and the
-    dtype that the model computes in."""
+    """Common to a worker's layers: `block_size` positions, and the dtype of computation."""
 
     block_size: int
     dtype: torch.dtype

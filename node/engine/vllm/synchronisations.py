@@ -33,8 +33,7 @@ class Frame(NamedTuple):
 
 
 class FoundSync(NamedTuple):
-    """One call that waits for the device. `own`: the lines of ours that led to it, outermost first; none if it is
-    vLLM's. `where` is the innermost line."""
+    """One call that waits for the device. `own`: our lines above it, outermost first, if any."""
 
     message: str
     where: str
@@ -42,8 +41,7 @@ class FoundSync(NamedTuple):
 
 
 def record_if_asked(write: Callable[[str], object] = sys.stderr.write) -> None:
-    """In an engine's process: write every synchronisation with its stack, once for each stack, if SWITCH is set.
-    Whether vLLM watches at all is written first."""
+    """In an engine's process, if SWITCH is set: write each synchronisation's stack once."""
     if SWITCH not in os.environ:
         return
     from vllm.utils import gpu_sync_debug
@@ -78,8 +76,7 @@ def _stack() -> list[Frame]:
 
 
 def own_frames(stack: Sequence[Frame], package: str) -> list[Frame]:
-    """The lines of a stack that are in the folder `package` and below what vLLM watches: above it everything is ours,
-    since our loop calls vLLM."""
+    """The stack's lines in the folder `package`, below what vLLM watches."""
     starts = [at for at, frame in enumerate(stack) if (Path(frame.file).name, frame.function) == _WATCHED_FROM]
     watched = stack[starts[0] + 1 :] if starts else stack
     return [frame for frame in watched if frame.file.startswith(f"{package}{os.sep}")]

@@ -50,8 +50,7 @@ def stage_config(config: protocol.EngineConfig, switchboard: str) -> VllmConfig:
 
 
 def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
-    """What vLLM is told of this engine, or of this stage of it, on the box with this switchboard. Sets what vLLM reads
-    from the environment."""
+    """What vLLM is told of this engine or stage; sets what it reads from the environment."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_arguments(config)

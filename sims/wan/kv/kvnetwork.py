@@ -81,10 +81,8 @@ class Moved:
 
 
 class KVNetwork:
-    """An emulated network, entered here, with the KV program in each box. A context manager.
-
-    `usd_per_gb`: what each box is billed for a GB, sent or received. `clock`, `sleep`: seconds.
-    """
+    """An emulated network with the KV program in each box; a context manager. `usd_per_gb`: each
+    box's price, either way. `clock`, `sleep`: seconds."""
 
     def __init__(
         self,
@@ -257,10 +255,8 @@ class BulkTransfers:
         self._network.ask(self._source, orders.SetPathsOrder(self._ticket.link, self._network.dialled(paths)))
 
     def wait(self, each: Callable[[Moved], None] | None = None) -> Moved:
-        """Until every transfer has ended, with `each(moved)` called 20 times a second meanwhile.
-
-        Raises `WanError` if one has failed.
-        """
+        """Until every transfer has ended; `each(moved)` is called 20 times a second. Raises
+        `WanError` on failure."""
         while True:
             moved = self.look()
             failed = [one.reason for one in moved.transfers if one.state == "failed"]

@@ -115,8 +115,7 @@ Order = (
 
 
 class TransferState(msgspec.Struct, frozen=True, kw_only=True):
-    """A transfer at its sender: `state` is open, delivered or failed; seconds from its start to its
-    end or to now."""
+    """A transfer at its sender: open, delivered or failed; seconds to its end or now."""
 
     state: str
     reason: str

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
+import numpy as np
 import pytest
 
 from p2pserve.coordinator.plan import Phase
@@ -37,6 +38,18 @@ def test_merges_are_numbered_after_the_boxes(make_space: Callable[..., Any]) -> 
     assert set(second) == {2, 4}  # box 0, and the merge of those
     assert set(third) == {0, 5}
     assert dendrogram(space, (0, 3)) == [(0, 1)]
+
+
+def test_slow_links_are_told_apart_too(make_space: Callable[..., Any]) -> None:
+    space, _ = make_space()
+    near = np.full((4, 4), 0.01)
+    near[0, 2] = near[2, 0] = 0.02
+    near[1, 3] = near[3, 1] = 0.04
+    first, second, _ = dendrogram(replace(space, near_gbps=near), (0, 1, 2, 3))
+    assert (set(first), set(second)) == ({1, 3}, {0, 2})
+    near[1, 3] = near[3, 1] = 0.0  # no link at all is the farthest
+    first, *_ = dendrogram(replace(space, near_gbps=near), (0, 1, 2, 3))
+    assert set(first) == {0, 2}
 
 
 def test_all_gpus_are_those_of_the_boxes_named(make_space: Callable[..., Any]) -> None:

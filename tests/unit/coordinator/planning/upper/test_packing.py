@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from p2pserve.coordinator.dev.exhaustive import all_solutions
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.upper_bound import PREFILL_SHARES, TOTAL_PRICES
 from p2pserve.coordinator.planning.model.problem import Component, Group, PhaseCounts, Slice, Solution
@@ -15,6 +14,7 @@ from p2pserve.coordinator.planning.upper.search_space import SearchSpace, make_s
 from p2pserve.coordinator.planning.upper.settings import SearchSettings
 
 from .conftest import GivenScores, four_boxes
+from .exhaustive import all_solutions
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 RATES = {0: (3.0, 1.0), 1: (3.0, 1.0), 2: (1.0, 3.0), 3: (1.0, 3.0)}

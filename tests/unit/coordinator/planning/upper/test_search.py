@@ -9,7 +9,6 @@ import pytest
 
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import model_shape
-from p2pserve.coordinator.dev.exhaustive import all_solutions, best_of_all
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.evaluator import LowerLevel
 from p2pserve.coordinator.planning.model.cluster import Cluster
@@ -29,6 +28,8 @@ from p2pserve.coordinator.planning.upper.scorer import Scorer, mean_boxes_per_re
 from p2pserve.coordinator.planning.upper.search import SearchResult, search
 from p2pserve.coordinator.planning.upper.search_space import SearchSpace
 from p2pserve.coordinator.planning.upper.settings import SearchSettings
+
+from .exhaustive import all_solutions, best_of_all
 
 SMALL = {
     "two kinds": [{"id": "a40", "gpu": "A40", "gpus": 2}, {"id": "ti", "gpu": "RTX 3090 Ti", "gpus": 2}],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from ..planning.model.errors import NoPlan
-from ..planning.model.problem import Evaluator, Group, Problem, Score, Slice, Solution
-from ..planning.upper.scorer import Scorer
-from ..planning.upper.search_space import SearchSpace, make_solution
+from p2pserve.coordinator.planning.model.errors import NoPlan
+from p2pserve.coordinator.planning.model.problem import Evaluator, Group, Problem, Score, Slice, Solution
+from p2pserve.coordinator.planning.upper.scorer import Scorer
+from p2pserve.coordinator.planning.upper.search_space import SearchSpace, make_solution
 
 __all__ = ["all_solutions", "best_of_all"]
 

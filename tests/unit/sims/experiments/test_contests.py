@@ -1,0 +1,318 @@
+"""Which system, ratio and dispatcher the pages name as the best, and by how much, from made-up runs."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.coordinator.plan import Phase
+from p2pserve.coordinator.planning.model.problem import Solution
+from p2pserve.coordinator.planning.model.workload import Slo
+from p2pserve.sims.experiments import ablation, baselines, convergence, ratios, setting, systems
+from p2pserve.sims.experiments.setting import PlannedCase, Scope, spread
+from p2pserve.sims.experiments.systems import SYSTEMS, WHOLE
+from p2pserve.sims.policies import PLAN, RANDOM, SHARES
+from p2pserve.sims.records import Outcomes, Trace
+
+SLO = Slo(ttft_s=1.0, tpot_s=1.0, target=0.9)
+TIGHT = Slo(ttft_s=0.3, tpot_s=9.0, target=0.9)
+
+
+def outcomes_of(e2e_s: Sequence[float]) -> Outcomes:
+    """Requests of 11 tokens that take so long, a tenth of it until the first token; NaN: never."""
+    count, e2e = len(e2e_s), np.array(e2e_s, np.float64)
+    trace = Trace(
+        ids=np.arange(count), arrival_s=np.arange(count, dtype=np.float64), prompt=np.full(count, 10),
+        output=np.full(count, 11), lengths="made up", arrivals="made up",
+    )  # fmt: skip
+    return Outcomes(trace=trace, ttft_s=e2e / 10, e2e_s=e2e)
+
+
+def run_of(e2e_s: Sequence[float], slo: Slo = SLO, **more: Any) -> Any:
+    return SimpleNamespace(outcomes=outcomes_of(e2e_s), service=SimpleNamespace(slo=slo), **more)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [([2.0], "2"), ([1.0, 2.0, 3.0], "2 (1-3)"), ([0.12345, 0.12355], "0.123 (0.123-0.124)")]
+)
+def test_a_spread_is_the_mean_with_the_least_and_the_most(values: list[float], text: str) -> None:
+    assert spread(values) == text
+
+
+class OneDeployed:
+    """Replicas that are expected to carry 10 requests/s; `rates`: those that plans were made for."""
+
+    def __init__(self) -> None:
+        self.problem = SimpleNamespace(services=[SimpleNamespace(slo=SLO)])
+        self.rates: list[float | None] = []
+
+    def at(self, rate: float | None = None) -> Any:
+        self.rates.append(rate)
+        return SimpleNamespace(plan=f"for {rate}", max_rate=10.0)
+
+
+@pytest.mark.parametrize(
+    ("carries", "halvings", "expected"),
+    [(9.0, 1, 9.0), (8.9, 1, 2.0), (100.0, 2, 12.5), (5.6, 3, 5.5), (0.0, 6, 2.0), (8.0, 12, 8.0)],
+)
+def test_the_highest_rate_is_found_by_halving_around_what_is_expected(
+    carries: float, halvings: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def run(problem: Any, plan: Any, scope: Scope, seed: int, *, rate: float, dispatch: str, engine: Any) -> Any:
+        asked.append((plan, seed, dispatch, engine))
+        # Nine of ten in time is just enough.
+        return run_of([1.0] * 9 + [np.nan] if rate <= carries else [1.0] * 8 + [np.nan] * 2)
+
+    monkeypatch.setattr(setting, "outcome", run)
+    deployed: Any = OneDeployed()
+    found = setting.highest_rate(deployed, Scope(halvings=halvings), 7, PLAN)
+    assert found == pytest.approx(expected, abs=0.01)
+    assert found <= max(carries, 2.0)
+    assert len(asked) == halvings
+    assert asked[0] == ("for 9.0", 7, PLAN, None), "the shares are made anew for the rate"
+
+
+# ---- ratios --------------------------------------------------------------------------------------------------------
+
+
+class RatioRuns:
+    """Eight replicas, of which the ratio `best` carries most and is in time most often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, best: int) -> None:
+        self.best = best
+        self.solutions: list[Solution] = []
+        self.rates: set[float] = set()
+        monkeypatch.setattr(ratios, "Deployed", self.deploy)
+        monkeypatch.setattr(ratios, "highest_rate", lambda deployed, scope, seed: self.carried(deployed))
+        monkeypatch.setattr(ratios, "outcome", self.outcome)
+
+    def deploy(self, problem: Any, solution: Solution) -> Any:
+        self.solutions.append(solution)
+        prefill = sum(part.phase is Phase.PREFILL for part in solution)
+        proposal = SimpleNamespace(max_rate=float(prefill), plan=prefill)
+        return SimpleNamespace(problem=problem, prefill=prefill, at=lambda rate=None: proposal)
+
+    def carried(self, deployed: Any) -> float:
+        return 10.0 - abs(float(deployed.prefill) - self.best)
+
+    def outcome(self, problem: Any, plan: int, scope: Scope, seed: int, *, rate: float) -> Any:
+        self.rates.add(rate)
+        # The second seed prefers another ratio, and the mean decides.
+        share = 10 - abs(plan - self.best) - (plan == self.best) * (seed == 1)
+        return run_of([0.1] * share + [np.nan] * (10 - share))
+
+
+def test_the_best_ratio_is_the_one_with_most_in_time_at_the_highest_rate_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = RatioRuns(monkeypatch, best=3)
+    rows = ratios.ratio_rows(Scope(seeds=(0, 1), seconds=3.25))
+    assert len(rows) == 2 * 2 * 7, "columns, workloads, ratios"
+    assert [row.prefill_decode for row in rows[:7]] == ["1:7", "2:6", "3:5", "4:4", "5:3", "6:2", "7:1"]
+    assert [row.highest_rate for row in rows[:7]] == [8, 9, 10, 9, 8, 7, 6]
+    assert [row.expected_rate for row in rows[:7]] == [1, 2, 3, 4, 5, 6, 7]
+    assert rows[2].attainment == "0.95 (0.9-1)"
+    assert {row.prefill_decode for row in rows if row.best_here} == {"3:5"}
+    assert runs.rates == {10.0}, "all ratios meet the rate that the best of them carries"
+    papers = {(row.workload, row.prefill_decode) for row in rows if row.best_in_paper}
+    assert papers == {("coding", "5:3"), ("conversation", "3:5")}
+
+
+def test_every_box_has_both_phases_as_soon_as_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = RatioRuns(monkeypatch, best=3)
+    ratios.ratio_rows(Scope(seeds=(0,), seconds=3.5))
+    half = runs.solutions[3]
+    for box in range(4):
+        phases = [part.phase for part in half if part.slices[0].box == box]
+        assert sorted(phases) == sorted([Phase.PREFILL, Phase.DECODE])
+    assert all(sum(part.slices[0].gpus for part in solution) == 16 for solution in runs.solutions)
+
+
+def test_the_picture_has_a_line_for_each_workload_and_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    RatioRuns(monkeypatch, best=5)
+    page = ratios.ratios(Scope(seeds=(0,), seconds=3.75))
+    (curves,) = page.curves
+    assert len(curves.lines) == 4
+    for places, rates in curves.lines.values():
+        assert list(places) == [1, 2, 3, 4, 5, 6, 7]
+        assert list(rates) == [6, 7, 8, 9, 10, 9, 8]
+
+
+# ---- systems and baselines -----------------------------------------------------------------------------------------
+
+RATES = {
+    "ours": (6.0, 12.0), "HexGen-like": (4.0, 6.0), WHOLE: (2.0, 2.0), "DistServe-like": (3.0, 3.0),
+    "vLLM-like": (1.0, 2.0),
+}  # fmt: skip
+SECONDS = {"ours": 2.0, "HexGen-like": 4.0, WHOLE: 8.0, "DistServe-like": 1.0, "vLLM-like": 2.0}
+
+
+@pytest.fixture
+def contest(monkeypatch: pytest.MonkeyPatch) -> baselines.SystemContest:
+    """Coding by Table 1, of two seeds: each system's requests take its seconds, the last of ten twice as long."""
+
+    def system(name: str) -> Any:
+        workload = SimpleNamespace(mean_output=20.0)
+        problem = SimpleNamespace(
+            cluster=SimpleNamespace(usd_per_hour=13.5), services=[SimpleNamespace(slo=TIGHT, workload=workload)]
+        )
+        proposal = SimpleNamespace(plan=name, max_rate=5.0)
+        deployed = SimpleNamespace(problem=problem, name=name, at=lambda rate=None: proposal)
+        return systems.System(name, deployed, SHARES)  # type: ignore[arg-type]
+
+    def outcome(problem: Any, plan: str, scope: Scope, seed: int, *, rate: float, dispatch: str, engine: Any) -> Any:
+        slow = SECONDS[plan]
+        return run_of([slow] * 9 + [2 * slow], TIGHT)
+
+    monkeypatch.setattr(baselines, "systems", lambda case, scope: iter([system(name) for name in SYSTEMS]))
+    monkeypatch.setattr(baselines, "outcome", outcome)
+    monkeypatch.setattr(baselines, "counts", lambda plan: f"as {plan}")
+    monkeypatch.setattr(
+        baselines, "highest_rate", lambda deployed, scope, seed, dispatch, engine: RATES[deployed.name][seed]
+    )
+    found = baselines.contests(Scope(seeds=(0, 1), seconds=4.25))
+    assert [(one.case.workload, one.case.specs) for one in found] == [
+        (workload, specs) for specs in (Specs.TABLE1, Specs.MEASURED) for workload in ("coding", "conversation")
+    ]
+    return found[0]
+
+
+def test_throughput_is_compared_seed_by_seed(contest: baselines.SystemContest) -> None:
+    over = {row.baseline: row for row in contest.ratios}
+    assert list(over) == list(SYSTEMS[1:])
+    assert over["HexGen-like"].throughput == "1.75 (1.5-2)"
+    assert over["DistServe-like"].throughput == "3 (2-4)"
+    assert over["HexGen-like"].paper_throughput == "1.5"
+
+
+def test_deadlines_are_compared_where_ninety_and_ninety_nine_percent_are_in_time(
+    contest: baselines.SystemContest,
+) -> None:
+    over = {row.baseline: row for row in contest.ratios}
+    hexgen = over["HexGen-like"]
+    assert (hexgen.deadline_mean, hexgen.deadline_best, hexgen.deadline_worst) == (2.0, 2.0, 2.0)
+    assert over["DistServe-like"].deadline_mean == 0.5, "a baseline that is faster is told as well"
+
+
+def test_all_systems_are_shown_at_one_rate(contest: baselines.SystemContest) -> None:
+    assert {row.rate for row in contest.rows} == {0.8 * 5.0}, "0.8 of what HexGen-like carries, over both seeds"
+    ours = contest.rows[0]
+    assert (ours.system, ours.replicas, ours.usd_per_h, ours.dispatch) == ("ours", "as ours", 13.5, SHARES)
+    assert ours.highest_rate == "9 (6-12)"
+    assert ours.tokens_per_s == 9.0 * 20.0
+    assert ours.e2e_p90_s == pytest.approx(2.2)
+    assert ours.e2e_p99_s == pytest.approx(2 + 0.91 * 2)
+    assert ours.tpot_p90_ms == pytest.approx(1e3 * 2.2 * 0.9 / 10)
+    by_name = {row.system: row.attainment for row in contest.rows}
+    assert by_name["ours"] == "0.9 (0.9-0.9)", "the slowest request's first token comes too late"
+    assert by_name["HexGen-like"] == "0 (0-0)"
+
+
+def test_curves_rise_with_the_deadline(contest: baselines.SystemContest) -> None:
+    assert set(contest.curves) == set(SYSTEMS)
+    for line in contest.curves.values():
+        assert len(line) == len(baselines.SCALES)
+        assert line == sorted(line)
+    assert contest.curves["DistServe-like"][-1] == 1.0
+
+
+@pytest.fixture
+def in_house(monkeypatch: pytest.MonkeyPatch) -> list[Solution]:
+    """Every solution that was deployed on the eight A100."""
+    deployed: list[Solution] = []
+
+    def deploy(problem: Any, solution: Solution) -> Any:
+        deployed.append(solution)
+        # More replicas carry more, and of equally many those with more that prefill.
+        rate = len(solution) + 0.1 * sum(part.phase is Phase.PREFILL for part in solution)
+        proposal = SimpleNamespace(max_rate=rate)
+        return SimpleNamespace(problem=problem, solution=solution, at=lambda rate=None: proposal)
+
+    monkeypatch.setattr(systems, "Deployed", deploy)
+    monkeypatch.setattr(systems, "most", lambda case, steps: deploy(None, ()))
+    monkeypatch.setattr(systems, "chosen", lambda case, scope: "ours")
+    monkeypatch.setattr(systems, "best_dispatch", lambda deployed, scope, engine: f"for {engine}")
+    return deployed
+
+
+def test_the_baselines_in_house_are_the_best_of_all_their_configurations(in_house: list[Solution]) -> None:
+    case = PlannedCase(workload="coding", rate=3.0)
+    found = {one.name: one for one in systems.systems(case, Scope(seeds=(0,)))}
+    assert tuple(found) == SYSTEMS
+    budget = found[WHOLE].engine
+    assert budget is not None
+    assert budget.max_batched_tokens == 2048
+    assert found[WHOLE].deployed is found["HexGen-like"].deployed, "the same replicas with other steps"
+    assert found["HexGen-like"].engine is None
+    split, colocated = found["DistServe-like"].deployed.solution, found["vLLM-like"].deployed.solution
+    assert sorted(part.phase for part in split).count(Phase.PREFILL) == 7, "of single GPUs, as many as there can be"
+    assert len(split) == len(colocated) == 8
+    assert {part.phase for part in colocated} == {Phase.MIXED}
+
+
+def test_every_split_uses_all_eight_gpus_once(in_house: list[Solution]) -> None:
+    list(systems.systems(PlannedCase(workload="coding", rate=3.0), Scope(seeds=(0,))))
+    whole = [solution for solution in in_house if solution]
+    assert all(sum(part.slices[0].gpus for part in solution) == 8 for solution in whole)
+    splits = [solution for solution in whole if solution[0].phase is not Phase.MIXED]
+    assert len(splits) == len(set(splits)), "none twice"
+    # Prefill GPUs 1 to 7, times the widths 1, 2, 4 that divide either side.
+    widths = [sum(gpus % width == 0 for width in (1, 2, 4, 8)) for gpus in range(1, 8)]
+    assert len(splits) == sum(a * b for a, b in zip(widths, reversed(widths), strict=True))
+    assert len([solution for solution in whole if solution[0].phase is Phase.MIXED]) == 4
+
+
+# ---- ablation, convergence -----------------------------------------------------------------------------------------
+
+
+def test_each_system_is_told_as_multiples_of_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, float, str]] = []
+
+    def outcome(problem: Any, plan: Any, scope: Scope, seed: int, *, dispatch: str) -> Any:
+        service = problem.services[0]
+        asked.append((service.workload.rate, service.kv_bits, dispatch))
+        slow = {SHARES: 2.0, RANDOM: 6.0, PLAN: 1.0}[dispatch] * (1.5 if service.kv_bits == 16.0 else 1.0) + seed
+        pairs = np.array([0, 1, 1, -1])
+        return run_of([slow, slow, slow, np.nan], prefill=pairs, decode=np.array([1, 1, 2, -1]), kv_s=np.arange(4.0))
+
+    problem = PlannedCase(cluster="thunderserve-h-40gbps", workload="coding", rate=3.0).problem()
+    deployed = SimpleNamespace(problem=problem, at=lambda rate: SimpleNamespace(plan=rate))
+    monkeypatch.setattr(ablation, "planned", lambda case, steps: deployed)
+    monkeypatch.setattr(ablation, "outcome", outcome)
+    rows = ablation.ablation_rows(Scope(seeds=(0, 2), seconds=5.25))
+    assert len(rows) == 2 * 2 * 2 * 5
+    first = rows[:5]
+    assert [row.mean_e2e_s for row in first] == [3.0, 4.0, 10.0, 7.0, 2.0], "over seeds, without what never ended"
+    assert [row.times_all_on for row in first] == pytest.approx([1.0, 4 / 3, 10 / 3, 7 / 3, 2 / 3])
+    assert [row.times_all_on for row in rows[5:10]] == [row.times_all_on for row in first], "anew for each rate"
+    assert first[0].kv_visible_s == 1.0, "of requests 0 and 2, whose KV went to another replica"
+    assert [row.paper for row in first] == ["1", "1.3", "1.3 x 4", "-", "-"]
+    assert {rate for rate, _, _ in asked} == {0.5, 3.0}
+    assert {(bits, dispatch) for _, bits, dispatch in asked[:10]} == {
+        (4.5, SHARES), (16.0, SHARES), (16.0, RANDOM), (4.5, RANDOM), (4.5, PLAN),
+    }  # fmt: skip
+
+
+def test_a_search_has_converged_when_it_is_within_a_percent_of_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = iter(range(1000))
+
+    def search(problem: Any, evaluator: Any, *, rng: Any, settings: Any, progress: Any) -> Any:
+        for step, objective in enumerate((0.5, 0.98, 0.97, 0.99, 1.0)):
+            progress(step, settings.steps, objective)
+        return SimpleNamespace(steps=5, score=SimpleNamespace(objective=1.0))
+
+    monkeypatch.setattr(convergence, "search", search)
+    monkeypatch.setattr(convergence, "LowerLevel", lambda problem: None)
+    monkeypatch.setattr(convergence, "process_time", lambda: float(next(spent)))
+    rows = convergence.convergence_rows(Scope(long_steps=9))
+    assert [(row.gpus, row.paper_s) for row in rows] == [(16, 21), (24, 36), (32, 54)]
+    row = rows[0]
+    assert row.curve == [(1.0, 0.5), (2.0, 0.98), (3.0, 0.99), (4.0, 1.0), (5.0, 1.0)], "only what is better"
+    assert (row.cpu_s_to_1_percent, row.cpu_s, row.steps, row.objective) == (3.0, 5.0, 5, 1.0)
+    (curves,) = convergence.convergence(Scope(long_steps=9)).curves
+    assert list(curves.lines) == ["16 GPUs", "24 GPUs", "32 GPUs"]
