@@ -16,11 +16,9 @@ from .errors import (
     TransferError,
     TransferTimeout,
 )
-from .link.dialling import DialPath
 from .link.endpoint import Endpoint
 from .link.links import LinkStatistics
 from .link.machine import PathStatistics
-from .link.permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit, Refusal, RelayUse
 from .link.receive_link import IncomingTransfer, ReceiveLink
 from .link.relay import Relay
 from .link.send_link import OutgoingTransfer, SendLink
@@ -29,7 +27,9 @@ from .link.transfers import EndState
 from .routing.report import TransferTimes
 from .wire.assembly import Assembly
 from .wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
+from .wire.dial_path import DialPath
 from .wire.frames import MAX_PAYLOAD_BYTES, KVFrame
+from .wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit, Refusal, RelayUse
 from .wire.sockets import read_link_hello
 from .wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 

@@ -16,14 +16,12 @@ __all__ = [
 
 class TransferError(Exception):
     """Base of all failures of a KV transfer. Whoever waits for the KV recomputes it; the client
-    never sees this.
-    """
+    never sees this."""
 
 
 class KVProtocolError(TransferError):
     """Bytes or calls that the wire format does not allow: forged, replayed, reordered, malformed,
-    or out of turn.
-    """
+    or out of turn."""
 
 
 class TransferAborted(TransferError):

@@ -26,12 +26,12 @@ from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from . import messages
 from .box import hardware
-from .box.home import NodeError, leave_node, locked
+from .box.home import NodeError, leave_node, lock_home
 from .coordination import Coordinator
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
 from .joined import Joined, Say
-from .joining import Invitation, accept, new_network, tokens
+from .joining import Invitation, accept_invitation, issue_tokens, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .serving import Serving
@@ -61,13 +61,13 @@ async def run_node(
     """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises
     NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
-    invitation = await accept(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
+    invitation = await accept_invitation(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)
     found = backend.hardware(hardware.probe(), settings.engine)
     served: ServedModel | None = None
     if settings.model is not None:
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
-    with locked(settings.home):
+    with lock_home(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home)
         await _join(settings, membership, found, served, say, stop, task_status)
 
@@ -108,7 +108,7 @@ async def _join(
         async with network:
             node = Node(Joined(network, settings, say), found, served, port, relay, nursery)
             address = network.address
-            handed_out = tokens(membership, address, identity, remembered)
+            handed_out = issue_tokens(membership, address, identity, remembered)
             task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out))
             await stop.wait()
             await node.drain()

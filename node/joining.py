@@ -22,7 +22,7 @@ from ..bootstrap import (
     parse_join_target,
 )
 
-__all__ = ["Invitation", "accept", "new_network", "read_join_target", "tokens"]
+__all__ = ["Invitation", "accept_invitation", "issue_tokens", "new_network", "read_join_target"]
 
 TOKEN_LIFETIME_S = 365 * 86400.0
 MAX_NAMED = 8  # members that a token names, its issuer included; each makes the token some 80 characters longer
@@ -39,7 +39,7 @@ class Invitation:
     key: NetworkKey | None
 
 
-async def accept(bootstrap: str, token_text: str | None) -> Invitation:
+async def accept_invitation(bootstrap: str, token_text: str | None) -> Invitation:
     """Membership by a join token. Raises AddressError, TokenError, Unreachable or Refused."""
     text, members = await read_join_target(bootstrap, token_text)
     token = JoinToken.parse(text)
@@ -57,7 +57,7 @@ def new_network(home: Path) -> Invitation:
     return Invitation(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), key=key)
 
 
-def tokens(
+def issue_tokens(
     membership: Invitation, address: Address, identity: Identity, known: tuple[Bootstrap, ...] = ()
 ) -> dict[str, str]:
     """Join tokens of a network that this node owns. They name this node, and members it knows from earlier runs."""

@@ -22,10 +22,10 @@ from typing import Annotated, Final
 import msgspec
 
 from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
-from ..kvtransport.link.permits import Permit
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
+from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.fitting import BatchLimits
 from .box.hardware import Hardware

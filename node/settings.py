@@ -16,7 +16,7 @@ from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
 from ..kvtransport.probing.figures import BoxFigures
 
-__all__ = ["LAN", "WAN", "BoxEngineSettings", "BoxLinkSettings", "NodeSettings", "NodeTuning"]
+__all__ = ["LAN", "WAN", "BoxEngineSettings", "BoxLinkSettings", "FittingSettings", "NodeSettings", "NodeTuning"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,19 @@ class BoxLinkSettings:
     box: BoxFigures = field(default_factory=BoxFigures)
     usd_per_s: float | None = None  # what a second saved is worth; None: paths are chosen by time alone
     max_usd_per_gb: float | None = None  # dearer paths are not taken; None: any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingSettings:
+    """How `box.fitting` divides a box's memory and time. What it estimates must not be more than the engine finds."""
+
+    cpu_share: float = 0.9  # of the memory of a box without GPUs; more: longer requests, less for whatever else runs
+    gpu_fixed_bytes: int = 768 << 20  # on each GPU: libraries, workspaces; less: longer requests, or no start
+    step_s: float = 0.1
+    """At most for a step beyond the least. Longer: what a step costs besides its products counts less; shorter: a short
+    prompt waits less for a long one."""
+    stage_model_len: int = 16_384  # tokens a stage has room for at least; fewer: more layers, shorter requests
+    tokens_per_request: int = 1024  # that it is expected to hold on average; fewer: more requests at once, and graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,7 @@ class BoxEngineSettings:
     memory_gib: float | None = None  # for weights and KV; None: what the box has
     emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
+    fitting: FittingSettings = field(default_factory=FittingSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +68,7 @@ class NodeTuning:
     # What is told to all members, and how often. More often: others act on fresher figures, and gossip grows with it.
     advert_interval_s: float = 1.0  # between adverts without news; news goes out at once
     links_interval_s: float = 2.0  # between tables of links
+    probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
     rtt_news: float = 0.25  # a round trip is told again when it has moved by this fraction
     link_news: float = 0.2  # the same for the figures of a link
@@ -69,7 +84,9 @@ class NodeTuning:
     stage_ask_s: float = 8.0  # a head its stages for their ends of a transfer; less than a gateway waits
     stage_open_s: float = 120.0  # a stage for its process: its fork server may still be importing vLLM
     stage_retry_s: float = 0.5  # before a stage that was not ready is asked again
+    pipe_lease_s: float = 86_400.0  # of a pipe's ticket: its connection is made once, and it is of no use afterwards
     hello_s: float = 5.0  # for the first bytes of a connection
+    hello_poll_s: float = 0.02  # between two looks for the rest of them; shorter: slow links start sooner, for more CPU
     max_pending_hellos: int = 256  # connections whose first bytes are waited for; more: strangers may hold more sockets
 
     # KV transfers.
@@ -85,6 +102,7 @@ class NodeTuning:
     unmeasured_rtt_s: float = 0.05
     unmeasured_gbps: float = 1.0
     permit_life_s: float = 3600.0  # for which this node lets others use it as a relay
+    permit_bytes: int = 1 << 40  # that it forwards for one permit, where its owner sets no budget
     permit_margin_s: float = 30.0  # before its end a relay's permit is asked for anew
     relay_refused_s: float = 60.0  # a relay that has refused is not asked again for so long
 

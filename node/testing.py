@@ -21,7 +21,7 @@ from ..bootstrap import DECODE_ERRORS, PeerId, PeerLost, ProtocolError, RequestT
 from ..bootstrap.handlers import Handlers
 from ..bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from ..bootstrap.streams.control import encode_body
-from ..kvtransport.link.dialling import DialPath
+from ..kvtransport.wire.dial_path import DialPath
 from ..kvtransport.wire.tickets import LinkTicket
 from . import messages
 from .engine import protocol

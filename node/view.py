@@ -150,6 +150,8 @@ class NetworkView:
             if advert is None or advert.model is None or engine is None:
                 continue
             hardware, fits = advert.hardware, min(advert.fits, advert.model.layers)
+            # An engine measures its device when it starts. One that waits for others has not started:
+            # it is planned with guesses until then.
             measured = min(engine.tflops, engine.memory_gbps) >= MIN_FIGURE
             if fits == advert.model.layers and not measured:
                 continue

@@ -163,8 +163,8 @@ def sample(modules: Sequence[str], size: int, seed: int) -> list[Mutant]:
 
 
 def find_tests(module: str) -> list[str]:
-    """The unit tests that import `module`: where those are many, of the folder that mirrors its own; where there are
-    none, all of its room."""
+    """The unit tests that import `module`: where those are many, only those in the folder that mirrors its own; where
+    there are none, all of that folder, or else of its room."""
     room, _, name = module.replace("/", ".").rpartition(".")
     direct = (f"p2pserve.{room}.{name} import", f"p2pserve.{room} import {name}\n")
     files = [
@@ -173,10 +173,11 @@ def find_tests(module: str) -> list[str]:
     ]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
     found = [path for path, text in texts.items() if any(phrase in text for phrase in direct)]
-    near = [path for path in found if Path(path).parent == Path("tests/unit") / Path(module).parent]
+    mirror = [path for path in texts if Path(path).parent == Path("tests/unit") / Path(module).parent]
+    near = [path for path in found if path in mirror]
     if len(found) > MANY_FILES and near:
         return near
-    return found or [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
+    return found or mirror or [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
 
 
 def do_tests_pass(tests: Sequence[str], copy: Path) -> bool:

@@ -264,7 +264,7 @@ class Membership:
                 life.heard_at = min(life.heard_at, now - self._settings.dead_s)
 
     def tick(self, now: float) -> TickResult:
-        """Move every member to the state its silence has earned."""
+        """Move every member to the state that follows from its silence."""
         changed = False
         forgotten: list[PeerId] = []
         for origin, life in list(self._lives.items()):

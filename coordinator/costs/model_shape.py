@@ -196,14 +196,18 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     hidden = number("hidden_size", "n_embd", "d_model")
     heads = number("num_attention_heads", "n_head", "n_heads", "num_heads")
     layers = number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    # Falcon says multi-query by a flag of its own, which its later architecture ignores.
     one_for_all = config.get("multi_query") is True and config.get("new_decoder_architecture") is not True
     plain = config.get("model_type") in {"opt", "bloom", "gpt2", "gpt_neox"}
     experts = number("num_local_experts", "num_experts", "n_routed_experts", default=1)
     shared = number("n_shared_experts", default=0) if experts > 1 else 0
     rank = number("kv_lora_rank", default=0)
+    # MLA (DeepSeek) caches one latent vector per token; as keys and values of half its width each,
+    # it has the right size.
     latent = rank + number("qk_rope_head_dim") if rank else 0
     head_dim = latent // 2 or number("head_dim", default=hidden // heads if heads > 0 else 0)
     kv_heads = 1 if one_for_all or latent else number("num_key_value_heads", "num_kv_heads", default=heads)
+    # Qwen2 names a window and says apart that it does not use it.
     window = number("sliding_window", default=0) if config.get("use_sliding_window", True) else 0
     kinds = config.get("layer_types")
     windowed = list(kinds).count("sliding_attention") if isinstance(kinds, list) else layers

@@ -3,7 +3,7 @@
 A node with k layers has KV blocks for so many tokens, of which requests fill 30 % when it runs
 well; a request holds 750 prompt and 240 output tokens (means of the Azure conversations, prompts
 above 2,048 tokens left out). Of the requests in flight a node computes as many at a time as its
-share of the round trip through all layers: b. So for each prompt it reads there are 240 / b steps
+share of the round trip through all layers: b. So for each prompt it prefills there are 240 / b steps
 that decode b tokens, and it passes
 
     (750 + 240) / (k * (prompt_s(750) + decode_s(b) * 240 / b))    tokens per second,

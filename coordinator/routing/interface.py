@@ -1,4 +1,4 @@
-"""What a routing policy is told, what it answers, and what it promises.
+"""What a routing policy is told, what it answers, and what holds of the answer.
 
     policy.choose(request, loads, now=now, rng=rng) -> Route
 

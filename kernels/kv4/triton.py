@@ -326,6 +326,7 @@ def _code_values(
     place = _place(middle, step, 0, True)
     start = _value_zero(place, step)
     factor = tl.math.div_rn(1.0, step * unit) * 128.0
+    # From here on in 1/128 step: whole numbers, so that sums of squares are exact in any order.
     y = nearby((y - (start * unit)[:, None, None, :]) * factor[:, None, None, :])
     shift = tl.zeros_like(place)
     smallest = tl.sum(tl.sum(tl.where(real, _squares(y, shift[:, None, None, :]), 0.0), 2), 1)

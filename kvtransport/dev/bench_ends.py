@@ -20,11 +20,11 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ..errors import TransferError
-from ..link.dialling import DialPath
 from ..link.endpoint import Endpoint
 from ..link.receive_link import ReceiveLink
 from ..link.send_link import SendLink
 from ..link.settings import LinkSettings
+from ..wire.dial_path import DialPath
 from ..wire.frames import KVFrame
 from ..wire.sockets import hang_up, pace, read_link_hello
 from ..wire.tickets import LinkTicket, TransferTicket

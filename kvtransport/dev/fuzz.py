@@ -313,7 +313,7 @@ def _attack_path(rng: random.Random, report: FuzzReport) -> None:
     said.append(Chunk(_KEYS[0], 0, 0, 200, 12, header, 200))
     said += [End(_KEYS[0], 1, 1), Abort(_KEYS[1], "enough")]
     writer = Channel(ticket, LinkRole.SENDER, rng.randbytes(16), hello=hello)
-    records = [writer.opening()]
+    records = [writer.begin_handshake()]
     records += [bytes(writer.seal(signal, payload if isinstance(signal, Chunk) else None)) for signal in said]
     mutations = rng.randint(1, 3)
     for _ in range(mutations):
@@ -359,7 +359,7 @@ def _read_all(rng: random.Random, reader: Channel, data: bytes, got: list[Signal
         count = min(len(space), len(view), rng.choice((1, 40, 5000)))
         space[:count] = view[:count]
         view = view[count:]
-        reader.received(count)
+        reader.note_received(count)
         while (signal := reader.next_signal()) is not None:
             if isinstance(signal, Chunk):
                 reader.open_payload(into)

@@ -8,52 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import TicketError
-from ..wire.signals import MAX_LABEL_BYTES
-from .permits import Permit
+from ..wire.dial_path import DialPath
 from .settings import LinkSettings
 
-__all__ = ["DialAttempt", "DialPath", "Dialler"]
-
-_MAX_STREAMS = 64
-
-
-class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to dial one path from box to box: `(host, port)` for `streams` connections.
-
-    With a `relay` permit, host and port are the relay's. `label` names the path in statistics at
-    both ends. `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks
-    it, its default stays. `pace_bytes_s`: bytes per second that all its connections together may
-    send, held by the kernel; 0: no limit.
-    """
-
-    host: str
-    port: int
-    label: str = "direct"
-    streams: int = 1
-    relay: Permit | None = None
-    congestion: str = ""
-    pace_bytes_s: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < len(self.host) <= 255 or not self.host.isprintable():
-            raise TicketError(f"host {self.host[:64]!r} is not a host name or address")
-        if not 0 < self.port < 65536:
-            raise TicketError(f"port {self.port} is not a TCP port (1..65535)")
-        if not 0 < len(self.label.encode()) <= MAX_LABEL_BYTES:
-            raise TicketError(f"label {self.label[:64]!r} must have 1 to {MAX_LABEL_BYTES} bytes")
-        if not 1 <= self.streams <= _MAX_STREAMS:
-            raise TicketError(f"{self.streams} streams; a path has 1 to {_MAX_STREAMS}")
-        if not 0 <= self.pace_bytes_s < 1 << 40:
-            raise TicketError(f"pace_bytes_s is {self.pace_bytes_s}; it must be 0 (no limit) or a rate")
-
-    def per_stream(self) -> DialPath:
-        """The same path with the pace of one of its connections."""
-        return msgspec.structs.replace(self, pace_bytes_s=-(-self.pace_bytes_s // self.streams))
-
-    def is_same_but_streams(self, other: DialPath) -> bool:
-        """Whether a connection made for one serves for the other."""
-        return msgspec.structs.replace(self, streams=1) == msgspec.structs.replace(other, streams=1)
+__all__ = ["DialAttempt", "Dialler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +86,25 @@ class Dialler:
                 found.append(DialAttempt(number, slot.path))
         return found
 
-    def mark_up(self, number: int, connection: int) -> bool:
+    def mark_up(self, slot: int, connection: int) -> bool:
         """An attempt has become a connection. False: it is no longer wanted and must be closed."""
-        slot = self._slots.get(number)
-        if slot is None:
+        wanted = self._slots.get(slot)
+        if wanted is None:
             return False
-        slot.is_dialling, slot.connection, slot.wait = False, connection, self._settings.redial_first_s
-        self.failures.pop(slot.path.label, None)
+        wanted.is_dialling, wanted.connection, wanted.wait = False, connection, self._settings.redial_first_s
+        self.failures.pop(wanted.path.label, None)
         return True
 
-    def mark_down(self, number: int, reason: str, now: float) -> None:
+    def mark_down(self, slot: int, reason: str, now: float) -> None:
         """An attempt has failed, or a connection is gone."""
-        slot = self._slots.get(number)
-        if slot is None:
+        wanted = self._slots.get(slot)
+        if wanted is None:
             return
-        if slot.is_dialling:
-            self.failures[slot.path.label] = reason
-        slot.is_dialling, slot.connection = False, None
-        slot.next_at = now + slot.wait * self._rng.uniform(0.5, 1.0)
-        slot.wait = min(2 * slot.wait, self._settings.redial_limit_s)
+        if wanted.is_dialling:
+            self.failures[wanted.path.label] = reason
+        wanted.is_dialling, wanted.connection = False, None
+        wanted.next_at = now + wanted.wait * self._rng.uniform(0.5, 1.0)
+        wanted.wait = min(2 * wanted.wait, self._settings.redial_limit_s)
 
     def take_leaving(self) -> list[int]:
         """Connections to retire now: those of former paths, once a wanted one is up."""

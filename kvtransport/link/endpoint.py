@@ -12,9 +12,9 @@ from typing import Self
 
 from ..errors import TransferError
 from ..wire.channel import Channel, LinkHello
+from ..wire.dial_path import DialPath
 from ..wire.tickets import LinkTicket
 from .budget import ByteBudget
-from .dialling import DialPath
 from .links import LinkStatistics
 from .receive_link import ReceiveLink
 from .send_link import SendLink

@@ -19,21 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from ..errors import KVProtocolError, TransferError
 from ..wire.channel import Channel, LinkHello, LinkRole
+from ..wire.dial_path import DialPath
 from ..wire.signals import Chunk, Signal
 from ..wire.sockets import dial, explain, fresh_nonce, hang_up, round_trip_s, shake_hands, tune
-from ..wire.tickets import LinkTicket
-from .dialling import DialAttempt, Dialler, DialPath
+from ..wire.tickets import LinkTicket, TransferTicket
+from .dialling import DialAttempt, Dialler
 from .machine import ConnectionStatistics, LinkMachine, PathStatistics
-from .transfers import CloseConnection, LinkEnded, LinkEvent, Released
+from .transfers import CloseConnection, EndState, LinkEnded, LinkEvent, Released
 
-__all__ = ["LinkConnection", "LinkStatistics", "ThreadedLink"]
+__all__ = ["LinkConnection", "LinkStatistics", "ThreadedLink", "TransferHandle"]
 
 _JOIN_S = 5.0
-_NEAR_S = 0.002
 _SHORTEST_WAIT_S = 0.005
 
 
@@ -56,7 +56,7 @@ class LinkStatistics:
 class LinkConnection:
     """An authenticated connection: its socket, its channel, and its number in the machine."""
 
-    def __init__(self, number: int, sock: socket.socket, channel: Channel, slot: int | None) -> None:
+    def __init__(self, number: int, sock: socket.socket, channel: Channel, slot: int | None, near_s: float) -> None:
         self.number = number
         self.sock = sock
         self.channel = channel
@@ -67,7 +67,7 @@ class LinkConnection:
         self.scratch = memoryview(bytearray(0))
         self.wakes_at = 1
         self.read_at = 0.0
-        self.near = round_trip_s(sock) < _NEAR_S
+        self.near = round_trip_s(sock) < near_s
         self.poll = select.poll()
         self.poll.register(sock, select.POLLIN)
 
@@ -165,6 +165,11 @@ class ThreadedLink(ABC):
                 failures=dict(self._dialler.failures),
             )
 
+    def abort(self, transfer: bytes, reason: str) -> None:
+        """See `TransferHandle.abort`."""
+        with self._use_machine():
+            self._machine.abort(transfer, reason)
+
     def close(self, reason: str = "") -> None:
         """End the link: open transfers fail, the other side is told if it listens, threads end."""
         with self._use_machine() as now:
@@ -176,6 +181,10 @@ class ThreadedLink(ABC):
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
+
+    def _require_own(self, ticket: TransferTicket) -> None:
+        if ticket.link != self.ticket.link:
+            raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
 
     # ---- what depends on who sends --------------------------------------------------------------------------
 
@@ -345,7 +354,8 @@ class ThreadedLink(ABC):
             if attempt is not None and not self._dialler.mark_up(attempt.slot, number):
                 self._machine.remove_connection(number, now)
                 return None
-            wire = LinkConnection(number, sock, channel, None if attempt is None else attempt.slot)
+            slot = None if attempt is None else attempt.slot
+            wire = LinkConnection(number, sock, channel, slot, self._machine.settings.near_s)
             self._wires[number] = wire
             self._on_connection(wire)
             self._changed.notify_all()
@@ -361,7 +371,7 @@ class ThreadedLink(ABC):
                 count = sock.recv_into(channel.space())
                 if not count:
                     return
-                channel.received(count)
+                channel.note_received(count)
                 now = self._clock()
                 with self._lock:
                     machine.note_heard(wire.number, count, now)
@@ -371,7 +381,7 @@ class ThreadedLink(ABC):
                     else:
                         self._take_signal(wire, signal, now)
         except KVProtocolError as error:
-            if not channel.damaged:
+            if not channel.is_damaged:
                 with self._use_machine():
                     machine.end_for_violation(error)
             raise
@@ -405,3 +415,32 @@ class ThreadedLink(ABC):
                 del self._wires[wire.number]
             self._changed.notify_all()
         sock.close()
+
+
+L = TypeVar("L", bound=ThreadedLink)
+
+
+class TransferHandle(Generic[L]):
+    """What both ends of one transfer offer. Any thread may use it; it ends exactly once."""
+
+    def __init__(self, link: L, ticket: TransferTicket) -> None:
+        self.ticket = ticket
+        self._link = link
+        self._ended = threading.Event()
+        self._state = EndState("open")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.ticket.transfer.hex()[:8]} {self._state}>"
+
+    @property
+    def state(self) -> EndState:
+        return self._state
+
+    def abort(self, reason: str) -> None:
+        """Give up; the peer is told why. Never raises; an ended transfer stays as it is."""
+        self._link.abort(self.ticket.transfer, reason)
+
+    def wait(self, timeout: float | None = None) -> EndState:
+        """The state once it has ended, or after `timeout` seconds."""
+        self._ended.wait(timeout)
+        return self._state

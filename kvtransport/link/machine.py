@@ -67,8 +67,7 @@ class PathStatistics:
 class ControlRecord:
     """A control signal in flight, said again if its connection dies or is late. `news` is made anew
     each time: what the other end has to know now. `last` is how the transfer ended here, and kept
-    until it is confirmed.
-    """
+    until it is confirmed."""
 
     kind: Literal["news", "last"]
     transfer: bytes
@@ -191,8 +190,7 @@ class LinkMachine(ABC, Generic[T]):
     the peer's fault: hand it to `end_for_violation`.
 
     An end adds four things: what a signal means to it, what it has to tell about a transfer, how it
-    says that it gives one up, and what an ended transfer still holds.
-    """
+    says that it gives one up, and what an ended transfer still holds."""
 
     def __init__(self, settings: LinkSettings, lease_s: float, now: float) -> None:
         self.settings = settings

@@ -5,26 +5,22 @@ from __future__ import annotations
 import queue
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from ..errors import KVProtocolError, TransferAborted, TransferError, TransferTimeout
+from ..errors import KVProtocolError, TransferAborted, TransferTimeout
 from ..wire.channel import LinkRole
+from ..wire.dial_path import DialPath
 from ..wire.frames import KVFrame
 from ..wire.signals import Chunk, Signal, frame_of
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
-from .dialling import DialPath
-from .links import LinkConnection, ThreadedLink
+from .links import LinkConnection, ThreadedLink, TransferHandle
 from .receiving import ReceiveMachine, ReceiveProgress
 from .settings import LinkSettings
 from .transfers import EndState, FrameReady, LinkEvent, TransferComplete, TransferEnded
 
 __all__ = ["IncomingTransfer", "ReceiveLink"]
-
-_WAKE_BYTES = 128 * 1024
-_FAST_S = 0.01
 
 
 class _BufferPool:
@@ -51,33 +47,15 @@ class _BufferPool:
             self._free.setdefault(len(buffer), []).append(buffer)
 
 
-class IncomingTransfer:
-    """The receiving end of a transfer. One thread takes frames; any the rest. Ends exactly once."""
+class IncomingTransfer(TransferHandle["ReceiveLink"]):
+    """The receiving end of one transfer. Only one thread takes frames."""
 
     def __init__(self, link: ReceiveLink, ticket: TransferTicket, on_ready: Callable[[], None] | None) -> None:
-        self.ticket = ticket
-        self.tokens: int | None = None
-        self._link = link
+        super().__init__(link, ticket)
+        self.tokens: int | None = None  # once every frame has arrived
         self._on_ready = on_ready
         self._ready: queue.SimpleQueue[FrameReady | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
-        self._state = EndState("open")
-        self._complete = False
         self._last: ReceiveProgress | None = None
-
-    def __repr__(self) -> str:
-        return (
-            f"<IncomingTransfer {self.ticket.transfer.hex()[:8]} {self._state}{' complete' if self._complete else ''}>"
-        )
-
-    @property
-    def state(self) -> EndState:
-        return self._state
-
-    @property
-    def complete(self) -> bool:
-        """Whether every frame has arrived. They may not have been taken yet."""
-        return self._complete
 
     def grant(self, window_bytes: int | None = None, first: int = 0) -> None:
         """There is a place for the KV: so many bytes may be here that have not been taken and used.
@@ -90,8 +68,7 @@ class IncomingTransfer:
         asked for.
 
         Ends when the sender's last frame has been taken; raises TransferError when the transfer
-        fails.
-        """
+        fails."""
         while (frame := self.take()) is not None:
             yield frame[1]
             self.consume(frame[0])
@@ -99,8 +76,7 @@ class IncomingTransfer:
     def take(self, timeout: float | None = None) -> tuple[int, KVFrame] | None:
         """The next whole frame with its number, None after the last; `consume` must follow when its
         payload is no longer looked at. Raises TransferTimeout after `timeout`, TransferError when
-        the transfer has failed.
-        """
+        the transfer has failed."""
         try:
             ready = self._ready.get(timeout=timeout)
         except queue.Empty:
@@ -123,15 +99,6 @@ class IncomingTransfer:
         if self._state.name != "delivered":
             raise TransferAborted(self._state.reason)
 
-    def abort(self, reason: str) -> None:
-        """No more is wanted; the sender is told why. Never raises; no effect after the end."""
-        self._link.abort(self, reason)
-
-    def wait(self, timeout: float | None = None) -> EndState:
-        """The state once it has ended, or after `timeout` seconds."""
-        self._ended.wait(timeout)
-        return self._state
-
     def progress(self) -> ReceiveProgress:
         """How far it is."""
         return self._last or self._link.progress(self)
@@ -141,7 +108,7 @@ class IncomingTransfer:
         return self._on_ready
 
     def _whole(self, tokens: int) -> Callable[[], None] | None:
-        self.tokens, self._complete = tokens, True
+        self.tokens = tokens
         self._ready.put(None)
         return self._on_ready
 
@@ -175,8 +142,7 @@ class ReceiveLink(ThreadedLink):
     def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
         """A transfer will come. `on_ready`, called by the link's thread, must not block: a frame is
         whole, or the end. Raises TransferError for a link that is over or another's ticket."""
-        if ticket.link != self.ticket.link:
-            raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
+        self._require_own(ticket)
         incoming = IncomingTransfer(self, ticket, on_ready)
         with self._use_machine() as now:
             self._receiver.expect(ticket.transfer, now + ticket.deadline_s, now)
@@ -184,7 +150,7 @@ class ReceiveLink(ThreadedLink):
             self._timer.notify_all()
         return incoming
 
-    # ---- for Incoming ---------------------------------------------------------------------------------------
+    # ---- for IncomingTransfer ---------------------------------------------------------------------------------------
 
     def grant(self, incoming: IncomingTransfer, window_bytes: int | None, first: int) -> None:
         """See `IncomingTransfer.grant`."""
@@ -193,7 +159,7 @@ class ReceiveLink(ThreadedLink):
             self._receiver.grant(incoming.ticket.transfer, window, first)
 
     def consume(self, incoming: IncomingTransfer, frame: int) -> None:
-        """See `IncomingTransfer.consumed`."""
+        """See `IncomingTransfer.consume`."""
         with self._use_machine():
             memory = self._receiver.consume(incoming.ticket.transfer, frame)
             if memory is not None:
@@ -203,11 +169,6 @@ class ReceiveLink(ThreadedLink):
         """See `IncomingTransfer.acknowledge`."""
         with self._use_machine():
             self._receiver.acknowledge(incoming.ticket.transfer)
-
-    def abort(self, incoming: IncomingTransfer, reason: str) -> None:
-        """See `IncomingTransfer.abort`."""
-        with self._use_machine():
-            self._receiver.abort(incoming.ticket.transfer, reason)
 
     def progress(self, incoming: IncomingTransfer) -> ReceiveProgress:
         """See `IncomingTransfer.progress`."""
@@ -222,7 +183,7 @@ class ReceiveLink(ThreadedLink):
         with self._lock:
             self._receiver.check_integrity()
 
-    # ---- for LinkRim ----------------------------------------------------------------------------------------
+    # ---- for ThreadedLink ----------------------------------------------------------------------------------------
 
     def _count_open(self) -> int:
         return len(self._transfers)
@@ -314,11 +275,11 @@ class ReceiveLink(ThreadedLink):
     def _mark(self, wire: LinkConnection) -> None:
         """Let the kernel wake this thread when it is worth it. Each waking costs both sides more
         than the reading: while chunks come fast it sleeps until one is whole, else the sender is to
-        hear of every 128 KiB."""
-        now = self._clock()
+        hear of every `wake_bytes`."""
+        now, settings = self._clock(), self._receiver.settings
         enough = max(wire.channel.missing, 1)
-        if now - wire.read_at > _FAST_S:
-            enough = min(enough, _WAKE_BYTES)
+        if now - wire.read_at > settings.fast_s:
+            enough = min(enough, settings.wake_bytes)
         wire.read_at = now
         if enough != wire.wakes_at:
             wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)

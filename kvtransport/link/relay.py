@@ -19,24 +19,30 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError
+from ..wire.permits import RELAY_HELLO_BYTES, Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
 from ..wire.sockets import hang_up, receive_exactly, tune
-from .permits import RELAY_HELLO_BYTES, Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
+from .settings import LinkSettings
 
 __all__ = ["Relay"]
 
 _PIPE_BYTES = 1 << 20
 _PIECE_BYTES = 256 * 1024
-_HELLO_S = 5.0
-_CONNECT_S = 5.0
 _JOIN_S = 5.0
 
 
 class Relay:
     """Forwards connections with a permit: accepted sockets that begin with `RELAY_MAGIC`."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.time, max_connections: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        settings: LinkSettings | None = None,
+        clock: Callable[[], float] = time.time,
+        max_connections: int = 256,
+    ) -> None:
         self._ledger = RelayLedger()
         self._clock = clock
+        self._authenticate_s = (settings or LinkSettings()).authenticate_s
         self._max = max_connections
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -107,7 +113,7 @@ class Relay:
             tune(client)
             permit = self._enter(client)
             onward = self._dial(permit)
-            client.settimeout(_HELLO_S)
+            client.settimeout(self._authenticate_s)
             client.sendall(pack_relay_answer(Refusal.ACCEPTED))
             self._forward(client, onward, permit)
         except RelayRefused as refusal:
@@ -125,13 +131,13 @@ class Relay:
                 onward.close()
 
     def _enter(self, client: socket.socket) -> Permit:
-        hello = receive_exactly(client, RELAY_HELLO_BYTES, time.monotonic() + _HELLO_S)
+        hello = receive_exactly(client, RELAY_HELLO_BYTES, time.monotonic() + self._authenticate_s)
         with self._lock:
             return self._ledger.enter(hello, self._clock())
 
     def _dial(self, permit: Permit) -> socket.socket:
         try:
-            onward = socket.create_connection((permit.next_host, permit.next_port), _CONNECT_S)
+            onward = socket.create_connection((permit.next_host, permit.next_port), self._authenticate_s)
         except OSError as error:
             where = f"{permit.next_host}:{permit.next_port}"
             reason = f"{where} does not answer: {error.strerror or error}"

@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import TransferAborted, TransferError, TransferTimeout
+from ..errors import TransferAborted, TransferTimeout
 from ..routing.report import TransferTimes
 from ..wire.channel import CHUNK_OVERHEAD_BYTES, Channel, LinkRole
+from ..wire.dial_path import DialPath
 from ..wire.frames import KVFrame
 from ..wire.signals import Ack, Chunk, Signal
 from ..wire.sockets import hang_up
 from ..wire.tickets import LinkTicket, TransferTicket
 from .budget import ByteBudget
-from .dialling import DialPath
-from .links import LinkConnection, ThreadedLink
+from .links import LinkConnection, ThreadedLink, TransferHandle
 from .sending import SendMachine, SendProgress
 from .settings import LinkSettings
 from .transfers import EndState, LinkEvent, TransferEnded, TransferGranted
@@ -26,27 +26,17 @@ __all__ = ["OutgoingTransfer", "SendLink"]
 OnEnd = Callable[["OutgoingTransfer", EndState], None]
 
 
-class OutgoingTransfer:
-    """The sending end of one transfer. Any thread may use it; it ends exactly once."""
+class OutgoingTransfer(TransferHandle["SendLink"]):
+    """The sending end of one transfer."""
 
     def __init__(self, link: SendLink, ticket: TransferTicket, on_end: OnEnd | None) -> None:
-        self.ticket = ticket
-        self._link = link
+        super().__init__(link, ticket)
         self._on_end = on_end
-        self._ended = threading.Event()
         self._granted = threading.Event()
         self._first = 0
-        self._state = EndState("open")
         self._last: SendProgress | None = None
         self._prefill_done_at: float | None = None
         self._ended_at: float | None = None
-
-    def __repr__(self) -> str:
-        return f"<OutgoingTransfer {self.ticket.transfer.hex()[:8]} {self._state}>"
-
-    @property
-    def state(self) -> EndState:
-        return self._state
 
     @property
     def times(self) -> TransferTimes | None:
@@ -78,22 +68,12 @@ class OutgoingTransfer:
 
         Without `timeout` this never waits: when too much is held already, the transfer is aborted.
         With one it waits so long for room. Raises TransferError once the transfer has failed; the
-        frame is then released.
-        """
+        frame is then released."""
         self._link.push(self, frame, release, timeout)
 
     def finish(self, tokens: int) -> None:
         """All frames, covering `tokens` positions, have been queued."""
         self._prefill_done_at = self._link.finish(self, tokens)
-
-    def abort(self, reason: str) -> None:
-        """Give up; the receiver is told why. Never raises; an ended transfer stays as it is."""
-        self._link.abort(self, reason)
-
-    def wait(self, timeout: float | None = None) -> EndState:
-        """The state once it has ended, or after `timeout` seconds."""
-        self._ended.wait(timeout)
-        return self._state
 
     def progress(self) -> SendProgress:
         """How far it is."""
@@ -147,8 +127,7 @@ class SendLink(ThreadedLink):
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
         """Begin a transfer; the link's thread calls `on_end(outgoing, state)` once, not to be held
         up. Raises TransferError for a link that is over or another's ticket."""
-        if ticket.link != self.ticket.link:
-            raise TransferError(f"the ticket is for link {ticket.link.hex()}, this is {self.ticket.link.hex()}")
+        self._require_own(ticket)
         outgoing = OutgoingTransfer(self, ticket, on_end)
         with self._use_machine() as now:
             self._sender.open(ticket.transfer, now + ticket.deadline_s, now)
@@ -156,7 +135,7 @@ class SendLink(ThreadedLink):
             self._timer.notify_all()
         return outgoing
 
-    # ---- for Outgoing ---------------------------------------------------------------------------------------
+    # ---- for OutgoingTransfer ---------------------------------------------------------------------------------------
 
     def push(
         self, outgoing: OutgoingTransfer, frame: KVFrame, release: Callable[[], None] | None, timeout: float | None
@@ -180,11 +159,6 @@ class SendLink(ThreadedLink):
         with self._use_machine() as now:
             self._sender.finish(outgoing.ticket.transfer, tokens)
         return now
-
-    def abort(self, outgoing: OutgoingTransfer, reason: str) -> None:
-        """See `OutgoingTransfer.abort`."""
-        with self._use_machine():
-            self._sender.abort(outgoing.ticket.transfer, reason)
 
     def progress(self, outgoing: OutgoingTransfer) -> SendProgress:
         """See `OutgoingTransfer.progress`."""
@@ -210,7 +184,7 @@ class SendLink(ThreadedLink):
             release()
         raise TransferAborted(outgoing.state.reason or "the transfer has ended")
 
-    # ---- for LinkRim ----------------------------------------------------------------------------------------
+    # ---- for ThreadedLink ----------------------------------------------------------------------------------------
 
     def _count_open(self) -> int:
         return len(self._transfers)

@@ -393,8 +393,7 @@ class SendMachine(LinkMachine[_SendingTransfer]):
 
     def _queue(self, transfer: _SendingTransfer, now: float | None = None) -> None:
         """Put a transfer in the ring if it could send. With `now` it is noted since when it waits
-        for more credit; the first credit says that the receiver is there.
-        """
+        for more credit; the first credit says that the receiver is there."""
         if not transfer.in_ring and transfer.measure_next(self.settings.chunk_bytes):
             transfer.in_ring, transfer.deficit = True, self.settings.chunk_bytes  # to send on its first turn
             self._ring.append(transfer)

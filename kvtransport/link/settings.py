@@ -36,6 +36,9 @@ class LinkSettings:
     ack_chunks        a receiver confirms at the latest after so many chunks,
     ack_bytes         or so many bytes of one, or when nothing more comes
     ack_within_ms     within so many milliseconds. Each confirmation wakes a thread at both ends.
+    near_s            round trip below which a connection wakes its reader for whole chunks only,
+    fast_s            while the last one is at most so long ago, else for every
+    wake_bytes        so many bytes. Larger saves both ends wakings and tells the sender later.
     max_connections   accepted per link.
     """
 
@@ -55,6 +58,9 @@ class LinkSettings:
     ack_chunks: int = 4
     ack_bytes: int = 128 * 1024
     ack_within_ms: int = 2
+    near_s: float = 0.002
+    fast_s: float = 0.01
+    wake_bytes: int = 128 * 1024
     max_connections: int = 64
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ class SimulatedLink:
         hello = LinkHello(self.ticket.link, self.random.randbytes(16), dials)
         first = Channel(self.ticket, dials, hello.nonce, label=label)
         second = Channel(self.ticket, accepts, self.random.randbytes(16), hello=hello)
-        _pour(first, second.opening())
+        _pour(first, second.begin_handshake())
         first.next_signal()
         _pour(second, bytes(first.seal(LinkGreeting(label))))
         second.next_signal()
@@ -191,13 +191,13 @@ class SimulatedLink:
     def _arrive(self, wire: SimulatedWire, role: LinkRole, data_read: memoryview) -> None:
         channel, machine = wire.channels[role], self.machine(role)
         wire.channels[role].space()[: len(data_read)] = data_read
-        channel.received(len(data_read))
+        channel.note_received(len(data_read))
         machine.note_heard(wire.numbers[role], len(data_read), self.now)
         try:
             while (signal := channel.next_signal()) is not None:
                 self._signal(wire, role, signal)
         except KVProtocolError as error:
-            if not channel.damaged:
+            if not channel.is_damaged:
                 machine.end_for_violation(error)
             self.kill(wire)
 
@@ -225,7 +225,7 @@ def _pour(channel: Channel, data: bytes) -> None:
         space = channel.space()
         count = min(len(space), len(data))
         space[:count] = data[:count]
-        channel.received(count)
+        channel.note_received(count)
         data = data[count:]
         if data:
             channel.next_signal()

@@ -92,14 +92,13 @@ class BurstGate:
         return f"<BurstGate {self.ticket.burst.hex()}: {len(self._socks)} of {self.ticket.streams}>"
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all connections are there."""
         return len(self._socks) == self.ticket.streams
 
     def attach(self, sock: socket.socket, hello: BurstHello) -> None:
         """Takes the socket of an accepted connection over. ProtocolError, and a closed socket, if
-        it does not belong here, comes twice, or too late.
-        """
+        it does not belong here, comes twice, or too late."""
         try:
             hello.check(self.ticket)
             with self._lock:
@@ -114,7 +113,7 @@ class BurstGate:
     def wait(self, timeout: float) -> BurstEnds:
         """All the connections, once they are there."""
         with self._lock:
-            complete = self._lock.wait_for(lambda: self.complete, timeout)
+            complete = self._lock.wait_for(lambda: self.is_complete, timeout)
             self._over = True
             ends = BurstEnds(self.ticket, tuple(self._socks[index] for index in sorted(self._socks)))
         if not complete:
@@ -155,8 +154,7 @@ def dial_burst(ticket: BurstTicket, host: str, port: int, timeout: float) -> Bur
 
 def send_burst(ends: BurstEnds) -> BurstSample:
     """Send on all connections until the receiver has seen enough, and return what it saw. The
-    connections are used up.
-    """
+    connections are used up."""
     stop, sent = threading.Event(), [0] * len(ends.socks)
     payload = os.urandom(_BLOCK_BYTES)  # no box in between can compress it
     # More than the receiver will count, so that no stream runs dry before the end.
@@ -174,8 +172,7 @@ def send_burst(ends: BurstEnds) -> BurstSample:
 
 def receive_burst(ends: BurstEnds) -> BurstSample:
     """Receive until the rate has settled, the time is over or the bytes are, and tell the sender
-    what was seen. The connections are used up.
-    """
+    what was seen. The connections are used up."""
     ticket = ends.ticket
     meter, lock, stop = BurstMeter(ticket.streams, ticket.rtt_s), threading.Lock(), threading.Event()
     threads = [
@@ -209,8 +206,7 @@ def receive_burst(ends: BurstEnds) -> BurstSample:
 @contextmanager
 def _running(ends: BurstEnds, threads: list[threading.Thread], stop: threading.Event) -> Iterator[None]:
     """The threads run inside; afterwards they have ended and the sockets are closed, in this order:
-    a socket's number must not be another's while a thread still uses it.
-    """
+    a socket's number must not be another's while a thread still uses it."""
     for sock in ends.socks:
         sock.settimeout(_TURN_S)
     for thread in threads:
@@ -231,7 +227,7 @@ def _enough(meter: BurstMeter, ticket: BurstTicket, begun: float, now: float, al
         return "bytes"
     if meter.seconds(now) >= ticket.seconds:
         return "time"
-    if meter.stable(now):
+    if meter.is_stable(now):
         return "stable"
     if not alive:
         return "closed by the sender"

@@ -22,8 +22,7 @@ _STEADY = 0.10
 class BurstMeter:
     """Counts from the first byte on. `rtt_s` is what the link's round trip is thought to be: a
     stream that its window holds up sends one window per round trip, so nothing shorter than two of
-    them says what it carries.
-    """
+    them says what it carries."""
 
     def __init__(self, streams: int, rtt_s: float) -> None:
         self._bins: list[list[int]] = []  # per bin, bytes of each stream
@@ -49,7 +48,7 @@ class BurstMeter:
         """Since the first byte."""
         return 0.0 if self._first_at is None else max(now - self._first_at, 0.0)
 
-    def stable(self, now: float) -> bool:
+    def is_stable(self, now: float) -> bool:
         """Whether more of the burst would tell nothing new."""
         begin, end = self._steady(now)
         if end - begin < 2 * self._smooth:
@@ -61,7 +60,7 @@ class BurstMeter:
     def sample(self, now: float, ended: str) -> BurstSample:
         """The result, if the burst ends now."""
         begin, end = self._steady(now)
-        stable = self.stable(now)
+        stable = self.is_stable(now)
         if end <= begin:  # over within a bin or two: all there is
             seconds = max(self.last_at - (self._first_at or 0.0), BIN_S / 10.0) if self.bytes else 0.0
             gbps = gbps_of(self.bytes, seconds) if self.bytes else 0.0

@@ -56,8 +56,7 @@ class BurstTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     within `lease_s`.
 
     `rtt_s` is what the round trip is thought to be: the receiver judges by it when the rate has
-    settled.
-    """
+    settled."""
 
     burst: bytes
     key: bytes

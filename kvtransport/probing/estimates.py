@@ -113,8 +113,7 @@ class EstimateSettings:
     being full. `join_s`: stretches of a transfer with no longer gap between them count as one.
     `stable_s`, `stable_within`: figures that moved by less within that time are told unchanged, so
     that what was chosen by them is kept. Larger saves work and follows later. `history`:
-    observations kept for whoever looks.
-    """
+    observations kept for whoever looks."""
 
     half_life_s: float = 600.0
     rtt_half_life_s: float = 60.0

@@ -22,6 +22,7 @@ import msgspec
 from ..errors import FiguresError
 
 __all__ = [
+    "GB",
     "MAX_STREAMS",
     "WINDOW_BYTES",
     "BoxFigures",
@@ -34,6 +35,9 @@ __all__ = [
     "rate_gbps",
     "streams_for",
 ]
+
+GB = 1e9
+"""Bytes that are billed as one gigabyte."""
 
 WINDOW_BYTES = 2.6e6
 """Bytes that one stream has under way with the kernel's default buffers."""
@@ -86,8 +90,7 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     streams) are payload rates. `usd_per_gb` is what a gigabyte costs over this link alone, where
     that is not what its boxes are billed otherwise (0 inside a site, say); None for the boxes' own
     prices. `rtt_confidence` and `rate_confidence` lie in [0, 1]. `capacity_is_floor`: no transfer
-    was ever held up by the link, so it may carry more.
-    """
+    was ever held up by the link, so it may carry more."""
 
     rtt_s: float
     one_stream_gbps: float
@@ -146,8 +149,7 @@ class BoxFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `relay_gbps`: what it forwards for others at most (its CPU, or its owner's will); 0 for a box
     that does not relay. `relay_budget_bytes`: bytes that it may still forward today; None without
-    limit.
-    """
+    limit."""
 
     up_gbps: float | None = None
     down_gbps: float | None = None
@@ -175,8 +177,7 @@ def prior(
     rtt_ms: float, single_gbps: float, multi_gbps: float, *, usd_per_gb: float | None = None, reason: str = "prior"
 ) -> LinkFigures:
     """What to believe of a link before anything is measured: a plain row (round trip, one stream, n
-    streams), such as the classes of `sims/data/wan_links.csv`.
-    """
+    streams), such as the classes of `sims/data/wan_links.csv`."""
     return LinkFigures(
         rtt_s=rtt_ms / 1e3,
         rtt_min_s=rtt_ms / 1e3,

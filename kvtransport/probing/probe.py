@@ -29,8 +29,7 @@ from typing import final
 import msgspec
 
 from ..errors import FiguresError
-from ..routing.costs import GB
-from .figures import MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
+from .figures import GB, MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
 
 __all__ = [
     "Activity",
@@ -179,8 +178,7 @@ class DeferredBurst:
 @dataclass(frozen=True, slots=True)
 class ProbeStep:
     """What is due: ping these peers; ask for this burst, if any. The box is reserved for the burst
-    until `on_burst_done` or `on_refused`.
-    """
+    until `on_burst_done` or `on_refused`."""
 
     pings: tuple[str, ...] = ()
     burst: BurstRequest | None = None
@@ -339,8 +337,7 @@ class ProbeScheduler:
         self, request: BurstRequest, peer: str, activity: Activity, *, usd_per_gb: float, now: float
     ) -> BurstRefusal | None:
         """`peer` wants to send this box a burst, for which the box pays `usd_per_gb`. None reserves
-        it: the burst may begin.
-        """
+        it: the burst may begin."""
         self._expire_reservation(now)
         if request.max_bytes > self.settings.burst_bytes:
             return BurstRefusal(DeferReason.TOO_MUCH, self.settings.burst_every_s)
@@ -433,8 +430,8 @@ class ProbeScheduler:
 
     def _add_allowance(self, now: float) -> None:
         """The allowance flows in evenly and is kept for a day at most."""
-        earned = max(now - self._usd_at, 0.0) / _DAY_S * self.settings.usd_per_day
-        self._usd = min(self._usd + earned, self.settings.usd_per_day)
+        allowed = max(now - self._usd_at, 0.0) / _DAY_S * self.settings.usd_per_day
+        self._usd = min(self._usd + allowed, self.settings.usd_per_day)
         self._usd_at = max(self._usd_at, now)
 
     def _expire_reservation(self, now: float) -> None:

@@ -34,8 +34,7 @@ def infer(
     `sites`: box -> site. A link takes the medians of the measured links between the same two sites
     in the same direction, else in the reverse one; its rates are bounded by its own boxes' caps.
     Whether it is reachable is never taken from another link. Links about which nothing is known are
-    left out: the caller has a prior for them.
-    """
+    left out: the caller has a prior for them."""
     groups: dict[tuple[str, str], list[LinkFigures]] = {}
     for (a, b), figures in sorted(measured.items()):
         if a in sites and b in sites and figures.source is Source.MEASURED and figures.reachable:

@@ -11,11 +11,10 @@ from itertools import pairwise
 from math import fsum
 
 from ..errors import FiguresError
-from ..probing.figures import BoxFigures, LinkFigures
+from ..probing.figures import GB, BoxFigures, LinkFigures
 
-__all__ = ["GB", "HopCost", "TransferCost", "hop_prices", "path_usd_per_gb", "transfer_cost"]
+__all__ = ["HopCost", "TransferCost", "hop_prices", "path_usd_per_gb", "transfer_cost"]
 
-GB = 1e9
 _UNKNOWN = BoxFigures()
 
 

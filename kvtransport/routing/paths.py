@@ -28,8 +28,8 @@ from itertools import combinations, pairwise
 from math import inf
 
 from ..errors import FiguresError, TransferError
-from ..probing.figures import BoxFigures, LinkFigures, bytes_per_s, rate_gbps, streams_for
-from .costs import GB, path_usd_per_gb
+from ..probing.figures import GB, BoxFigures, LinkFigures, bytes_per_s, rate_gbps, streams_for
+from .costs import path_usd_per_gb
 from .prediction import ArrivalCurve, arrival_curve, striped_seconds
 from .settings import PathSettings
 
@@ -95,8 +95,7 @@ class PathQuery:
     for both legs.
 
     `usd_per_s`: dollars that a second saved is worth; None when money does not matter.
-    `max_usd_per_gb`: paths that cost more are never taken.
-    """
+    `max_usd_per_gb`: paths that cost more are never taken."""
 
     source: str
     target: str
@@ -118,8 +117,7 @@ class PathQuery:
 @dataclass(frozen=True, slots=True)
 class KVPath:
     """One path: direct (`via` None) or through a relay, with its number of streams and the rate
-    expected of it. `rtt_s` is the sum over its hops.
-    """
+    expected of it. `rtt_s` is the sum over its hops."""
 
     source: str
     target: str
@@ -205,8 +203,7 @@ def choose(
     before what the figures of their links say; 0 for one that stalls. `warm`: paths whose
     connections have carried bytes lately. `unsteady`: paths that were just in trouble, which may
     not be one of two: chunks stuck on one of them come last. Raises NoPath when nothing is
-    possible, FiguresError when nothing is known of the direct link.
-    """
+    possible, FiguresError when nothing is known of the direct link."""
     settings = settings or PathSettings()
     residual = _ResidualNetwork(job, network, observed or {}, warm)
     direct = residual.predict_single(None)
@@ -288,6 +285,7 @@ class _ResidualNetwork:
         if via is not None and not self._may_relay(via):
             return _impossible_option(job, via, CandidateVerdict.NO_BUDGET, f"{via} may not forward {job.bytes} bytes")
         alpha = sum(leg.rtt_s for leg in legs)
+        # The cheapest bound first: with 32 relays most cannot win even if nothing else were flowing.
         at_best = alpha + job.bytes / bytes_per_s(max(min(leg.capacity_gbps for leg in legs), 1e-9))
         if at_best >= give_up_s and via not in self.observed:
             path = KVPath(job.source, job.target, via, 0, 0.0)
@@ -295,10 +293,13 @@ class _ResidualNetwork:
             return _Option(Candidate((path,), inf, inf, 0.0, 0.0, "", 0.0, CandidateVerdict.SLOWER, detail))
         limits = self._limits(via, pairs, legs)
         gbps, limit = min(limits, key=lambda item: item[0])
+        # Enough streams for the slowest limit; where their windows together still carry less than
+        # that, the window is the limit.
         streams = max(_streams(leg, gbps) for leg in legs)
         through = min(rate_gbps(leg, streams) for leg in legs)
         if through < gbps * (1.0 - 1e-9):
             gbps, limit = through, "window"
+        # What a running transfer shows beats every estimate.
         if via in self.observed:
             gbps, limit = self.observed[via], "observed"
         if gbps <= 0.0:
@@ -396,6 +397,7 @@ def _pick(
     job: PathQuery, candidates: list[Candidate], current: frozenset[str | None] | None, settings: PathSettings
 ) -> PathChoice:
     price = job.usd_per_s
+    # A price limit excludes a path whatever it would gain; the margin is for rounding alone.
     limit = None if job.max_usd_per_gb is None else job.max_usd_per_gb * job.bytes / GB
     judged = [
         replace(one, verdict=CandidateVerdict.TOO_DEAR, detail=f"${one.usd / job.bytes * GB:.4f} per GB")
@@ -420,10 +422,13 @@ def _pick(
     if not able:
         text = "; ".join(f"{one.label}: {one.verdict} {one.detail}".rstrip() for one in judged)
         raise NoPath(f"no path from {job.source} to {job.target}: {text}", tuple(judged))
+    # Two paths cost two sets of connections, so a pair has to be clearly faster than the best one alone.
     best = min((one for one in able if len(one.paths) == 1), key=worth, default=None)
     pair = min((one for one in able if len(one.paths) > 1), key=worth, default=None)
     if best is None or (pair is not None and worth(pair)[0] * settings.stripe_gain < worth(best)[0]):
         best = pair
+    # Hysteresis: a change of paths throws warm connections away, and two choices that are about
+    # as good would take turns.
     kept = next((one for one in able if current is not None and one.vias == current), None)
     if (
         best is not None

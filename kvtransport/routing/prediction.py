@@ -26,8 +26,7 @@ _HALVINGS = 26
 @dataclass(frozen=True, slots=True)
 class ArrivalCurve:
     """Bytes that have arrived over a path by time t: none until `start_s`, then growing from
-    `first` bytes/s, doubling every `rtt_s`, up to `rate` bytes/s.
-    """
+    `first` bytes/s, doubling every `rtt_s`, up to `rate` bytes/s."""
 
     start_s: float
     rtt_s: float

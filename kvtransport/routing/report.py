@@ -17,8 +17,7 @@ class TransferTimes:
         |-------------------- span ---------------------|
 
     Layer by layer, most of a transfer runs while later layers still compute; only what is left
-    after prefill delays the first token that the decode side makes.
-    """
+    after prefill delays the first token that the decode side makes."""
 
     first_frame_at: float
     prefill_done_at: float

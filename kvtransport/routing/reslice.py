@@ -32,8 +32,7 @@ class ShardLayout:
     its ranks.
 
     Up to one rank per head, a stage's `tp` divides `kv_heads` and each rank has its block of heads;
-    beyond that, `kv_heads` divides `tp` and neighbouring ranks hold the same head, as in vLLM.
-    """
+    beyond that, `kv_heads` divides `tp` and neighbouring ranks hold the same head, as in vLLM."""
 
     tp: tuple[int, ...]
     stages: tuple[int, ...]

@@ -17,9 +17,9 @@ class PathSettings:
 
     relay_gain       by how much a relay must beat a direct path that is possible. Relayed bytes
                      are billed twice as often and take another box's bandwidth.
-    stripe_gain      by how much two paths must beat the best one. switch_gain      by how much
-    anything must beat what is in use. give_up_factor   a relay that at its best needs so many times
-    as long as the direct path is not
+    stripe_gain      by how much two paths must beat the best one.
+    switch_gain      by how much anything must beat what is in use.
+    give_up_factor   a relay that at its best needs so many times as long as the direct path is not
                      worked out: it could not make a stripe worth its gain either.
     striped_relays   stripes are tried over the direct path and this many of the best relays. Each
                      costs a prediction for every other one.

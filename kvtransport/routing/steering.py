@@ -130,8 +130,7 @@ class PathController:
 
     def on_progress(self, via: str | None, acked_bytes: int, backlog_bytes: int, *, now: float) -> None:
         """So many bytes have been acknowledged over this path since the transfer began, and so many
-        are waiting for it or in flight on it. A path is judged only while something is.
-        """
+        are waiting for it or in flight on it. A path is judged only while something is."""
         known = self._acked.get(via, 0)
         self._acked[via] = max(acked_bytes, known)
         if (one := self._watched.get(via)) is None:

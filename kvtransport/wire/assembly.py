@@ -18,8 +18,7 @@ __all__ = ["Assembly"]
 
 class Assembly:
     """Expects every layer of `layers`, heads `[0, heads)` and positions `[first, first + tokens)`,
-    each exactly once.
-    """
+    each exactly once."""
 
     def __init__(self, layers: range, heads: int, tokens: int, *, first: int = 0) -> None:
         if not layers or layers.step < 1 or heads < 1 or tokens < 1 or first < 0:
@@ -49,8 +48,7 @@ class Assembly:
 
     def complete_tokens(self) -> int:
         """Length of the longest run from the first position on that every layer and head has: what
-        survives a broken transfer.
-        """
+        survives a broken transfer."""
         return min(self._prefix(*intervals) for intervals in self._present.values())
 
     @property

@@ -94,15 +94,14 @@ def parse_link_hello(data: bytes) -> LinkHello:
 class Channel:
     """The wire of one connection, at one of its ends.
 
-    Reading: put bytes into `space()`, say how many with `received`, then take signals from
+    Reading: put bytes into `space()`, say how many with `note_received`, then take signals from
     `next_signal` until there is none. A `Chunk` leaves its payload sealed until `open_payload` says
-    where to; the next signal comes after. Writing: `opening` first, then `seal`. Reading and
+    where to; the next signal comes after. Writing: `begin_handshake`, then `seal`. Reading and
     writing share nothing but the keys, so one thread may do each once the handshake is over.
 
-    The first ProtocolError is final. `damaged` then tells bytes that do not open, which anybody on
-    the path can cause and which cost the connection, from signals that the peer must not send,
-    which cost the link.
-    """
+    The first ProtocolError is final. `is_damaged` then tells bytes that do not open, which anybody
+    on the path can cause and which cost the connection, from signals that the peer must not send,
+    which cost the link."""
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class Channel:
         return f"<Channel {state} {self.label!r} in={self.bytes_in} out={self.bytes_out}>"
 
     @property
-    def damaged(self) -> bool:
+    def is_damaged(self) -> bool:
         """Whether it was bytes that ended this channel, not what the peer said under its own key."""
         return isinstance(self._error, Damaged) or not self.authenticated
 
@@ -155,7 +154,7 @@ class Channel:
         """How many keys have been replaced, both directions together."""
         return sum(cipher.rekeyed for cipher in (self._sealer, self._opener) if cipher is not None)
 
-    def opening(self) -> bytes:
+    def begin_handshake(self) -> bytes:
         """What this side sends first: hello, or welcome and greeting (the dialler's, once
         welcomed)."""
         data = self._hello.pack() if self.dials else _WELCOME_MAGIC + self._nonce
@@ -177,7 +176,7 @@ class Channel:
         """How many bytes more it takes until `next_signal` can have anything."""
         return self._start + self._need - self._end
 
-    def received(self, count: int) -> None:
+    def note_received(self, count: int) -> None:
         """`count` bytes have been put into `space()`."""
         if self._error is not None:
             raise self._error

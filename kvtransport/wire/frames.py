@@ -28,8 +28,7 @@ _MAX_POSITION = 1 << 31
 @dataclass(frozen=True, slots=True)
 class KVFrame:
     """Keys and values of one layer, some heads and some tokens. `payload` is what `kernels.codec`
-    wrote; it is not copied.
-    """
+    wrote; it is not copied."""
 
     layer: int
     head_first: int

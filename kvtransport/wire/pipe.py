@@ -40,19 +40,19 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import ConnectionClosed, KVProtocolError, TransferAborted, TransferError, TransferTimeout
-from ..link.dialling import DialPath
 from .channel import NONCE_BYTES, LinkHello, LinkRole
 from .ciphers import TAG_BYTES, Cipher, RekeyBounds
+from .dial_path import DialPath
 from .frames import MAX_REASON_BYTES
 from .sockets import dial, explain, fresh_nonce, hang_up, receive_exactly, tune
 from .tickets import LinkTicket
 
 __all__ = [
     "MAX_BUFFERS",
-    "Head",
-    "Kind",
     "Pipe",
     "PipeSettings",
+    "RecordHead",
+    "RecordKind",
     "accept_pipe",
     "dial_pipe",
     "greet",
@@ -85,7 +85,7 @@ class PipeSettings:
     clock: Callable[[], float] = time.monotonic
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """What a record is."""
 
     GREETING = 0
@@ -95,10 +95,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RecordHead:
     """A record: `size` bytes follow, without tags; a message's `buffers`, or a close's reason."""
 
-    kind: Kind
+    kind: RecordKind
     buffers: int = 0
     size: int = 0
 
@@ -107,20 +107,20 @@ class Head:
         return _HEAD.pack(self.kind, self.buffers, 0, self.size)
 
 
-_GREETING = Head(Kind.GREETING)
-_KINDS = {kind.value: kind for kind in Kind}
+_GREETING = RecordHead(RecordKind.GREETING)
+_KINDS = {kind.value: kind for kind in RecordKind}
 
 
-def parse_head(data: bytes | bytearray, max_bytes: int) -> Head:
+def parse_head(data: bytes | bytearray, max_bytes: int) -> RecordHead:
     """Raises ProtocolError for what no peer may announce."""
     number, buffers, zero, size = _HEAD.unpack(data)
     kind = _KINDS.get(number)
     if kind is None or zero or data[1]:
         raise KVProtocolError(f"a record of kind {number}: of another version")
-    most = max_bytes if kind is Kind.MESSAGE else MAX_REASON_BYTES if kind is Kind.CLOSE else 0
-    if not 4 * buffers <= size <= most or (buffers and kind is not Kind.MESSAGE) or buffers > MAX_BUFFERS:
+    most = max_bytes if kind is RecordKind.MESSAGE else MAX_REASON_BYTES if kind is RecordKind.CLOSE else 0
+    if not 4 * buffers <= size <= most or (buffers and kind is not RecordKind.MESSAGE) or buffers > MAX_BUFFERS:
         raise KVProtocolError(f"a record of kind {kind.name} with {buffers} buffers and {size} bytes")
-    return Head(kind, buffers, size)
+    return RecordHead(kind, buffers, size)
 
 
 def dial_pipe(ticket: LinkTicket, path: DialPath, *, timeout: float, settings: PipeSettings | None = None) -> Pipe:
@@ -153,10 +153,13 @@ def greet(
             tune(sock)
         sock.settimeout(timeout)
         nonce = _exchange_nonces(sock, ticket, hello, dials, until)
+        # Both nonces and both hellos are in the key: nothing of an earlier connection can be replayed,
+        # and who was told other parameters derives another key.
         keys = HKDF(SHA256(), 64, hello.nonce + nonce, _INFO + hello.pack()).derive(ticket.secret)
         mine, theirs = (keys[:32], keys[32:]) if dials else (keys[32:], keys[:32])
         sealer, opener = Cipher(mine, settings.bounds), Cipher(theirs, settings.bounds)
         greeting = bytearray(_SEALED_HEAD_BYTES)
+        # Each end proves that it has the key before anything is believed of it.
         sealer.seal(_GREETING.pack(), memoryview(greeting))
         sock.sendall(greeting)
         plain = bytearray(_HEAD.size)
@@ -240,7 +243,7 @@ class Pipe:
         if len(views) > MAX_BUFFERS or size > self._settings.max_bytes:
             raise KVProtocolError(f"a message of {len(views)} buffers and {size} bytes: too large for a pipe")
         with self._sending:
-            self._say(Head(Kind.MESSAGE, len(views), size), laid_out)
+            self._say(RecordHead(RecordKind.MESSAGE, len(views), size), laid_out)
 
     def receive(self) -> list[memoryview]:
         """The buffers of the next message. Raises TransferError; TransferAborted with the peer's
@@ -288,7 +291,7 @@ class Pipe:
 
     # ---- writing: under the lock `_sending` ------------------------------------------------------------------
 
-    def _say(self, head: Head, buffers: Iterable[Buffer]) -> None:
+    def _say(self, head: RecordHead, buffers: Iterable[Buffer]) -> None:
         self._raise_if_ended()
         out = memoryview(self._out)
         self._sealer.seal(head.pack(), out[:_SEALED_HEAD_BYTES])
@@ -341,7 +344,7 @@ class Pipe:
             return
         try:
             if self._writable(0):
-                self._say(Head(Kind.BEAT), ())
+                self._say(RecordHead(RecordKind.BEAT), ())
         finally:
             self._sending.release()
 
@@ -352,7 +355,7 @@ class Pipe:
         try:
             if self._writable(_GOODBYE_S):
                 out = memoryview(bytearray(_SEALED_HEAD_BYTES + len(reason) + TAG_BYTES))
-                self._sealer.seal(Head(Kind.CLOSE, 0, len(reason)).pack(), out[:_SEALED_HEAD_BYTES])
+                self._sealer.seal(RecordHead(RecordKind.CLOSE, 0, len(reason)).pack(), out[:_SEALED_HEAD_BYTES])
                 if reason:
                     self._sealer.seal(reason, out[_SEALED_HEAD_BYTES:])
                 self._write(out if reason else out[:_SEALED_HEAD_BYTES])
@@ -375,20 +378,20 @@ class Pipe:
             self._opener.open(self._take(_SEALED_HEAD_BYTES), self._head)
             head = parse_head(self._head, self._settings.max_bytes)
             match head.kind:
-                case Kind.MESSAGE:
+                case RecordKind.MESSAGE:
                     data = memoryview(bytearray(head.size))
                     for first in range(0, head.size, _BLOCK_BYTES):
                         block = data[first : first + _BLOCK_BYTES]
                         self._opener.open(self._take(len(block) + TAG_BYTES), block)
                     return split(data, head.buffers)
-                case Kind.CLOSE:
+                case RecordKind.CLOSE:
                     reason = bytearray(head.size)
                     if reason:
                         self._opener.open(self._take(head.size + TAG_BYTES), reason)
                     raise TransferAborted(reason.decode("utf-8", "replace") or "closed", by_peer=True)
-                case Kind.GREETING:
+                case RecordKind.GREETING:
                     raise KVProtocolError("a greeting comes first, and once")
-                case Kind.BEAT:
+                case RecordKind.BEAT:
                     pass
         return None
 

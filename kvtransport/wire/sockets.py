@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError, TransferTimeout
-from ..link.dialling import DialPath
-from ..link.permits import pack_relay_hello
 from .channel import LINK_HELLO_BYTES, NONCE_BYTES, Channel, LinkHello, parse_link_hello
+from .dial_path import DialPath
+from .permits import pack_relay_hello
 from .signals import LinkGreeting
 
 __all__ = [
@@ -109,7 +109,7 @@ def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
     until = time.monotonic() + timeout
     try:
         _wait_until(sock, until)
-        sock.sendall(channel.opening())
+        sock.sendall(channel.begin_handshake())
         while not channel.authenticated:
             greeting = channel.next_signal()
             if greeting is None:
@@ -117,7 +117,7 @@ def shake_hands(sock: socket.socket, channel: Channel, timeout: float) -> None:
                 count = sock.recv_into(channel.space())
                 if not count:
                     raise ConnectionClosed("the other side closed the connection instead of greeting")
-                channel.received(count)
+                channel.note_received(count)
         if channel.dials:
             sock.sendall(channel.seal(LinkGreeting(channel.label)))
         sock.settimeout(None)

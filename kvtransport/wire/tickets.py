@@ -35,8 +35,7 @@ class LinkTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Both processes hold the same ticket. Keys of connections are derived from `secret` with fresh
     nonces of both ends (`channel`), so one ticket serves for every connection and redial. The link
-    ends when it has carried no transfer for `lease_s` seconds.
-    """
+    ends when it has carried no transfer for `lease_s` seconds."""
 
     link: bytes
     secret: bytes

@@ -18,49 +18,45 @@ from ...coordinator.costs.efficiency import efficiency_of
 from ...coordinator.costs.gpus import GpuError, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
 from ..models import ModelInfo
+from ..settings import BoxEngineSettings, FittingSettings
 from .hardware import Gpu, Hardware
 
 __all__ = [
     "BatchLimits",
     "Room",
     "can_share",
+    "choose_requests",
+    "choose_step_tokens",
+    "count_kv_tokens",
+    "count_layers_that_fit",
     "default_tp",
+    "find_longest_that_fits",
     "gpu_working_bytes",
-    "kv_room",
-    "kv_tokens_in",
-    "layers_that_fit",
-    "longest_that_fits",
-    "requests_at_once",
-    "room_on",
-    "step_tokens_on",
+    "measure_kv_room",
+    "measure_room",
 ]
 
+FITTING: Final = FittingSettings()
 GPU_SHARE = 0.92  # of what CUDA sees of a GPU's memory, as the engine takes it
 CUDA_SEES = 0.98  # of what NVML counts: 1 to 2 % are the driver's
-GPU_FIXED_BYTES: Final = 768 << 20  # on each GPU: libraries, their workspaces, fragments
 GRAPH_BYTES_PER_LAYER: Final = 12 << 20  # on each GPU: captured graphs
 SAMPLING_BYTES: Final = 24  # per request and token of the vocabulary: logits, and their sorted copies
-CPU_SHARE = 0.9  # of the box's memory
 CPU_KV_CACHE_MIB = 256  # what the engine takes when nothing is said
 _FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 KEPT_BACK_TOKENS: Final = 128  # vLLM gives out all blocks of the cache but one, which has so many on a CPU
 LEAST_MODEL_LEN: Final = 2048
 """A box that has room for less beside all weights is a stage instead. Shortened lengths are multiples of it."""
-STAGE_MODEL_LEN: Final = 16_384
-"""What a stage has room for at least. The length of its replica is what fits into all of its stages."""
 
 CPU_STEP_TOKENS: Final = 512
 GPU_STEP_TOKENS: Final = (2048, 4096, 8192)
 """What a step computes at most, unless the owner says otherwise or the plan wants less. No plan asks for more than the
 first beside answers; more serves boxes that only prefill."""
-STEP_S: Final = 0.1  # at most, beyond the least: what a step costs besides its products is little then, and waiting too
 LARGE_GPU_GIB: Final = 70.0  # from here on vLLM takes larger steps too
 
 FEW_REQUESTS: Final = 64
 MANY_REQUESTS: Final = 256
 """At once. Graphs are captured for twice as many tokens, at most 512; the planner's batches end there too."""
-TOKENS_PER_REQUEST: Final = 1024  # that it is expected to hold, on average
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,42 +80,38 @@ class Room:
     kv_cache_bytes: int | None
 
 
-def room_on(
-    hardware: Hardware,
-    *,
-    tp: int,
-    memory_gib: float | None,
-    dtype: str,
-    kv_cache_mib: int | None,
-    working_bytes: int = 0,
-) -> Room:
-    """What a box offers on `tp` GPUs, or in memory without. `memory_gib`: the owner's limit."""
+def measure_room(hardware: Hardware, settings: BoxEngineSettings, *, tp: int, working_bytes: int = 0) -> Room:
+    """What a box offers on `tp` of its GPUs, or in its own memory without any, within the owner's limits.
+    `working_bytes` is what each GPU needs besides weights and KV."""
+    kv_cache_mib = settings.kv_cache_mib
     if hardware.gpus:
         least = min(gpu.memory_gib for gpu in hardware.gpus[:tp])  # each holds as much as the others
         available = tp * (least * CUDA_SEES * GPU_SHARE - working_bytes / 2**30)
     else:
-        available = hardware.memory_gib * CPU_SHARE
+        available = hardware.memory_gib * settings.fitting.cpu_share
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB
-    if memory_gib is not None:
-        available = min(available, memory_gib)
+    if settings.memory_gib is not None:
+        available = min(available, settings.memory_gib)
     auto = 0 if hardware.gpus else _FLOAT_BYTES["float32"]
     return Room(
         memory_bytes=int(max(0.0, available) * 2**30),
-        float_bytes=_FLOAT_BYTES.get(dtype, auto),
+        float_bytes=_FLOAT_BYTES.get(settings.dtype, auto),
         kv_cache_bytes=kv_cache_mib << 20 if kv_cache_mib is not None else None,
     )
 
 
-def gpu_working_bytes(shape: ModelShape, limits: BatchLimits, *, tp: int) -> int:
-    """What each of `tp` GPUs holds besides weights and KV: activations, logits, graphs, libraries."""
+def gpu_working_bytes(shape: ModelShape, limits: BatchLimits, *, tp: int, fitting: FittingSettings = FITTING) -> int:
+    """What each of `tp` GPUs holds besides weights and KV: activations of the largest step, logits of all requests,
+    graphs, and what libraries take."""
     wide = 3 * shape.intermediate * shape.active_experts // tp  # both halves of the gated product, and the result
     activations = limits.max_batched_tokens * (4 * shape.hidden + wide) * 2
     logits = limits.max_requests * shape.vocabulary * SAMPLING_BYTES
-    return GPU_FIXED_BYTES + shape.layers * GRAPH_BYTES_PER_LAYER + activations + logits
+    return fitting.gpu_fixed_bytes + shape.layers * GRAPH_BYTES_PER_LAYER + activations + logits
 
 
-def step_tokens_on(hardware: Hardware, shape: ModelShape, *, tp: int) -> int:
-    """The largest budget that `tp` GPUs compute in `STEP_S`, or by memory for unknown cards."""
+def choose_step_tokens(hardware: Hardware, shape: ModelShape, *, tp: int, fitting: FittingSettings = FITTING) -> int:
+    """The largest budget that `tp` GPUs of the box compute in `step_s`, or by memory for unknown
+    cards; a larger one saves little and makes short prompts wait."""
     if not hardware.gpus:
         return CPU_STEP_TOKENS
     card = hardware.gpus[0]
@@ -127,7 +119,7 @@ def step_tokens_on(hardware: Hardware, shape: ModelShape, *, tp: int) -> int:
     flop_s = _reached_flop_s(card)
     if flop_s is None:
         return GPU_STEP_TOKENS[-1] if card.memory_gib >= LARGE_GPU_GIB else GPU_STEP_TOKENS[0]
-    in_time = [tokens for tokens in GPU_STEP_TOKENS if tokens * token_flop <= STEP_S * flop_s * tp]
+    in_time = [tokens for tokens in GPU_STEP_TOKENS if tokens * token_flop <= fitting.step_s * flop_s * tp]
     return max(in_time, default=GPU_STEP_TOKENS[0])
 
 
@@ -140,14 +132,15 @@ def _reached_flop_s(card: Gpu) -> float | None:
     return known.tflops * 1e12 * efficiency_of(known).compute_share
 
 
-def requests_at_once(kv_tokens: int) -> int:
+def choose_requests(kv_tokens: int, fitting: FittingSettings = FITTING) -> int:
     """How many requests so many positions of KV are enough for: a power of two, as graphs are captured for."""
-    enough = max(1, kv_tokens // TOKENS_PER_REQUEST)
+    enough = max(1, kv_tokens // fitting.tokens_per_request)
     return min(MANY_REQUESTS, max(FEW_REQUESTS, 1 << (enough.bit_length() - 1)))
 
 
 def can_share(model: ModelInfo, tp: int) -> bool:
-    """Whether the workers share a layer evenly: whole heads each; KV heads may be held twice."""
+    """Whether so many workers can share a layer evenly. Each has whole heads; where there are more workers than KV
+    heads, several hold the same one."""
     return model.shape.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
 
 
@@ -156,8 +149,9 @@ def default_tp(hardware: Hardware, model: ModelInfo) -> int:
     return next(tp for tp in range(max(1, len(hardware.gpus)), 0, -1) if can_share(model, tp))
 
 
-def layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:
-    """How many layers, anywhere in the model, fit on `tp` workers; 0 for none."""
+def count_layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:
+    """How many layers fit on `tp` workers, wherever in the model they are and with what belongs to them there; 0 for
+    none. Workers beyond the model's KV heads hold copies."""
     tokens = min(max_model_len or model.max_model_len, model.max_model_len)
 
     def fits(first: int, last: int) -> bool:
@@ -172,7 +166,7 @@ def layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_len: int
     return 0
 
 
-def kv_room(model: ModelInfo, room: Room, layers: int) -> int:
+def measure_kv_room(model: ModelInfo, room: Room, layers: int) -> int:
     """Bytes for KV beside any `layers` layers, or those that the cache is to have; 0 where these do not fit."""
     weights = max(
         model.weights.of_stage(first, first + layers, room.float_bytes) for first in range(model.layers - layers + 1)
@@ -183,15 +177,16 @@ def kv_room(model: ModelInfo, room: Room, layers: int) -> int:
     return room.kv_cache_bytes if room.kv_cache_bytes <= left else 0
 
 
-def kv_tokens_in(model: ModelInfo, room: Room, layers: int, *, tp: int) -> int:
+def count_kv_tokens(model: ModelInfo, room: Room, layers: int, *, tp: int) -> int:
     """Positions of KV in that room, in layers that look back over all of them."""
     bytes_each = _kv_bytes(model, room, 1, 0, layers, tp)
-    return kv_room(model, room, layers) // bytes_each
+    return measure_kv_room(model, room, layers) // bytes_each
 
 
-def longest_that_fits(model: ModelInfo, room: Room, *, tp: int) -> int:
-    """The longest request beside all weights: the model's length or `LEAST_MODEL_LEN`s; 0: none."""
-    available = kv_room(model, room, model.layers)
+def find_longest_that_fits(model: ModelInfo, room: Room, *, tp: int) -> int:
+    """How long a request may be that fits beside all of the weights: the model's own length, or the largest multiple
+    of `LEAST_MODEL_LEN` below it; 0 for none."""
+    available = measure_kv_room(model, room, model.layers)
 
     def needed(tokens: int) -> int:
         return _kv_bytes(model, room, tokens + KEPT_BACK_TOKENS, 0, model.layers, tp)

@@ -73,7 +73,7 @@ class Card(NamedTuple):
     slices: tuple[Gpu, ...] = ()
 
 
-def visible(cards: Sequence[Card], variable: str | None) -> dict[str, Gpu]:
+def select_visible(cards: Sequence[Card], variable: str | None) -> dict[str, Gpu]:
     """The GPUs that CUDA shows of `cards`, in NVML's order, when CUDA_VISIBLE_DEVICES has this value: by the name that
     the engine is to know them by, an index in `cards` or the UUID of a MIG slice, in CUDA's order.
 
@@ -111,7 +111,7 @@ def probe(environ: Mapping[str, str] = os.environ) -> Hardware:
         cores=len(os.sched_getaffinity(0)),
         memory_gib=psutil.virtual_memory().total / 2**30,
         processor=platform.processor() or platform.machine(),
-        gpus=tuple(visible(_cards(), environ.get(VISIBLE)).values()),
+        gpus=tuple(select_visible(_cards(), environ.get(VISIBLE)).values()),
     )
 
 
@@ -120,7 +120,7 @@ def cuda_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     order = {ORDER: "PCI_BUS_ID"}
     if VISIBLE not in environ:
         return order
-    return {**order, VISIBLE: ",".join(visible(_cards(), environ[VISIBLE]))}
+    return {**order, VISIBLE: ",".join(select_visible(_cards(), environ[VISIBLE]))}
 
 
 def _cards() -> tuple[Card, ...]:

@@ -20,7 +20,7 @@ class NodeUsageError(NodeError):
 
 
 @contextmanager
-def locked(home: Path) -> Iterator[None]:
+def lock_home(home: Path) -> Iterator[None]:
     """Hold `home` for this process; the lock file names its pid. Raises NodeError when another node runs there."""
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)

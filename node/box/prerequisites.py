@@ -21,7 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["Device", "DiskRoom", "Prerequisites", "choose_device", "complaints", "lacks", "lacks_room", "look"]
+__all__ = [
+    "Device",
+    "DiskRoom",
+    "Prerequisites",
+    "choose_device",
+    "describe_lack",
+    "describe_lack_of_room",
+    "inspect_box",
+    "list_complaints",
+]
 
 Device = Literal["cpu", "cuda"]
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -60,13 +69,13 @@ def choose_device(asked: str, box: Prerequisites) -> Device:
     return "cuda" if asked == "cuda" else "cpu"
 
 
-def lacks(box: Prerequisites, device: Device, *, driver_later: bool = False) -> str | None:
+def describe_lack(box: Prerequisites, device: Device, *, driver_later: bool = False) -> str | None:
     """What keeps an engine from working on `device`, with what to do about it, in one line; None for nothing."""
-    return next(complaints(box, device, driver_later=driver_later), None)
+    return next(list_complaints(box, device, driver_later=driver_later), None)
 
 
-def complaints(box: Prerequisites, device: Device, *, driver_later: bool = False) -> Iterator[str]:
-    """All that `lacks` would say, one after the other."""
+def list_complaints(box: Prerequisites, device: Device, *, driver_later: bool = False) -> Iterator[str]:
+    """All that `describe_lack` would say, one after the other."""
     if not box.has_compiler:
         yield (
             f"no C compiler '{box.compiler}'; install one (Debian, Ubuntu: apt-get install build-essential) or name it "
@@ -96,8 +105,9 @@ def complaints(box: Prerequisites, device: Device, *, driver_later: bool = False
         )
 
 
-def lacks_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
-    """Whether the CUDA packages fit, as `lacks` says it, where they are installed and unpacked."""
+def describe_lack_of_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
+    """What is wrong, as `describe_lack` says it, where the CUDA packages do not fit into the folder where they are
+    installed or the one where their archives lie meanwhile."""
     needed = [(target, INSTALLED_GB), (scratch, DOWNLOADED_GB)]
     if target.device == scratch.device:
         needed = [(target, INSTALLED_GB + DOWNLOADED_GB)]
@@ -110,7 +120,7 @@ def lacks_room(target: DiskRoom, scratch: DiskRoom) -> str | None:
     return None
 
 
-def look(
+def inspect_box(
     root: Path = Path("/"),
     environ: Mapping[str, str] = os.environ,
     open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL,
@@ -161,11 +171,11 @@ def main(arguments: list[str]) -> int:
     asked, options = "".join(arguments[:1]), set(arguments[1:])
     if asked not in DEVICES or not options <= {DRIVER_LATER, RENEW}:
         return _refuse(f"DEVICE: '{asked}' is none; say one of {', '.join(DEVICES)}", 2)
-    box = look()
+    box = inspect_box()
     device = choose_device(asked, box)
-    complaint = lacks(box, device, driver_later=DRIVER_LATER in options)
+    complaint = describe_lack(box, device, driver_later=DRIVER_LATER in options)
     if complaint is None and device == "cuda" and RENEW not in options:
-        complaint = lacks_room(_place(str(Path.cwd())), _place(tempfile.gettempdir()))
+        complaint = describe_lack_of_room(_place(str(Path.cwd())), _place(tempfile.gettempdir()))
     if complaint is not None:
         return _refuse(complaint, 1)
     sys.stdout.write(f"{device}\n")

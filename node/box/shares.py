@@ -9,19 +9,18 @@ from ..settings import BoxEngineSettings
 from .fitting import (
     FEW_REQUESTS,
     MANY_REQUESTS,
-    STAGE_MODEL_LEN,
     BatchLimits,
     Room,
     can_share,
+    choose_requests,
+    choose_step_tokens,
+    count_kv_tokens,
+    count_layers_that_fit,
     default_tp,
+    find_longest_that_fits,
     gpu_working_bytes,
-    kv_room,
-    kv_tokens_in,
-    layers_that_fit,
-    longest_that_fits,
-    requests_at_once,
-    room_on,
-    step_tokens_on,
+    measure_kv_room,
+    measure_room,
 )
 from .hardware import Hardware
 from .home import NodeError, NodeUsageError
@@ -48,17 +47,12 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
             f"{model.name} was made for; take at most that, or leave the option out"
         )
     tp = _choose_tp(model, hardware, settings)
-    tokens = step_tokens_on(hardware, model.shape, tp=tp)
+    fitting = settings.fitting
+    tokens = choose_step_tokens(hardware, model.shape, tp=tp, fitting=fitting)
     most = choose_limits(settings, tokens, MANY_REQUESTS if hardware.gpus else FEW_REQUESTS)
-    room = room_on(
-        hardware,
-        tp=tp,
-        memory_gib=settings.memory_gib,
-        dtype=settings.dtype,
-        kv_cache_mib=settings.kv_cache_mib,
-        working_bytes=gpu_working_bytes(model.shape, most, tp=tp),
-    )
-    layers, longest = _fit_layers(model, room, settings.max_model_len, tp)
+    working = gpu_working_bytes(model.shape, most, tp=tp, fitting=fitting)
+    room = measure_room(hardware, settings, tp=tp, working_bytes=working)
+    layers, longest = _fit_layers(model, room, settings, tp)
     if layers == 0:
         raise NodeError(
             f"model {model.name}: not one of its {model.layers} layers fits the memory of this box; take a smaller "
@@ -68,8 +62,8 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
         return Share(layers, tp, choose_limits(settings, tokens, FEW_REQUESTS, longest), settings.kv_cache_mib)
     kv_cache_mib = settings.kv_cache_mib
     if kv_cache_mib is None and settings.memory_gib is not None:  # left to itself, the engine takes all of the GPU
-        kv_cache_mib = max(1, kv_room(model, room, layers) >> 20)
-    requests = requests_at_once(kv_tokens_in(model, room, layers, tp=tp))
+        kv_cache_mib = max(1, measure_kv_room(model, room, layers) >> 20)
+    requests = choose_requests(count_kv_tokens(model, room, layers, tp=tp), fitting)
     return Share(layers, tp, choose_limits(settings, tokens, requests, longest), kv_cache_mib)
 
 
@@ -84,14 +78,15 @@ def _choose_tp(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings
     return tp
 
 
-def _fit_layers(model: ModelInfo, room: Room, max_model_len: int | None, tp: int) -> tuple[int, int | None]:
+def _fit_layers(model: ModelInfo, room: Room, settings: BoxEngineSettings, tp: int) -> tuple[int, int | None]:
     """How many layers fit, and the length of a request where it is not the model's own."""
-    if max_model_len is not None:
-        return layers_that_fit(model, room, tp=tp, max_model_len=max_model_len), max_model_len
-    longest = longest_that_fits(model, room, tp=tp)
+    wanted = settings.max_model_len
+    if wanted is not None:
+        return count_layers_that_fit(model, room, tp=tp, max_model_len=wanted), wanted
+    longest = find_longest_that_fits(model, room, tp=tp)
     if longest:
         return model.layers, longest if longest < model.max_model_len else None
-    return layers_that_fit(model, room, tp=tp, max_model_len=STAGE_MODEL_LEN), None
+    return count_layers_that_fit(model, room, tp=tp, max_model_len=settings.fitting.stage_model_len), None
 
 
 def choose_limits(settings: BoxEngineSettings, tokens: int, requests: int, longest: int | None = None) -> BatchLimits:

@@ -72,7 +72,7 @@ def require_engine(hardware: Hardware, environ: Mapping[str, str]) -> None:
     build = installed_build()
     complaint = contradiction(build, hardware, environ)
     if complaint is None and hardware.gpus:
-        complaint = prerequisites.lacks(prerequisites.look(environ=environ), "cuda")
+        complaint = prerequisites.describe_lack(prerequisites.inspect_box(environ=environ), "cuda")
     if complaint is not None:
         raise NodeError(f"engine: {complaint}")
 

@@ -18,7 +18,7 @@ import msgspec
 from ...coordinator.costs.gpus import GpuSpec
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
-from ...kvtransport.link.dialling import DialPath
+from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, TransferSettings
 

@@ -20,17 +20,15 @@ import trio
 from ...bootstrap import Address, PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
 from ...kvtransport.link.relay import Relay
 from ...kvtransport.probing.figures import BoxFigures, bytes_per_s
+from ...kvtransport.wire.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
 from .. import messages
 from ..methods import RELAY_OPEN
 from ..settings import WAN, NodeTuning
 
 __all__ = ["DataPort", "RelayDesk"]
 
-HELLO_POLL_S = 0.02
-PERMIT_BYTES = 1 << 40
 UNBOUNDED_BYTES_S = 1e12
 _SECRET_BYTES = 32
 
@@ -66,7 +64,7 @@ class RelayDesk:
             secret=secrets.token_bytes(_SECRET_BYTES),
             next_host=target.host,
             next_port=target.port,
-            byte_budget=self._box.relay_budget_bytes or PERMIT_BYTES,
+            byte_budget=self._box.relay_budget_bytes or self._tuning.permit_bytes,
             bytes_per_s=bytes_per_s(self._box.relay_gbps) if self._box.relay_gbps else UNBOUNDED_BYTES_S,
             expires_at=time.time() + self._tuning.permit_life_s,
         )
@@ -119,7 +117,8 @@ class DataPort:
             door = self._doors.get(head)
             with trio.move_on_after(self._tuning.hello_s):
                 if door is not None:
-                    is_taken = door.take(await read_hello(connection, door.hello_bytes), connection)
+                    hello = await read_hello(connection, door.hello_bytes, self._tuning.hello_poll_s)
+                    is_taken = door.take(hello, connection)
         except (TransferError, OSError):
             pass  # whoever it was did not speak the protocol; a real peer reports the failure
         finally:
@@ -128,7 +127,7 @@ class DataPort:
                 connection.close()
 
 
-async def read_hello(connection: socket.socket, size: int) -> bytes:
+async def read_hello(connection: socket.socket, size: int, poll_s: float = WAN.hello_poll_s) -> bytes:
     """Exactly the first `size` bytes, without a thread: strangers may connect and say nothing. The socket blocks again
     afterwards. Raises OSError when the connection ends before."""
     connection.setblocking(False)
@@ -140,7 +139,7 @@ async def read_hello(connection: socket.socket, size: int) -> bytes:
             break
         if seen == 0 or ended:
             raise ConnectionResetError("the connection ended before its hello was complete")
-        await trio.sleep(HELLO_POLL_S)  # readable, but not all of it yet: the kernel has no word for that
+        await trio.sleep(poll_s)  # readable, but not all of it yet: the kernel has no word for that
     data = connection.recv(size)
     connection.setblocking(True)
     return data

@@ -16,10 +16,10 @@ from ...bootstrap.methods import Messenger
 from ...kernels.codecs import codec_named
 from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
-from ...kvtransport.link.dialling import DialPath
-from ...kvtransport.link.permits import Permit
 from ...kvtransport.probing.figures import MAX_STREAMS
 from ...kvtransport.routing.paths import KVPath, PathChoice
+from ...kvtransport.wire.dial_path import DialPath
+from ...kvtransport.wire.permits import Permit
 from ...kvtransport.wire.tickets import LinkTicket
 from .. import messages
 from ..engine import protocol
@@ -199,5 +199,5 @@ class KvOutlets:
             _log.info("link to %s stays as it is: %s", new.peer, error)
         if paths is None:
             self._selector.reject(new, trio.current_time())
-        elif self._selector.accept(new):
+        elif self._selector.confirm(new):
             self.set_paths(new.link, paths)

@@ -46,7 +46,7 @@ class LinkInUse:
 
 
 class NewPaths(NamedTuple):
-    """Other paths for what a link is sending. Answer with `accept` or `reject`."""
+    """Other paths for what a link is sending. Answer with `confirm` or `reject`."""
 
     link: bytes
     of: LinkInUse
@@ -154,7 +154,7 @@ class PathSelector:
         known.is_changing = True
         return NewPaths(report.link, known, decision.choice, decision.explain())
 
-    def accept(self, new: NewPaths) -> bool:
+    def confirm(self, new: NewPaths) -> bool:
         """The new paths can be dialled. False when a newer transfer has chosen for all meanwhile."""
         new.of.is_changing = False
         if self._links.get(new.link) is not new.of:

@@ -25,8 +25,6 @@ from .link_knowledge import LinkKnowledge
 
 __all__ = ["Neighbour", "Prober"]
 
-STEP_S = 1.0  # members come and go, and round trips change, without waking anybody here
-
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
@@ -75,7 +73,7 @@ class Prober:
         while True:
             self._step()
             # Nodes in step would all ask at once, each reserved for its own burst, and refuse each other for ever.
-            await trio.sleep(STEP_S * self._rng.uniform(0.5, 1.5))
+            await trio.sleep(self._tuning.probe_interval_s * self._rng.uniform(0.5, 1.5))
 
     async def on_open(self, peer: PeerId, role: Role, body: messages.ProbeOpen) -> messages.ProbeOpened:
         """A node wants to send a burst here."""

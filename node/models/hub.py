@@ -252,6 +252,7 @@ def _explained(name: str, endpoint: str) -> Iterator[None]:
         else:
             text = f"{error.filename or constants.HF_HUB_CACHE} cannot be used: {error.strerror}; set HF_HOME"
         raise ModelError(f"model {name}: {text}") from error
+    # A captive portal or a wrong HF_ENDPOINT answers with pages instead of JSON.
     except (SafetensorsParsingError, ValueError, KeyError, TypeError) as error:
         text = f"{endpoint} does not answer as a hub does ({_line(error)}); check HF_ENDPOINT"
         raise ModelError(f"model {name}: {text}") from error

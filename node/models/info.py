@@ -94,7 +94,7 @@ _UNIFORM_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 
 
 def kv_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """`ModelInfo.windows`. What is not known for sure counts as unlimited: that never promises too much memory."""
+    """`ModelInfo.windows`. What is not known for sure counts as unlimited: so memory is never overestimated."""
     window = config.get("sliding_window")
     chunk = config.get("attention_chunk_size")
     by_kind = {"sliding_attention": window, "chunked_attention": chunk}

@@ -24,7 +24,7 @@ from ..links.kv_outlets import KvOutlets
 from ..models import DownloadProgress, TerminalProgress
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
-from .place import Place, place_in
+from .place import Place, find_place
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
@@ -126,7 +126,7 @@ class Host:
         replica = plan.replica_of(self._own) if plan is not None and ours else None
         self.worker.limit_steps(step_limit(replica, self._own))
         if not self._serves_alone:
-            self._supervisor.assign(place_in(plan, self._own, self._model.info.service))
+            self._supervisor.assign(find_place(plan, self._own, self._model.info.service))
 
     @property
     def _serves_alone(self) -> bool:

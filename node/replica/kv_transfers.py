@@ -122,6 +122,7 @@ class KvTransfers:
             slices = slices_between(
                 body.prefill, place.stages, layers=self._model.layers, kv_heads=self._model.kv_heads
             )
+            # Half of the deadline, so that time is left to compute what does not arrive.
             wanted = issue_transfer(
                 bytes(16), body.codec, min(body.deadline_s / 2, self._tuning.max_transfer_s), secrets.token_bytes
             )
@@ -138,6 +139,7 @@ class KvTransfers:
             else:
                 opened = await self._messenger.request(peer, methods.STAGE_INLETS, request, self._tuning.stage_ask_s)
                 inlets = opened.inlets
+            # A stage may not redirect the KV of other layers or heads to itself.
             answered = [(inlet.rank, inlet.slice, inlet.ticket.transfer) for inlet in inlets]
             if answered != [(rank_slice.target, rank_slice.slice, wanted.transfer) for rank_slice in theirs]:
                 raise RemoteError("invalid", f"{peer} has opened other inlets than it was asked for")

@@ -13,7 +13,7 @@ from ...kvtransport.routing.reslice import ShardRank as LayoutRank
 from ..engine.protocol import KvSlice, WorkerRank
 from ..messages import RankSlice, TicketedSlice
 
-__all__ = ["Place", "PlaceError", "check_sends", "place_in", "slices_between"]
+__all__ = ["Place", "PlaceError", "check_sends", "find_place", "slices_between"]
 
 
 class PlaceError(ValueError):
@@ -59,7 +59,7 @@ class Place:
         return f"{self.index + 1}/{len(self.stages)} layers {stage.first_layer}-{stage.last_layer - 1}"
 
 
-def place_in(plan: Plan | None, own: PeerId, service: str) -> Place | None:
+def find_place(plan: Plan | None, own: PeerId, service: str) -> Place | None:
     """The place that a plan gives this box in a replica that spans several, if any."""
     replica = plan.replica_of(own) if plan is not None and plan.service == service else None
     if replica is None or len(replica.stages) < 2:

@@ -16,7 +16,7 @@ import trio
 
 from ...bootstrap import Address, NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Messenger
-from ...kvtransport.link.dialling import DialPath
+from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import issue_link
 from .. import messages
 from ..box.fitting import BatchLimits
@@ -30,7 +30,6 @@ __all__ = ["StageCall", "Stages", "limits_of", "with_limits", "with_stage"]
 
 _log = logging.getLogger(__name__)
 
-LEASE_S = 86_400.0  # a pipe's connection is made once; its ticket is of no use afterwards
 NOT_YET = "not-yet"
 
 
@@ -130,7 +129,7 @@ class Stages:
         for higher in range(1, stages):
             kinds: tuple[tuple[Literal["control", "data"], int], ...] = (("control", 0), ("data", higher - 1))
             for kind, lower in kinds:
-                ticket = issue_link(LEASE_S, self._random)
+                ticket = issue_link(self._tuning.pipe_lease_s, self._random)
                 ends[lower].append(PipeEnd(stage=higher, kind=kind, ticket=ticket))
                 ends[higher].append(PipeEnd(stage=lower, kind=kind, ticket=ticket))
         return ends

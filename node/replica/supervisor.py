@@ -149,6 +149,8 @@ class Supervisor:
             self._worker.use(link, place, frozenset(end.ticket.link for end in pipes))
             return await self._serve(link, place, call)
         except (EngineStartError, ModelError) as error:
+            # Nothing has ever worked here: the owner has to change something, so the node ends with
+            # the reason. Later failures are retried.
             if alone and self._starts == 0:
                 raise
             if call is not None:

@@ -11,8 +11,8 @@ import msgspec
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TransferError
-from ...kvtransport.link.dialling import DialPath
 from ...kvtransport.wire.channel import parse_link_hello
+from ...kvtransport.wire.dial_path import DialPath
 from .. import messages, methods
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineHandle, EngineLost
@@ -29,7 +29,7 @@ class _Job:
     gateway: PeerId
     request: str
     transfer: bytes | None = None
-    writes: bool = False  # of a prefill: the first token is still wanted
+    wants_first_token: bool = False  # of a prefill: the client still waits for it
     figures: messages.TransferFigures | None = None  # of one whose KV was delivered before that
 
 
@@ -151,7 +151,9 @@ class Worker:
         _refuse_known(body.request, self._prefills)
         transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
-        job = self._prefills[body.request] = _Job(gateway, body.request, transfer, writes=body.sampling is not None)
+        job = self._prefills[body.request] = _Job(
+            gateway, body.request, transfer, wants_first_token=body.sampling is not None
+        )
         try:
             outlets = await self._transfers.send(body.slices, len(body.prompt))
             self._submit(
@@ -268,8 +270,8 @@ class Worker:
         job = self._prefills.get(request)
         if output.finish in ("deadline", "error", "refused"):
             self._end_prefill(request, f"prefill ended with {output.finish}", None)
-        elif job is not None and job.writes and output.tokens:
-            job.writes = False
+        elif job is not None and job.wants_first_token and output.tokens:
+            job.wants_first_token = False
             # It ends by its length here: of the answer, the gateway knows that.
             finish = "stop" if output.finish == "stop" else None
             if not self._tell(
@@ -284,7 +286,7 @@ class Worker:
             return
         found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)
         if found is not None:
-            if not ended.failed and self._prefills[found].writes:
+            if not ended.failed and self._prefills[found].wants_first_token:
                 self._prefills[found].figures = ended.figures  # all layers are there before the token is
                 return
             self._end_prefill(found, ended.failed, ended.figures)

@@ -195,11 +195,11 @@ def baselines(scope: Scope) -> Page:
         assumes=(
             f"LLaMA-30B on {CLOUD} (10 Gb/s between boxes: not printed in the paper) and on {IN_HOUSE}. Azure's "
             f"lengths, Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; all systems meet the same "
-            f"requests. Deadlines of {SCALE:g} times a lone request on an A100. HexGen-like: our search with "
+            f"requests. Deadlines of {SCALE:g} times a lone request on an A100.\n\nHexGen-like: our search with "
             "replicas that do both, of any GPUs and degrees, each with the token budget of a step (vLLM's "
             "max_num_batched_tokens) that the deadline allows, as ours; `2048`: the same replicas with that budget, "
             "which is vLLM's default. DistServe-like and vLLM-like: all splits, and all sizes of equal replicas, on "
-            "the eight A100, of which the best by the planner's estimate. Ours and HexGen-like are planned for "
+            "the eight A100, of which the best by the planner's estimate.\n\nOurs and HexGen-like are planned for "
             f"{RATES['coding']:g} (coding) and {RATES['conversation']:g} requests/s and again for the rate that is "
             "expected of what was found, while that helps; ours is that, the same begun at the rate of HexGen-like, or "
             "HexGen-like's plan itself, whichever carries most with requests of other seeds. Each keeps its replicas "
@@ -229,7 +229,9 @@ REMARKS: Final = """\
   of ours 0.97 to 1.01, the 2048 rows aside (they show what is expected with budgets by deadline).
 - Over colocated serving the paper's gain in throughput (1.5 and 1.3) is found in part: 1.19 times
   for conversations by Table 1 and 1.05 by measured figures, 1.02 times for coding by Table 1 and
-  nothing by measured figures, where ours is a colocated plan itself. Colocated serving carries so
+  nothing by measured figures, where ours is a colocated plan itself.
+
+  Colocated serving carries so
   much because the token budget of a step follows the deadline, so that prompts hardly hold up
   answers, because its replicas are searched for as long as ours (pipelines over several boxes, of
   all cards with little memory), and because no KV has to cross links of 10 Gb/s (a coding prompt's
@@ -237,7 +239,9 @@ REMARKS: Final = """\
   times shorter for conversations (paper 1.3).
 - HexGen came before chunked prefill. With vLLM's default of 2,048 tokens the same replicas carry
   2.0 and 1.7 times less for conversations, and 4.9 and 4.2 times less for coding, by Table 1 at
-  least: there a fifth of the expected rate, the lowest that is tried, is too much. A round of a
+  least: there a fifth of the expected rate, the lowest that is tried, is too much.
+
+  A round of a
   pipeline of slow cards then takes longer than the deadline from token to token. These replicas
   were chosen for small budgets, though: ones chosen for 2,048 would be worse by less. What a
   splitting system gains over a colocated one depends on the latter's chunks more than on anything

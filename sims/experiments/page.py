@@ -108,13 +108,19 @@ def write_index(folder: Path) -> None:
 
 
 def _wrap(text: str) -> str:
-    """Text at most 100 columns wide; each item of a list begins a line of its own."""
-    items = text.strip().removeprefix("- ").split("\n- ")
+    """Text at most 100 columns wide; each item of a list begins a line of its own, and a blank line
+    begins a new paragraph, also of an item."""
     mark = "- " if text.startswith("- ") else ""
+    items = text.strip().removeprefix("- ").split("\n- ")
+    return "\n".join(_wrap_item(item, mark) for item in items)
+
+
+def _wrap_item(item: str, mark: str) -> str:
     indent = " " * len(mark)
-    return "\n".join(
-        fill(" ".join(item.split()), 100, initial_indent=mark, subsequent_indent=indent, break_on_hyphens=False)
-        for item in items
+    paragraphs = (" ".join(each.split()) for each in item.split("\n\n"))
+    return "\n\n".join(
+        fill(each, 100, initial_indent=indent if n else mark, subsequent_indent=indent, break_on_hyphens=False)
+        for n, each in enumerate(paragraphs)
     )
 
 

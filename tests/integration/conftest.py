@@ -30,7 +30,7 @@ from .node.engine.figures import ATTEMPTS
 LOOPBACK = Address("127.0.0.1", 0)
 CHANNELS = 128  # one for each node that any test starts
 KNOBS = BoxEngineSettings(kv_cache_mib=64, threads=1)
-PATIENCE_S = 120.0  # for what takes seconds, unless the machine is very busy
+WAIT_LIMIT_S = 120.0  # for what takes seconds, unless the machine is very busy
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Cluster:
 
     async def wait_plan(self, replicas: int) -> messages.Status:
         """Wait until the plan that all nodes follow has this many replicas."""
-        with trio.move_on_after(PATIENCE_S):
+        with trio.move_on_after(WAIT_LIMIT_S):
             while True:
                 seen = [await self.client.status(node.peer) for node in self.nodes]
                 plans = [status.plan for status in seen]
@@ -195,7 +195,7 @@ def engine_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[i
     for channel in channels:
         os.close(channel)
     try:
-        server.wait(PATIENCE_S)
+        server.wait(WAIT_LIMIT_S)
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()

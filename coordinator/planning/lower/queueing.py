@@ -223,7 +223,7 @@ def _average_out(lives: Array) -> Array:
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestTimes:
     """When requests have what, by row and class. `admit_s`: a wait for room in the batch. `sending`
-    comes before the first token, which a decode replica writes in `step_s` where it does (`early`);
+    comes before the first token, which a decode replica decodes in `step_s` where it does (`early`);
     or else after it, and so does the wait. But even then later prompts have to wait as long, when
     those that nobody takes fill the memory of the prefill replica.
     """

@@ -1,6 +1,6 @@
 """What the engine's bench measures of transfers: how much of a link a KV transfer gets, and what a step pays.
 
-The KV of one prompt goes from one engine to the other again and again, in `raw` and in one piece. The sender has the
+The KV of one prompt goes from one engine to the other again and again, in `raw` and all at once. The sender has the
 prompt in its cache, so that it computes one position of it each time, and the receiver is asked for another prompt of
 the same length, of which it has nothing: so what is measured is the transfer and not the prefill.
 """
@@ -22,7 +22,7 @@ __all__ = ["BesideTransfer", "TransferBench", "TransferRate", "transferable_toke
 HANDED: Final = 4001  # one more than whole blocks of a GPU: the last position is always computed
 BLOCK: Final = 128  # a multiple of vLLM's blocks on every device
 AT_ONCE: Final = 4  # transfers on the link while a step is measured: the sender computes for all of them in one step
-ASKED: Final = 16  # tokens of the prompt beside: too few for an engine to learn how fast it reads, and lose patience
+ASKED: Final = 16  # tokens of the prompt beside: too few for an engine to learn how fast it prefills and to give KV up
 
 
 class TransferRate(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import msgspec
 from ....coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ....coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
 from ....coordinator.planning.model.cluster_file import card_link_gbps
-from ...box.fitting import can_share, default_tp, requests_at_once, step_tokens_on
+from ...box.fitting import can_share, choose_requests, choose_step_tokens, default_tp
 from ...box.hardware import Gpu, Hardware
 from ...box.home import NodeError
 from ...box.shares import Share, choose_limits
@@ -107,7 +107,8 @@ def inspect_model(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> Se
         capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)
     except EmulationError as error:
         raise NodeError(f"emulate: {error}") from error
-    limits = choose_limits(knobs, step_tokens_on(hardware, model.info.shape, tp=tp), requests_at_once(capacity))
+    tokens = choose_step_tokens(hardware, model.info.shape, tp=tp, fitting=knobs.fitting)
+    limits = choose_limits(knobs, tokens, choose_requests(capacity, knobs.fitting))
     return ServedModel(
         model=model,
         text=TextModel(model.folder),

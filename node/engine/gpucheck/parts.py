@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from ...box.prerequisites import complaints, look
+from ...box.prerequisites import inspect_box, list_complaints
 from .. import protocol
 from ..agent_side.fork_server import open_fork_server
 from ..gpus import gpu_names, installed_version
@@ -44,7 +44,7 @@ REPLACED_ON_CPUS: Final = (
     "Tensor.pin_memory",
     "Tensor.record_stream",
 )
-WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
+SEND_MODES: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 
 
 # ---- the box --------------------------------------------------------------------------------------------------------
@@ -58,12 +58,12 @@ def engine_versions() -> dict[str, str]:
 
 def look_at_box() -> dict[str, Any]:
     """What an engine needs of this box. Each complaint is one line with its fix."""
-    versions, box = engine_versions(), look()
+    versions, box = engine_versions(), inspect_box()
     return {
         "cards": gpu_names(),
         "driver": box.driver or "",
         "versions": versions,
-        "complaints": [*complaints(box, "cuda"), *_wrong_versions(versions)],
+        "complaints": [*list_complaints(box, "cuda"), *_wrong_versions(versions)],
     }
 
 
@@ -107,7 +107,7 @@ def look_at_fork_server() -> dict[str, Any]:
 
 
 async def exercise_engines(folder: Path, log: Path) -> None:
-    """Two engines hand KV over in every way, beside requests of their own. Raises EngineError, TransferError."""
+    """Two engines hand KV over in every mode, beside requests of their own. Raises EngineError, TransferError."""
     make_model(folder, msgspec.structs.replace(TINY, dtype="bfloat16", positions=1024))
     config = protocol.EngineConfig(
         model=str(folder), kv_cache_mib=64, max_batched_tokens=CHUNK, max_requests=8, log_file=str(log)
@@ -115,8 +115,8 @@ async def exercise_engines(folder: Path, log: Path) -> None:
     async with open_fork_server(log=log, threads=1) as server, open_trial(server) as trial:
         await server.wait_ready()
         prefill, decode = await trial.start(config), await trial.start(config)
-        for number, (codec, way) in enumerate((codec, way) for codec in CODECS for way in WAYS):
-            await _transfer_kv(trial, prefill, decode, random.Random(number), codec, way)
+        for number, (codec, send_mode) in enumerate((codec, send_mode) for codec in CODECS for send_mode in SEND_MODES):
+            await _transfer_kv(trial, prefill, decode, random.Random(number), codec, send_mode)
 
 
 async def _transfer_kv(
@@ -125,12 +125,12 @@ async def _transfer_kv(
     decode: TrialEngine,
     rng: random.Random,
     codec: str,
-    way: protocol.WantedSendMode,
+    send_mode: protocol.WantedSendMode,
 ) -> None:
     """The first part of a prompt, while both answer something else."""
     prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))
     beside = [(engine, engine.submit(other, 4 * NEW_TOKENS)) for engine in (prefill, decode)]
-    send, receive = trial.transfer_ends(trial.join(decode), codec, decode.ready, pacing=way)
+    send, receive = trial.transfer_ends(trial.join(decode), codec, decode.ready, pacing=send_mode)
     request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=TRANSFERRED_TOKENS)
     begun = prefill.submit(prompt[:TRANSFERRED_TOKENS], 1, send=send)
     for engine, each in ((prefill, begun), (decode, request), *beside):

@@ -90,7 +90,7 @@ class WorkerSide:
         self._step_began: Mark | None = None
         self._held_up_s = 0.0
         self._prefills: deque[_Prefill] = deque()  # whose times are not known yet
-        self._rest: list[tuple[SendWork, Mark]] = []  # prompts that leave in one piece, when their tokens have
+        self._rest: list[tuple[SendWork, Mark]] = []  # prompts that leave all at once, when their tokens have
         self._sends: dict[str, bytes] = {}  # request -> transfer, while the request is not over
         self._held: dict[str, bytes] = {}  # the same, of requests that are over and hold their blocks
         self._active: dict[str, LoadWork] = {}
@@ -193,7 +193,7 @@ class WorkerSide:
 
     def end(self, work: StepWork) -> None:
         """All of the step has been computed, or is queued on the device. Announce what no hook has (graphs that are
-        captured as a whole have none), say which prompts are complete, remember which leave in one piece, and how long
+        captured as a whole have none), say which prompts are complete, remember which leave all at once, and how long
         the step took."""
         self._learn()
         if not work.sends:
@@ -212,7 +212,7 @@ class WorkerSide:
         self._prefills.append(_Prefill(pacings, tokens, self._step_began, mark, self._held_up_s))
 
     def announce_rest(self) -> None:
-        """What leaves in one piece, after the step's tokens, for which the client waits."""
+        """What leaves all at once, after the step's tokens, for which the client waits."""
         rest, self._rest = self._rest, []
         for send, mark in rest:
             ends = self.hub.outgoing(send.transfer)

@@ -1,7 +1,7 @@
 """What a thread that looks for the next message does meanwhile, so that the message finds warm caches.
 
 Code that a stage runs once in a step has left the processor's caches when it is needed again. Measured on a rented box
-of two cores (docs/engines.md): decoding a small message takes 9 to 22 µs in a loop and 110 to 125 µs after a pause of
+of two cores (docs/pipelines.md): decoding a small message takes 9 to 22 µs in a loop and 110 to 125 µs after a pause of
 5 ms, opening it 8 and 80 µs; a layer that comes after a pause of some milliseconds takes longer too. The waiting thread
 has time to spare: `MessageWarmUp` uses a sixth of its interval, one product of `LayerWarmUp` 15 to 70 µs.
 """

@@ -12,12 +12,12 @@ from typing import final
 
 from ....kvtransport.errors import KVProtocolError, TransferError
 from ....kvtransport.link.budget import ByteBudget
-from ....kvtransport.link.dialling import DialPath
 from ....kvtransport.link.endpoint import Endpoint
 from ....kvtransport.link.receive_link import ReceiveLink
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.settings import LinkSettings
 from ....kvtransport.wire.channel import parse_link_hello
+from ....kvtransport.wire.dial_path import DialPath
 from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetLinkPaths, TransferReport
 from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..vllm.device import Device, DeviceKind

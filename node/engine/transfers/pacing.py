@@ -1,9 +1,9 @@
-"""When each prompt's KV leaves: layer by layer, in groups of layers, or in one piece. Decided from what this engine
+"""When each prompt's KV leaves: layer by layer, in groups of layers, or all at once. Decided from what this engine
 has measured of itself and what its node predicts of the link; see `kvtransport.layerwise`.
 
 Layers that leave early are there sooner for the second token of an answer, and make both wait: the threads that read,
 encode and send share the interpreter with the model, and where it computes on a CPU its cores and its memory. What
-leaves in one piece does so when the first token has left. So the engine measures prefills of both kinds, and takes the
+leaves all at once does so when the first token has left. So the engine measures prefills of both kinds, and takes the
 way that makes the first two tokens wait less, together.
 """
 

@@ -34,7 +34,7 @@ GPU_LIMIT_S: Final = 600.0  # four starts, each of which compiles and captures g
 POLL_S: Final = 0.2
 
 CHUNK = 64
-WAYS: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
+SEND_MODES: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 PROMPT_TOKENS, TRANSFERRED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
 PARTITION = (1, 2)
 
@@ -140,9 +140,9 @@ async def _complaint(server: EngineStarter) -> str:
             async with open_trial(server) as trial:
                 first, second = await trial.start(config), await trial.start(config)
                 expected = [await first.generate(prompt, NEW_TOKENS) for prompt in prompts]
-                for prompt, way, answer in zip(prompts, WAYS, expected, strict=True):
-                    doing = f"transferring KV ({way})"
-                    handed = await _transfer_kv(trial, first, second, prompt, way)
+                for prompt, send_mode, answer in zip(prompts, SEND_MODES, expected, strict=True):
+                    doing = f"transferring KV ({send_mode})"
+                    handed = await _transfer_kv(trial, first, second, prompt, send_mode)
                     if handed.cached < TRANSFERRED_TOKENS:
                         return f"{doing}: only {handed.cached} of {TRANSFERRED_TOKENS} positions were used"
                     if handed.tokens != answer.tokens:
@@ -158,10 +158,10 @@ async def _complaint(server: EngineStarter) -> str:
 
 
 async def _transfer_kv(
-    trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: protocol.WantedSendMode
+    trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], send_mode: protocol.WantedSendMode
 ) -> TrialAnswer:
     """The first part of the prompt on one engine, the rest and the answer on the other."""
-    send, receive = trial.transfer_ends(trial.join(decode), "raw", decode.ready, pacing=way)
+    send, receive = trial.transfer_ends(trial.join(decode), "raw", decode.ready, pacing=send_mode)
     request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=TRANSFERRED_TOKENS)
     prefill.submit(prompt[:TRANSFERRED_TOKENS], 1, send=send)
     answer = await decode.answer(request)

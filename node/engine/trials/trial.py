@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from ....kvtransport.errors import TransferError
-from ....kvtransport.link.dialling import DialPath
+from ....kvtransport.wire.dial_path import DialPath
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from .. import protocol

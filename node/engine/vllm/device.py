@@ -2,7 +2,7 @@
 what the device can do.
 
 Not yet run on a GPU: the choices for CUDA are read from vLLM's source, and the staging is tested against a stand-in
-for `torch.cuda` (`docs/engines.md`). Everything else in this package is the same on both.
+for `torch.cuda` (`docs/gpu.md`). Everything else in this package is the same on both.
 """
 
 from __future__ import annotations

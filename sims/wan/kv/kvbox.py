@@ -23,7 +23,6 @@ import msgspec
 
 from ....kvtransport import KVFrame, TransferError
 from ....kvtransport.link.endpoint import Endpoint
-from ....kvtransport.link.permits import RELAY_MAGIC
 from ....kvtransport.link.receive_link import IncomingTransfer, ReceiveLink
 from ....kvtransport.link.relay import Relay
 from ....kvtransport.link.send_link import OutgoingTransfer, SendLink
@@ -31,6 +30,7 @@ from ....kvtransport.link.transfers import EndState
 from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hello, receive_burst, send_burst
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
+from ....kvtransport.wire.permits import RELAY_MAGIC
 from ....kvtransport.wire.sockets import read_link_hello, receive_exactly
 from . import orders
 from .orders import Bulk, Order, OrderReply, TransferState

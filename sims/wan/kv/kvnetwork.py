@@ -20,12 +20,12 @@ from typing import Final, Self
 
 import msgspec
 
-from ....kvtransport.link.dialling import DialPath
-from ....kvtransport.link.permits import Permit
 from ....kvtransport.probing.burst_ticket import issue_burst
 from ....kvtransport.probing.estimates import LinkEstimator
 from ....kvtransport.probing.figures import BoxFigures, LinkFigures, prior, streams_for
 from ....kvtransport.routing.paths import KVPath, PathNetwork
+from ....kvtransport.wire.dial_path import DialPath
+from ....kvtransport.wire.permits import Permit
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..emulated import EmulatedWan, environment
 from ..errors import WanError

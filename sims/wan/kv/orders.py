@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ....kvtransport.link.dialling import DialPath
-from ....kvtransport.link.permits import Permit
 from ....kvtransport.probing.burst_ticket import BurstTicket
 from ....kvtransport.probing.estimates import BurstSample
+from ....kvtransport.wire.dial_path import DialPath
+from ....kvtransport.wire.permits import Permit
 from ....kvtransport.wire.tickets import LinkTicket, TransferTicket
 
 __all__ = ["Bulk", "Order", "OrderReply", "TransferState"]

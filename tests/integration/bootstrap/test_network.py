@@ -28,7 +28,7 @@ from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import TextModel
 from p2pserve.node.replica.worker import Worker
 
-from ..conftest import PATIENCE_S
+from ..conftest import WAIT_LIMIT_S
 from ..node.engine.answers import greedy, prompts
 from ..node.engine.figures import ATTEMPTS
 
@@ -125,7 +125,7 @@ def test_nodes_that_nobody_has_pinned_all_serve(cluster: Any, random_model: Path
             assert len(used - {None}) > 1
             network.stops[2].set()
             rest = {node.peer for node in network.nodes[:2]}
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(WAIT_LIMIT_S):
                 while True:
                     status = await network.client.status(network.nodes[0].peer)
                     if set(status.plan.peers) == rest:
@@ -160,7 +160,7 @@ def test_a_killed_engine_changes_no_token(cluster: Any, random_model: Path, tmp_
                 if victim == "prefill":
                     await kill(3)  # the prompt's KV must still be on its way: the kill comes before the request
                 answer = await network.client.generate(
-                    gateway, prompt, max_tokens=wanted, deadline_s=PATIENCE_S, on_tokens=kill
+                    gateway, prompt, max_tokens=wanted, deadline_s=WAIT_LIMIT_S, on_tokens=kill
                 )
                 assert not pids
                 assert answer.error == ""
@@ -195,7 +195,7 @@ def test_an_engine_that_is_killed_twice_comes_back_and_status_says_so(
             peer = network.nodes[0].peer
 
             async def started(times: int) -> None:
-                with trio.fail_after(PATIENCE_S):
+                with trio.fail_after(WAIT_LIMIT_S):
                     while True:
                         (advert,) = [node.advert for node in (await network.status()).nodes if node.peer == peer]
                         if (advert.engine.state, advert.engine.starts) == ("ready", times):
@@ -297,7 +297,7 @@ def test_leaving_drains_and_the_network_goes_on(cluster: Any, random_model: Path
             answer = await network.client.generate(gateway, prompt, max_tokens=wanted, on_tokens=leave)
             assert left
             assert answer.tokens == expected
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(WAIT_LIMIT_S):
                 while True:
                     status = await network.client.status(gateway)
                     if status.plan is not None and [r.phase for r in status.plan.replicas] == [Phase.MIXED]:
@@ -368,7 +368,7 @@ async def measured(network: Any) -> None:
     """Wait until of every two nodes one has told of its link to the other, the one without a model included: a box
     that was just sent a burst sends none back for a while."""
     peers = {network.bootstrap.peer, *(node.peer for node in network.nodes)}
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(WAIT_LIMIT_S):
         while True:
             status = await network.client.status(network.nodes[0].peer)
             told = {
@@ -418,7 +418,7 @@ def test_kv_takes_the_way_through_a_node_without_a_model_where_that_is_faster(
             relay = network.bootstrap.peer
             relays.append(relay)
             await network.wait_plan(2)
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(WAIT_LIMIT_S):
                 while not taught.issuperset(node.peer for node in network.nodes):  # noqa: ASYNC110 (nobody tells)
                     await trio.sleep(0.05)
             undisturbed = 0

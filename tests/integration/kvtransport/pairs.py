@@ -35,7 +35,7 @@ from p2pserve.kvtransport import (
 
 WINDOW = 16 << 20
 SETTINGS = LinkSettings(chunk_bytes=64 * 1024, ping_s=0.2, hedge_s=0.4, limit_bytes=32 << 20)
-PATIENCE_S = 30.0  # for what comes at once, unless the machine is very busy
+WAIT_LIMIT_S = 30.0  # for what comes at once, unless the machine is very busy
 
 
 class Listener:
@@ -62,12 +62,12 @@ class Listener:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(WAIT_LIMIT_S)
 
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for what threads do without a word."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + WAIT_LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.005)
@@ -120,7 +120,7 @@ class Forwarder:
         self.listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(WAIT_LIMIT_S)
         for each in self._sockets:
             each.close()
 
@@ -140,7 +140,7 @@ class Pair:
 
     def _accept(self, connection: socket.socket) -> None:
         try:
-            self.receiver.attach(read_link_hello(connection, PATIENCE_S), connection)
+            self.receiver.attach(read_link_hello(connection, WAIT_LIMIT_S), connection)
         except TransferError:
             connection.close()
 
@@ -148,8 +148,8 @@ class Pair:
         receiving = self.receiver.open_receiver(self.ticket)
         sending = self.sender.open_sender(self.ticket, paths or [self.direct(streams)])
         count = sum(path.streams for path in paths) or streams
-        assert sending.wait_connected(count, PATIENCE_S), sending.statistics()
-        assert receiving.wait_connected(count, PATIENCE_S), receiving.statistics()
+        assert sending.wait_connected(count, WAIT_LIMIT_S), sending.statistics()
+        assert receiving.wait_connected(count, WAIT_LIMIT_S), receiving.statistics()
         return sending, receiving
 
     def direct(self, streams: int = 1, pace: int = 0) -> DialPath:
@@ -201,7 +201,7 @@ def send_all(outgoing: OutgoingTransfer, data: list[bytes]) -> threading.Thread:
     def run() -> None:
         with suppress(TransferError):
             for layer, payload in enumerate(data):
-                outgoing.send(frame(layer, payload), timeout=PATIENCE_S)
+                outgoing.send(frame(layer, payload), timeout=WAIT_LIMIT_S)
             outgoing.finish(1)
 
     thread = threading.Thread(target=run)

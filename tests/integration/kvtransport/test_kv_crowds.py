@@ -24,8 +24,8 @@ from p2pserve.kvtransport.wire.channel import Channel, LinkHello, LinkRole
 
 from .pairs import (
     DELIVERED,
-    PATIENCE_S,
     SETTINGS,
+    WAIT_LIMIT_S,
     WINDOW,
     Listener,
     Pair,
@@ -59,10 +59,10 @@ def test_32_transfers_share_a_connection_fairly(pair: Pair) -> None:
     for _, incoming in both:
         incoming.grant(WINDOW)
     for outgoing, _ in both:
-        outgoing.wait_for_credit(PATIENCE_S)
+        outgoing.wait_for_credit(WAIT_LIMIT_S)
     for outgoing, _ in both:
         for layer, payload in enumerate(data):
-            outgoing.send(frame(layer, payload), timeout=PATIENCE_S)
+            outgoing.send(frame(layer, payload), timeout=WAIT_LIMIT_S)
     # What has been sent by now is of those that were queued first. From here on all want the same.
     [path] = sending.statistics().paths.values()
     before = (path.bytes_acknowledged + path.bytes_in_flight) // SETTINGS.chunk_bytes
@@ -77,7 +77,7 @@ def test_32_transfers_share_a_connection_fairly(pair: Pair) -> None:
     for outgoing, incoming in both:
         outgoing.finish(1)
         receive_all(incoming, data)
-    assert all(outgoing.wait(PATIENCE_S) == DELIVERED for outgoing, _ in both)
+    assert all(outgoing.wait(WAIT_LIMIT_S) == DELIVERED for outgoing, _ in both)
 
 
 def test_32_transfers_at_once_over_four_connections_all_arrive(pair: Pair) -> None:
@@ -88,32 +88,32 @@ def test_32_transfers_at_once_over_four_connections_all_arrive(pair: Pair) -> No
         received = [threads.submit(receive_all, incoming, data) for _, incoming in both]
         sending = [send_all(outgoing, data) for outgoing, _ in both]
         for each in received:
-            each.result(PATIENCE_S)
+            each.result(WAIT_LIMIT_S)
     for thread in sending:
         thread.join()
-    assert all(outgoing.wait(PATIENCE_S) == DELIVERED for outgoing, _ in both)
+    assert all(outgoing.wait(WAIT_LIMIT_S) == DELIVERED for outgoing, _ in both)
 
 
 def test_the_receiver_may_dial(pair: Pair) -> None:
-    listener = Listener(lambda connection: pair.sender.attach(read_link_hello(connection, PATIENCE_S), connection))
+    listener = Listener(lambda connection: pair.sender.attach(read_link_hello(connection, WAIT_LIMIT_S), connection))
     pair.others.append(listener)
     sending = pair.sender.open_sender(pair.ticket)
     receiving = pair.receiver.open_receiver(pair.ticket, [DialPath("127.0.0.1", listener.port, streams=2)])
-    assert sending.wait_connected(2, PATIENCE_S)
+    assert sending.wait_connected(2, WAIT_LIMIT_S)
     outgoing, incoming = pair.begin((sending, receiving))
     data = payloads(5, 100_000)
     thread = send_all(outgoing, data)
     receive_all(incoming, data)
     thread.join()
-    assert outgoing.wait(PATIENCE_S) == DELIVERED
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED
 
 
 def test_connections_may_come_before_their_link_is_known(pair: Pair) -> None:
     sending = pair.sender.open_sender(pair.ticket, [pair.direct(2)])
     until(lambda: pair.listener.accepted == 2)
     receiving = pair.receiver.open_receiver(pair.ticket)
-    assert sending.wait_connected(2, PATIENCE_S)
-    assert receiving.wait_connected(2, PATIENCE_S)
+    assert sending.wait_connected(2, WAIT_LIMIT_S)
+    assert receiving.wait_connected(2, WAIT_LIMIT_S)
 
 
 def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
@@ -125,7 +125,7 @@ def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
         silent.sendall(hello)
         loud.sendall(hello + secrets.token_bytes(4096))
         for stranger in (silent, loud):
-            stranger.settimeout(PATIENCE_S)
+            stranger.settimeout(WAIT_LIMIT_S)
             with suppress(ConnectionResetError):
                 while stranger.recv(4096):
                     pass
@@ -134,7 +134,7 @@ def test_strangers_are_dropped_and_disturb_nobody(pair: Pair) -> None:
     thread = send_all(outgoing, [b"x" * 1000])
     receive_all(incoming, [b"x" * 1000])
     thread.join()
-    assert outgoing.wait(PATIENCE_S) == DELIVERED
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED
 
 
 def test_a_replayed_connection_authenticates_nobody(pair: Pair) -> None:
@@ -152,10 +152,10 @@ def test_a_replayed_connection_authenticates_nobody(pair: Pair) -> None:
 
     with Tap(socket.AF_INET, socket.SOCK_STREAM) as real:
         real.connect(address)
-        shake_hands(real, channel, PATIENCE_S)
-        assert receiving.wait_connected(1, PATIENCE_S)
+        shake_hands(real, channel, WAIT_LIMIT_S)
+        assert receiving.wait_connected(1, WAIT_LIMIT_S)
     with socket.create_connection(address) as replay:
-        replay.settimeout(PATIENCE_S)
+        replay.settimeout(WAIT_LIMIT_S)
         replay.sendall(b"".join(recorded))
         with suppress(ConnectionResetError):
             while replay.recv(4096):
@@ -169,8 +169,8 @@ def test_closing_one_end_ends_the_other(pair: Pair) -> None:
     links = pair.links()
     outgoing, incoming = pair.begin(links)
     links[0].close("the engine stops")
-    assert outgoing.wait(PATIENCE_S) == EndState("failed", "the engine stops")
-    assert "the engine stops" in incoming.wait(PATIENCE_S).reason
+    assert outgoing.wait(WAIT_LIMIT_S) == EndState("failed", "the engine stops")
+    assert "the engine stops" in incoming.wait(WAIT_LIMIT_S).reason
     with pytest.raises(TransferError, match="the engine stops"):
         links[0].open(pair.transfer())
 
@@ -182,6 +182,6 @@ def test_without_any_connection_a_transfer_fails_after_the_grace(pair: Pair) -> 
     outgoing, incoming = pair.begin(links)
     way.listener.close()
     way.cut()
-    assert outgoing.wait(PATIENCE_S).reason == "no connection for 0.5 s"
-    assert incoming.wait(PATIENCE_S).reason == "no connection for 0.5 s"
+    assert outgoing.wait(WAIT_LIMIT_S).reason == "no connection for 0.5 s"
+    assert incoming.wait(WAIT_LIMIT_S).reason == "no connection for 0.5 s"
     until(lambda: "refused" in links[0].statistics().failures.get("direct", ""))

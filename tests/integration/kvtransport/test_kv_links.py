@@ -20,8 +20,8 @@ from p2pserve.kvtransport.wire.signals import Signal
 
 from .pairs import (
     DELIVERED,
-    PATIENCE_S,
     SETTINGS,
+    WAIT_LIMIT_S,
     WINDOW,
     Pair,
     frame,
@@ -46,7 +46,7 @@ def test_frames_arrive_and_both_ends_say_delivered(pair: Pair, streams: int) -> 
         outgoing.send(frame(layer, payload), release=partial(released.append, layer))
     outgoing.finish(7)
     receive_all(incoming, data)
-    assert outgoing.wait(PATIENCE_S) == DELIVERED == incoming.wait(PATIENCE_S)
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED == incoming.wait(WAIT_LIMIT_S)
     assert incoming.tokens == 7
     assert sorted(released) == list(range(20))
     assert ended == [DELIVERED]
@@ -73,8 +73,8 @@ def test_connections_that_die_in_mid_transfer_are_replaced(pair: Pair) -> None:
     receive_all(incoming, data)
     for each in (thread, *timers):
         each.join()
-    assert outgoing.wait(PATIENCE_S) == DELIVERED
-    assert links[0].wait_connected(3, PATIENCE_S), "dialled again"
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED
+    assert links[0].wait_connected(3, WAIT_LIMIT_S), "dialled again"
 
 
 def test_a_transfer_outlives_all_its_connections(pair: Pair) -> None:
@@ -84,14 +84,14 @@ def test_a_transfer_outlives_all_its_connections(pair: Pair) -> None:
     data = payloads(30, 500_000)
     incoming.grant(WINDOW)
     thread = send_all(outgoing, data)
-    incoming.take(PATIENCE_S)
+    incoming.take(WAIT_LIMIT_S)
     way.cut()
     incoming.consume(0)
     count = 1 + sum(1 for _ in incoming)
     incoming.acknowledge()
     thread.join()
     assert count == 30
-    assert outgoing.wait(PATIENCE_S) == DELIVERED
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED
     assert links[0].statistics().connections_lost >= 2
 
 
@@ -103,7 +103,7 @@ def test_a_frozen_path_is_left_for_another(pair: Pair) -> None:
     data = payloads(40, 500_000)
     thread = send_all(outgoing, data)
     incoming.grant(WINDOW)
-    first = incoming.take(PATIENCE_S)
+    first = incoming.take(WAIT_LIMIT_S)
     assert first is not None
     until(lambda: way.frozen)
     links[0].set_paths([pair.direct(2)])
@@ -112,7 +112,7 @@ def test_a_frozen_path_is_left_for_another(pair: Pair) -> None:
     assert got == set(range(40))
     incoming.acknowledge()
     thread.join()
-    assert outgoing.wait(PATIENCE_S) == DELIVERED
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED
     by_path = outgoing.progress().bytes_by_path
     assert by_path["direct"] > by_path.get("slow", 0)
     assert links[0].statistics().paths["slow"].connections == 0
@@ -126,7 +126,7 @@ def test_striping_over_direct_and_relay(pair: Pair) -> None:
     thread = send_all(outgoing, data)
     receive_all(incoming, data)
     thread.join()
-    assert outgoing.wait(PATIENCE_S) == DELIVERED
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED
     by_path = outgoing.progress().bytes_by_path
     assert sum(by_path.values()) == sum(incoming.progress().bytes_by_path.values()) == 15_000_000
     assert min(by_path.values()) > 0.25 * sum(by_path.values()), by_path
@@ -165,7 +165,7 @@ def test_a_relay_refuses_with_a_reason(pair: Pair, wrong: dict[str, bytes], refu
     assert through.relay is not None
     path = msgspec.structs.replace(through, relay=msgspec.structs.replace(through.relay, **wrong))
     with pytest.raises(RelayRefused) as caught:
-        dial(path, PATIENCE_S)
+        dial(path, WAIT_LIMIT_S)
     assert caught.value.code == refusal
 
 
@@ -176,8 +176,8 @@ def test_an_abort_reaches_the_other_side(pair: Pair, side: str) -> None:
     outgoing.send(frame(0, bytes(200_000)))
     here, there = (outgoing, incoming) if side == "sender" else (incoming, outgoing)
     here.abort("the client went away")
-    assert here.wait(PATIENCE_S) == EndState("failed", "the client went away")
-    assert there.wait(PATIENCE_S) == EndState("failed", "the other side gave up: the client went away")
+    assert here.wait(WAIT_LIMIT_S) == EndState("failed", "the client went away")
+    assert there.wait(WAIT_LIMIT_S) == EndState("failed", "the other side gave up: the client went away")
     with pytest.raises(TransferAborted, match="the client went away"):
         outgoing.send(frame(1, b"x"))
     with pytest.raises(TransferAborted, match="the client went away"):
@@ -191,9 +191,9 @@ def test_a_deadline_ends_a_transfer_that_gets_no_credit(pair: Pair) -> None:
     released = threading.Event()
     outgoing.send(frame(0, bytes(100_000)), release=released.set)
     outgoing.finish(1)
-    assert "deadline" in outgoing.wait(PATIENCE_S).reason
-    assert "deadline" in incoming.wait(PATIENCE_S).reason
-    assert released.wait(PATIENCE_S)
+    assert "deadline" in outgoing.wait(WAIT_LIMIT_S).reason
+    assert "deadline" in incoming.wait(WAIT_LIMIT_S).reason
+    assert released.wait(WAIT_LIMIT_S)
     assert links[0].statistics().paths["direct"].bytes_acknowledged == 0, "nothing may go without credit"
 
 
@@ -208,7 +208,7 @@ def test_a_receiver_that_does_not_consume_holds_the_sender_back(pair: Pair) -> N
     incoming.acknowledge()
     thread.join()
     assert count == 30
-    assert outgoing.wait(PATIENCE_S) == DELIVERED
+    assert outgoing.wait(WAIT_LIMIT_S) == DELIVERED
 
 
 def test_a_sender_that_cannot_keep_up_gives_the_transfer_up(pair: Pair) -> None:
@@ -217,7 +217,7 @@ def test_a_sender_that_cannot_keep_up_gives_the_transfer_up(pair: Pair) -> None:
         outgoing.send(frame(layer, bytes(8_000_000)))
     with pytest.raises(TransferAborted, match="cannot keep up"):
         outgoing.send(frame(4, bytes(8_000_000)))
-    assert "cannot keep up" in incoming.wait(PATIENCE_S).reason
+    assert "cannot keep up" in incoming.wait(WAIT_LIMIT_S).reason
     assert pair.sender.budget.held == 0
 
 
@@ -232,7 +232,7 @@ class PausingChannel(Channel):
     def seal(self, signal: Signal, payload: memoryview | None = None) -> memoryview:
         if payload is not None:
             self.sealing.set()
-            assert self.go_on.wait(PATIENCE_S)
+            assert self.go_on.wait(WAIT_LIMIT_S)
             self.read.append(bytes(payload))
         return super().seal(signal, payload)
 
@@ -267,11 +267,11 @@ def test_memory_is_not_given_back_while_a_connection_reads_it(pair: Pair) -> Non
         outgoing.send(frame(0, memoryview(memory[number])), release=partial(reuse, number))
         until(taken_up)
         outgoing.abort("the client went away")
-        assert outgoing.wait(PATIENCE_S).name == "failed"
+        assert outgoing.wait(WAIT_LIMIT_S).name == "failed"
         assert not released[number].is_set()
     reading[0].go_on.set()
-    assert released[0].wait(PATIENCE_S)
+    assert released[0].wait(WAIT_LIMIT_S)
     assert not released[1].is_set()
     reading[1].go_on.set()
-    assert released[1].wait(PATIENCE_S)
+    assert released[1].wait(WAIT_LIMIT_S)
     assert [each.read for each in reading] == [[b"0" * 50_000], [b"1" * 50_000]]

@@ -29,7 +29,7 @@ from p2pserve.kvtransport.probing.figures import prior
 from ..node.engine.figures import measured_again
 
 SO_MAX_PACING_RATE = 47
-PATIENCE_S = 30.0  # for what comes at once, unless the machine is very busy
+WAIT_LIMIT_S = 30.0  # for what comes at once, unless the machine is very busy
 
 
 def accept_burst(listener: socket.socket, ticket: BurstTicket, timeout: float) -> BurstEnds:
@@ -49,7 +49,7 @@ def accept_burst(listener: socket.socket, ticket: BurstTicket, timeout: float) -
             except (KVProtocolError, ConnectionClosed, TransferTimeout):
                 sock.close()
                 continue
-            if gate.complete:
+            if gate.is_complete:
                 break
     except BaseException:
         gate.close()
@@ -75,7 +75,7 @@ def ticket(*, streams: int = 4, seconds: float = 1.0, max_bytes: int = 2_000_000
 
 def dialled(one: BurstTicket, listener: socket.socket) -> BurstEnds:
     """The connections of a burst to the listener."""
-    return dial_burst(one, "127.0.0.1", listener.getsockname()[1], PATIENCE_S)
+    return dial_burst(one, "127.0.0.1", listener.getsockname()[1], WAIT_LIMIT_S)
 
 
 def pace(ends: BurstEnds, gbps: float) -> None:
@@ -89,7 +89,7 @@ def measured(listener: socket.socket, one: BurstTicket, gbps: float | None = Non
     """What the sender and the receiver say of a burst from here to here."""
 
     def receiving() -> BurstSample:
-        with accept_burst(listener, one, PATIENCE_S) as ends:
+        with accept_burst(listener, one, WAIT_LIMIT_S) as ends:
             return receive_burst(ends)
 
     with ThreadPoolExecutor() as pool:
@@ -98,7 +98,7 @@ def measured(listener: socket.socket, one: BurstTicket, gbps: float | None = Non
             if gbps is not None:
                 pace(ends, gbps)
             here = send_burst(ends)
-        return here, there.result(PATIENCE_S)
+        return here, there.result(WAIT_LIMIT_S)
 
 
 def test_both_ends_get_what_the_receiver_saw(listener: socket.socket) -> None:
@@ -136,21 +136,21 @@ def test_it_stops_in_time(listener: socket.socket) -> None:
     begun = time.monotonic()
     sample, _ = measured(listener, ticket(seconds=0.3), gbps=0.05)
     assert sample.ended in {"time", "stable"}
-    assert time.monotonic() - begun < PATIENCE_S
+    assert time.monotonic() - begun < WAIT_LIMIT_S
 
 
 def test_the_receiver_may_be_the_one_that_dials(listener: socket.socket) -> None:
     one = ticket()
 
     def sending() -> BurstSample:
-        with accept_burst(listener, one, PATIENCE_S) as ends:
+        with accept_burst(listener, one, WAIT_LIMIT_S) as ends:
             return send_burst(ends)
 
     with ThreadPoolExecutor() as pool:
         there = pool.submit(sending)
         with dialled(one, listener) as ends:
             here = receive_burst(ends)
-        assert there.result(PATIENCE_S) == here
+        assert there.result(WAIT_LIMIT_S) == here
 
 
 def test_strangers_are_hung_up_on(listener: socket.socket) -> None:
@@ -164,20 +164,20 @@ def test_strangers_are_hung_up_on(listener: socket.socket) -> None:
 
     forged, accepted = knock(pack_hello(ticket(streams=2), 0))
     with pytest.raises(KVProtocolError, match="does not prove"):
-        gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
+        gate.attach(accepted, read_burst_hello(accepted, WAIT_LIMIT_S))
     assert forged.recv(1) == b""
     first, accepted = knock(pack_hello(one, 0))
-    gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
+    gate.attach(accepted, read_burst_hello(accepted, WAIT_LIMIT_S))
     again, accepted = knock(pack_hello(one, 0))
     with pytest.raises(KVProtocolError, match="twice or too late"):
-        gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
+        gate.attach(accepted, read_burst_hello(accepted, WAIT_LIMIT_S))
     assert again.recv(1) == b""
     assert repr(gate).endswith("1 of 2>")
     with pytest.raises(TransferTimeout, match="1 of 2 burst connections"):
         gate.wait(0.05)
     second, accepted = knock(pack_hello(one, 1))
     with pytest.raises(KVProtocolError, match="too late"):
-        gate.attach(accepted, read_burst_hello(accepted, PATIENCE_S))
+        gate.attach(accepted, read_burst_hello(accepted, WAIT_LIMIT_S))
     for sock in (forged, first, again, second):
         sock.close()
 
@@ -185,25 +185,25 @@ def test_strangers_are_hung_up_on(listener: socket.socket) -> None:
 def test_a_listener_goes_on_past_strangers(listener: socket.socket) -> None:
     one = ticket(streams=2)
     with ThreadPoolExecutor() as pool:
-        there = pool.submit(accept_burst, listener, one, PATIENCE_S)
+        there = pool.submit(accept_burst, listener, one, WAIT_LIMIT_S)
         with socket.create_connection(listener.getsockname()) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64))
-            with dialled(one, listener), there.result(PATIENCE_S) as ends:
+            with dialled(one, listener), there.result(WAIT_LIMIT_S) as ends:
                 assert len(ends.socks) == 2
 
 
 def test_ends_that_go_away(listener: socket.socket) -> None:
     one = ticket(streams=1, seconds=0.5)
     with ThreadPoolExecutor() as pool:
-        there = pool.submit(accept_burst, listener, one, PATIENCE_S)
+        there = pool.submit(accept_burst, listener, one, WAIT_LIMIT_S)
         ends = dialled(one, listener)
-        receiver = there.result(PATIENCE_S)
+        receiver = there.result(WAIT_LIMIT_S)
         ends.close()
         with pytest.raises(TransferTimeout, match="sent nothing"):
             receive_burst(receiver)
-        there = pool.submit(accept_burst, listener, one, PATIENCE_S)
+        there = pool.submit(accept_burst, listener, one, WAIT_LIMIT_S)
         ends = dialled(one, listener)
-        there.result(PATIENCE_S).close()
+        there.result(WAIT_LIMIT_S).close()
         with pytest.raises(ConnectionClosed, match="hung up"):
             send_burst(ends)
 
@@ -212,7 +212,7 @@ def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with pytest.raises(ConnectionClosed, match="burst connection 0"):
-        dial_burst(ticket(), "127.0.0.1", port, PATIENCE_S)
+        dial_burst(ticket(), "127.0.0.1", port, WAIT_LIMIT_S)
 
 
 def test_no_descriptor_is_left(listener: socket.socket) -> None:

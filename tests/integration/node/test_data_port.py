@@ -13,7 +13,6 @@ import trio
 
 from p2pserve.bootstrap import Address, PeerId, RemoteError, Role
 from p2pserve.kvtransport.errors import TicketError
-from p2pserve.kvtransport.link.permits import RELAY_MAGIC, Permit
 from p2pserve.kvtransport.link.relay import Relay
 from p2pserve.kvtransport.probing.burst import BurstGate
 from p2pserve.kvtransport.probing.burst_ticket import (
@@ -26,6 +25,7 @@ from p2pserve.kvtransport.probing.burst_ticket import (
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
 from p2pserve.kvtransport.wire.channel import LinkRole as LinkRole
+from p2pserve.kvtransport.wire.permits import RELAY_MAGIC, Permit
 from p2pserve.node import messages
 from p2pserve.node.links.data_port import DataPort, RelayDesk
 from p2pserve.node.settings import WAN, NodeTuning
@@ -160,7 +160,7 @@ def test_a_connection_of_a_burst_goes_to_its_gate() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
         gate = takers.gates[BURST.burst] = BurstGate(BURST)
         fars = [come(port, pack_hello(BURST, index))[1] for index in range(2)]
-        await until(lambda: gate.complete)
+        await until(lambda: gate.is_complete)
         # The same one again, one that proves nothing, and one that nobody knows of.
         for said in (
             pack_hello(BURST, 0),
@@ -168,7 +168,7 @@ def test_a_connection_of_a_burst_goes_to_its_gate() -> None:
             pack_hello(issue_burst(streams=1, seconds=1, max_bytes=1, rtt_s=0, random=random.Random(2).randbytes), 0),
         ):
             await hung_up(come(port, said)[1])
-        assert gate.complete
+        assert gate.is_complete
         gate.close()
         for far in fars:
             far.close()

@@ -21,7 +21,7 @@ from ..node.engine.figures import measured_again
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "p2pserve.sdk.cli"]
-PATIENCE_S = 120.0
+WAIT_LIMIT_S = 120.0
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(400)]
 
@@ -37,7 +37,7 @@ def run(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[byte
         capture_output=True,
         cwd=ROOT,
         env=environment(),
-        timeout=PATIENCE_S,
+        timeout=WAIT_LIMIT_S,
         check=False,
     )
 
@@ -67,7 +67,7 @@ class Running:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=PATIENCE_S)
+        self.process.communicate(timeout=WAIT_LIMIT_S)
         return self.process.returncode
 
 
@@ -289,7 +289,7 @@ def test_a_second_signal_is_not_needed_and_leave_works(tmp_path: Path) -> None:
     done = run("leave", "bootstrap", "--home", str(tmp_path))
     assert done.returncode == 0
     assert done.stderr == b""
-    running.process.communicate(timeout=PATIENCE_S)
+    running.process.communicate(timeout=WAIT_LIMIT_S)
     assert running.process.returncode == 0
     fails(1, "leave", "bootstrap", "--home", str(tmp_path), says="no node is running there")
 
@@ -301,6 +301,6 @@ def test_a_reader_who_has_had_enough(network: Running) -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(WAIT_LIMIT_S) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""

@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "p2pserve.sdk.cli", "demo", "--nodes", "2", "--
 
 pytestmark = pytest.mark.timeout(400)
 
-PATIENCE_S = 150.0
+WAIT_LIMIT_S = 150.0
 
 REQUEST_KEYS = {
     "prompt_tokens",
@@ -50,14 +50,14 @@ def environment(temporary: Path) -> dict[str, str]:
 
 
 def test_two_nodes_answer_as_a_single_engine_does(model: str, tmp_path: Path) -> None:
-    arguments = ["--max-tokens", "24", "--model", model, "--timeout-s", str(PATIENCE_S)]
+    arguments = ["--max-tokens", "24", "--model", model, "--timeout-s", str(WAIT_LIMIT_S)]
     begun = time.monotonic()
     done = subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
         cwd=ROOT,
         env=environment(tmp_path),
-        timeout=2 * PATIENCE_S,
+        timeout=2 * WAIT_LIMIT_S,
         check=False,
     )
     took = time.monotonic() - begun
@@ -103,7 +103,7 @@ def test_a_prompt_that_cannot_be_served(model: str, tmp_path: Path) -> None:
             capture_output=True,
             cwd=ROOT,
             env=environment(tmp_path),
-            timeout=PATIENCE_S,
+            timeout=WAIT_LIMIT_S,
             check=False,
         )
         errors = done.stderr.decode()
@@ -118,13 +118,13 @@ def test_an_interrupt_leaves_nothing(moment: str, model: str, tmp_path: Path) ->
     """At the first process, while vLLM is imported, and with engines at work."""
     first, _, second = moment.partition(".*")
     process = subprocess.Popen(
-        [*COMMAND, "--model", model, "--timeout-s", str(2 * PATIENCE_S)],
+        [*COMMAND, "--model", model, "--timeout-s", str(2 * WAIT_LIMIT_S)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=ROOT,
         env=environment(tmp_path),
     )
-    timer = threading.Timer(PATIENCE_S, process.kill)
+    timer = threading.Timer(WAIT_LIMIT_S, process.kill)
     timer.start()
     try:
         assert process.stderr is not None
@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_nothing(moment: str, model: str, tmp_path: Path) ->
                 break
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=WAIT_LIMIT_S)
     finally:
         timer.cancel()
         process.kill()

@@ -16,7 +16,7 @@ from p2pserve.node import messages
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import TextModel
 
-from ..conftest import PATIENCE_S
+from ..conftest import WAIT_LIMIT_S
 from ..node.engine.answers import greedy, prompts
 from ..node.engine.figures import ATTEMPTS
 
@@ -30,7 +30,7 @@ TOKENS = 24
 
 async def wait_engines(network: Any, state: str, peers: list[str]) -> messages.Status:
     """Wait until the engines of these nodes say this of themselves."""
-    with trio.fail_after(PATIENCE_S):
+    with trio.fail_after(WAIT_LIMIT_S):
         while True:
             status: messages.Status = await network.client.status(network.nodes[-1].peer)
             adverts = {node.peer: node.advert for node in status.nodes}
@@ -84,7 +84,7 @@ def test_two_unequal_boxes_and_a_large_one_serve_together_and_survive_the_loss_o
                     killed = True
 
             answer = await network.client.generate(
-                gateway, asked[1], max_tokens=100, deadline_s=PATIENCE_S, on_tokens=kill
+                gateway, asked[1], max_tokens=100, deadline_s=WAIT_LIMIT_S, on_tokens=kill
             )
             assert killed
             assert answer.error == ""

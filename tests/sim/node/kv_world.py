@@ -14,11 +14,11 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, NetworkError, PeerId, Role
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.kvtransport.link.dialling import DialPath
-from p2pserve.kvtransport.link.permits import Permit
 from p2pserve.kvtransport.probing.estimates import LinkEstimator
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
 from p2pserve.kvtransport.routing.paths import PathChoice
+from p2pserve.kvtransport.wire.dial_path import DialPath
+from p2pserve.kvtransport.wire.permits import Permit
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol

@@ -116,7 +116,7 @@ def test_a_relay_is_taken_where_it_is_the_better_way_and_its_permit_is_kept() ->
             later = next(path for path in (await world.outlet()).paths if path.label == R)
             assert later.relay != path.relay
             assert world.asked.count((R, "relay.open")) == 2
-            world.outlets.forget_peer(R)  # and comes back: it knows nothing of what it promised
+            world.outlets.forget_peer(R)  # and comes back: it knows nothing of what it had agreed to
             world.triangle()
             await world.outlet()
             assert world.asked.count((R, "relay.open")) == 3

@@ -99,7 +99,7 @@ def test_the_token_budget_leaves_prompts_what_decoding_does_not_take() -> None:
     assert mixed == [(94, 6), (56, 6)]
 
 
-def test_no_more_sequences_than_seats() -> None:
+def test_no_more_sequences_than_max_requests() -> None:
     settings = SimEngineSettings(max_batched_tokens=100, max_sequences=2, block_tokens=4)
     engine = engine_of(LinearTimes(step=1.0), settings)
     news = run(engine, [(0.0, Sequence(key, 5, 3)) for key in range(4)])

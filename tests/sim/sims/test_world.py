@@ -108,7 +108,7 @@ def go(
 SERIAL = SimSettings(layerwise=False)
 
 
-def test_a_transfer_in_one_piece() -> None:
+def test_a_transfer_all_at_once() -> None:
     result = go(SPLIT, trace_of((0.0, 20, 4)), cluster_of("pd", rtt_s=0.5), settings=SERIAL)
     outcome = result.services[0]
     # read in 1 s; 20 tokens of KV at a token a second, half a second until both sides know; three more tokens

@@ -200,7 +200,7 @@ def test_a_plan_says_how_much_a_step_may_compute_and_keeps_to_it() -> None:
     boxes = [msgspec.structs.replace(FLOP_RICH, phase=P), msgspec.structs.replace(BYTE_RICH, phase=D)]
     plan = some_plan(*boxes, links=fast("f", "b"))
     steps = {replica.id: replica.step_tokens for replica in plan.replicas}
-    assert steps["f"] == TOKEN_BUDGETS[0]  # it only reads
+    assert steps["f"] == TOKEN_BUDGETS[0]  # it only prefills
     assert steps["b"] in TOKEN_BUDGETS
 
     def running(tokens: int) -> Plan:

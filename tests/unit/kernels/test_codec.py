@@ -1,4 +1,4 @@
-"""The KV codecs: what they promise about bytes, errors and bad input."""
+"""The KV codecs: what they guarantee about bytes, errors and bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fp8 codec: what its specification promises about bytes, errors and bad input."""
+"""The fp8 codec: what its specification guarantees about bytes, errors and bad input."""
 
 from __future__ import annotations
 

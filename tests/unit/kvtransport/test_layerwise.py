@@ -98,7 +98,7 @@ class TestDecisions:
         assert mode.visible_layerwise_s < mode.visible_serialised_s
         assert "hold-up" in mode.why
 
-    def test_short_prompts_go_in_one_piece(self) -> None:
+    def test_short_prompts_go_all_at_once(self) -> None:
         mode = measured(hold_up_s=2e-3).decide(8, LAN, 1)
         assert mode.mode is SendMode.SERIALISED
         assert mode.layers_per_group == SHAPE.layers
@@ -136,7 +136,7 @@ class TestDecisions:
         assert estimator.decide(256, LAN, 1).mode is SendMode.SERIALISED
 
     def test_what_a_transfer_costs_for_each_layer_speaks_for_neither(self) -> None:
-        """Prompts that went in one piece must not make those look dear that go layer by layer."""
+        """Prompts that went all at once must not make those look dear that go layer by layer."""
         estimator = measured(hold_up_s=0.0)
         for tokens in (200, 300) * 50:
             estimator.on_hold_up(tokens, SHAPE.layers, 20e-6 + 0.5e-6 * tokens * SHAPE.layers)

@@ -18,10 +18,10 @@ from p2pserve.kvtransport import (
 )
 from p2pserve.kvtransport.dev.fuzz import fuzz
 from p2pserve.kvtransport.link.dialling import Dialler
-from p2pserve.kvtransport.link.permits import RelayLedger, pack_relay_hello
 from p2pserve.kvtransport.link.settings import LinkSettings
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, Channel, LinkHello, LinkRole, parse_link_hello
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
+from p2pserve.kvtransport.wire.permits import RelayLedger, pack_relay_hello
 from p2pserve.kvtransport.wire.signals import (
     MAX_CHUNK_BYTES,
     Abort,
@@ -49,8 +49,8 @@ def channels(bounds: RekeyBounds | None = None) -> tuple[Channel, Channel]:
     hello = LinkHello(TICKET.link, b"d" * 16, LinkRole.SENDER)
     dials = Channel(TICKET, LinkRole.SENDER, hello.nonce, label="direct", bounds=bounds)
     accepts = Channel(TICKET, LinkRole.RECEIVER, b"a" * 16, hello=hello, bounds=bounds)
-    assert dials.opening() == hello.pack()
-    assert give(dials, accepts.opening()) == [LinkGreeting("")]
+    assert dials.begin_handshake() == hello.pack()
+    assert give(dials, accepts.begin_handshake()) == [LinkGreeting("")]
     assert give(accepts, bytes(dials.seal(LinkGreeting("direct")))) == [LinkGreeting("direct")]
     assert accepts.label == "direct"
     return dials, accepts
@@ -64,7 +64,7 @@ def give(channel: Channel, data: bytes, payload: bytearray | None = None) -> lis
         count = min(len(space), len(view))
         space[:count] = view[:count]
         view = view[count:]
-        channel.received(count)
+        channel.note_received(count)
         while (signal := channel.next_signal()) is not None:
             found.append(signal)
             if isinstance(signal, Chunk):
@@ -133,8 +133,8 @@ def test_ends_with_other_bounds_or_secrets_do_not_understand_each_other() -> Non
     dials = Channel(other, LinkRole.SENDER, hello.nonce)
     accepts = Channel(TICKET, LinkRole.RECEIVER, b"a" * 16, hello=hello)
     with pytest.raises(KVProtocolError, match="does not open"):
-        give(dials, accepts.opening())
-    assert dials.damaged
+        give(dials, accepts.begin_handshake())
+    assert dials.is_damaged
 
 
 def test_a_reflected_record_does_not_open() -> None:
@@ -147,11 +147,11 @@ def test_a_second_greeting_and_a_missing_one_are_refused() -> None:
     dials, accepts = channels()
     with pytest.raises(KVProtocolError, match="greeting"):
         give(accepts, bytes(dials.seal(LinkGreeting("again"))))
-    assert not accepts.damaged, "the peer said this under its own key"
+    assert not accepts.is_damaged, "the peer said this under its own key"
     hello = LinkHello(TICKET.link, b"d" * 16, LinkRole.SENDER)
     rude = Channel(TICKET, LinkRole.SENDER, hello.nonce)
     accepts = Channel(TICKET, LinkRole.RECEIVER, b"a" * 16, hello=hello)
-    opening = accepts.opening()
+    opening = accepts.begin_handshake()
     give(rude, opening)
     with pytest.raises(KVProtocolError, match="greeting"):
         give(accepts, bytes(rude.seal(Ping(1))))

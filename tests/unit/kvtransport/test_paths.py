@@ -405,7 +405,7 @@ class TestProperties:
 
     @settings(max_examples=100, deadline=None)
     @given(jobs(), networks())
-    def test_what_is_promised_fits_the_ends(self, job: PathQuery, network: PathNetwork) -> None:
+    def test_what_is_predicted_fits_the_ends(self, job: PathQuery, network: PathNetwork) -> None:
         choice = decided(job, network)
         total = sum(path.gbps for path in choice.paths)
         up, down = network.boxes["a"].up_gbps, network.boxes["b"].down_gbps

@@ -20,7 +20,16 @@ from p2pserve.kvtransport.errors import (
 )
 from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
-from p2pserve.kvtransport.wire.pipe import MAX_BUFFERS, Head, Kind, Pipe, PipeSettings, greet, parse_head, split
+from p2pserve.kvtransport.wire.pipe import (
+    MAX_BUFFERS,
+    Pipe,
+    PipeSettings,
+    RecordHead,
+    RecordKind,
+    greet,
+    parse_head,
+    split,
+)
 from p2pserve.kvtransport.wire.tickets import LinkTicket, issue_link
 
 PATIENT = PipeSettings(beat_s=30, lost_s=60)
@@ -313,23 +322,28 @@ def test_no_bit_of_a_record_can_be_changed() -> None:
 
 
 def test_heads_survive_packing() -> None:
-    for head in (Head(Kind.GREETING), Head(Kind.MESSAGE, 3, 64), Head(Kind.BEAT), Head(Kind.CLOSE, 0, 12)):
+    for head in (
+        RecordHead(RecordKind.GREETING),
+        RecordHead(RecordKind.MESSAGE, 3, 64),
+        RecordHead(RecordKind.BEAT),
+        RecordHead(RecordKind.CLOSE, 0, 12),
+    ):
         assert parse_head(head.pack(), 1000) == head
 
 
 @pytest.mark.parametrize(
     "head",
     [
-        Head(Kind.GREETING, 0, 1),
-        Head(Kind.BEAT, 1, 0),
-        Head(Kind.MESSAGE, 1, 1001),
-        Head(Kind.MESSAGE, 5, 19),
-        Head(Kind.MESSAGE, MAX_BUFFERS + 1, 1 << 20),
-        Head(Kind.CLOSE, 0, 513),
-        Head(Kind.CLOSE, 2, 8),
+        RecordHead(RecordKind.GREETING, 0, 1),
+        RecordHead(RecordKind.BEAT, 1, 0),
+        RecordHead(RecordKind.MESSAGE, 1, 1001),
+        RecordHead(RecordKind.MESSAGE, 5, 19),
+        RecordHead(RecordKind.MESSAGE, MAX_BUFFERS + 1, 1 << 20),
+        RecordHead(RecordKind.CLOSE, 0, 513),
+        RecordHead(RecordKind.CLOSE, 2, 8),
     ],
 )
-def test_heads_that_no_peer_may_send(head: Head) -> None:
+def test_heads_that_no_peer_may_send(head: RecordHead) -> None:
     with pytest.raises(KVProtocolError):
         parse_head(head.pack(), max(1000, 1 << 21 if head.buffers > MAX_BUFFERS else 0))
 
@@ -338,7 +352,7 @@ def test_fuzzed_heads_and_tables_give_only_protocol_errors() -> None:
     rng = random.Random(9)
     taken = 0
     for _ in range(20_000):
-        data = bytearray(Head(Kind(rng.randrange(4)), rng.choice((0, 0, 2)), rng.choice((0, 0, 64))).pack())
+        data = bytearray(RecordHead(RecordKind(rng.randrange(4)), rng.choice((0, 0, 2)), rng.choice((0, 0, 64))).pack())
         for _ in range(rng.randrange(2)):
             data[rng.randrange(16)] = rng.randrange(256)
         try:

@@ -168,7 +168,7 @@ class TestBursts:
         assert probes.step(IDLE, now=90.0).burst is not None
         assert probes.statistics().refused == 1
 
-    def test_patience_counts_from_the_first_time_it_was_due(self) -> None:
+    def test_the_wait_counts_from_the_first_time_it_was_due(self) -> None:
         probes = scheduler(1, postpone_s=100.0)
         now, overdue = 40.0, None
         while overdue is None:
@@ -373,7 +373,7 @@ class TestMeter:
             for stream in range(streams):
                 meter.add(stream, int(gbps * 1.25e8 * 0.01 / streams), now)
             now += 0.01
-            if meter.stable(now):
+            if meter.is_stable(now):
                 break
         return meter, now
 

@@ -188,7 +188,7 @@ class TestWithoutAnythingBetter:
         assert change is not None
         assert change.trigger.expected_gbps == pytest.approx(0.4)
 
-    def test_it_may_come_back_but_not_beyond_what_it_promised(self) -> None:
+    def test_it_may_come_back_but_not_beyond_what_was_predicted(self) -> None:
         drive = Drive(view=network(relay=0.0))
         assert drive.move(4.0, 0.3) is None
         assert drive.move(4.0, 2.0) is None
@@ -196,6 +196,14 @@ class TestWithoutAnythingBetter:
         change = drive.move(4.0, 0.4)
         assert change is not None, "a little less than half of 1 Gb/s is slow again"
         assert change.trigger.expected_gbps == 1.0
+
+    def test_looking_for_something_better_in_vain_lowers_no_expectation(self) -> None:
+        drive = Drive(SteeringSettings(look_s=3.0), network(relay=0.0))
+        assert drive.move(4.0, 0.6) is None
+        drive.view = network()
+        change = drive.move(1.9, 0.35)
+        assert change is not None, "less than half of 1 Gb/s, though not of 0.6"
+        assert (change.trigger.kind, change.trigger.expected_gbps) == (TriggerKind.DEGRADED, 1.0)
 
 
 class TestLooking:

@@ -163,7 +163,7 @@ class TestTransferTimes:
             (0.0, 10.0, 10.0, 1.0),
             (0.0, 12.0, 10.0, 1.0),  # acknowledged before prefill was through
             (5.0, 5.0, 9.0, 0.0),
-            (5.0, 1.0, 9.0, 0.0),  # sent in one piece after prefill
+            (5.0, 1.0, 9.0, 0.0),  # sent all at once after prefill
             (5.0, 5.0, 5.0, 1.0),
         ],
     )

@@ -15,7 +15,7 @@ from p2pserve.bootstrap import (
     Role,
     TokenError,
 )
-from p2pserve.node.joining import MAX_NAMED, accept, new_network, read_join_target, tokens
+from p2pserve.node.joining import MAX_NAMED, accept_invitation, issue_tokens, new_network, read_join_target
 
 KEY = NetworkKey(b"k" * 32)
 PEER = Identity(b"p" * 32)
@@ -25,7 +25,7 @@ BARE = KEY.issue((), Role.WORKER, 2e9)
 
 
 def test_a_token_alone_names_its_members() -> None:
-    found = trio.run(accept, WORKER, None)
+    found = trio.run(accept_invitation, WORKER, None)
     assert (found.network, found.token, found.role, found.bootstraps, found.key) == (
         KEY.public,
         WORKER,
@@ -37,7 +37,7 @@ def test_a_token_alone_names_its_members() -> None:
 
 @pytest.mark.parametrize(("where", "token"), [(f"{BARE},198.51.100.2:4001", None), ("198.51.100.2:4001", BARE)])
 def test_any_member_may_be_named_by_its_address(where: str, token: str | None) -> None:
-    assert trio.run(accept, where, token).bootstraps == (Bootstrap("198.51.100.2", 4001),)
+    assert trio.run(accept_invitation, where, token).bootstraps == (Bootstrap("198.51.100.2", 4001),)
 
 
 def test_given_addresses_are_asked_before_those_of_the_token() -> None:
@@ -55,14 +55,14 @@ def test_given_addresses_are_asked_before_those_of_the_token() -> None:
 )
 def test_bad_join_strings(where: str, error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason) as caught:
-        trio.run(accept, where, None)
+        trio.run(accept_invitation, where, None)
     assert "\n" not in str(caught.value)
 
 
 def test_tokens_name_their_issuer_first_and_members_it_remembers(tmp_path: Path) -> None:
     owner = new_network(tmp_path)
     known = tuple(Bootstrap("192.0.2.9", 4000 + seed, Identity(bytes([seed]) * 32).peer_id) for seed in range(1, 13))
-    for role, text in tokens(owner, Address("203.0.113.7", 4001), PEER, (HERE, *known)).items():
+    for role, text in issue_tokens(owner, Address("203.0.113.7", 4001), PEER, (HERE, *known)).items():
         token = JoinToken.parse(text)
         assert token.role is Role(role)
         assert token.bootstraps == (HERE, *known[: MAX_NAMED - 1])
@@ -70,8 +70,8 @@ def test_tokens_name_their_issuer_first_and_members_it_remembers(tmp_path: Path)
 
 
 def test_only_the_owner_of_a_network_hands_out_tokens() -> None:
-    member = trio.run(accept, WORKER, None)
-    assert tokens(member, Address("203.0.113.8", 4001), Identity(b"q" * 32)) == {}
+    member = trio.run(accept_invitation, WORKER, None)
+    assert issue_tokens(member, Address("203.0.113.8", 4001), Identity(b"q" * 32)) == {}
 
 
 def test_the_key_of_a_network_is_made_once(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from p2pserve.bootstrap import DECODE_ERRORS, PeerId
 from p2pserve.coordinator import Stage
-from p2pserve.kvtransport.link.permits import Permit
 from p2pserve.kvtransport.probing.burst_ticket import BurstTicket
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
 from p2pserve.kvtransport.probing.probe import BurstRequest
+from p2pserve.kvtransport.wire.permits import Permit
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.box.fitting import BatchLimits

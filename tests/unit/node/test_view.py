@@ -360,6 +360,12 @@ def test_nothing_to_plan_with_is_no_plan() -> None:
         assert decide(coordinator, view, (A, 1)) is None
 
 
+def test_what_led_to_no_plan_is_not_planned_with_again() -> None:
+    coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert())
+    assert coordinator.next(view, (A, 1), 0.0) is not None
+    assert coordinator.next(view, (A, 1), WAN.quiet_s) is None
+
+
 def test_a_plan_is_made_once_and_again_only_for_a_change() -> None:
     coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert())
     first = publish(view, coordinator, 1)

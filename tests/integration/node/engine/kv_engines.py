@@ -12,8 +12,8 @@ from typing import Literal
 
 import trio
 
-from p2pserve.kvtransport.link.dialling import DialPath as KvPath
 from p2pserve.kvtransport.routing.reslice import ShardLayout, reslice
+from p2pserve.kvtransport.wire.dial_path import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine import protocol

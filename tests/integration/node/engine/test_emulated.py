@@ -24,7 +24,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kernels.codecs import codec_named
 from p2pserve.kernels.format import WireDtype, payload_bytes
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import DialPath as KvPath
+from p2pserve.kvtransport.wire.dial_path import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node import messages
@@ -35,7 +35,7 @@ from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
 
-from ...conftest import PATIENCE_S, open_cluster
+from ...conftest import WAIT_LIMIT_S, open_cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,7 +62,7 @@ def on_trial(work: Any) -> None:
 
     async def main() -> None:
         async with open_fork_server(log=None, threads=1, backend="emulated") as server, open_trial(server) as trial:
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(WAIT_LIMIT_S):
                 await work(trial)
 
     trio.run(main)
@@ -103,7 +103,7 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
     on_trial(work)
 
 
-def test_a_transfer_in_one_piece_and_one_that_is_called_off() -> None:
+def test_a_transfer_all_at_once_and_one_that_is_called_off() -> None:
     async def work(trial: Trial) -> None:
         first, second = await trial.start(CONFIG), await trial.start(CONFIG)
         prompt = prompt_of(600)
@@ -194,7 +194,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
         ended, whole_prompts = threading.Semaphore(0), threading.Semaphore(0)
         arrivals = []
         for _ in range(6):
-            ticket = issue_transfer(link.link, "raw", PATIENCE_S, secrets.token_bytes)
+            ticket = issue_transfer(link.link, "raw", WAIT_LIMIT_S, secrets.token_bytes)
             inlet = protocol.Inlet(slice=whole, ticket=ticket, link=link)
             arrivals.append(receiver.expect([inlet], tokens, whole_prompts.release))
             outlet = protocol.Outlet(slice=whole, ticket=ticket, link=link, paths=(path,), gbps=1.0, rtt_s=0.001)
@@ -202,7 +202,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
             now = time.monotonic()
             sender.send_span(ticket.transfer, ComputedSpan(0, tokens, now, now, final=True))
         connection, _ = listener.accept()
-        receiver.attach(read_link_hello(connection, PATIENCE_S).pack(), connection)
+        receiver.attach(read_link_hello(connection, WAIT_LIMIT_S).pack(), connection)
         for each in reversed(arrivals):  # whoever has a place first goes first, whatever was computed first
             each.start()
         held = 0
@@ -210,7 +210,7 @@ def test_a_slow_link_slows_down_and_nothing_is_given_up() -> None:
             held = max(held, sender.endpoint.budget.held)
             time.sleep(0.001)
         for count in (ended, whole_prompts):
-            assert all(count.acquire(timeout=PATIENCE_S) for _ in arrivals)
+            assert all(count.acquire(timeout=WAIT_LIMIT_S) for _ in arrivals)
     assert 0 < held <= limit
     told = [reports.get_nowait() for _ in range(reports.qsize())]
     found = [report for report in told if isinstance(report, protocol.TransferReport)]
@@ -294,7 +294,7 @@ def test_a_network_of_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) ->
                 await network.wait_plan(2)
                 victim.append(await network.engine_pid(heads[Phase.DECODE]))
                 again = await network.client.generate(
-                    gateway, prompt, max_tokens=60, deadline_s=PATIENCE_S, on_tokens=kill
+                    gateway, prompt, max_tokens=60, deadline_s=WAIT_LIMIT_S, on_tokens=kill
                 )
                 assert not victim
                 assert again.error == ""

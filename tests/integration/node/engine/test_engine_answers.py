@@ -26,7 +26,7 @@ from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, o
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import TextModel
 
-from ...conftest import PATIENCE_S
+from ...conftest import WAIT_LIMIT_S
 from .answers import prompts, regrets
 from .devices import SETTINGS
 
@@ -61,7 +61,7 @@ def run(engine_channels: list[int], dtype: str) -> Callable[[Body], None]:
             open_trial(server) as trial,
         ):
             await server.wait_ready()
-            with trio.fail_after(2 * PATIENCE_S):
+            with trio.fail_after(2 * WAIT_LIMIT_S):
                 await body(trial, config)
 
     return lambda body: trio.run(main, body)

@@ -24,7 +24,7 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
 
-from ...conftest import PATIENCE_S
+from ...conftest import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -55,7 +55,7 @@ class Engines:
         return (await self.plain.answer(self.plain.submit(prompt, count, **sampling))).tokens
 
     def ends(
-        self, pacing: protocol.WantedSendMode = "auto", deadline_s: float = PATIENCE_S
+        self, pacing: protocol.WantedSendMode = "auto", deadline_s: float = WAIT_LIMIT_S
     ) -> tuple[protocol.Outlet, protocol.Inlet]:
         """Of one transfer between the two."""
         (outlet,), (inlet,) = self.trial.transfer_ends(self.link, "raw", self.decode.ready, pacing=pacing)
@@ -123,13 +123,13 @@ def run(engine_channels: list[int], random_model: Path) -> Iterator[Callable[[Bo
             open_trial(server) as trial,
         ):
             await server.wait_ready()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(WAIT_LIMIT_S):
                 plain, prefill = await trial.start(config), await trial.start(ahead)
                 decode = await trial.start(msgspec.structs.replace(ahead, kv_cache_mib=CACHE_MIB))
             engines = Engines(plain, prefill, decode, trial, ahead, trial.join(decode))
             while (body := await trio.to_thread.run_sync(bodies.get)) is not None:
                 try:
-                    with trio.fail_after(PATIENCE_S):
+                    with trio.fail_after(WAIT_LIMIT_S):
                         await body(engines)
                     ends.put(None)
                 except BaseException as error:
@@ -144,7 +144,7 @@ def run(engine_channels: list[int], random_model: Path) -> Iterator[Callable[[Bo
 
     def play(body: Body) -> None:
         bodies.put(body)
-        error = ends.get(timeout=3 * PATIENCE_S)
+        error = ends.get(timeout=3 * WAIT_LIMIT_S)
         if error is not None:
             raise error
 
@@ -306,7 +306,7 @@ def test_kv_that_is_given_up_is_computed(run: Callable[[Body], None]) -> None:
         for number, how in enumerate(("abort", "deadline", "abort", "deadline")):
             prompt = prompt_of(300, f"given up {number}")
             other = prompt_of(50, f"meanwhile {number}")
-            outlet, inlet = engines.ends(deadline_s=0.3 if how == "deadline" else PATIENCE_S)
+            outlet, inlet = engines.ends(deadline_s=0.3 if how == "deadline" else WAIT_LIMIT_S)
             answering = engines.decode.submit(other, 100)
             request = engines.decode.submit(prompt, COUNT, receive=(inlet,), receive_tokens=300)
             if how == "abort":
@@ -386,7 +386,7 @@ def test_an_answer_ends_with_its_stop_token(run: Callable[[Body], None], random_
         engine = await engines.trial.start(changed)
         assert stop in engine.ready.eos_tokens
         for _ in range(3):
-            requests = [submitted(engine, prompt, 40, PATIENCE_S) for prompt in prompts]
+            requests = [submitted(engine, prompt, 40, WAIT_LIMIT_S) for prompt in prompts]
             for request, tokens in zip(requests, expected, strict=True):
                 answer = await ended(engine, request)
                 ends = next((place for place, token in enumerate(tokens) if token in engine.ready.eos_tokens), None)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import trio
 
-from p2pserve.kvtransport.link.dialling import DialPath as KvPath
+from p2pserve.kvtransport.wire.dial_path import DialPath as KvPath
 from p2pserve.node.engine import protocol
 
 from .devices import BLOCK, require_devices

@@ -17,7 +17,7 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
 
-from ...conftest import PATIENCE_S
+from ...conftest import WAIT_LIMIT_S
 from .devices import SETTINGS
 
 pytestmark = pytest.mark.timeout(300)
@@ -59,7 +59,9 @@ class Pair:
             layer += layers
         return tuple(send), tuple(receive)
 
-    def receive(self, prompt: tuple[int, ...], deadline_s: float = PATIENCE_S, **sampling: Any) -> tuple[str, Outlets]:
+    def receive(
+        self, prompt: tuple[int, ...], deadline_s: float = WAIT_LIMIT_S, **sampling: Any
+    ) -> tuple[str, Outlets]:
         """A request that is to be told its first token, and the sending ends of its KV."""
         send, inlets = self.ends()
         receive = tuple(
@@ -105,7 +107,7 @@ def run(engine_channels: list[int], random_model: Path) -> Callable[..., None]:
             open_trial(server) as trial,
         ):
             await server.wait_ready()
-            with trio.fail_after(PATIENCE_S):
+            with trio.fail_after(WAIT_LIMIT_S):
                 prefill = await trial.start(config)
                 stages = (
                     await trial.start_stages(config, partition) if len(partition) > 1 else [await trial.start(config)]

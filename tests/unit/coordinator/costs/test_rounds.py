@@ -80,3 +80,15 @@ def test_fewer_requests_than_stages_are_fewer_batches() -> None:
     assert round_s(times, 4, [PrefillChunk(1000, 0.0)], 2, 0.0) == pytest.approx(102.0)
     # two requests in two batches: with two chunks, no batch is left that only decodes
     assert round_s(times, 4, [PrefillChunk(1000, 0.0)] * 2, 2, 0.0) == pytest.approx(200.0)
+
+
+def test_the_budget_counts_the_context_of_all_who_decode() -> None:
+    """Four of them in each of two batches, of 1,024 tokens each, at 10 us a token: 0.08 s of the 0.7 of a deadline."""
+    times = LinearTimes(token=1e-4, context=1e-5)
+    full = {tokens: 0.08192 + (tokens - 4) * 1e-4 for tokens in TOKEN_BUDGETS}
+    assert choose_token_budget(times, 1, (0.04096 + 2044 * 1e-4) / 0.7 + 1e-9) == 2048
+    for tokens in TOKEN_BUDGETS[:3]:
+        both = 0.08192 + 2 * tokens * 1e-4  # both batches, each with what its four decode
+        assert both > full[tokens]
+        assert choose_token_budget(times, 2, both / 0.7 + 1e-9) == tokens
+        assert choose_token_budget(times, 2, both / 0.7 - 1e-3) < tokens

@@ -1,4 +1,4 @@
-"""What a machine says of itself between two events, and what its front door promises."""
+"""What a machine says of itself between two events, and what its front door guarantees."""
 
 import pytest
 

@@ -35,7 +35,7 @@ class Case:
         rng = random.Random(self.name)
         shape = (self.tokens, self.heads, self.head_dim)
         count = self.tokens * self.heads * self.head_dim
-        # Python's generator gives the same numbers everywhere and always; torch promises neither.
+        # Python's generator gives the same numbers everywhere and always; torch guarantees neither.
         k = torch.tensor([rng.gauss(0, 1) for _ in range(count)]).view(shape)
         v = torch.tensor([rng.gauss(0, 1) ** 3 for _ in range(count)]).view(shape)
         channel = torch.arange(self.head_dim)

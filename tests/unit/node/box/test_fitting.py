@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from p2pserve.coordinator.costs.model_shape import ModelShape, shape_of_config
 from p2pserve.node.box.fitting import (
@@ -12,19 +13,22 @@ from p2pserve.node.box.fitting import (
     LEAST_MODEL_LEN,
     MANY_REQUESTS,
     BatchLimits,
+    Room,
+    choose_requests,
+    choose_step_tokens,
+    count_kv_tokens,
+    find_longest_that_fits,
     gpu_working_bytes,
-    kv_room,
-    longest_that_fits,
-    requests_at_once,
-    room_on,
-    step_tokens_on,
+    measure_kv_room,
+    measure_room,
 )
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.box.home import NodeUsageError
+from p2pserve.node.box.home import NodeError, NodeUsageError
+from p2pserve.node.box.shares import share_of
 from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import describe_length, engine_config, share_of
-from p2pserve.node.settings import BoxEngineSettings
+from p2pserve.node.replica.hosting import describe_length, engine_config
+from p2pserve.node.settings import BoxEngineSettings, FittingSettings
 
 GIB = 1 << 30
 
@@ -171,10 +175,10 @@ def test_layers_that_look_back_through_a_window_need_less() -> None:
         weights=model.weights,
         windows=(512,) * model.layers,  # vLLM keeps room for all tokens as soon as one layer looks at all
     )
-    room = room_on(box_with(1, 48), tp=1, memory_gib=27.7, dtype="auto", kv_cache_mib=None)
-    assert kv_room(model, room, model.layers) // (192 << 10) == 1038  # not even the least length
-    assert longest_that_fits(model, room, tp=1) == 0
-    assert longest_that_fits(windowed, room, tp=1) == model.max_model_len == 32_768
+    room = measure_room(box_with(1, 48), BoxEngineSettings(memory_gib=27.7), tp=1)
+    assert measure_kv_room(model, room, model.layers) // (192 << 10) == 1038  # not even the least length
+    assert find_longest_that_fits(model, room, tp=1) == 0
+    assert find_longest_that_fits(windowed, room, tp=1) == model.max_model_len == 32_768
 
 
 def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
@@ -219,7 +223,7 @@ def replace_gpus(box: Hardware) -> Hardware:
 def test_the_budget_of_a_step_is_what_the_cards_compute_in_time(
     card: str, gib: float, tp: int, name: str, tokens: int
 ) -> None:
-    assert step_tokens_on(box_of(tp, card, gib), known_model(name).shape, tp=tp) == tokens
+    assert choose_step_tokens(box_of(tp, card, gib), known_model(name).shape, tp=tp) == tokens
 
 
 def test_without_a_gpu_steps_and_requests_are_as_they_were() -> None:
@@ -241,7 +245,7 @@ def test_without_a_gpu_steps_and_requests_are_as_they_were() -> None:
     ("kv_tokens", "requests"), [(0, 64), (37_600, 64), (131_071, 64), (131_072, 128), (262_144, 256), (10**7, 256)]
 )
 def test_as_many_requests_at_once_as_kv_is_there_for(kv_tokens: int, requests: int) -> None:
-    assert requests_at_once(kv_tokens) == requests
+    assert choose_requests(kv_tokens) == requests
 
 
 def test_what_the_owner_says_counts() -> None:
@@ -253,3 +257,68 @@ def test_what_the_owner_says_counts() -> None:
     )
     few = share_of(model, box, replace(knobs, max_requests=None, max_batched_tokens=100)).limits
     assert few.max_requests == 100  # each takes a token of a step
+
+
+def test_unequal_gpus_hold_as_much_as_the_smallest() -> None:
+    cards = tuple(Gpu(name="x", memory_gib=gib, uuid=str(gib)) for gib in (48.0, 24.0))
+    box = Hardware(cores=16, memory_gib=128.0, processor="x", gpus=cards)
+    rooms = [measure_room(box, BoxEngineSettings(), tp=tp) for tp in (1, 2)]
+    assert [room.memory_bytes for room in rooms] == pytest.approx([48 * GIB * CUDA_SEES * GPU_SHARE] * 2, abs=2)
+
+
+def test_room_for_kv_is_what_weights_leave_and_never_negative() -> None:
+    model = known_model("Llama-3.1-8B")
+    whole = model.weights.of_stage(0, model.layers)
+
+    def room(memory_bytes: int, kv_cache_bytes: int | None = None) -> Room:
+        return Room(memory_bytes=memory_bytes, float_bytes=0, kv_cache_bytes=kv_cache_bytes)
+
+    token = 128 << 10
+    assert measure_kv_room(model, room(whole - 1), model.layers) == 0
+    assert measure_kv_room(model, room(whole + 5), model.layers) == 5
+    assert count_kv_tokens(model, room(whole + 3 * token), model.layers, tp=1) == 3
+    assert count_kv_tokens(model, room(whole + 4 * token - 1), model.layers, tp=1) == 3
+    assert count_kv_tokens(model, room(whole + 4 * token), model.layers, tp=16) == 2  # two workers hold each head
+    assert measure_kv_room(model, room(whole + token, token), model.layers) == token
+    assert measure_kv_room(model, room(whole + token - 1, token), model.layers) == 0  # the owner's cache does not fit
+
+
+def test_kv_of_quantised_weights_takes_two_bytes_a_value() -> None:
+    model = known_model("Llama-3.1-8B")
+    packed = structs.replace(model, weights=structs.replace(model.weights, float_bytes=0))
+    room = Room(memory_bytes=model.weights.of_stage(0, model.layers) + (1 << 20), float_bytes=0, kv_cache_bytes=None)
+    assert count_kv_tokens(packed, room, model.layers, tp=1) == 8
+
+
+def test_owners_limits_of_a_step_count_and_contradictions_are_refused() -> None:
+    model, box = known_model("Llama-3.1-8B"), box_with(1, 24)
+    few = share_of(model, box, BoxEngineSettings(max_batched_tokens=32)).limits
+    assert (few.max_batched_tokens, few.max_requests) == (32, 32)  # a request that decodes takes a token
+    exact = share_of(model, box, BoxEngineSettings(max_batched_tokens=32, max_requests=32)).limits
+    assert exact.max_requests == 32
+    with pytest.raises(NodeUsageError, match="max-requests: 33 are more than the 32 tokens"):
+        share_of(model, box, BoxEngineSettings(max_batched_tokens=32, max_requests=33))
+    assert share_of(model, box, BoxEngineSettings(max_model_len=131_072)).limits.max_model_len == 131_072
+    with pytest.raises(NodeUsageError, match="tp: 3 workers cannot share"):
+        share_of(model, box_with(4, 24), BoxEngineSettings(tp=3))
+    with pytest.raises(NodeUsageError, match="tp: 4 is more than the 2 GPUs"):
+        share_of(model, box_with(2, 24), BoxEngineSettings(tp=4))
+    with pytest.raises(NodeError, match="not one of its 32 layers fits"):
+        share_of(model, box, BoxEngineSettings(memory_gib=0.5))
+
+
+def test_what_is_kept_back_and_how_long_steps_take_are_settings() -> None:
+    model, box, cpu = known_model("Llama-3.1-8B"), box_with(1, 24), replace_gpus(box_with(1, 24))
+    half = measure_room(cpu, BoxEngineSettings(fitting=FittingSettings(cpu_share=0.5)), tp=1)
+    assert half.memory_bytes == 64 * GIB
+    most = BatchLimits(max_model_len=None, max_batched_tokens=1, max_requests=1)
+    more, less = (
+        gpu_working_bytes(model.shape, most, tp=1, fitting=FittingSettings(gpu_fixed_bytes=n)) for n in (9, 2)
+    )
+    assert more - less == 7
+    steps = [choose_step_tokens(box, model.shape, tp=1, fitting=FittingSettings(step_s=s)) for s in (1e-6, 1e3)]
+    assert steps == [2048, 8192]
+    assert choose_requests(70_000, FittingSettings(tokens_per_request=500)) == 128
+    stage = known_model("Qwen2.5-14B")
+    short = share_of(stage, box, BoxEngineSettings(fitting=FittingSettings(stage_model_len=2048)))
+    assert share_of(stage, box, BoxEngineSettings()).layers < short.layers < stage.layers

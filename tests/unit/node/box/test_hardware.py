@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pserve.node.box.hardware import Card, Gpu, cuda_environment, probe, visible
+from p2pserve.node.box.hardware import Card, Gpu, cuda_environment, probe, select_visible
 from p2pserve.node.box.home import NodeError
 
 
@@ -37,7 +37,7 @@ CUT = (Card(FIRST), Card(gpu("GPU-dd44", "NVIDIA A100", 40.0), (PART, OTHER_PART
     ],
 )
 def test_what_cuda_shows_and_in_which_order(variable: str | None, expected: dict[str, Gpu]) -> None:
-    assert list(visible(CARDS, variable).items()) == list(expected.items())
+    assert list(select_visible(CARDS, variable).items()) == list(expected.items())
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_cuda_shows_and_in_which_order(variable: str | None, expected: dict
     ],
 )
 def test_a_card_in_slices(variable: str | None, expected: dict[str, Gpu]) -> None:
-    assert list(visible(CUT, variable).items()) == list(expected.items())
+    assert list(select_visible(CUT, variable).items()) == list(expected.items())
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_a_card_in_slices(variable: str | None, expected: dict[str, Gpu]) -> Non
 )
 def test_what_cuda_would_leave_out_without_a_word_is_refused(variable: str, what: str) -> None:
     with pytest.raises(NodeError) as refused:
-        visible(CARDS, variable)
+        select_visible(CARDS, variable)
     assert str(refused.value).startswith(f"CUDA_VISIBLE_DEVICES: {what}")
 
 
 def test_a_machine_without_gpus_does_not_mind_the_variable() -> None:
-    assert visible((), "0") == visible((), None) == {}
+    assert select_visible((), "0") == select_visible((), None) == {}
 
 
 class NvmlError(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2pserve.node.box import home as node_home
-from p2pserve.node.box.home import NodeError, leave_node, locked, running_pid
+from p2pserve.node.box.home import NodeError, leave_node, lock_home, running_pid
 
 
 class Kill:
@@ -46,25 +46,25 @@ def leave(home: Path, clock: Clock) -> None:
 def test_a_home_is_made_and_names_its_pid(tmp_path: Path) -> None:
     home = tmp_path / "new" / "home"
     assert running_pid(home) is None
-    with locked(home):
+    with lock_home(home):
         assert running_pid(home) == os.getpid()
         assert home.stat().st_mode & 0o777 == 0o700
     assert running_pid(home) is None
-    with locked(home):
+    with lock_home(home):
         assert running_pid(home) == os.getpid()
 
 
 def test_a_second_node_in_the_same_home_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path):
-        with pytest.raises(NodeError, match=r"a node is running there already.*--home"), locked(tmp_path):
+    with lock_home(tmp_path):
+        with pytest.raises(NodeError, match=r"a node is running there already.*--home"), lock_home(tmp_path):
             pytest.fail("two nodes hold one home")
         assert running_pid(tmp_path) == os.getpid()
 
 
 def test_the_lock_is_released_when_the_node_fails(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), locked(tmp_path):
+    with pytest.raises(KeyError), lock_home(tmp_path):
         raise KeyError
-    with locked(tmp_path):
+    with lock_home(tmp_path):
         pass
 
 
@@ -72,7 +72,7 @@ def test_a_home_that_is_a_file_or_below_one_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for home in (file, file / "below"):
-        with pytest.raises(NodeError, match=r"cannot be used: .*--home") as caught, locked(home):
+        with pytest.raises(NodeError, match=r"cannot be used: .*--home") as caught, lock_home(home):
             pytest.fail("a file is no home")
         assert "\n" not in str(caught.value)
 
@@ -84,7 +84,7 @@ def test_a_home_that_may_not_be_written_is_one_line(tmp_path: Path, monkeypatch:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(NodeError, match=r"cannot be used: Permission denied; give another folder"), locked(tmp_path):
+    with pytest.raises(NodeError, match=r"cannot be used: Permission denied; give another folder"), lock_home(tmp_path):
         pytest.fail("nothing can be written there")
 
 
@@ -94,7 +94,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_lock(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
-        with pytest.raises(NodeError, match="cannot be written: No space left"), locked(tmp_path):
+        with pytest.raises(NodeError, match="cannot be written: No space left"), lock_home(tmp_path):
             pytest.fail("the pid is not there")
     assert running_pid(tmp_path) is None
 
@@ -104,13 +104,13 @@ def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: py
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(NodeError, match="cannot be locked: No locks available"), locked(tmp_path):
+    with pytest.raises(NodeError, match="cannot be locked: No locks available"), lock_home(tmp_path):
         pytest.fail("nothing is locked")
 
 
 def test_leaving_where_no_node_runs_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with locked(tmp_path / "old"):
+    with lock_home(tmp_path / "old"):
         pass
     for home in (tmp_path / "none", tmp_path / "old", tmp_path / "file"):
         with pytest.raises(NodeError, match=r"no node is running there.*--home"):
@@ -126,7 +126,7 @@ def test_a_home_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def test_leaving_asks_the_node_and_waits_until_it_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill, clock = Kill(), Clock()
     monkeypatch.setattr(os, "kill", kill)
-    holder = locked(tmp_path)
+    holder = lock_home(tmp_path)
     holder.__enter__()
 
     def sleep(seconds: float) -> None:
@@ -142,20 +142,20 @@ def test_leaving_asks_the_node_and_waits_until_it_has_gone(tmp_path: Path, monke
 def test_a_node_that_drains_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", Kill())
     clock = Clock()
-    with locked(tmp_path), pytest.raises(NodeError, match=rf"pid {os.getpid()}\) is still draining after 3 s"):
+    with lock_home(tmp_path), pytest.raises(NodeError, match=rf"pid {os.getpid()}\) is still draining after 3 s"):
         leave(tmp_path, clock)
     assert 3.0 < clock.now < 3.5
 
 
 def test_a_node_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", Kill(PermissionError()))
-    with locked(tmp_path), pytest.raises(NodeError, match="belongs to another user"):
+    with lock_home(tmp_path), pytest.raises(NodeError, match="belongs to another user"):
         leave(tmp_path, Clock())
 
 
 def test_a_node_that_has_just_ended_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", Kill(ProcessLookupError()))
-    with locked(tmp_path):
+    with lock_home(tmp_path):
         leave(tmp_path, Clock())
 
 
@@ -165,7 +165,7 @@ def test_nobody_is_signalled_for_a_pid_that_is_none(
 ) -> None:
     kill = Kill()
     monkeypatch.setattr(os, "kill", kill)
-    with locked(tmp_path):
+    with lock_home(tmp_path):
         node_home._lock_file(tmp_path).write_bytes(content)
         with pytest.raises(NodeError, match="no node is running"):
             leave(tmp_path, Clock())

@@ -12,10 +12,10 @@ from p2pserve.node.box.prerequisites import (
     DiskRoom,
     Prerequisites,
     choose_device,
+    describe_lack,
+    describe_lack_of_room,
     driver_version,
-    lacks,
-    lacks_room,
-    look,
+    inspect_box,
     main,
 )
 
@@ -74,7 +74,7 @@ def test_the_device_to_install_for(asked: str, found: Prerequisites, device: str
     ],
 )
 def test_what_is_missing_for_cuda_is_one_line_with_what_to_do(found: Prerequisites, words: list[str]) -> None:
-    complaint = lacks(found, "cuda")
+    complaint = describe_lack(found, "cuda")
     assert complaint is not None
     assert "\n" not in complaint
     assert [word for word in words if word not in complaint] == []
@@ -83,17 +83,17 @@ def test_what_is_missing_for_cuda_is_one_line_with_what_to_do(found: Prerequisit
 @pytest.mark.parametrize("found", [box(), box(cuda=(13, 2)), box(driver=None), box(driver="535.183.01")])
 def test_a_box_that_has_all(found: Prerequisites) -> None:
     """The driver's own version does not count: with NVIDIA's compatibility libraries an old one runs new CUDA."""
-    assert lacks(found, "cuda") is None
+    assert describe_lack(found, "cuda") is None
 
 
 def test_a_processor_needs_a_compiler_only() -> None:
-    assert lacks(box(driver=None, cuda=None, has_header=False), "cpu") is None
-    assert lacks(box(has_compiler=False), "cpu") is not None
+    assert describe_lack(box(driver=None, cuda=None, has_header=False), "cpu") is None
+    assert describe_lack(box(has_compiler=False), "cpu") is not None
 
 
 def test_an_image_is_made_without_a_driver() -> None:
-    assert lacks(NO_GPU, "cuda", driver_later=True) is None
-    assert "Python.h" in (lacks(box(cuda=None, has_header=False), "cuda", driver_later=True) or "")
+    assert describe_lack(NO_GPU, "cuda", driver_later=True) is None
+    assert "Python.h" in (describe_lack(box(cuda=None, has_header=False), "cuda", driver_later=True) or "")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_an_image_is_made_without_a_driver() -> None:
     ],
 )
 def test_room_on_the_disk(target: DiskRoom, scratch: DiskRoom, full: str | None) -> None:
-    complaint = lacks_room(target, scratch)
+    complaint = describe_lack_of_room(target, scratch)
     assert complaint is None if full is None else complaint is not None and complaint.startswith(full)
 
 
@@ -140,7 +140,7 @@ def none_there(name: str) -> ctypes.CDLL:
 
 
 def test_a_box_is_looked_at(tmp_path: Path) -> None:
-    empty = look(tmp_path, {"PATH": str(tmp_path), "CC": "my-cc"}, none_there)
+    empty = inspect_box(tmp_path, {"PATH": str(tmp_path), "CC": "my-cc"}, none_there)
     assert (empty.driver, empty.cuda, empty.has_header) == (None, None, False)
     assert (empty.compiler, empty.has_compiler) == ("my-cc", False)
     for name, text in {
@@ -152,7 +152,7 @@ def test_a_box_is_looked_at(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "my-cc").chmod(0o755)
-    full = look(tmp_path, {"PATH": str(tmp_path), "CC": "my-cc"}, library(13020))
+    full = inspect_box(tmp_path, {"PATH": str(tmp_path), "CC": "my-cc"}, library(13020))
     assert (full.driver, full.cuda, full.has_header, full.has_compiler) == ("580.95.05", (13, 2), True, True)
 
 
@@ -162,7 +162,7 @@ def test_a_box_is_looked_at(tmp_path: Path) -> None:
 def test_what_the_driver_answers(
     tmp_path: Path, open_library: Callable[[str], Any], cuda: tuple[int, int] | None
 ) -> None:
-    assert look(tmp_path, {}, open_library).cuda == cuda
+    assert inspect_box(tmp_path, {}, open_library).cuda == cuda
 
 
 def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

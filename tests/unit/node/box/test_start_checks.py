@@ -93,7 +93,7 @@ def test_a_node_refuses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_looks_for_what_an_engine_on_gpus_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = (12, 8)
     monkeypatch.setattr(start_checks, "installed_build", lambda: FOR_GPU)
-    monkeypatch.setattr(prerequisites, "look", lambda environ: looked_at(cuda))
+    monkeypatch.setattr(prerequisites, "inspect_box", lambda environ: looked_at(cuda))
     with pytest.raises(NodeError, match=r"^engine: the NVIDIA driver 570\.86\.15 runs CUDA 12\.8"):
         require_engine(hardware(1), {})
     cuda = (13, 0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.link.dialling import DialPath
-from p2pserve.kvtransport.link.permits import Permit
+from p2pserve.kvtransport.wire.dial_path import DialPath
+from p2pserve.kvtransport.wire.permits import Permit
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.protocol import EngineMessage, EngineProtocolError, Unframer

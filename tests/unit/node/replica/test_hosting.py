@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.node.box.fitting import CPU_KV_CACHE_MIB, Room, default_tp, layers_that_fit, room_on
+from p2pserve.node.box.fitting import CPU_KV_CACHE_MIB, Room, count_layers_that_fit, default_tp, measure_room
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.home import NodeError
 from p2pserve.node.models import ModelInfo, WeightSizes
@@ -82,25 +82,27 @@ def box(*gpus_gib: float, memory_gib: float = 64.0) -> Hardware:
     ],
 )
 def test_as_many_layers_as_there_is_memory_for(sizes: ModelInfo, memory: Room, expected: int) -> None:
-    assert layers_that_fit(sizes, memory, tp=1, max_model_len=None) == expected
+    assert count_layers_that_fit(sizes, memory, tp=1, max_model_len=None) == expected
 
 
 def test_a_shorter_context_leaves_more_room() -> None:
     sizes = model(10, 10, 10, 10, longest=8192)
-    assert layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=None) == 1
-    assert layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=1024) == 4
-    assert layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=1 << 20) == 1
+    assert count_layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=None) == 1
+    assert count_layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=1024) == 4
+    assert count_layers_that_fit(sizes, room(48, kv_mib=None), tp=1, max_model_len=1 << 20) == 1
 
 
 def test_workers_beyond_the_kv_heads_hold_copies() -> None:
-    assert layers_that_fit(model(10, 10, 10, 10), room(48, kv_mib=None), tp=4, max_model_len=None) == 4
-    assert layers_that_fit(model(10, 10, 10, 10), room(48, kv_mib=None), tp=8, max_model_len=None) == 3  # 14 MiB each
+    assert count_layers_that_fit(model(10, 10, 10, 10), room(48, kv_mib=None), tp=4, max_model_len=None) == 4
+    assert (
+        count_layers_that_fit(model(10, 10, 10, 10), room(48, kv_mib=None), tp=8, max_model_len=None) == 3
+    )  # 14 MiB each
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 300), st.integers(0, 40), st.booleans())
 def test_what_fits_does_so_at_every_place(sizes: list[int], memory: int, ends: int, tied: bool) -> None:
     found = model(*sizes, embeddings=ends, head=ends, tied=tied)
-    layers = layers_that_fit(found, room(memory), tp=1, max_model_len=None)
+    layers = count_layers_that_fit(found, room(memory), tp=1, max_model_len=None)
     for first in range(len(sizes) - layers + 1):
         assert layers == 0 or found.weights.of_stage(first, first + layers) <= memory * MIB
     if layers < len(sizes):
@@ -109,9 +111,9 @@ def test_what_fits_does_so_at_every_place(sizes: list[int], memory: int, ends: i
 
 
 def test_memory_is_that_of_the_gpus_in_use_or_of_the_box_and_at_most_what_is_allowed() -> None:
-    def available(hardware: Hardware, **changes: Any) -> float:
-        fields = {"tp": 1, "memory_gib": None, "dtype": "auto", "kv_cache_mib": None, **changes}
-        return room_on(hardware, **fields).memory_bytes / GIB
+    def available(hardware: Hardware, memory_gib: float | None = None, tp: int = 1, working_bytes: int = 0) -> float:
+        settings = BoxEngineSettings(memory_gib=memory_gib)
+        return measure_room(hardware, settings, tp=tp, working_bytes=working_bytes).memory_bytes / GIB
 
     assert available(box(80.0, 80.0), working_bytes=3 * GIB // 2) == pytest.approx(80 * 0.98 * 0.92 - 1.5)
     assert available(box(80.0, 80.0), tp=2, working_bytes=GIB) == pytest.approx(2 * (80 * 0.98 * 0.92 - 1))
@@ -119,11 +121,11 @@ def test_memory_is_that_of_the_gpus_in_use_or_of_the_box_and_at_most_what_is_all
     assert available(box(), memory_gib=3.0) == pytest.approx(3.0)
     assert available(box(24.0), memory_gib=100.0) == pytest.approx(24 * 0.98 * 0.92)
     assert available(box(1.0), working_bytes=GIB) == 0.0
-    cpu = room_on(box(), tp=1, memory_gib=None, dtype="auto", kv_cache_mib=None)
+    cpu = measure_room(box(), BoxEngineSettings(), tp=1)
     assert (cpu.float_bytes, cpu.kv_cache_bytes) == (4, CPU_KV_CACHE_MIB * MIB)
-    gpu = room_on(box(24.0), tp=1, memory_gib=None, dtype="auto", kv_cache_mib=None)
+    gpu = measure_room(box(24.0), BoxEngineSettings(), tp=1)
     assert (gpu.float_bytes, gpu.kv_cache_bytes) == (0, None)
-    half = room_on(box(), tp=1, memory_gib=None, dtype="bfloat16", kv_cache_mib=64)
+    half = measure_room(box(), BoxEngineSettings(dtype="bfloat16", kv_cache_mib=64), tp=1)
     assert (half.float_bytes, half.kv_cache_bytes) == (2, 64 * MIB)
 
 

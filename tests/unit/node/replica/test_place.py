@@ -10,7 +10,7 @@ from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.messages import RankSlice, TicketedSlice
-from p2pserve.node.replica.place import Place, PlaceError, check_sends, place_in, slices_between
+from p2pserve.node.replica.place import Place, PlaceError, check_sends, find_place, slices_between
 
 
 def stages(name: str, *layers: int, tp: int = 1) -> tuple[Stage, ...]:
@@ -41,8 +41,8 @@ def test_one_box_sends_everything_to_one_box() -> None:
 
 def test_stages_send_straight_to_the_stages_that_need_it() -> None:
     found = slices_between(stages("p", 1, 3), stages("d", 2, 2), layers=4, kv_heads=2)
-    ways = [(each.source_peer, each.target_peer, each.slice.first_layer, each.slice.last_layer) for each in found]
-    assert ways == [("p0", "d0", 0, 1), ("p1", "d0", 1, 2), ("p1", "d1", 2, 4)]
+    ends = [(each.source_peer, each.target_peer, each.slice.first_layer, each.slice.last_layer) for each in found]
+    assert ends == [("p0", "d0", 0, 1), ("p1", "d0", 1, 2), ("p1", "d1", 2, 4)]
     assert [(each.source.stage, each.target.stage) for each in found] == [(0, 0), (1, 0), (1, 1)]
 
 
@@ -122,12 +122,13 @@ def test_a_place_is_what_the_plan_says_of_a_box_among_others() -> None:
     )
     pairings = tuple(Pairing(prefill=each.id, decode=each.id, weight=0.5) for each in replicas)
     plan = Plan(epoch=1, version=1, service="s", replicas=replicas, pairings=pairings, codec="raw", why=())
-    place = place_in(plan, own, "s")
+    place = find_place(plan, own, "s")
     assert place == Place(stages("x", 1, 2, 1), 1)
     assert place is not None
     assert (place.head, place.is_head, place.partition, place.others) == ("x0", False, (1, 2, 1), ("x0", "x2"))
     assert str(place) == "2/3 layers 1-2"
-    for wrong in (place_in(plan, other, "s"), place_in(plan, own, "t"), place_in(None, own, "s")):
+    for wrong in (find_place(plan, other, "s"), find_place(plan, own, "t"), find_place(None, own, "s")):
         assert wrong is None
-    assert place_in(plan, PeerId("stranger"), "s") is None
+    assert find_place(plan, PeerId("stranger"), "s") is None
     assert Place(stages("w", 4), 0).partition == ()
+    assert Place(stages("w", 1, 3), 0).partition == (1, 3)

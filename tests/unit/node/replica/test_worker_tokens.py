@@ -5,7 +5,7 @@ import random
 import pytest
 
 from p2pserve.bootstrap import PeerId, Role
-from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import issue_link
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol

@@ -205,6 +205,7 @@ def test_all_systems_are_shown_at_one_rate(contest: baselines.SystemContest) -> 
     assert (ours.system, ours.replicas, ours.usd_per_h, ours.dispatch) == ("ours", "as ours", 13.5, SHARES)
     assert ours.highest_rate == "9 (6-12)"
     assert ours.tokens_per_s == 9.0 * 20.0
+    assert ours.ttft_p90_s == pytest.approx(0.22)
     assert ours.e2e_p90_s == pytest.approx(2.2)
     assert ours.e2e_p99_s == pytest.approx(2 + 0.91 * 2)
     assert ours.tpot_p90_ms == pytest.approx(1e3 * 2.2 * 0.9 / 10)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from p2pserve.sims.records import Outcomes, Trace, TraceError
-from p2pserve.sims.splitwise import SetupError, draw_trace, missed_slos, read_trace, summary, write_trace
+from p2pserve.sims.splitwise import SetupError, draw_trace, missed_slos, read_trace, slowdowns, summary, write_trace
 from p2pserve.sims.splitwise import __main__ as command
 from p2pserve.sims.splitwise.__main__ import main
 from p2pserve.sims.splitwise.metrics import SLO
@@ -193,6 +193,13 @@ def test_figures_count_completed_requests_only() -> None:
     assert found["tbt_p50"] == pytest.approx((0.1 + 0.15) / 2), "over all output tokens"
     assert found["e2e_p99"] == pytest.approx(2 + 0.99 * 7)
     assert len(found) == 11
+
+
+def test_a_request_of_one_token_is_slowed_down_in_its_end_as_in_its_first_token() -> None:
+    one = np.array([1])
+    trace = Trace(ids=one, arrival_s=one - 1.0, prompt=1000 * one, output=one, lengths="", arrivals="")
+    found = slowdowns(Outcomes(trace=trace, ttft_s=one * 2.0, e2e_s=one * 2.0), "llama2-70b")
+    assert found["e2e_p50"] == found["ttft_p50"] > 1.0
 
 
 def limits() -> dict[str, float]:

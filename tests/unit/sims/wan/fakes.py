@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import msgspec
 
-from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.probing.estimates import BurstSample
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.sims.wan import EmulatedWan, Scenario, WanPair
 from p2pserve.sims.wan.kv import orders
 from p2pserve.sims.wan.kv.kvbox import FRAME_BYTES

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LinkHello
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine.protocol import Inlet, KvSlice, LinkReport, Outlet, TransferReport
@@ -33,7 +33,7 @@ TOKENS = 8
 ROW_BYTES = 2 * HEADS * HEAD_DIM * 4  # of one position in one layer
 HOST_BYTES = STAGED_BYTES = 4 << 20
 BLOCK = 4  # positions
-PATIENCE_S = 30.0  # for what comes at once, unless the machine is very busy
+WAIT_LIMIT_S = 30.0  # for what comes at once, unless the machine is very busy
 
 
 def ticket_of(
@@ -47,7 +47,7 @@ TICKET = ticket_of()
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for what threads do without a word."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + WAIT_LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.002)
@@ -143,7 +143,7 @@ class Reports:
             self.ends.append(report) if isinstance(report, TransferReport) else self.links.append(report)
             self._news.notify_all()
 
-    def until(self, condition: Callable[[], object], timeout: float = PATIENCE_S) -> None:
+    def until(self, condition: Callable[[], object], timeout: float = WAIT_LIMIT_S) -> None:
         with self._news:
             assert self._news.wait_for(condition, timeout), (self.ends, self.links)
 
@@ -204,7 +204,7 @@ def listening(hub: TransferHub, streams: int = 1) -> Iterator[Listener]:
                     sock, _ = server.accept()
                 except OSError:
                     return
-                hello: LinkHello = read_link_hello(sock, PATIENCE_S)
+                hello: LinkHello = read_link_hello(sock, WAIT_LIMIT_S)
                 found.accepted += 1
                 found.sockets.append(sock.dup())
                 hub.attach(hello.pack(), sock)
@@ -213,7 +213,7 @@ def listening(hub: TransferHub, streams: int = 1) -> Iterator[Listener]:
         thread.start()
         yield found
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_LIMIT_S)
         for sock in found.sockets:
             sock.close()
 
@@ -308,7 +308,7 @@ def settled(incoming: PromptReceiver) -> str | None:
     """Its outcome, once its threads have ended."""
     for thread in threading.enumerate():
         if thread.name == f"kv-decode-{incoming.transfer.hex()[:8]}":
-            thread.join(PATIENCE_S)
+            thread.join(WAIT_LIMIT_S)
     return incoming.outcome(0.0)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.routing.reslice import ShardTransfer
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from p2pserve.node.engine.protocol import Inlet, KvSlice, Outlet, WorkerRank
 from p2pserve.node.engine.trials.trial import Trial

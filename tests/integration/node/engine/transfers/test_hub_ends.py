@@ -9,9 +9,9 @@ import pytest
 from p2pserve.node.engine.transfers import outgoing as sending
 
 from .hubs import (
-    PATIENCE_S,
     TICKET,
     TOKENS,
+    WAIT_LIMIT_S,
     Reports,
     assert_nothing_is_held,
     make_hub,
@@ -40,10 +40,10 @@ def test_who_receives_says_when_there_is_something_to_take() -> None:
     with two_hubs(on_news=news.release) as hubs:
         outgoing, incoming = hubs.open(TICKET)
         hubs.announce(outgoing, layers=range(1))
-        assert news.acquire(timeout=PATIENCE_S)
+        assert news.acquire(timeout=WAIT_LIMIT_S)
         assert incoming.take()
         hubs.receiver.abort(TICKET.transfer, "the request was cancelled")
-        assert news.acquire(timeout=PATIENCE_S)
+        assert news.acquire(timeout=WAIT_LIMIT_S)
         assert incoming.outcome(0.0)
 
 

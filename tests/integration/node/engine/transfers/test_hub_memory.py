@@ -14,10 +14,10 @@ from p2pserve.node.engine.transfers.hub import TransferMemory
 from .hubs import (
     LAYERS,
     LINK,
-    PATIENCE_S,
     ROW_BYTES,
     TICKET,
     TOKENS,
+    WAIT_LIMIT_S,
     Read,
     TwoHubs,
     assert_nothing_is_held,
@@ -164,18 +164,18 @@ def test_blocks_that_are_withdrawn_in_the_middle_of_a_window_are_not_read_any_mo
         def pause(read: Read) -> None:
             if read.first == WINDOW_TOKENS and not reading.is_set():
                 reading.set()
-                assert go_on.wait(PATIENCE_S)
+                assert go_on.wait(WAIT_LIMIT_S)
 
         hubs.cache.on_read = pause
         hubs.announce(outgoing)
         hubs.prefill_done(outgoing)
-        assert reading.wait(PATIENCE_S)
+        assert reading.wait(WAIT_LIMIT_S)
         model = threading.Thread(target=outgoing.withdraw)
         model.start()
         until(lambda: outgoing._generation == 1)
         assert model.is_alive()
         go_on.set()
-        model.join(PATIENCE_S)
+        model.join(WAIT_LIMIT_S)
         assert not model.is_alive()
         assert [(read.layer, read.last) for read in hubs.cache.reads] == [(0, WINDOW_TOKENS), (0, 2 * WINDOW_TOKENS)]
         new = lose_blocks(hubs)

@@ -33,11 +33,11 @@ from .hubs import (
     HEADS,
     LAYERS,
     LINK,
-    PATIENCE_S,
     ROW_BYTES,
     SHARD,
     TICKET,
     TOKENS,
+    WAIT_LIMIT_S,
     Listener,
     assert_arrived_once,
     expected,
@@ -112,7 +112,7 @@ def test_a_connection_may_come_before_its_request(order: str) -> None:
         pieces = receive_rest(incoming)
         assert end.state.name == "open"  # nothing is delivered before the engine has written it
         incoming.applied()
-        assert str(end.wait(PATIENCE_S)) == "delivered"
+        assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
         assert sender.listener.accepted == 1
     assert_arrived_once(pieces, TOKENS)
     assert settled(incoming) == ""
@@ -156,7 +156,7 @@ def test_what_arrived_before_an_abort_is_still_there_to_be_written() -> None:
         assert incoming.outcome(0.0) == "the prefill node was lost"
         taken = {piece.layer: piece.start + len(piece.k) for piece in take_all(incoming)}
         assert min(taken.get(layer, 0) for layer in range(LAYERS)) == incoming.progress()[1] == 4
-        assert "the prefill node was lost" in end.wait(PATIENCE_S).reason
+        assert "the prefill node was lost" in end.wait(WAIT_LIMIT_S).reason
 
 
 @pytest.mark.parametrize("how", ["cut", "hung up", "link closed"])
@@ -192,7 +192,7 @@ def test_a_connection_that_is_cut_is_dialled_again_and_nothing_is_lost() -> None
         end.finish(TOKENS)
         assert_arrived_once(receive_rest(incoming), TOKENS)
         incoming.applied()
-        assert str(end.wait(PATIENCE_S)) == "delivered"
+        assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
         assert sender.listener.accepted >= 2
 
 
@@ -204,7 +204,7 @@ def test_an_end_that_comes_too_early_is_a_failure_at_both_ends(layers: int, toke
     with connected(hub) as sender:
         end = sender.open()
         send_all(end, tokens, layers)
-        assert end.wait(PATIENCE_S).name == "failed"
+        assert end.wait(WAIT_LIMIT_S).name == "failed"
     assert "ended after" in (settled(incoming) or "")
 
 
@@ -226,7 +226,7 @@ def test_kv_of_another_model_is_a_failure() -> None:
         end = sender.open()
         end.send(frame(0, 0, TOKENS))
         assert "head_dim 64 for a model of head_dim 128" in (settled(incoming) or "")
-        assert "head_dim" in end.wait(PATIENCE_S).reason
+        assert "head_dim" in end.wait(WAIT_LIMIT_S).reason
     assert hub._staging.budget.held == 0
 
 
@@ -243,7 +243,7 @@ def test_what_was_cut_before_the_receiver_spoke_is_taken_as_far_as_it_is_wanted(
         assert_arrived_once(receive_rest(incoming), TOKENS, first=6)
         assert incoming.progress() == (1.0, 2)
         incoming.applied()
-        assert str(end.wait(PATIENCE_S)) == "delivered"
+        assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
     assert hub._staging.budget.held == 0
 
 
@@ -262,7 +262,7 @@ def test_an_engine_that_has_blocks_too_late_is_told_so(ended: str) -> None:
         hub.abort(TICKET.transfer, "stopped")
     else:
         hub.carry_out(CloseLink(link=LINK.link, reason="gone"))
-        assert incoming._ends[0][1].wait(PATIENCE_S).name == "failed"
+        assert incoming._ends[0][1].wait(WAIT_LIMIT_S).name == "failed"
     hub.start(incoming, 0, slots_of)
     assert settled(incoming)
 
@@ -279,7 +279,7 @@ def test_a_device_without_memory_left_fails_the_transfer_at_once() -> None:
     with connected(hub) as sender:
         end = sender.open()
         end.send(frame(0, 0, TOKENS))
-        assert "CUDA out of memory" in end.wait(PATIENCE_S).reason
+        assert "CUDA out of memory" in end.wait(WAIT_LIMIT_S).reason
         assert settled(incoming) == "CUDA out of memory"
     assert hub._staging.budget.held == 0
 
@@ -338,7 +338,7 @@ def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
             assert_arrived_once(arrived[each.transfer], tokens)
             until(lambda: each.outcome(0.0) == "")  # noqa: B023 (it is waited for here)
             each.applied()
-            assert str(end.wait(PATIENCE_S)) == "delivered"
+            assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
     assert hub._staging.budget.held == 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import TransferTicket, issue_link
 from p2pserve.node.engine.protocol import CloseLink, SetLinkPaths
 from p2pserve.node.engine.transfers.outgoing import Prefilled, PromptSender

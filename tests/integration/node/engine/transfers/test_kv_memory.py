@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node.engine.protocol import Inlet, KvSlice, LinkReport, Outlet, TransferReport

@@ -41,13 +41,13 @@ def boxes_of(groups: Solution) -> set[int]:
 
 
 @given(st.lists(BOXES, max_size=8))
-def test_islands_share_no_box_and_cannot_be_parted(parts: list[set[int]]) -> None:
+def test_components_share_no_box_and_cannot_be_parted(parts: list[set[int]]) -> None:
     groups = [Group(tuple(Slice(box, 1) for box in sorted(boxes)), Phase.MIXED) for boxes in parts]
     found = split_components(groups)
-    assert sorted(group for island in found for group in island) == sorted(groups)
-    for island in found:
-        inside = boxes_of(island)
-        assert all(inside.isdisjoint(boxes_of(other)) for other in found if other is not island)
+    assert sorted(group for component in found for group in component) == sorted(groups)
+    for component in found:
+        inside = boxes_of(component)
+        assert all(inside.isdisjoint(boxes_of(other)) for other in found if other is not component)
         assert all(connected_boxes(tuple(groups), [box]) == inside for box in inside)
 
 
@@ -56,8 +56,8 @@ def test_a_box_that_is_in_no_replica_is_closed_by_itself() -> None:
 
 
 @given(RATES, RATES, RATES, RATES)
-def test_links_bound_what_is_earned(prefill_rate: float, decode_rate: float, out: float, into: float) -> None:
-    """For replicas that only read or only write the most can be told in closed form."""
+def test_links_bound_the_objective(prefill_rate: float, decode_rate: float, out: float, into: float) -> None:
+    """For replicas that only prefill or only decode the most can be told in closed form."""
     prices = TOTAL_PRICES[:, None] * PREFILL_SHARES, TOTAL_PRICES[:, None] * (1.0 - PREFILL_SHARES)
     gained = prices[0] * prefill_rate + prices[1] * decode_rate
     found = bound_components(gained[None], np.array([out]), np.array([into]))[0]
@@ -66,8 +66,8 @@ def test_links_bound_what_is_earned(prefill_rate: float, decode_rate: float, out
     assert found == pytest.approx(true, abs=1e-9)
 
 
-def test_what_crosses_no_link_is_earned_without() -> None:
-    """Half a box reads what the other half writes: an island that needs nobody. Apart they need the link."""
+def test_what_crosses_no_link_has_no_price() -> None:
+    """Half a box prefills for the other half, which decodes: one component. Apart they need the link."""
     cluster = parse_cluster(
         b'{"name": "thin", "boxes": [{"id": "a", "gpu": "A40", "gpus": 2}, {"id": "b", "gpu": "A40", "gpus": 2}],'
         b' "default": {"gbps": 0.01}}',

@@ -95,7 +95,7 @@ def test_smaller_kv_makes_a_slow_link_do() -> None:
 @pytest.mark.parametrize(
     "slo", [Slo(), SLO, Slo(e2e_s=20.0), Slo(ttft_s=1.0, tpot_s=0.06, e2e_s=15.0), Slo(ttft_s=0.01)]
 )
-def test_nothing_is_much_better_than_it_promises(slo: Slo) -> None:
+def test_nothing_is_much_better_than_its_upper_bound(slo: Slo) -> None:
     for rate in (1.0, 8.0):
         lower = LowerLevel(mixed_lengths(rate, slo))
         for solution in some_solutions()[::2]:
@@ -103,7 +103,7 @@ def test_nothing_is_much_better_than_it_promises(slo: Slo) -> None:
 
 
 @pytest.mark.parametrize("rate", [1.0, 8.0, 20.0])
-def test_where_links_are_fast_plans_do_what_they_promise(rate: float) -> None:
+def test_where_links_are_fast_plans_reach_their_upper_bound(rate: float) -> None:
     lower = LowerLevel(problem(400.0, rate, SLO))
     for solution in (BY_BOX, SPLIT, ACROSS):
         assert lower.upper_bound(solution) == pytest.approx(lower.score(solution).objective, abs=0.005)

@@ -131,7 +131,7 @@ def test_equal_replicas_share_alike() -> None:
 
 
 def test_a_mixed_replica_keeps_its_requests_and_helps_out() -> None:
-    # one that does both (2 and 2 per second), one that only reads (5 per second)
+    # one that does both (2 and 2 per second), one that only prefills (5 per second)
     network = FlowProblem(
         9.0, np.array([2.0, 5.0]), np.array([2.0, inf]), [FLAT, FLAT], np.array([0, 1]), np.array([0, 0]),
         np.array([0.9, 1.0]), [(), ()], OPEN,

@@ -142,3 +142,26 @@ def test_where_no_box_holds_the_model_there_is_no_start() -> None:
     assert packing.columns == 0
     assert packing.start(np.random.default_rng(0)) == ()
     assert packing.recut((Group((Slice(0, 4),), M),), np.random.default_rng(0)) is None
+
+
+def test_unlike_boxes_are_joined_where_neither_holds_the_model_alone() -> None:
+    space = space_of()
+    six = SearchSpace.of(space.problem, PerGpu(lambda solution: 0.0, least=6))
+    packing = Packing(six, 2)
+    assert packing.columns == 3 + 3  # two large boxes together, or one of either kind
+    for seed in range(4):
+        start = packing.start(np.random.default_rng(seed))
+        assert six.idle_gpus(start) == {}
+        assert [sum(gpus for _, gpus in group.slices) for group in start] == [6, 6]
+
+
+def test_a_box_that_does_not_pay_is_left_alone_beside_one_that_does() -> None:
+    space = space_of(price_weight=0.05)
+    boxes = tuple(
+        replace(box, usd_per_hour=100.0 if number else 0.0) for number, box in enumerate(space.problem.cluster.boxes)
+    )
+    dear = replace(space.problem, cluster=replace(space.problem.cluster, boxes=boxes))
+    start = Packing(SearchSpace.of(dear, PerGpu(lambda solution: 0.0)), 2).start(np.random.default_rng(0))
+    assert {box for group in start for box, _ in group.slices} == {0}
+    alone = replace(dear, excluded=frozenset({"a0", "a1", "t0"}))
+    assert Packing(SearchSpace.of(alone, PerGpu(lambda solution: 0.0)), 2).start(np.random.default_rng(0)) == ()

@@ -11,7 +11,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.costs.step_times import chunk_pairs
 from p2pserve.kvtransport.errors import TransferError
-from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.emulated.engine import EmulatedEngine, EmulationError, KvEnded, KvSent, model_capacity

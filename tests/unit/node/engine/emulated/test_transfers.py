@@ -25,11 +25,11 @@ OUTLET = protocol.Outlet(slice=ALL, ticket=TICKET, link=LINK, paths=(), gbps=1.0
 
 def until(condition: Callable[[], bool]) -> None:
     """A sender's thread has got so far."""
-    patience = threading.Event()
+    pause = threading.Event()
     for _ in range(20_000):
         if condition():
             return
-        patience.wait(0.0005)
+        pause.wait(0.0005)
     raise AssertionError("the sender does not go on")
 
 

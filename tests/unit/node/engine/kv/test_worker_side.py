@@ -194,7 +194,7 @@ def test_what_no_hook_has_announced_is_announced_at_the_end_of_the_step(worker: 
     assert sender.said == [("layers", ([0, 1, 2, 3], 17)), ("done", 17)]
 
 
-def test_what_leaves_in_one_piece_waits_for_the_next_step_and_not_for_another_prompt(worker: Worker) -> None:
+def test_what_leaves_all_at_once_waits_for_the_next_step_and_not_for_another_prompt(worker: Worker) -> None:
     (sender,) = worker.hub.senders[b"t" * 16] = [Sender(pacing(SendMode.SERIALISED))]
     forward(worker, send_work(16))
     forward(worker, send_work(32, final=True))

@@ -15,7 +15,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, ModelRunnerOutput
 
-from p2pserve.kvtransport.link.dialling import DialPath
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine.kv.step_work import LoadWork, OpenTransfer, SendWork, StepWork, transfer_params
 from p2pserve.node.engine.pipeline.codec import MAX_DEPTH, MessageCodec, MessageCodecError

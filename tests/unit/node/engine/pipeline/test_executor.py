@@ -15,8 +15,8 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
-from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.wire.tickets import issue_link
 from p2pserve.node.engine.pipeline.executor import PipelineExecutor

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from p2pserve.node.engine.transfers import host_buffer
 from p2pserve.node.engine.transfers.host_buffer import ALIGNMENT, SHARE, Extent, HostBuffer
 
-PATIENCE_S = 30.0
+WAIT_LIMIT_S = 30.0
 
 
 def nothing() -> int:
@@ -43,7 +43,7 @@ def in_thread(call: Callable[[], Extent | None]) -> Callable[[], Extent | None]:
     thread.start()
 
     def result() -> Extent | None:
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_LIMIT_S)
         return found[0]
 
     return result
@@ -109,7 +109,7 @@ def test_who_holds_nothing_gets_any_piece_that_fits() -> None:
 
 
 def test_who_waits_is_woken_by_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffer, "_LOOK_AGAIN_S", PATIENCE_S)  # it does not look by itself
+    monkeypatch.setattr(host_buffer, "_LOOK_AGAIN_S", WAIT_LIMIT_S)  # it does not look by itself
     buffer = buffer_of(4)
     first, _ = taken(buffer, 1), taken(buffer, 3)
     asked = threading.Event()
@@ -118,8 +118,8 @@ def test_who_waits_is_woken_by_what_comes_back(monkeypatch: pytest.MonkeyPatch) 
         asked.set()
         return True
 
-    result = in_thread(lambda: buffer.take(ALIGNMENT, nothing, PATIENCE_S, wanted))
-    assert asked.wait(PATIENCE_S)  # it has looked, and found nothing
+    result = in_thread(lambda: buffer.take(ALIGNMENT, nothing, WAIT_LIMIT_S, wanted))
+    assert asked.wait(WAIT_LIMIT_S)  # it has looked, and found nothing
     buffer.give(first)
     again = result()
     assert again is not None
@@ -128,7 +128,7 @@ def test_who_waits_is_woken_by_what_comes_back(monkeypatch: pytest.MonkeyPatch) 
 
 def test_who_gives_back_while_it_waits_counts_as_holding_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one whose pieces have all been confirmed meanwhile would wait for others to give something back."""
-    monkeypatch.setattr(host_buffer, "_LOOK_AGAIN_S", PATIENCE_S)
+    monkeypatch.setattr(host_buffer, "_LOOK_AGAIN_S", WAIT_LIMIT_S)
     buffer = buffer_of(4)
     _, mine = taken(buffer, 3), taken(buffer, 1)
     held, asked = [mine.reserved], threading.Event()
@@ -137,8 +137,8 @@ def test_who_gives_back_while_it_waits_counts_as_holding_less(monkeypatch: pytes
         asked.set()
         return True
 
-    result = in_thread(lambda: buffer.take(ALIGNMENT, lambda: sum(held), PATIENCE_S, wanted))
-    assert asked.wait(PATIENCE_S)
+    result = in_thread(lambda: buffer.take(ALIGNMENT, lambda: sum(held), WAIT_LIMIT_S, wanted))
+    assert asked.wait(WAIT_LIMIT_S)
     held.clear()
     buffer.give(mine)
     assert result() is not None
@@ -154,7 +154,7 @@ def test_waiting_ends_without_a_piece(why: str) -> None:
         looks.append(None)
         return why == "timeout"
 
-    assert buffer.take(1, nothing, 0.001 if why == "timeout" else PATIENCE_S, wanted) is None
+    assert buffer.take(1, nothing, 0.001 if why == "timeout" else WAIT_LIMIT_S, wanted) is None
     assert looks
     assert buffer.held == ALIGNMENT
     buffer.check_integrity()

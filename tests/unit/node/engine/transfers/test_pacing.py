@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.link.dialling import DialPath
 from p2pserve.kvtransport.routing.layerwise import SendDecision, SendMode
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine.protocol import KvSlice, Outlet
 from p2pserve.node.engine.settings import TransferSettings

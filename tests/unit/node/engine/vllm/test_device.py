@@ -27,7 +27,7 @@ from p2pserve.node.engine.vllm.device import (
 )
 from p2pserve.node.engine.vllm.speed import SpeedTest, Work, measure
 
-PATIENCE_S = 30.0
+WAIT_LIMIT_S = 30.0
 
 
 class FakeStream:
@@ -260,7 +260,7 @@ def test_so_many_copy_streams_are_lent_at_once_and_the_next_waits(cuda: FakeCuda
         begun.set()
         with device.copy_stream():
             lent.set()
-            done.wait(PATIENCE_S)
+            done.wait(WAIT_LIMIT_S)
 
     with ExitStack() as others:
         with ExitStack() as last:
@@ -270,11 +270,11 @@ def test_so_many_copy_streams_are_lent_at_once_and_the_next_waits(cuda: FakeCuda
             assert device._free.empty() if isinstance(device, CudaDevice) else not _has_turn(device)
             waiting = threading.Thread(target=borrow, daemon=True)
             waiting.start()
-            assert begun.wait(PATIENCE_S)
+            assert begun.wait(WAIT_LIMIT_S)
             assert not lent.is_set()
-        assert lent.wait(PATIENCE_S)  # although the others are still out
+        assert lent.wait(WAIT_LIMIT_S)  # although the others are still out
         done.set()
-        waiting.join(PATIENCE_S)
+        waiting.join(WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -46,8 +46,7 @@ _BURST_S = 0.05
 
 class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Forward to `(next_host, next_port)`, at most `byte_budget` bytes in both directions together
-    and `bytes_per_s` on average, until `expires_at` (seconds since 1970, on the relay's clock).
-    """
+    and `bytes_per_s` on average, until `expires_at` (seconds since 1970, on the relay's clock)."""
 
     permit: bytes
     secret: bytes
@@ -182,8 +181,7 @@ class RelayLedger:
 
     def spend(self, permit: bytes, size: int, now: float) -> float:
         """Count `size` bytes about to be forwarded. Returns how many seconds to wait first; raises
-        RelayRefused when the permit is over.
-        """
+        RelayRefused when the permit is over."""
         account = self._accounts.get(permit)
         if account is None:
             raise RelayRefused(Refusal.UNKNOWN, "the permit has been revoked")

@@ -1,0 +1,150 @@
+"""What the pages of deployments and rescheduling say of plans, from made-up searches and runs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
+from p2pserve.sims.experiments import deployments, setting, systems
+from p2pserve.sims.experiments.setting import CLOUD, PlannedCase, Scope, at_rate, counts, group, shapes
+from p2pserve.sims.policies import PLAN, SHARES
+
+
+def stage(peer: str, tp: int, first: int, last: int, first_gpu: int = 0) -> Stage:
+    return Stage(peer=peer, tp=tp, first_layer=first, last_layer=last, first_gpu=first_gpu)
+
+
+def plan_of(*replicas: Replica) -> Plan:
+    pair = Pairing(prefill=replicas[0].id, decode=replicas[-1].id, weight=1.0)
+    return Plan(epoch=0, version=0, service="s", replicas=replicas, pairings=(pair,), codec="kv4", why=())
+
+
+def test_replicas_are_counted_by_phase() -> None:
+    one = Replica(id="a", phase=Phase.PREFILL, stages=(stage("a40", 2, 0, 60),))
+    two = Replica(id="b", phase=Phase.DECODE, stages=(stage("a6000-0", 2, 0, 60),))
+    three = Replica(id="c", phase=Phase.DECODE, stages=(stage("a6000-1", 2, 0, 60),))
+    assert counts(plan_of(one, two, three)) == "1P 2D 0M"
+
+
+def test_shapes_name_cards_degrees_and_how_many() -> None:
+    cluster = packaged_cluster(CLOUD, Specs.TABLE1)
+    both = (stage("a5000-1", 2, 0, 30), stage("3090ti-0", 1, 30, 60))
+    kinds = shapes(
+        plan_of(
+            Replica(id="a", phase=Phase.PREFILL, stages=both),
+            Replica(id="b", phase=Phase.DECODE, stages=(stage("a6000-0", 2, 0, 60),)),
+            Replica(id="c", phase=Phase.DECODE, stages=(stage("a6000-1", 2, 0, 60),)),
+        ),
+        cluster,
+    )
+    assert kinds[Phase.PREFILL] == "1 3090TI+2 A5000 (2/1,2)"
+    assert kinds[Phase.DECODE] == "2 A6000 (2,1) x2"
+    assert kinds[Phase.MIXED] == "-"
+
+
+def test_another_rate_leaves_everything_else() -> None:
+    problem = PlannedCase(workload="coding", rate=3.0).problem()
+    faster = at_rate(problem, 7.0)
+    assert faster.services[0].workload.rate == 7.0
+    assert problem.services[0].workload.rate == 3.0
+    assert faster.services[0].slo == problem.services[0].slo
+    assert faster.cluster is problem.cluster
+
+
+@pytest.mark.parametrize("mixed_only", [True, False])
+def test_a_case_sets_links_between_boxes_and_what_replicas_may_do(mixed_only: bool) -> None:
+    problem = PlannedCase(workload="coding", rate=3.0, gbps=7.0, mixed_only=mixed_only).problem()
+    off = ~np.eye(len(problem.cluster.boxes), dtype=bool)
+    assert set(problem.cluster.gbps[off].tolist()) == {7.0}
+    assert set(problem.pinned.values()) == ({Phase.MIXED} if mixed_only else set())
+    assert len(problem.pinned) == (len(problem.cluster.boxes) if mixed_only else 0)
+
+
+@pytest.mark.parametrize(
+    ("carried", "expected", "plans"),
+    [
+        # Planned for 5, it is expected to carry so much; planned for that, so much, and on.
+        ({5.0: 6.0, 6.0: 7.0, 7.0: 7.0}, 7.0, 3),
+        ({5.0: 6.0, 6.0: 5.5}, 6.0, 2),
+        ({5.0: 6.0, 6.0: 7.0, 7.0: 8.0, 8.0: 9.0, 9.0: 10.0}, 9.0, 4),
+        ({5.0: 6.04, 6.0: 6.05, 6.1: 6.1}, 6.05, 2),
+    ],
+)
+def test_it_is_planned_again_for_what_is_expected_while_that_helps(
+    carried: dict[float, float], expected: float, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def planned(case: PlannedCase, steps: int | None) -> Any:
+        asked.append(case.rate)
+        return SimpleNamespace(at=lambda: SimpleNamespace(max_rate=carried[case.rate]))
+
+    monkeypatch.setattr(setting, "planned", planned)
+    # The scale is only there so that each of these is a case of its own.
+    case = PlannedCase(workload="coding", rate=5.0, scale=11.0 + expected + plans)
+    assert setting.most(case, 1).at().max_rate == expected
+    assert len(set(asked)) >= plans
+
+
+class NamedPlan:
+    """A deployed plan that is known by its `solution`, and expected to carry 4.44 requests/s."""
+
+    problem = "p"
+
+    def __init__(self, solution: str) -> None:
+        self.solution = solution
+
+    def at(self) -> Any:
+        return SimpleNamespace(max_rate=4.44)
+
+
+def test_ours_is_what_carries_most_in_trials_of_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    rates = {"for 3": 5.0, "for 4.4": 6.0, "colocated": 5.5}
+
+    def most(case: PlannedCase, steps: int | None) -> Any:
+        return NamedPlan("colocated" if case.mixed_only else f"for {case.rate:g}")
+
+    def highest_rate(deployed: Any, scope: Scope, seed: int, dispatch: str, engine: Any) -> float:
+        seeds.append(seed)
+        return rates[deployed.solution]
+
+    monkeypatch.setattr(systems, "most", most)
+    monkeypatch.setattr(systems, "Deployed", lambda problem, solution: NamedPlan(solution))
+    monkeypatch.setattr(systems, "highest_rate", highest_rate)
+    case = PlannedCase(workload="coding", rate=3.0)
+    assert str(systems.chosen(case, Scope(seeds=(0, 1), seconds=6.25)).solution) == "for 4.4"
+    rates["colocated"] = 9.0
+    assert str(systems.chosen(case, Scope(seeds=(0, 1), seconds=6.5)).solution) == "colocated"
+    assert min(seeds) >= systems.TRIALS, "nothing is reported of these requests"
+
+
+def test_a_plan_is_simulated_with_the_dispatcher_that_carries_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = packaged_cluster(CLOUD, Specs.TABLE1)
+
+    def deploy(problem: Any, solution: Any) -> Any:
+        proposal = SimpleNamespace(plan=solution, max_rate=float(len(solution)))
+        return SimpleNamespace(problem=problem, solution=solution, at=lambda: proposal)
+
+    ours = (group(cluster, Phase.MIXED, {"a40": 8}),)
+    problem = SimpleNamespace(cluster=cluster)
+    monkeypatch.setattr(deployments, "Deployed", deploy)
+    monkeypatch.setattr(deployments, "chosen", lambda case, scope: deploy(problem, ours))
+    monkeypatch.setattr(deployments, "counts", lambda plan: f"{len(plan)} replicas")
+    monkeypatch.setattr(deployments, "shapes", lambda plan, cluster: dict.fromkeys(Phase, "-"))
+    monkeypatch.setattr(
+        deployments,
+        "highest_rate",
+        lambda deployed, scope, seed, dispatch: {SHARES: 3.0, PLAN: 2.0 + len(deployed.solution)}[dispatch],
+    )
+    rows = deployments.deployment_rows(Scope(seconds=7.25))
+    assert len(rows) == 2 * 2 * 2 * 2, "columns, workloads, links, plans"
+    first, second = rows[:2]
+    assert (first.plan, first.replicas, first.simulated_rate, first.link_gbps) == ("ours", "1 replicas", 3.0, 10.0)
+    assert (second.replicas, second.simulated_rate, second.expected_rate) == ("12 replicas", 14.0, 12.0)
+    assert [row.link_gbps for row in rows[:4]] == [10.0, 10.0, 40.0, 40.0]
+    assert len(deployments.deployments(Scope(seconds=7.25)).tables[0].rows) == len(rows)
