@@ -27,9 +27,9 @@ from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
 from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
+from .box.fitting import BatchLimits
 from .box.hardware import Hardware
 from .engine.protocol import (
-    BatchLimits,
     Count,
     EngineStats,
     Figure,

@@ -25,7 +25,7 @@ from ..kvtransport.wire.dial_path import DialPath
 from ..kvtransport.wire.tickets import LinkTicket
 from . import messages
 from .engine import protocol
-from .replica.engine_link import EngineLost
+from .engine.agent_side.engine_link import EngineLost
 
 __all__ = ["READY", "MemoryEngine", "MemoryExchange", "MemoryMessenger", "MemoryOutlets", "MemoryStarter", "Sent"]
 

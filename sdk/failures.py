@@ -12,9 +12,9 @@ from ..coordinator.planning.model.workload import WorkloadError
 from ..kernels.errors import CodecError
 from ..kvtransport.errors import FiguresError
 from ..node.box.home import NodeError, NodeUsageError
+from ..node.engine.agent_side.engine_link import EngineError, EngineRefused
 from ..node.models import ModelError
-from ..node.replica.engine_link import EngineError, EngineRefused
-from ..node.requests.text import PromptError
+from ..node.models.text import PromptError
 from ..sims.records import TraceError
 from ..sims.results.report import ReportError
 from ..sims.scenario import WorldError

@@ -11,8 +11,8 @@ import msgspec
 
 from ..bootstrap import PeerId
 from ..node.messages import Advert, AnswerUpdate, Generate, RequestFigures
+from ..node.models.text import PromptError
 from ..node.requests.request import check
-from ..node.requests.text import PromptError
 from .errors import InvalidRequest
 
 __all__ = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.protocol import BatchLimits
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings
 from .fitting import (
     FEW_REQUESTS,
     MANY_REQUESTS,
+    BatchLimits,
     Room,
     can_share,
     choose_requests,

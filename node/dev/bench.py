@@ -32,9 +32,9 @@ from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.sockets import read_link_hello
 from ...kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..engine import protocol
+from ..engine.agent_side.engine_link import EngineError, EngineLink, ForkServerClient
+from ..engine.agent_side.fork_server import open_fork_server
 from ..models import ModelError, ModelInfo, open_model
-from ..replica.engine_link import EngineError, EngineLink, ForkServerClient
-from ..replica.fork_server import open_fork_server
 
 Mode = Literal["auto", "layerwise", "serialised"]
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..box.hardware import Hardware
     from ..box.shares import Share
     from ..models import ModelInfo, Report
-    from ..replica.engine_link import EngineStarter
-    from ..requests.text import TextModel
+    from ..models.text import TextModel
     from ..settings import BoxEngineSettings
+    from .agent_side.engine_link import EngineStarter
     from .process import AgentSockets
     from .protocol import EngineConfig
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from .backend import EngineBackend
 from .emulated.backend import EMULATED
-from .vllm.backend import VLLM
+from .vllm_program.backend import VLLM
 
 __all__ = ["BACKENDS", "find_backend"]
 

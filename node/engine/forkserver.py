@@ -156,7 +156,7 @@ def main() -> None:
 
 
 if __name__ == "__mp_main__":  # in a worker that vLLM spawns, since it must not fork (WSL): it inherits nothing
-    from .vllm.preload import install_model_runners
+    from .vllm_program.preload import install_model_runners
 
     install_model_runners()
 elif __name__ == "__main__":

@@ -94,14 +94,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     options: dict[str, Any] = {}  # for that engine alone, which knows their type
 
 
-class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The head's limits, for all stages of a replica. `max_model_len` None: the model's."""
-
-    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None
-    max_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    max_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-
-
 def transfer_buffer_bytes(config: EngineConfig, memory_bytes: int) -> int:
     """Host memory for KV on its way, in each direction, of a box that has so much in all. The least keeps a link of
     10 Gb/s and 50 ms busy; more than the most would not be sent any sooner."""

@@ -19,10 +19,11 @@ from ...bootstrap.methods import Messenger
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import issue_link
 from .. import messages
-from ..engine.protocol import BatchLimits, EngineConfig, PipeEnd
+from ..box.fitting import BatchLimits
+from ..engine.agent_side.engine_link import EngineStartError
+from ..engine.protocol import EngineConfig, PipeEnd
 from ..methods import STAGE_LOADED, STAGE_OPEN
 from ..settings import WAN, NodeTuning
-from .engine_link import EngineStartError
 from .place import Place
 
 __all__ = ["StageCall", "Stages", "limits_of", "with_limits", "with_stage"]

@@ -21,12 +21,12 @@ import msgspec
 import trio
 
 from ..engine import protocol
+from ..engine.agent_side.engine_link import EngineHandle, EngineStarter, EngineStartError
+from ..engine.agent_side.fork_server import OpenForkServer, open_fork_server
 from ..engine.backends import find_backend
 from ..messages import EngineAdvert
 from ..models import ModelError
 from ..settings import WAN, NodeTuning
-from .engine_link import EngineHandle, EngineStarter, EngineStartError
-from .fork_server import OpenForkServer, open_fork_server
 from .place import Place
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker

@@ -15,9 +15,9 @@ from ...kvtransport.wire.channel import parse_link_hello
 from ...kvtransport.wire.dial_path import DialPath
 from .. import messages, methods
 from ..engine import protocol
+from ..engine.agent_side.engine_link import EngineHandle, EngineLost
 from ..learning import Learner
 from ..settings import WAN, NodeTuning
-from .engine_link import EngineHandle, EngineLost
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 

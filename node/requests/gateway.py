@@ -32,10 +32,10 @@ from ...coordinator.requests import (
 from .. import messages
 from ..methods import ANSWER, DECODE_FIRST, DECODE_OPEN, PREFILL_OPEN, REQUEST_STOP, TRANSFER_STOP
 from ..models import ModelInfo
+from ..models.text import PromptError, TextModel
 from ..view import NetworkView, Queue
 from .opened import OpenedRequest
 from .request import LiveRequest, check, tokenize
-from .text import PromptError, TextModel
 
 __all__ = ["SHORT_BYTES", "Gateway"]
 

@@ -10,7 +10,7 @@ from typing import final
 from ...coordinator.requests import ShowTokens
 from ..engine.protocol import Sampling
 from ..messages import MAX_PROMPT_BYTES, Generate
-from .text import PromptError, StopFinder, TextModel
+from ..models.text import PromptError, StopFinder, TextModel
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16

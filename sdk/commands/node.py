@@ -20,10 +20,10 @@ from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import BoxEngineSettings, NodeSettings, Started, leave_node, run_node
 from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
+from ...node.engine.agent_side.fork_server import open_fork_server
 from ...node.engine.gpucheck.run import run_check, write_report
 from ...node.engine.gpucheck.verdicts import table
 from ...node.engine.trials.selftest import check_installation, selftest_log
-from ...node.replica.fork_server import open_fork_server
 from ...node.settings import BoxLinkSettings
 from ..errors import UsageError
 from .network import network_target

@@ -29,7 +29,7 @@ import psutil
 import trio
 
 from ...coordinator import Phase
-from ...node.replica.fork_server import fork_server_command
+from ...node.engine.agent_side.fork_server import fork_server_command
 from ..errors import DemoFailed
 
 __all__ = ["DemoBox", "NodeGreeting", "open_box"]

@@ -24,12 +24,12 @@ from ...coordinator import Phase
 from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
 from ...node.engine import protocol
+from ...node.engine.agent_side.engine_link import EngineLink
+from ...node.engine.agent_side.fork_server import open_fork_server
 from ...node.messages import Generate, Status
 from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
-from ...node.replica.engine_link import EngineLink
-from ...node.replica.fork_server import open_fork_server
+from ...node.models.text import PromptError, TextModel
 from ...node.requests.request import tokenize
-from ...node.requests.text import PromptError, TextModel
 from ..client import AsyncClient
 from ..commands.status_view import open_console, shortened
 from ..errors import DemoFailed, UsageError

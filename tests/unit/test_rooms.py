@@ -44,8 +44,8 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 500, 80, 8
 # "file::function" -> why it may catch everything without raising again. Every entry must be in use.
 SWALLOWS: dict[str, str] = {
     "bootstrap/handlers.py::notify": "a bug in a notice's handler is logged with its traceback and costs that notice",
-    "node/engine/vllm/process.py::_handle": "what vLLM raises for a request it refuses is of no common type: that "
-    "request is answered with the reason, and the others go on",
+    "node/engine/vllm_program/process.py::_handle": "what vLLM raises for a request it refuses is of no common "
+    "type: that request is answered with the reason, and the others go on",
     "node/requests/gateway.py::_step": "a bug in one request is logged with its traceback and told to its client: it "
     "may not end the node, with everybody else's requests",
     "bootstrap/streams/transport.py::run_handler": "a bug in a connection's handler is logged and costs that "

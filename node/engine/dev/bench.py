@@ -42,9 +42,9 @@ from ....coordinator.profile_fit import SampleBook, fit
 from ....kvtransport.dev.bench import open_plain_link
 from ....kvtransport.errors import TransferError
 from ...models import ModelError, OpenedModel, open_model
-from ...replica.engine_link import EngineError
-from ...replica.fork_server import fork_server_command, open_fork_server
 from .. import protocol
+from ..agent_side.engine_link import EngineError
+from ..agent_side.fork_server import fork_server_command, open_fork_server
 from ..gpus import has_gpu
 from ..process import redirect_output
 from ..settings import TransferSettings
@@ -116,7 +116,7 @@ class PlainEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from ..scratch import own_temporary_folder
-        from ..vllm.arguments import engine_arguments
+        from ..vllm_program.arguments import engine_arguments
 
         torch.set_num_threads(config.threads)
         arguments = _with_same_graphs(config, engine_arguments(config))
@@ -151,7 +151,7 @@ class PlainEngine:
 
 def _with_same_graphs(config: protocol.EngineConfig, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the CUDA graphs that vLLM leaves to an engine of ours, whose connector has a say in it."""
-    from ..vllm.arguments import device_kind, stage_config
+    from ..vllm_program.arguments import device_kind, stage_config
 
     if device_kind() == "cpu":
         return arguments

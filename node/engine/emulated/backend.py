@@ -8,8 +8,8 @@ from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
-    from ...replica.engine_link import EngineStarter
     from ...settings import BoxEngineSettings
+    from ..agent_side.engine_link import EngineStarter
     from ..process import AgentSockets
     from ..protocol import EngineConfig
 

@@ -20,7 +20,7 @@ from ...box.hardware import Gpu, Hardware
 from ...box.home import NodeError
 from ...box.shares import Share, choose_limits
 from ...models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_json
-from ...requests.text import TextModel
+from ...models.text import TextModel
 from ...settings import BoxEngineSettings
 from ..backend import ServedModel
 from ..protocol import Emulation

@@ -18,12 +18,12 @@ import msgspec
 import trio
 
 from ...box.prerequisites import inspect_box, list_complaints
-from ...replica.fork_server import open_fork_server
 from .. import protocol
+from ..agent_side.fork_server import open_fork_server
 from ..gpus import gpu_names, installed_version
 from ..trials.random_model import TINY, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
-from .synchronisations import SWITCH, read_log
+from ..vllm.synchronisations import SWITCH, read_log
 
 __all__ = ["PROGRAMS", "engine_versions", "exercise_engines", "patched", "watched_names"]
 
@@ -93,7 +93,7 @@ def look_at_fork_server() -> dict[str, Any]:
     """What is left of torch once this process has imported what a fork server imports."""
     import torch
 
-    from ..vllm.preload import preload
+    from ..vllm_program.preload import preload
 
     version = preload()
     return {

@@ -23,8 +23,8 @@ import trio
 
 from ....kvtransport.errors import TransferError
 from ...box.hardware import probe
-from ...replica.engine_link import EngineError, EngineStarter, EngineStartError
 from .. import protocol
+from ..agent_side.engine_link import EngineError, EngineStarter, EngineStartError
 from .random_model import TINY, make_model
 from .trial import Trial, TrialAnswer, TrialEngine, open_trial
 

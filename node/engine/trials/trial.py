@@ -17,8 +17,8 @@ from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.dial_path import DialPath
 from ....kvtransport.wire.sockets import read_link_hello
 from ....kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
-from ...replica.engine_link import EngineError, EngineHandle, EngineLost, EngineStarter
 from .. import protocol
+from ..agent_side.engine_link import EngineError, EngineHandle, EngineLost, EngineStarter
 
 LEASE_S = 600.0
 DEADLINE_S = 120.0

@@ -25,8 +25,8 @@ from p2pserve.node.bundled.evaluate import held_out_sources
 from p2pserve.node.links.link_knowledge import LinkKnowledge
 from p2pserve.node.links.prober import Prober
 from p2pserve.node.models import BUNDLED
+from p2pserve.node.models.text import TextModel
 from p2pserve.node.replica.worker import Worker
-from p2pserve.node.requests.text import TextModel
 
 from ..conftest import WAIT_LIMIT_S
 from ..node.engine.answers import greedy, prompts

@@ -14,7 +14,7 @@ import trio
 from p2pserve.coordinator import Phase, Replica
 from p2pserve.node import messages
 from p2pserve.node.models import BUNDLED
-from p2pserve.node.requests.text import TextModel
+from p2pserve.node.models.text import TextModel
 
 from ..conftest import WAIT_LIMIT_S
 from ..node.engine.answers import greedy, prompts

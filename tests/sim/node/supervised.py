@@ -19,9 +19,9 @@ from p2pserve.coordinator import Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from p2pserve.node.methods import STAGE_OPEN
 from p2pserve.node.models import ModelError, ModelInfo, WeightSizes
-from p2pserve.node.replica.engine_link import EngineStartError
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import Stages, limits_of

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.node.engine import protocol
-from p2pserve.node.replica.engine_link import EngineLink, EngineLost, EngineRefused, EngineStartError
+from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineLost, EngineRefused, EngineStartError
 from p2pserve.node.testing import READY
 
 

@@ -11,8 +11,8 @@ from p2pserve.bootstrap import PeerId, RemoteError, Role
 from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from p2pserve.node.models import ModelError
-from p2pserve.node.replica.engine_link import EngineStartError
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import limits_of
 from p2pserve.node.settings import WAN

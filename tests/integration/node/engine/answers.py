@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from p2pserve.node.bundled.evaluate import held_out_sources
-from p2pserve.node.requests.text import TextModel
+from p2pserve.node.models.text import TextModel
 
 LENGTHS = (1, 7, 64, 129, 300, 400)  # below, at and beyond vLLM's block of 128, and several chunks of 128
 

@@ -17,8 +17,8 @@ from p2pserve.kvtransport.wire.dial_path import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 from p2pserve.node.engine import protocol
-from p2pserve.node.replica.engine_link import EngineLink, ForkServerClient
-from p2pserve.node.replica.fork_server import open_fork_server
+from p2pserve.node.engine.agent_side.engine_link import EngineLink, ForkServerClient
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 
 from .devices import BLOCK, SETTINGS
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.vllm.backend import VLLM
+from p2pserve.node.engine.vllm_program.backend import VLLM
 
 
 def answers(config: protocol.EngineConfig, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The likeliest `count` tokens after each prompt, all asked at once."""
     from vllm import LLM, SamplingParams
 
-    from p2pserve.node.engine.vllm.arguments import engine_arguments
+    from p2pserve.node.engine.vllm_program.arguments import engine_arguments
 
     llm: Any = LLM(**engine_arguments(config))
     sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)

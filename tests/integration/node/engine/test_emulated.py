@@ -29,11 +29,11 @@ from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineStartError
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
-from p2pserve.node.replica.engine_link import EngineStartError
-from p2pserve.node.replica.fork_server import open_fork_server
 
 from ...conftest import WAIT_LIMIT_S, open_cluster
 

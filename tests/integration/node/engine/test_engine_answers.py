@@ -21,10 +21,10 @@ import pytest
 import trio
 
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.models import BUNDLED
-from p2pserve.node.replica.fork_server import open_fork_server
-from p2pserve.node.requests.text import TextModel
+from p2pserve.node.models.text import TextModel
 
 from ...conftest import WAIT_LIMIT_S
 from .answers import prompts, regrets

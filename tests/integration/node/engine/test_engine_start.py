@@ -9,7 +9,7 @@ import psutil
 import pytest
 import trio
 
-from p2pserve.node.replica.engine_link import EngineStartError
+from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 
 from .kv_engines import engines, prompt_of
 

@@ -7,8 +7,8 @@ import pytest
 import trio
 
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import TrialEngine, open_trial
-from p2pserve.node.replica.fork_server import open_fork_server
 
 pytestmark = pytest.mark.timeout(120)
 

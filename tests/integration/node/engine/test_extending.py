@@ -9,8 +9,8 @@ from pathlib import Path
 import trio
 
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.fork_server import fork_server_command, open_fork_server
 from p2pserve.node.engine.trials.trial import open_trial
-from p2pserve.node.replica.fork_server import fork_server_command, open_fork_server
 
 RECIPES = Path(__file__).parents[4] / "docs" / "extending.md"
 

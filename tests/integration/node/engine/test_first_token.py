@@ -14,8 +14,8 @@ import trio
 
 from p2pserve.kvtransport.wire.tickets import LinkTicket
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
-from p2pserve.node.replica.fork_server import open_fork_server
 
 from ...conftest import WAIT_LIMIT_S
 from .devices import SETTINGS

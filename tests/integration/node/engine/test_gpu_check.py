@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from p2pserve.node.engine.gpucheck import parts, run
-from p2pserve.node.engine.gpucheck.synchronisations import SWITCH, read_log, record_if_asked
 from p2pserve.node.engine.gpucheck.verdicts import NOT_RUN, PARTS
 from p2pserve.node.engine.gpus import has_gpu
+from p2pserve.node.engine.vllm.synchronisations import SWITCH, read_log, record_if_asked
 
 pytestmark = pytest.mark.beside
 

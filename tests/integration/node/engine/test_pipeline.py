@@ -21,9 +21,9 @@ from safetensors.numpy import save_file
 
 from p2pserve.kvtransport.routing.reslice import ShardLayout, reslice
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineStartError
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
-from p2pserve.node.replica.engine_link import EngineStartError
-from p2pserve.node.replica.fork_server import open_fork_server
 
 from .devices import SETTINGS, require_devices
 from .transfers.pieces import transfer_between

@@ -6,11 +6,11 @@ import psutil
 import pytest
 import trio
 
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.protocol import WantedSendMode
 from p2pserve.node.engine.trials import selftest
 from p2pserve.node.engine.trials.selftest import SelfTestResult, run_selftest
 from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine
-from p2pserve.node.replica.fork_server import open_fork_server
 
 
 async def verdict_of(channel: int) -> SelfTestResult:

@@ -20,8 +20,8 @@ from p2pserve.node import messages
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
+from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.gateway import Gateway
-from p2pserve.node.requests.text import TextModel
 from p2pserve.node.view import NetworkView
 
 TEXT = TextModel(BUNDLED)

@@ -12,6 +12,7 @@ from p2pserve.node.box.fitting import (
     GPU_SHARE,
     LEAST_MODEL_LEN,
     MANY_REQUESTS,
+    BatchLimits,
     Room,
     choose_requests,
     choose_step_tokens,
@@ -25,7 +26,6 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.home import NodeError, NodeUsageError
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.engine.backend import ServedModel
-from p2pserve.node.engine.protocol import BatchLimits
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.hosting import describe_length, engine_config
 from p2pserve.node.settings import BoxEngineSettings, FittingSettings

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from p2pserve.node.engine.gpucheck import parts, run
-from p2pserve.node.engine.gpucheck.synchronisations import SWITCH, Frame, _recorder, own_frames, read_log
 from p2pserve.node.engine.gpucheck.verdicts import (
     NOT_RUN,
     PARTS,
@@ -27,6 +26,7 @@ from p2pserve.node.engine.gpucheck.verdicts import (
     table,
     time_limit,
 )
+from p2pserve.node.engine.vllm.synchronisations import SWITCH, Frame, _recorder, own_frames, read_log
 
 BY_NAME = {part.name: part for part in PARTS}
 BENCH = {
@@ -287,7 +287,7 @@ def test_nothing_is_concluded_unless_vllm_watched_in_every_engine(told: list[boo
 
 
 def test_without_the_switch_an_engine_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from p2pserve.node.engine.gpucheck.synchronisations import record_if_asked
+    from p2pserve.node.engine.vllm.synchronisations import record_if_asked
 
     monkeypatch.delenv(SWITCH, raising=False)
     before = warnings.showwarning

@@ -13,10 +13,10 @@ import trio.testing
 from safetensors.numpy import load_file
 
 from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.engine.agent_side.engine_link import EngineStarter, EngineStartError
 from p2pserve.node.engine.trials import selftest
 from p2pserve.node.engine.trials.random_model import make_model
 from p2pserve.node.engine.trials.selftest import SelfTestResult, installed, require_known_to_work
-from p2pserve.node.replica.engine_link import EngineStarter, EngineStartError
 
 
 class FakeServer:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
 from p2pserve.node.models import BUNDLED
+from p2pserve.node.models.text import PromptError, TextModel
 from p2pserve.node.requests.request import DEFAULT_MAX_TOKENS, MAX_SEED, MAX_STOPS, LiveRequest, check, tokenize
-from p2pserve.node.requests.text import PromptError, TextModel
 
 TEXT = TextModel(BUNDLED)
 NAN, INF = float("nan"), float("inf")

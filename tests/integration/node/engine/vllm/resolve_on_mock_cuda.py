@@ -56,7 +56,7 @@ def preload(trap: Trap) -> dict[str, Any]:
     """What the fork server does before it forks anything, and what it has changed."""
     import torch
 
-    from p2pserve.node.engine.vllm import preload as fork_server_work
+    from p2pserve.node.engine.vllm_program import preload as fork_server_work
 
     before = {name: look_up(name) for name in DUMMIES_OF_CPU_WORKERS}
     version = fork_server_work.preload()
@@ -92,7 +92,7 @@ def build(layout: dict[str, Any]) -> tuple[Any, str]:
     from vllm.v1.executor import Executor
 
     from p2pserve.node.engine.protocol import EngineConfig
-    from p2pserve.node.engine.vllm.arguments import build_engine
+    from p2pserve.node.engine.vllm_program.arguments import build_engine
     from p2pserve.node.models import BUNDLED
 
     processes: Any = system_utils

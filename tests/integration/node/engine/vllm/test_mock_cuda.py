@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from p2pserve.node.engine.vllm.backend import VLLM
+from p2pserve.node.engine.vllm_program.backend import VLLM
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(400)]
 

@@ -9,7 +9,8 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from ..models import ModelError, read_json
+from .errors import ModelError
+from .opening import read_json
 
 
 class PromptError(Exception):

@@ -64,11 +64,11 @@ def install_model_runners() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from . import seeded_cpu
+        from ..vllm import seeded_cpu
 
         seeded_cpu.install()
     else:
-        from . import seeded
+        from ..vllm import seeded
 
         seeded.install()
 

@@ -13,7 +13,7 @@ from typing import Protocol, final
 import msgspec
 import trio
 
-from ..engine import protocol
+from .. import protocol
 
 EXIT_STATUS_WAIT_S = 1.0
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from p2pserve.node.models import BUNDLED, ModelError
-from p2pserve.node.requests.text import PromptError, StopFinder, TextDecoder, TextModel
+from p2pserve.node.models.text import PromptError, StopFinder, TextDecoder, TextModel
 
 TEXT = TextModel(BUNDLED)
 END = 0  # <|endoftext|> of the bundled tokenizer

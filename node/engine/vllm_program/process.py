@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from .. import protocol
-from ..gpucheck.synchronisations import record_if_asked
 from ..kv.connector import P2PConnector
 from ..kv.step_work import OpenTransfer, transfer_params
 from ..kv.switchboard import Switchboard
@@ -26,10 +25,11 @@ from ..process import AgentSockets, StartError, serve_agent
 from ..scratch import own_temporary_folder
 from ..stats import StepMeter
 from ..transfers.idle import IdleSteps
+from ..vllm.device import DeviceKind, device_of
+from ..vllm.layout import head_dim, kv_heads
+from ..vllm.speed import measure, measure_worker
+from ..vllm.synchronisations import record_if_asked
 from .arguments import build_engine, device_kind, eos_tokens, stage_config
-from .device import DeviceKind, device_of
-from .layout import head_dim, kv_heads
-from .speed import measure, measure_worker
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
     from ...box.hardware import Hardware
-    from ...replica.engine_link import EngineStarter
     from ...settings import BoxEngineSettings
+    from ..agent_side.engine_link import EngineStarter
     from ..process import AgentSockets
     from ..protocol import EngineConfig
 
@@ -33,7 +33,7 @@ def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedM
     from ...box.shares import share_of
     from ...box.start_checks import require_engine, require_shared_memory
     from ...models import open_model
-    from ...requests.text import TextModel
+    from ...models.text import TextModel
 
     require_engine(hardware, os.environ)
     model = open_model(name)

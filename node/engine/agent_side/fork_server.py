@@ -12,8 +12,8 @@ from pathlib import Path
 
 import trio
 
-from ..box.hardware import cuda_environment
-from ..engine.backends import find_backend
+from ...box.hardware import cuda_environment
+from ..backends import find_backend
 from .engine_link import EngineStarter, ForkServerClient
 
 __all__ = ["OpenForkServer", "fork_server_command", "open_fork_server"]

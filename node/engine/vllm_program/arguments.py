@@ -11,9 +11,9 @@ from .. import protocol
 from ..kv.connector import ConnectorSettings, transfer_config
 from ..pipeline.stage import pipeline_arguments
 from ..process import StartError
-from .capability import capabilities_from_nvml
-from .device import DeviceKind, choose_setup
-from .gloo import share_device
+from ..vllm.capability import capabilities_from_nvml
+from ..vllm.device import DeviceKind, choose_setup
+from ..vllm.gloo import share_device
 from .start_failures import explain_start_failure
 
 if TYPE_CHECKING:
