@@ -35,8 +35,8 @@ from .errors import (
     Unreachable,
 )
 from .handlers import Handlers
+from .members.admission import Admission
 from .members.election import CLAIM_KIND
-from .members.entries import MEMBER_KIND, Entry, MemberRecord
 from .members.gossip import Gossip
 from .members.mesh import Dial
 from .members.peering import Peering
@@ -46,7 +46,7 @@ from .sessions import PeerSessions
 from .settings import NetworkSettings
 from .streams.control import encode_body, encode_notice
 from .streams.transport import Transport
-from .trust.admission import Admission
+from .trust.entries import MEMBER_KIND, Entry, MemberRecord
 from .trust.identity import Identity
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap, JoinToken, Role, admit

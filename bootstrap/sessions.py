@@ -10,7 +10,7 @@ import trio
 from .addresses import Address
 from .errors import IdentityInUse, NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
 from .handlers import Handlers
-from .members.entries import MemberRecord
+from .members.admission import Admission
 from .members.membership import Membership
 from .members.mesh import should_replace
 from .settings import NetworkSettings
@@ -25,7 +25,7 @@ from .streams.control import (
     encode_greeting,
 )
 from .streams.transport import PeerConnection, Transport, run_handler
-from .trust.admission import Admission
+from .trust.entries import MemberRecord
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap, Role
 

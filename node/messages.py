@@ -29,17 +29,7 @@ from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.fitting import BatchLimits
 from .box.hardware import Hardware
-from .engine.protocol import (
-    Count,
-    EngineStats,
-    Figure,
-    Inlet,
-    KvSlice,
-    Outlet,
-    PipeEnd,
-    Sampling,
-    WorkerRank,
-)
+from .engine.protocol import Count, EngineStats, Figure, Inlet, KvSlice, Outlet, PipeEnd, Sampling, WorkerRank
 from .models import ModelInfo
 
 ADVERT: Final = "advert"

@@ -15,9 +15,9 @@ from ..methods import EVERYONE, Method, Notice
 from ..sessions import PeerSession, PeerSessions
 from ..settings import NetworkSettings
 from ..streams.control import encode_body, encode_notice
+from ..trust.entries import MEMBER_KIND, Entry
 from ..trust.keys import PeerId
 from ..trust.tokens import Role
-from .entries import MEMBER_KIND, Entry
 from .membership import Membership
 from .states import Digest
 

@@ -31,10 +31,7 @@ from typing import Final
 from ..addresses import Address
 from ..errors import TokenError
 from ..settings import NetworkSettings
-from ..trust.identity import Identity
-from ..trust.keys import PeerId
-from ..trust.tokens import Bootstrap, Role
-from .entries import (
+from ..trust.entries import (
     MAX_COUNTER,
     MAX_KIND_CHARS,
     MAX_KINDS,
@@ -47,6 +44,9 @@ from .entries import (
     sign_entry,
     sort_records_first,
 )
+from ..trust.identity import Identity
+from ..trust.keys import PeerId
+from ..trust.tokens import Bootstrap, Role
 from .states import CheckRecord, Digest, Member, MemberState, MergeResult, TickResult
 
 __all__ = ["Membership"]

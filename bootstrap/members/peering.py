@@ -17,11 +17,11 @@ from typing import Final
 
 from ..addresses import Address
 from ..settings import NetworkSettings
+from ..trust.entries import Entry
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from ..trust.tokens import Bootstrap, Role
 from .election import CLAIM_KIND, Election, decode_claim, encode_claim
-from .entries import Entry
 from .membership import Membership
 from .mesh import Dial, DialBook
 from .states import CheckRecord, MemberState

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..addresses import Address
+from ..trust.entries import Entry, MemberRecord
 from ..trust.keys import PeerId
 from ..trust.tokens import Role
-from .entries import Entry, MemberRecord
 
 __all__ = ["CheckRecord", "Digest", "Member", "MemberState", "MergeResult", "TickResult"]
 

@@ -18,8 +18,8 @@ import msgspec
 import trio
 
 from ..errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
-from ..members.entries import Entry
 from ..settings import NetworkSettings
+from ..trust.entries import Entry
 from ..trust.keys import PeerId
 from .transport import PeerConnection
 

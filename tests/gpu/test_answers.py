@@ -1,11 +1,11 @@
 """Answers held against `transformers` and vLLM alone, in 16 bits as users compute and in float32: the scenarios of
-`tests/integration/node/engine/test_engine_answers.py`, whose fixture `dtype` has more values here."""
+`tests/integration/node/engine/answers/test_engine_answers.py`, whose fixture `dtype` has more values here."""
 
 from __future__ import annotations
 
 import pytest
 
-from ..integration.node.engine.test_engine_answers import (
+from ..integration.node.engine.answers.test_engine_answers import (
     run,
     test_an_engine_that_is_killed_costs_the_other_nothing_but_time,
     test_answers_are_those_of_vllm_alone,

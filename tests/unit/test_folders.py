@@ -25,28 +25,15 @@ FOLDER_FLOORS: dict[str, tuple[str, ...]] = {
     "sims/wan": ("kv",),
 }
 
-FLOOR_EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("bootstrap/streams/control.py", "bootstrap/members"): "gossip of entries is part of the control protocol",
-    ("bootstrap/trust/admission.py", "bootstrap/members"): "admission reads the record of a member",
-    ("bootstrap/trust/admission.py", "bootstrap/streams"): "admission answers the greeting of the control protocol",
-    ("kvtransport/probing/probe.py", "kvtransport/routing"): "one constant: the bytes of a GB",
-    ("kvtransport/wire/pipe.py", "kvtransport/link"): "a pipe is told by a dial path whom to dial",
-    ("kvtransport/wire/sockets.py", "kvtransport/link"): "a dial path, and the hello of a relay, which is a permit",
-}
+FLOOR_EXCEPTIONS: dict[tuple[str, str], str] = {}
 """(module, folder above it that it imports) -> why."""
 
 MAX_MODULES = 15
 
-CROWDED: dict[str, int] = {
-    "tests/integration/node/engine": 19,
-    "tests/unit/bootstrap": 20,
-    "tests/unit/kvtransport": 21,
-}
+CROWDED: dict[str, int] = {}
 """Folder -> its modules: tests that follow one folder of the source, and have to be grouped as it is."""
 
 LONG_TESTS: dict[str, int] = {
-    "tests/integration/node/test_hub_download.py": 515,
-    "tests/unit/node/test_models.py": 546,
     "tests/unit/sdk/test_session.py": 622,
 }
 """File of tests -> its lines."""

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from ...costs.rounds import TOKEN_BUDGETS, choose_token_budget
 from ...plan import Pairing, Phase, Plan, Replica, Stage
-from ..lower.behaviour import MAX_BATCH
-from ..lower.flow import solve_exact
-from ..lower.orchestration import Orchestration
-from ..lower.replicas import ConfiguredReplica, ReplicaCatalogue
 from ..model.cluster import Cluster
 from ..model.errors import UnservedError
 from ..model.problem import Percentiles, Proposal, ReplicaEstimate, Score
 from ..model.workload import Slo
+from .behaviour import MAX_BATCH
+from .flow import solve_exact
+from .orchestration import Orchestration
+from .replicas import ConfiguredReplica, ReplicaCatalogue
 
 __all__ = ["Proposer"]
 

@@ -139,7 +139,7 @@ def _search_cells(
     """Twice over all cells: a first look with shares of the traffic by what their cards are on
     paper, then the search with shares by what they were found to carry."""
     # Shares of the traffic need capacities, and those need plans: begin with what the cards
-    # promise on paper, and search a second time with what was found.
+    # have on paper, and search a second time with what was found.
     rates = [cell.power for cell in cells]
     found = [cell.to_cell(running) if running else () for cell in cells]
     colocated: list[Solution] = [()] * len(cells)

@@ -12,11 +12,7 @@ from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
-from p2pserve.bootstrap import (
-    Address,
-    Identity,
-    PeerLost,
-)
+from p2pserve.bootstrap import Address, Identity, PeerLost
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 
 from .libp2p_worlds import LOOPBACK, UNHURRIED, echo_back, run, until, waiting_room

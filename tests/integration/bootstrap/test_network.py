@@ -29,7 +29,7 @@ from p2pserve.node.models.text import TextModel
 from p2pserve.node.replica.worker import Worker
 
 from ..conftest import WAIT_LIMIT_S
-from ..node.engine.answers import greedy, prompts
+from ..node.engine.answers.answers import greedy, prompts
 from ..node.engine.figures import ATTEMPTS
 
 pytestmark = pytest.mark.timeout(400)

@@ -11,11 +11,7 @@ from typing import cast
 import pytest
 import trio
 
-from p2pserve.bootstrap import (
-    Address,
-    PeerLost,
-    Unreachable,
-)
+from p2pserve.bootstrap import Address, PeerLost, Unreachable
 from p2pserve.bootstrap.streams.framed import FramedConnection
 from p2pserve.bootstrap.streams.shared_port import DataSocketHandler
 from p2pserve.bootstrap.streams.yamux import OneStream

@@ -7,15 +7,7 @@ import sys
 import pytest
 import trio
 
-from p2pserve.bootstrap import (
-    Address,
-    AddressError,
-    Identity,
-    PeerLost,
-    PortInUse,
-    TransportSettings,
-    Unreachable,
-)
+from p2pserve.bootstrap import Address, AddressError, Identity, PeerLost, PortInUse, TransportSettings, Unreachable
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.streams.transport import PeerConnection
 

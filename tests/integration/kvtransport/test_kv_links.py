@@ -9,27 +9,11 @@ from typing import Any
 
 import pytest
 
-from p2pserve.kvtransport import (
-    DialPath,
-    EndState,
-    Refusal,
-    TransferAborted,
-)
+from p2pserve.kvtransport import DialPath, EndState, Refusal, TransferAborted
 from p2pserve.kvtransport.wire.channel import Channel
 from p2pserve.kvtransport.wire.signals import Signal
 
-from .pairs import (
-    DELIVERED,
-    SETTINGS,
-    WAIT_LIMIT_S,
-    WINDOW,
-    Pair,
-    frame,
-    payloads,
-    receive_all,
-    send_all,
-    until,
-)
+from .pairs import DELIVERED, SETTINGS, WAIT_LIMIT_S, WINDOW, Pair, frame, payloads, receive_all, send_all, until
 
 
 @pytest.mark.parametrize("streams", [1, 4])

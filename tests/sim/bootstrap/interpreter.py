@@ -36,11 +36,11 @@ import msgspec
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, JoinToken, NetworkKey, NetworkSettings, PeerId, Role
 from p2pserve.bootstrap.errors import NetworkError
-from p2pserve.bootstrap.members.entries import MEMBER_KIND, Entry, MemberRecord
+from p2pserve.bootstrap.members.admission import Admission
 from p2pserve.bootstrap.members.mesh import Dial, should_replace
 from p2pserve.bootstrap.members.peering import Peering
 from p2pserve.bootstrap.streams.control import PROTOCOL_VERSION, Hello
-from p2pserve.bootstrap.trust.admission import Admission
+from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord
 
 KEY, FOREIGN = NetworkKey(b"n" * 32), NetworkKey(b"x" * 32)
 IDENTITIES = sorted((Identity(bytes([seed]) * 32) for seed in range(1, 9)), key=lambda each: each.peer_id)

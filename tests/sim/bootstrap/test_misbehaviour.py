@@ -3,13 +3,10 @@
 import msgspec
 import pytest
 
-from p2pserve.bootstrap import (
-    PeerId,
-    Role,
-)
+from p2pserve.bootstrap import PeerId, Role
 from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
-from p2pserve.bootstrap.members.entries import sign_entry
 from p2pserve.bootstrap.streams.control import Message, Reply, encode_notice
+from p2pserve.bootstrap.trust.entries import sign_entry
 
 from .worlds import PEOPLE, Echo, asking, elapse, simulate, world
 

@@ -5,10 +5,7 @@ import random
 import pytest
 import trio
 
-from p2pserve.bootstrap import (
-    MemberState,
-    PeerId,
-)
+from p2pserve.bootstrap import MemberState, PeerId
 
 from .worlds import PEOPLE, elapse, simulate, world
 

@@ -18,9 +18,9 @@ from p2pserve.bootstrap import (
     TokenError,
     Unreachable,
 )
-from p2pserve.bootstrap.members.entries import MEMBER_KIND, MemberRecord, sign_entry
 from p2pserve.bootstrap.streams.control import Hello, Rejected, decode_greeting, encode_greeting
 from p2pserve.bootstrap.streams.transport import PeerConnection
+from p2pserve.bootstrap.trust.entries import MEMBER_KIND, MemberRecord, sign_entry
 
 from .worlds import KEY, PEOPLE, World, elapse, simulate, world
 

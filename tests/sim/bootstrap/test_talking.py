@@ -5,14 +5,7 @@ import logging
 import pytest
 import trio
 
-from p2pserve.bootstrap import (
-    MemberState,
-    PeerId,
-    PeerLost,
-    RemoteError,
-    RequestTimeout,
-    Role,
-)
+from p2pserve.bootstrap import MemberState, PeerId, PeerLost, RemoteError, RequestTimeout, Role
 from p2pserve.bootstrap.errors import ProtocolError
 from p2pserve.bootstrap.methods import Method
 

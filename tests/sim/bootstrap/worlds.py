@@ -9,16 +9,7 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import (
-    Address,
-    Bootstrap,
-    Identity,
-    MemoryNetwork,
-    Network,
-    NetworkKey,
-    PeerId,
-    Role,
-)
+from p2pserve.bootstrap import Address, Bootstrap, Identity, MemoryNetwork, Network, NetworkKey, PeerId, Role
 from p2pserve.bootstrap.methods import EVERYONE, MEMBERS, Method, Notice
 
 KEY = NetworkKey(b"n" * 32)

@@ -15,22 +15,7 @@ from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.settings import WAN, BoxLinkSettings
 
-from .kv_world import (
-    LIFE_S,
-    LONG,
-    MB,
-    MODEL,
-    R2,
-    R,
-    S,
-    T,
-    elapse,
-    figures,
-    labels,
-    open_world,
-    part_of,
-    play,
-)
+from .kv_world import LIFE_S, LONG, MB, MODEL, R2, R, S, T, elapse, figures, labels, open_world, part_of, play
 
 # ---- what is chosen -----------------------------------------------------------------------------------------
 

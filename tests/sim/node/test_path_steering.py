@@ -11,21 +11,7 @@ from p2pserve.node import messages
 from p2pserve.node.engine import protocol
 from p2pserve.node.settings import WAN, BoxLinkSettings
 
-from .kv_world import (
-    LONG,
-    MB,
-    MODEL,
-    R2,
-    R,
-    S,
-    T,
-    World,
-    elapse,
-    figures,
-    labels,
-    open_world,
-    play,
-)
+from .kv_world import LONG, MB, MODEL, R2, R, S, T, World, elapse, figures, labels, open_world, play
 
 # ---- measuring ----------------------------------------------------------------------------------------------
 

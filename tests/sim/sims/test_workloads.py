@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from p2pserve.sims.records import TraceError
-from p2pserve.sims.workloads import (
-    azure,
-    draw,
-    read_requests,
-    replay,
-    workload_of,
-)
+from p2pserve.sims.workloads import azure, draw, read_requests, replay, workload_of
 
 CONVERSATION = azure("conversation")
 

@@ -9,13 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from p2pserve.coordinator.profile import (
-    LatencyProfile,
-    PhaseCost,
-    PhaseFit,
-    StepSample,
-    prompt_s,
-)
+from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample, prompt_s
 from p2pserve.coordinator.profile_fit import MIN_SAMPLES, SampleBook, fit
 
 PREFILL = PhaseCost(token_s=2e-4, request_s=1e-3, length_s=1e-5, step_s=8e-3)

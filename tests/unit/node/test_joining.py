@@ -5,16 +5,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pserve.bootstrap import (
-    Address,
-    AddressError,
-    Bootstrap,
-    Identity,
-    JoinToken,
-    NetworkKey,
-    Role,
-    TokenError,
-)
+from p2pserve.bootstrap import Address, AddressError, Bootstrap, Identity, JoinToken, NetworkKey, Role, TokenError
 from p2pserve.node.joining import MAX_NAMED, accept_invitation, issue_tokens, new_network, read_join_target
 
 KEY = NetworkKey(b"k" * 32)

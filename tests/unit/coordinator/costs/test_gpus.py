@@ -3,12 +3,7 @@
 import msgspec
 import pytest
 
-from p2pserve.coordinator.costs.efficiency import (
-    DEFAULT,
-    EfficiencyError,
-    efficiency_of,
-    parse_efficiencies,
-)
+from p2pserve.coordinator.costs.efficiency import DEFAULT, EfficiencyError, efficiency_of, parse_efficiencies
 from p2pserve.coordinator.costs.gpus import GpuError, Specs, gpu_table, parse_gpus
 
 HEAD = "name,aliases,memory_gib,mem_bw_gbps,fp16_tflops_dense,nvlink_gbps,pcie_gen,typical_usd_per_hour\n"

@@ -7,13 +7,7 @@ import pytest
 from p2pserve.coordinator.costs.efficiency import efficiency_of
 from p2pserve.coordinator.costs.gpus import GpuSpec, gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.coordinator.costs.replica import (
-    Hop,
-    ReplicaError,
-    StageHardware,
-    kv_capacity_tokens,
-    replica_times,
-)
+from p2pserve.coordinator.costs.replica import Hop, ReplicaError, StageHardware, kv_capacity_tokens, replica_times
 from p2pserve.coordinator.costs.roofline import TYPICAL_CONTEXT, StageCost, stage_cost
 from p2pserve.coordinator.costs.step_times import StepTimes
 

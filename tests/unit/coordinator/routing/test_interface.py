@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator import Load, NoRoute, Pairing, Phase, Plan, PolicyError, Replica, Route, Router, Stage
-from p2pserve.coordinator.routing import (
-    NETWORK_POLICIES,
-    ReplicaLoads,
-    RequestFacts,
-    RoutingPolicy,
-    RoutingSettings,
-)
+from p2pserve.coordinator.routing import NETWORK_POLICIES, ReplicaLoads, RequestFacts, RoutingPolicy, RoutingSettings
 
 PLAN = Plan(
     epoch=1,

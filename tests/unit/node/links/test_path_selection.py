@@ -150,11 +150,14 @@ def test_a_transfer_is_billed_by_what_its_paths_carried_and_ends_what_waits() ->
 
 def test_links_are_forgotten_with_their_peer_their_engine_or_their_successor() -> None:
     world = Selection()
-    for forget in (lambda: world.selector.forget_peer(T), world.selector.forget_all):
+    for everybody in (False, True):
         world.begin()
         world.selector.forget_peer(R)
         assert len(world.selector.links_to(T)) == 1
-        forget()
+        if everybody:
+            world.selector.forget_all()
+        else:
+            world.selector.forget_peer(T)
         assert world.selector.links_to(T) == []
     world.begin()
     world.begin(link=OTHER)

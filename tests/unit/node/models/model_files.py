@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from p2pserve.node.models import (
-    ModelError,
-    open_model,
-)
+from p2pserve.node.models import ModelError, open_model
 from p2pserve.node.models.checkpoint import INDEX_FILE
 
 CONFIG: dict[str, Any] = {

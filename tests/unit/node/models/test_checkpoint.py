@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from p2pserve.node.models import (
-    StageLayers,
-    WeightSizes,
-    open_model,
-)
+from p2pserve.node.models import StageLayers, WeightSizes, open_model
 from p2pserve.node.models.checkpoint import INDEX_FILE, part_of, stage_files
 
 from .model_files import CONFIG, SHARDS, make, make_sharded, refusal, tensors

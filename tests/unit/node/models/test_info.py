@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 
 from p2pserve.coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
-from p2pserve.node.models import (
-    ModelInfo,
-    WeightSizes,
-    open_model,
-)
+from p2pserve.node.models import ModelInfo, WeightSizes, open_model
 from p2pserve.node.models.info import kv_windows
 
 from .model_files import CONFIG, make

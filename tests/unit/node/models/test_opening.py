@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save
 
-from p2pserve.node.models import (
-    ModelError,
-    open_model,
-)
+from p2pserve.node.models import ModelError, open_model
 from p2pserve.node.models.families import check_architecture
 
 from .model_files import CONFIG, make, refusal, tensors, without

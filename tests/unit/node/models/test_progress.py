@@ -4,11 +4,7 @@ from io import StringIO
 
 import pytest
 
-from p2pserve.node.models import (
-    DownloadProgress,
-    ProgressLine,
-    TerminalProgress,
-)
+from p2pserve.node.models import DownloadProgress, ProgressLine, TerminalProgress
 
 
 def progress(done: int, total: int = 10_000_000) -> DownloadProgress:

@@ -5,9 +5,9 @@ import pytest
 
 from p2pserve.bootstrap import Identity, JoinToken, NetworkKey, Role, TokenError
 from p2pserve.bootstrap.errors import ProtocolError
-from p2pserve.bootstrap.members.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
+from p2pserve.bootstrap.members.admission import Admission
 from p2pserve.bootstrap.streams.control import PROTOCOL_VERSION, Hello, Welcome
-from p2pserve.bootstrap.trust.admission import Admission
+from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
 
 KEY, OTHER_KEY = NetworkKey(b"n" * 32), NetworkKey(b"x" * 32)
 ANN, BOB = Identity(b"a" * 32), Identity(b"b" * 32)

@@ -4,10 +4,10 @@ The transport proves the peer's id; its signed member record holds a certificate
 that id. So any member may be asked by address alone."""
 
 from ..errors import ProtocolError, TokenError
-from ..members.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..streams.control import PROTOCOL_VERSION, Hello, Welcome
-from .keys import PeerId
-from .tokens import admit_credential
+from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
+from ..trust.keys import PeerId
+from ..trust.tokens import admit_credential
 
 __all__ = ["Admission"]
 

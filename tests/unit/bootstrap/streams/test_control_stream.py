@@ -10,15 +10,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import (
-    Address,
-    Identity,
-    MemoryNetwork,
-    NetworkSettings,
-    PeerLost,
-    RemoteError,
-    RequestTimeout,
-)
+from p2pserve.bootstrap import Address, Identity, MemoryNetwork, NetworkSettings, PeerLost, RemoteError, RequestTimeout
 from p2pserve.bootstrap.errors import ProtocolError
 from p2pserve.bootstrap.streams.control import ControlStream, encode_notice
 from p2pserve.bootstrap.streams.transport import PeerConnection

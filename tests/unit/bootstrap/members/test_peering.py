@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, MemberState, NetworkSettings, PeerId, Role
-from p2pserve.bootstrap.members.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
 from p2pserve.bootstrap.members.mesh import Dial
 from p2pserve.bootstrap.members.peering import Actions, Peering
+from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
 
 # In the order of their peer ids: the lowest claims, and dials first.
 ANN, ME, BOB = sorted((Identity(bytes([seed]) * 32) for seed in (1, 2, 3)), key=lambda each: each.peer_id)

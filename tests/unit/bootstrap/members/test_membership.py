@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pserve.bootstrap import Identity, NetworkSettings, Role, TokenError
-from p2pserve.bootstrap.members.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
 from p2pserve.bootstrap.members.membership import Membership
 from p2pserve.bootstrap.members.states import MemberState, MergeResult
+from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
 
 ME, ANN, BOB = (Identity(bytes([seed]) * 32) for seed in (1, 2, 3))
 

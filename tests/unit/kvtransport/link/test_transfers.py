@@ -23,7 +23,7 @@ from p2pserve.kvtransport.link.transfers import (
 
 W, M, C, D, F = TransferStatus
 GRANTED, COMPLETED, ACKNOWLEDGED, ABORTED, REFUSED = TransferEvent
-PAGE = Path(__file__).parents[3] / "docs" / "kvtransport.md"
+PAGE = Path(__file__).parents[4] / "docs" / "kvtransport.md"
 
 
 def transfer(name: int = 1, deadline: float = 60.0) -> Transfer:

@@ -19,7 +19,7 @@ from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import TrialEngine, open_trial
 
-from .transfers.pieces import transfer_between
+from ..transfers.pieces import transfer_between
 
 pytestmark = pytest.mark.beside
 

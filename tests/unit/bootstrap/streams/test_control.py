@@ -7,9 +7,9 @@ from p2pserve.bootstrap import DECODE_ERRORS, Identity, PeerId, Role
 from p2pserve.bootstrap.errors import ProtocolError
 from p2pserve.bootstrap.handlers import Handlers
 from p2pserve.bootstrap.members.election import decode_claim
-from p2pserve.bootstrap.members.entries import read_record
 from p2pserve.bootstrap.methods import Notice
 from p2pserve.bootstrap.streams.control import decode_greeting
+from p2pserve.bootstrap.trust.entries import read_record
 
 NO_TEXT = b"\xa1\xff"
 DEEP = b"\x91" * 200_000

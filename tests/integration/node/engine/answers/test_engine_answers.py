@@ -26,9 +26,9 @@ from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, o
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import TextModel
 
-from ...conftest import WAIT_LIMIT_S
+from ....conftest import WAIT_LIMIT_S
+from ..devices import SETTINGS
 from .answers import prompts, regrets
-from .devices import SETTINGS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,8 +17,8 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine, open_trial
 
-from ...conftest import WAIT_LIMIT_S
-from .devices import SETTINGS
+from ....conftest import WAIT_LIMIT_S
+from ..devices import SETTINGS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 
 from ..errors import DECODE_ERRORS
-from ..trust.identity import Identity
-from ..trust.keys import verify
-from ..trust.tokens import Credential, Role
+from .identity import Identity
+from .keys import verify
+from .tokens import Credential, Role
 
 __all__ = ["MEMBER_KIND", "Entry", "MemberRecord", "is_sound", "read_record", "sign_entry", "sort_records_first"]
 
