@@ -97,6 +97,7 @@ RUNNING = {
         (os.getpid(), [f"p2pwan-{os.getpid()}-nyc"]),
         (12, []),
     ],
+    ids=["what nobody uses", "one process's", "another process's"],  # without the number of the process
 )
 def test_only_what_nobody_uses_or_what_is_asked_for_is_removed(
     of: int | None, removed: list[str], ip: Ip, monkeypatch: pytest.MonkeyPatch
