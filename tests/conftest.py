@@ -1,5 +1,8 @@
-"""Marks by folder: whoever puts a test into tests/integration or tests/gpu need not mark it."""
+"""Marks by folder: whoever puts a test into tests/integration or tests/gpu need not mark it. And a
+home for the clients of a run, so that no test meets the members that another run has seen."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,14 @@ import pytest
 HERE = Path(__file__).parent
 BY_FOLDER = {"integration": pytest.mark.integration, "gpu": pytest.mark.gpu}
 NO_GPU = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def client_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where clients keep the addresses of members: a folder of this run instead of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("P2PSERVE_HOME", os.fspath(tmp_path_factory.mktemp("clients")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

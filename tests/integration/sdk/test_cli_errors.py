@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.beside, pytest.mark.timeout(400)]
 
 
 def environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith("P2PSERVE_")}
+    kept = {"P2PSERVE_HOME"}
+    return {key: value for key, value in os.environ.items() if key in kept or not key.startswith("P2PSERVE_")}
 
 
 def run(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -154,13 +155,28 @@ def test_a_token_is_missing(network: Running) -> None:
     fails(1, "status", "--bootstrap", network.address, says="wants a token")
 
 
-def test_somebody_else_listens_there(network: Running) -> None:
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", 0))
-        stranger.listen()
-        where = f"127.0.0.1:{stranger.getsockname()[1]}"
-        token = network.tokens["client"]
-        fails(1, "status", "--bootstrap", where, "--token", token, "--timeout-s", "1", says=where)
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """An address where somebody listens who is no member of any network."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_only_a_stranger_listens_there(stranger: str, tmp_path: Path) -> None:
+    gone = start_bootstrap(tmp_path)  # the token names this member too, and it is away
+    token = gone.tokens["client"]
+    assert gone.stop() == 0
+    fails(1, "status", "--bootstrap", stranger, "--token", token, "--timeout-s", "1", says=stranger)
+
+
+def test_a_stranger_at_one_address_does_not_hide_the_members_that_the_token_names(
+    stranger: str, network: Running
+) -> None:
+    done = run("status", "--bootstrap", stranger, "--token", network.tokens["client"], "--timeout-s", "20")
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"clients of the answering node: 1" in done.stdout
 
 
 def test_a_token_of_another_network(tmp_path: Path) -> None:
