@@ -24,8 +24,6 @@ from .settings import NetworkSettings
 from .trust.keys import parse_peer_id
 from .trust.tokens import Bootstrap
 
-__all__ = ["AddressBook", "keep_address_book", "merge_seen"]
-
 _log = logging.getLogger(__name__)
 
 FILE: Final = "members.json"

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from .errors import AddressError
 
-__all__ = ["Address", "announced_address", "default_route_address", "parse_address"]
-
 _FORM = "write host:port, such as 203.0.113.7:4001 or [2001:db8::7]:4001"
 
 

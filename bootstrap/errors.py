@@ -7,22 +7,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = [
-    "DECODE_ERRORS",
-    "AddressError",
-    "IdentityError",
-    "IdentityInUse",
-    "NetworkError",
-    "PeerLost",
-    "PortInUse",
-    "ProtocolError",
-    "Refused",
-    "RemoteError",
-    "RequestTimeout",
-    "TokenError",
-    "Unreachable",
-]
-
 # All that decoding a stranger's bytes may raise. Only the first is msgspec's own: text that is no UTF-8 and nesting
 # without end (in a field that is skipped, too) come as Python's, and would otherwise pass for a bug of this node.
 DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

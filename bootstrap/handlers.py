@@ -13,8 +13,6 @@ from .streams.control import encode_body
 from .trust.keys import PeerId
 from .trust.tokens import Role
 
-__all__ = ["Handlers"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ import msgspec
 from .trust.keys import PeerId
 from .trust.tokens import Role
 
-__all__ = ["EVERYONE", "MEMBERS", "AsyncHandler", "Messenger", "Method", "Notice", "NoticeHandler"]
-
 Body = TypeVar("Body", bound=msgspec.Struct)
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 

@@ -51,8 +51,6 @@ from .trust.identity import Identity
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap, JoinToken, Role, admit
 
-__all__ = ["Network", "NetworkStatistics"]
-
 _log = logging.getLogger(__name__)
 
 JoinOutcome = tuple[Bootstrap, NetworkError | None]  # None: this member has let us in

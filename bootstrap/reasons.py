@@ -8,8 +8,6 @@ import trio
 from .errors import PeerLost
 from .trust.keys import PeerId
 
-__all__ = ["MappedErrors", "close_quietly", "explain"]
-
 _log = logging.getLogger(__name__)
 
 

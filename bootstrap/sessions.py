@@ -29,8 +29,6 @@ from .trust.entries import MemberRecord
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap, Role
 
-__all__ = ["PeerSession", "PeerSessions"]
-
 _log = logging.getLogger(__name__)
 
 

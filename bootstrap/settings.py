@@ -9,8 +9,6 @@ Each knob says its unit and what pulling it costs. Sizes of the wire format are 
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["NetworkSettings", "TransportSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSettings:

@@ -24,8 +24,6 @@ from .costs.step_times import StepTimes
 from .planning.model.workload import Workload
 from .profile import PhaseFit
 
-__all__ = ["calibrate_boxes"]
-
 WORST_FIT: Final = 0.3
 """Median relative error up to which a fit counts."""
 

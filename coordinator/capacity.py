@@ -13,8 +13,6 @@ from .costs.model_shape import ModelShape
 from .plan import Phase
 from .profile import LatencyProfile
 
-__all__ = ["UNKNOWN_GBPS", "UNKNOWN_RTT_S", "BoxView", "CapacityError", "KvCodec", "LinkView", "Links"]
-
 UNKNOWN_RTT_S: Final = 0.2
 """What a link counts for until it is measured: like one between continents."""
 

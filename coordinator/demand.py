@@ -19,8 +19,6 @@ from .planning.model.length_classes import classify_lengths
 from .planning.model.workload import Workload
 from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
 
-__all__ = ["UNKNOWN_RATE", "Demand", "DemandMeter", "azure_lengths", "expected_workload", "is_idle"]
-
 Lengths = NDArray[np.int64]
 
 CLASSES_PER_SIDE: Final = 8

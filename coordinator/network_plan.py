@@ -33,8 +33,6 @@ from .planning.upper.search import phase_cuts
 from .planning.upper.search_space import SearchSpace
 from .settings import NetworkPlanSettings
 
-__all__ = ["plan_network", "search_phases", "solver_for_shares"]
-
 MAX_PAIRINGS: Final = 128
 """Pairs that a plan names, and for each replica its heaviest besides: a plan has to fit 64 KiB of
 gossip."""

@@ -37,8 +37,6 @@ from .planning.model.workload import Service, Slo
 from .planning.upper.search_space import make_solution
 from .settings import NetworkPlanSettings
 
-__all__ = ["SLO_SCALE", "NetworkProblem", "build_network_problem"]
-
 SLO_SCALE: Final = SloScale(5.0)
 """Deadlines: multiples of the mean request's times alone on the fastest replica."""
 

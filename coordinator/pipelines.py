@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from .capacity import BoxView, Links
 from .plan import Plan, Replica, Stage
 
-__all__ = ["BoxGroup", "group_boxes"]
-
 
 @dataclass(frozen=True, slots=True)
 class BoxGroup:

@@ -30,8 +30,6 @@ import numpy as np
 
 from .planning.model.workload import Workload
 
-__all__ = ["Shift", "Watched", "WorkloadProfiler", "WorkloadStatistics"]
-
 WINDOW: Final = 512
 """Finished requests that the statistics and `workload` are about, at most."""
 

@@ -22,8 +22,6 @@ from queue import SimpleQueue
 
 from .errors import CodecError
 
-__all__ = ["AUTO_AFTER_BYTES", "MODE_VARIABLE", "KernelMode", "mode", "ready", "restart", "set_mode", "submit"]
-
 MODE_VARIABLE = "P2PSERVE_KERNELS"
 
 AUTO_AFTER_BYTES = 64 * 2**20

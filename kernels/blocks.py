@@ -13,21 +13,6 @@ import torch
 from .errors import NonFiniteError, PayloadError
 from .format import LARGEST, Codec, WireDtype
 
-__all__ = [
-    "Constants",
-    "all_within",
-    "clamped",
-    "constant",
-    "has_triton",
-    "header",
-    "known",
-    "new_flag",
-    "read_header",
-    "require_finite",
-    "sixteen_bit",
-    "within",
-]
-
 # version, 16-bit dtype, reserved
 _HEADER = struct.Struct("<BBHIQ")
 

@@ -18,8 +18,6 @@ from .errors import NonFiniteError, PayloadError, TensorError
 from .format import BlockLayout, Codec, WireDtype, layout_of
 from .soundness import SOUND, Soundness, on_device
 
-__all__ = ["decode", "decode_into", "encode", "encode_into", "torch_dtype", "warm_up", "wire_dtype"]
-
 _TORCH = {WireDtype.BF16: torch.bfloat16, WireDtype.FP16: torch.float16, WireDtype.FP32: torch.float32}
 _WIRE = {dtype: wire for wire, dtype in _TORCH.items()}
 

@@ -11,8 +11,6 @@ from .kivi4 import KIVI4
 from .kv4 import KV4
 from .raw import RAW
 
-__all__ = ["CODECS", "CODEC_NAMES", "DEFAULT", "FP8", "KIVI4", "KV4", "RAW", "codec_from_wire", "codec_named"]
-
 CODECS: Final = (RAW, KV4, FP8, KIVI4)
 """All codecs, in the order of tables."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CodecError", "NonFiniteError", "PayloadError", "TensorError"]
-
 
 class CodecError(ValueError):
     """A KV block cannot be encoded or decoded; names layer, tensor and position where known."""

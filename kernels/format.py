@@ -17,25 +17,6 @@ from .errors import PayloadError, TensorError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "GROUP_TOKENS",
-    "HEADER_BYTES",
-    "LARGEST",
-    "WINDOW_TOKENS",
-    "BlockLayout",
-    "Codec",
-    "CodecPath",
-    "GpuPath",
-    "NativePath",
-    "ReferencePath",
-    "WireDtype",
-    "dtype_from_wire",
-    "equal_groups",
-    "layout_of",
-    "lazy_module",
-    "payload_bytes",
-]
-
 HEADER_BYTES = 16
 """Of every payload but `raw`'s: u8 version | u8 dtype16 (0 bf16, 1 fp16) | 14 bytes 0, which aligns
 the sections behind it to 16 for ordinary heads."""

@@ -24,8 +24,6 @@ import torch
 from .accelerate import KernelMode, mode, submit
 from .format import BlockLayout
 
-__all__ = ["Library", "address", "is_fp16", "section_addresses", "threads"]
-
 _log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "P2PSERVE_KERNEL_CACHE"

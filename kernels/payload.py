@@ -9,8 +9,6 @@ from .accelerate import ready
 from .blocks import all_within, has_triton, header, known, new_flag, read_header
 from .format import HEADER_BYTES, BlockLayout, Codec, ReferencePath
 
-__all__ = ["Unsound", "decode", "encode", "require_sound"]
-
 Unsound = bool | torch.Tensor
 """Whether something is unsound: known at once, or one number on the device (`blocks.known`)."""
 

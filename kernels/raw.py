@@ -7,8 +7,6 @@ from typing import final
 
 from .format import BlockLayout, Codec, WireDtype
 
-__all__ = ["RAW", "RawLayout"]
-
 
 @final
 class RawLayout(BlockLayout):

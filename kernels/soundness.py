@@ -9,8 +9,6 @@ from typing import NoReturn, Protocol
 
 import torch
 
-__all__ = ["SOUND", "Moment", "Soundness", "on_device", "record_moment"]
-
 
 class Moment(Protocol):
     """A point in the work of a stream."""

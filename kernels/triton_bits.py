@@ -6,8 +6,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["clamped", "finite", "from_e4m3", "nearby", "power", "raise_flag", "rounded", "to_e4m3"]
-
 
 @triton.jit  # type: ignore[misc]
 def rounded(x: tl.tensor, sixteen: tl.constexpr) -> tl.tensor:

@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ConnectionClosed",
-    "FiguresError",
-    "KVProtocolError",
-    "RelayRefused",
-    "TicketError",
-    "TransferAborted",
-    "TransferError",
-    "TransferTimeout",
-]
-
 
 class TransferError(Exception):
     """Base of all failures of a KV transfer. Whoever waits for the KV recomputes it; the client

@@ -26,7 +26,7 @@ from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from . import messages
 from .box import hardware
-from .box.home import NodeError, leave_node, lock_home
+from .box.home import lock_home
 from .coordination import Coordinator
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
@@ -35,9 +35,7 @@ from .joining import Invitation, accept_invitation, issue_tokens, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .serving import Serving
-from .settings import BoxEngineSettings, NodeSettings
-
-__all__ = ["BoxEngineSettings", "NodeError", "NodeSettings", "Started", "leave_node", "run_node"]
+from .settings import NodeSettings
 
 DRAIN_POLL_S = 0.05
 

@@ -14,8 +14,6 @@ from ..kernels.codecs import codec_named
 from .settings import WAN
 from .view import NetworkView
 
-__all__ = ["Coordinator", "Task"]
-
 Leader = tuple[PeerId, int]
 
 

@@ -17,8 +17,6 @@ from .links.prober import Neighbour
 from .settings import NodeSettings
 from .view import NetworkView
 
-__all__ = ["Joined", "Leader", "Say"]
-
 Say = Callable[[str], None]
 Leader = tuple[PeerId, int]
 

@@ -22,8 +22,6 @@ from ..bootstrap import (
     parse_join_target,
 )
 
-__all__ = ["Invitation", "accept_invitation", "issue_tokens", "new_network", "read_join_target"]
-
 TOKEN_LIFETIME_S = 365 * 86400.0
 MAX_NAMED = 8  # members that a token names, its issuer included; each makes the token some 80 characters longer
 

@@ -11,8 +11,6 @@ from ..coordinator.profile_fit import SampleBook, fit
 from .engine.protocol import Iterations
 from .settings import WAN
 
-__all__ = ["Learner"]
-
 
 @final
 class Learner:

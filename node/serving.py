@@ -19,8 +19,6 @@ from .links.path_selection import PathSelector
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
 
-__all__ = ["Serving"]
-
 
 @final
 class Serving:

@@ -16,8 +16,6 @@ from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
 from ..kvtransport.probing.figures import BoxFigures
 
-__all__ = ["LAN", "WAN", "BoxEngineSettings", "BoxLinkSettings", "FittingSettings", "NodeSettings", "NodeTuning"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxLinkSettings:

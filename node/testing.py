@@ -27,8 +27,6 @@ from . import messages
 from .engine import protocol
 from .engine.agent_side.engine_link import EngineLost
 
-__all__ = ["READY", "MemoryEngine", "MemoryExchange", "MemoryMessenger", "MemoryOutlets", "MemoryStarter", "Sent"]
-
 READY = protocol.EngineReady(
     pid=1, engine="in memory", device="cpu", dtype="float32", layers=4, kv_heads=2, head_dim=64, vocabulary=4096,
     max_model_len=512, kv_tokens=1000, eos_tokens=(0,), load_s=0.1, tflops=1.0, memory_gbps=1.0,

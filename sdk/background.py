@@ -15,8 +15,6 @@ import trio
 from .errors import ClientClosed, ClientError, first_of
 from .mailbox import EndOfMail, Mailbox
 
-__all__ = ["Background", "ClientJob"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from .commands.planning_parsers import add_live_option, add_plan_options, add_si
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-__all__ = ["main"]
-
 DESCRIPTION = "A peer-to-peer network that serves large language models from GPU boxes rented in different places."
 EPILOG = """\
 examples:

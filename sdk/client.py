@@ -32,8 +32,6 @@ from .mailbox import EndOfMail, Mailbox
 from .requests import GenerateOptions, Generation, TextDelta, build_request
 from .session import Session, check_target, open_session
 
-__all__ = ["AsyncClient", "AsyncGenerationStream", "Client", "Generation", "GenerationStream", "TextDelta"]
-
 Messages = list[dict[str, str]]
 Letter = TextDelta | Generation
 T = TypeVar("T")

@@ -7,8 +7,6 @@ from typing import Final
 
 from .errors import InvalidAddress
 
-__all__ = ["BOOTSTRAP", "HOME", "TOKEN", "network_address"]
-
 BOOTSTRAP: Final = "P2PSERVE_BOOTSTRAP"
 TOKEN: Final = "P2PSERVE_TOKEN"
 HOME: Final = "P2PSERVE_HOME"

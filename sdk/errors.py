@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = [
-    "ClientClosed",
-    "ClientError",
-    "ConnectionFailed",
-    "DeadlineExceeded",
-    "DemoFailed",
-    "InvalidAddress",
-    "InvalidRequest",
-    "RequestFailed",
-    "UsageError",
-    "first_of",
-]
-
 E = TypeVar("E", bound=BaseException)
 
 

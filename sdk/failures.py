@@ -21,8 +21,6 @@ from ..sims.scenario import WorldError
 from ..sims.splitwise.setups import SetupError
 from .errors import ClientError, DemoFailed, InvalidAddress, InvalidRequest, UsageError, first_of
 
-__all__ = ["EXIT_FAILED", "EXIT_USAGE", "explain"]
-
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 

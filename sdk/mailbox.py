@@ -13,8 +13,6 @@ from typing import Generic, Protocol, TypeVar, final
 import sniffio
 import trio
 
-__all__ = ["EndOfMail", "Mailbox"]
-
 T = TypeVar("T")
 
 

@@ -15,18 +15,6 @@ from ..node.models.text import PromptError
 from ..node.requests.request import check
 from .errors import InvalidRequest
 
-__all__ = [
-    "Diverged",
-    "GatewayCandidate",
-    "GenerateOptions",
-    "Generation",
-    "Replay",
-    "TextDelta",
-    "build_request",
-    "check_service",
-    "gateways",
-]
-
 
 class GenerateOptions(TypedDict, total=False):
     """Parameters of a request. All may be left out.

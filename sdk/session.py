@@ -55,8 +55,6 @@ from .errors import (
 )
 from .requests import Diverged, GatewayCandidate, Generation, Replay, TextDelta, check_service, gateways, new_request_id
 
-__all__ = ["Session", "check_target", "open_session"]
-
 ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a very long prompt takes seconds
 STATUS_TIMEOUT_S = 5.0
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can

@@ -26,8 +26,6 @@ from .scenario import ServiceRun
 from .workloads import azure, draw, workload_of
 from .world import simulate
 
-__all__ = ["BenchRow", "main", "measure"]
-
 GPUS_OF_A_BOX: Final = 8
 MODEL: Final = "llama2-70b"
 

@@ -17,8 +17,6 @@ from .results.outcomes import ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
 from .serving import ReplicaHost
 
-__all__ = ["Deployment", "check_plans"]
-
 
 @final
 class Deployment:

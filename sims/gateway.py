@@ -31,8 +31,6 @@ from .results.outcomes import TransferRecord
 from .scenario import SimSettings
 from .serving import Assignment, ReplicaHost, SimRequest, Split
 
-__all__ = ["SimGateway"]
-
 
 @final
 class SimGateway:

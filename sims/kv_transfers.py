@@ -16,8 +16,6 @@ from ..coordinator.planning.model.cluster import Cluster
 from .network import Flow, FluidNetwork
 from .scenario import WorldError
 
-__all__ = ["KVTransfer", "KVTransfers", "LinkShare", "TransferLinks", "links_between"]
-
 
 class LinkShare(NamedTuple):
     """The fraction of a request's KV that goes from one box to another (indices)."""

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from ..coordinator.planning.model.cluster import Cluster
 from ..kvtransport.probing.figures import WINDOW_BYTES
 
-__all__ = ["Flow", "FluidError", "FluidNetwork", "link_capacities"]
-
 BYTES_PER_GB: Final = 1e9 / 8.0
 """Bytes of a gigabit."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Outcomes", "Trace", "TraceError"]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

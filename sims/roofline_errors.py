@@ -26,8 +26,6 @@ from ..coordinator.costs.model_shape import ModelShape, model_shape
 from ..coordinator.costs.roofline import stage_cost
 from ..coordinator.costs.tables import DistserveTimes, distserve_fits, helix_layers, perf_rows
 
-__all__ = ["ErrorRow", "Fitted", "Point", "errors", "fit", "main", "points"]
-
 Vector = NDArray[np.float64]
 
 PERF, HELIX, DISTSERVE = "perf_model.csv", "helix_llama30b_layer_times.csv", "distserve_a100_fits.csv"

@@ -16,20 +16,6 @@ from ..coordinator.routing import RoutingSettings
 from .engine.values import SimEngineSettings
 from .records import Trace
 
-__all__ = [
-    "BoxJoined",
-    "BoxLost",
-    "Change",
-    "PlanChange",
-    "Replan",
-    "ReplicaModel",
-    "ServiceRun",
-    "SimSettings",
-    "Situation",
-    "WorldError",
-    "roofline_model",
-]
-
 
 class WorldError(ValueError):
     """A scenario that cannot be simulated; one line that says what does not fit what."""

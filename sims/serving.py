@@ -14,8 +14,6 @@ from .events import Scheduled
 from .kv_transfers import KVTransfer
 from .results.outcomes import ReplicaOutcome
 
-__all__ = ["NEVER", "Assignment", "ReplicaHost", "SimRequest", "Split"]
-
 NEVER: Final = -1.0
 
 AdvanceHost = Callable[["ReplicaHost", float], list[Scheduled]]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ..coordinator.costs.step_times import DecodeLine
 
-__all__ = ["LinearTimes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTimes:

@@ -19,17 +19,6 @@ from numpy.typing import NDArray
 from ..coordinator.planning.model.workload import Workload
 from .records import Trace, TraceError
 
-__all__ = [
-    "AZURE",
-    "Lengths",
-    "Recorded",
-    "azure",
-    "draw",
-    "read_requests",
-    "replay",
-    "workload_of",
-]
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 

@@ -42,8 +42,6 @@ from .scenario import (
 )
 from .serving import NEVER, ReplicaHost, SimRequest
 
-__all__ = ["Progress", "simulate"]
-
 PROGRESS_EVERY: Final = 1000
 """Requests that end between two calls of the progress callback."""
 

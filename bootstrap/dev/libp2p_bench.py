@@ -23,8 +23,6 @@ from ..streams.transport import PeerConnection
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 
-__all__ = ["main"]
-
 _FRAME: Final = 256 * 1024
 _WAIT_LIMIT_S: Final = 100
 _LISTEN: Final = Address("127.0.0.1", 0)

@@ -9,8 +9,6 @@ from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
 from ..trust.tokens import admit_credential
 
-__all__ = ["Admission"]
-
 
 class Admission:
     """What one network, named by its public key, asks of its members."""

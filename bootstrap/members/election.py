@@ -19,16 +19,6 @@ import msgspec
 from ..errors import DECODE_ERRORS
 from ..trust.keys import PeerId
 
-__all__ = [
-    "CLAIM_KIND",
-    "Election",
-    "ElectionResult",
-    "ElectionView",
-    "decide",
-    "decode_claim",
-    "encode_claim",
-]
-
 CLAIM_KIND: Final = "claim"
 MAX_EPOCH: Final = 2**53
 MAX_JUMP: Final = 1_000_000  # epochs grow by one; who claims one far above all others would end elections for good

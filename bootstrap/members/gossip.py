@@ -21,8 +21,6 @@ from ..trust.tokens import Role
 from .membership import Membership
 from .states import Digest
 
-__all__ = ["Gossip"]
-
 _log = logging.getLogger(__name__)
 
 

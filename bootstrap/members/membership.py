@@ -49,8 +49,6 @@ from ..trust.keys import PeerId
 from ..trust.tokens import Bootstrap, Role
 from .states import CheckRecord, Digest, Member, MemberState, MergeResult, TickResult
 
-__all__ = ["Membership"]
-
 MAX_ORIGINS: Final = 4096
 _NO_NEWS: Final = float("-inf")
 _GONE: Final = (MemberState.DEAD, MemberState.LEFT)

@@ -11,8 +11,6 @@ from ..addresses import Address
 from ..settings import NetworkSettings
 from ..trust.keys import PeerId
 
-__all__ = ["Dial", "DialBook", "should_replace"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dial:

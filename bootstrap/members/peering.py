@@ -26,8 +26,6 @@ from .membership import Membership
 from .mesh import Dial, DialBook
 from .states import CheckRecord, MemberState
 
-__all__ = ["Actions", "Peering"]
-
 _log = logging.getLogger(__name__)
 
 CLIENT_SESSIONS: Final = 1  # a client dials other members only when no session is left

@@ -9,8 +9,6 @@ from ..trust.entries import Entry, MemberRecord
 from ..trust.keys import PeerId
 from ..trust.tokens import Role
 
-__all__ = ["CheckRecord", "Digest", "Member", "MemberState", "MergeResult", "TickResult"]
-
 Digest = dict[str, tuple[int, dict[str, int]]]  # origin -> (incarnation, kind -> version)
 CheckRecord = Callable[[str, MemberRecord], None]  # raises TokenError unless this peer may have this role
 

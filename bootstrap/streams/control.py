@@ -23,8 +23,6 @@ from ..trust.entries import Entry
 from ..trust.keys import PeerId
 from .transport import PeerConnection
 
-__all__ = ["PROTOCOL_VERSION", "ControlStatistics", "ControlStream", "Hello", "Rejected", "Welcome"]
-
 _log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: Final = 1

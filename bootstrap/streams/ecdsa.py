@@ -9,8 +9,6 @@ import sys
 import types
 from typing import Final, NoReturn
 
-__all__ = ["MODULES", "Unavailable"]
-
 MODULES: Final = ("fastecdsa", "fastecdsa.encoding", "fastecdsa.encoding.sec1")
 
 

@@ -12,8 +12,6 @@ from ..reasons import MappedErrors, close_quietly
 from ..trust.keys import PeerId
 from .frames import MAX_FRAME, MAX_STRANGER_FRAME, FrameDecoder, FrameQueue, encode_frame
 
-__all__ = ["ByteStream", "FramedConnection"]
-
 _log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS: Final = 1.0

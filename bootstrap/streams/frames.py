@@ -14,8 +14,6 @@ import trio
 
 from ..errors import PeerLost, ProtocolError
 
-__all__ = ["MAX_FRAME", "MAX_STRANGER_FRAME", "FrameDecoder", "FrameQueue", "encode_frame"]
-
 MAX_FRAME: Final = 4 * 1024 * 1024
 MAX_STRANGER_FRAME: Final = 128 * 1024  # from whom was not let in yet: a greeting, with a member record inside
 _LENGTH = struct.Struct("!I")

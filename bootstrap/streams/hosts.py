@@ -10,8 +10,6 @@ from ..errors import PeerLost, Unreachable
 from ..reasons import explain
 from ..trust.keys import PeerId
 
-__all__ = ["HostDialler", "resolve_host"]
-
 T = TypeVar("T")
 Resolver = Callable[[Address], Awaitable[list[str]]]
 

@@ -61,8 +61,6 @@ from .shared_port import DataSocketHandler, SharedPort
 from .transport import CONTROL_PROTOCOL, ConnectionHandler, run_handler
 from .yamux import OneStream
 
-__all__ = ["Libp2pTransport"]
-
 _log = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 64 * 1024

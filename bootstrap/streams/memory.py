@@ -22,8 +22,6 @@ from ..trust.keys import PeerId
 from .frames import MAX_STRANGER_FRAME, check_frame
 from .transport import ConnectionHandler, run_handler
 
-__all__ = ["MemoryConnection", "MemoryNetwork", "MemoryTransport"]
-
 _QUEUE_FRAMES = 1024
 _RETRANSMIT_SECONDS = 0.2
 

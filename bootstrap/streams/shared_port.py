@@ -14,8 +14,6 @@ from ..errors import AddressError, PortInUse
 from ..settings import TransportSettings
 from .transport import DATA_HEAD_BYTES, DATA_PREFIX
 
-__all__ = ["DataSocketHandler", "SharedPort"]
-
 _log = logging.getLogger(__name__)
 
 _PEEK_RETRY_SECONDS: Final = 0.02

@@ -11,16 +11,6 @@ import trio
 from ..addresses import Address
 from ..trust.keys import PeerId
 
-__all__ = [
-    "CONTROL_PROTOCOL",
-    "DATA_HEAD_BYTES",
-    "DATA_PREFIX",
-    "ConnectionHandler",
-    "PeerConnection",
-    "Transport",
-    "run_handler",
-]
-
 _log = logging.getLogger(__name__)
 
 CONTROL_PROTOCOL: Final = "/p2pserve/ctl/1"

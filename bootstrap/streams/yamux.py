@@ -21,8 +21,6 @@ import trio
 from ..errors import PeerLost, ProtocolError
 from ..reasons import MappedErrors
 
-__all__ = ["Frames", "OneStream", "SecureConnection", "YamuxStream"]
-
 _HEADER: Final = struct.Struct("!BBHII")  # version, type, flags, stream, length
 _DATA, _WINDOW_UPDATE, _PING, _GO_AWAY = range(4)
 _SYN, _ACK, _FIN, _RST = 1, 2, 4, 8

@@ -11,8 +11,6 @@ from .identity import Identity
 from .keys import verify
 from .tokens import Credential, Role
 
-__all__ = ["MEMBER_KIND", "Entry", "MemberRecord", "is_sound", "read_record", "sign_entry", "sort_records_first"]
-
 MEMBER_KIND: Final = "member"
 MAX_PAYLOAD: Final = 64 * 1024
 MAX_KINDS: Final = 16

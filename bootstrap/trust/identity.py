@@ -3,10 +3,8 @@
 import secrets
 from pathlib import Path
 
-from .keys import KEY_BYTES, PeerId, load_or_create_seed, peer_id_of, private_key, verify
+from .keys import KEY_BYTES, PeerId, load_or_create_seed, peer_id_of, private_key
 from .tokens import Bootstrap, Role, issue_token
-
-__all__ = ["Identity", "NetworkKey", "PeerId", "verify"]
 
 
 class Identity:
@@ -38,7 +36,7 @@ class Identity:
         return self._seed
 
     def sign(self, payload: bytes) -> bytes:
-        """A signature that :func:`verify` accepts for :attr:`peer_id`."""
+        """A signature that :func:`.keys.verify` accepts for :attr:`peer_id`."""
         return self._key.sign(payload)
 
     def __repr__(self) -> str:

@@ -20,8 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from ..errors import AddressError, IdentityError
 
-__all__ = ["KEY_BYTES", "SIGNATURE_BYTES", "PeerId", "parse_peer_id", "peer_id_of", "public_key_of", "verify"]
-
 PeerId = NewType("PeerId", str)
 
 KEY_BYTES = 32

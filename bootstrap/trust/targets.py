@@ -13,8 +13,6 @@ from ..addresses import parse_address
 from ..errors import AddressError, TokenError
 from .tokens import Bootstrap, JoinToken, parse_bootstrap
 
-__all__ = ["JoinTarget", "parse_join_target"]
-
 MAX_ADDRESSES = 16
 
 

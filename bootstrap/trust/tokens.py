@@ -24,17 +24,6 @@ from ..addresses import Address
 from ..errors import DECODE_ERRORS, AddressError, TokenError
 from .keys import KEY_BYTES, SIGNATURE_BYTES, PeerId, parse_peer_id, private_key, public_key_of, verify_raw
 
-__all__ = [
-    "Bootstrap",
-    "Credential",
-    "JoinToken",
-    "Role",
-    "admit",
-    "admit_credential",
-    "issue_token",
-    "parse_bootstrap",
-]
-
 _VERSION: Final = 1
 _PREFIX: Final = "p2p"
 _CERTIFICATE_DOMAIN: Final = b"p2pserve-join-1\n"

@@ -17,8 +17,6 @@ import msgspec
 
 from .gpus import GpuSpec, Specs
 
-__all__ = ["DEFAULT", "Efficiency", "EfficiencyError", "efficiency_of", "parse_efficiencies"]
-
 DEFAULT: Final = "default"
 
 

@@ -12,8 +12,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["GpuError", "GpuSpec", "GpuTable", "Specs", "gpu_table", "parse_gpus"]
-
 
 class GpuError(ValueError):
     """A GPU that is not in the table, or a table that cannot be read; one line."""

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["MODELS", "ModelShape", "ModelShapeError", "model_shape", "shape_of_config"]
-
 
 class ModelShapeError(ValueError):
     """Dimensions that no model has, or a name that is not known; the text names the field."""

@@ -19,8 +19,6 @@ from .model_shape import ModelShape
 from .roofline import TYPICAL_CONTEXT, StageCost, stage_cost
 from .step_times import DecodeLine, StepTimes
 
-__all__ = ["Hop", "ReplicaError", "StageHardware", "kv_capacity_tokens", "replica_times"]
-
 GIB: Final = 1 << 30
 
 

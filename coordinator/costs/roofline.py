@@ -18,8 +18,6 @@ from .gpus import GpuSpec
 from .model_shape import ModelShape
 from .step_times import DecodeLine
 
-__all__ = ["LINK_SHARE", "REQUEST_S", "TYPICAL_CONTEXT", "StageCost", "stage_cost"]
-
 TYPICAL_CONTEXT: Final = 1024
 """Tokens of context a request is taken to have wherever one straight line stands for a bent one."""
 

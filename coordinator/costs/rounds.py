@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 from .roofline import TYPICAL_CONTEXT
 from .step_times import StepTimes, chunk_pairs
 
-__all__ = ["TOKEN_BUDGETS", "PrefillChunk", "choose_token_budget", "equal_rounds_s", "round_s"]
-
 TOKEN_BUDGETS: Final = (2048, 1536, 1024, 768, 512, 384)
 """Token budgets of a batch (vLLM's max_num_batched_tokens). Smaller ones mostly read weights, and
 leave 256 decoding requests no room for prompts."""

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-__all__ = ["DecodeLine", "StepTimes", "chunk_pairs"]
-
 
 class DecodeLine(NamedTuple):
     """Seconds of a decode step at a fixed number of requests: `fixed_s + context_s * context`."""

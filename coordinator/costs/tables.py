@@ -19,19 +19,6 @@ from typing import Final, Literal, NamedTuple, TypeVar
 
 from .step_times import DecodeLine
 
-__all__ = [
-    "DistserveFit",
-    "DistserveTimes",
-    "HelixLayer",
-    "InterpolatedTable",
-    "PerfRow",
-    "SplitwiseTimes",
-    "TableError",
-    "distserve_fits",
-    "helix_layers",
-    "perf_rows",
-]
-
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Point = tuple[int, float]

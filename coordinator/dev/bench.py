@@ -43,8 +43,6 @@ from .bench_clusters import bench_problem
 from .maxflow import compute_bound, max_flow, one_pipeline, place
 from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
 
-__all__ = ["TARGETS", "main", "run"]
-
 SIZES: Final = (16, 24, 32, 128, 1024)
 WORKLOADS: Final = ("conversation", "coding")
 LOST_BOX: Final = "a6000-0"

@@ -15,8 +15,6 @@ from ..planning.model.problem import Problem
 from ..planning.model.slo import scaled_slo
 from ..planning.model.workload import Service, Workload
 
-__all__ = ["azure_workload", "bench_problem", "rented_cluster"]
-
 SITE_BOXES: Final = 12
 SHAPES: Final = (("RTX A6000", 4), ("RTX A5000", 4), ("A40", 8), ("RTX 3090 Ti", 4), ("RTX 4090", 4), ("L40S", 2))
 SITE_GBPS: Final = (10.0, 40.0)  # between boxes of a site

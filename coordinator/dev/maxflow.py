@@ -23,8 +23,6 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import maximum_flow
 
-__all__ = ["NoPlacement", "NodeKind", "NodeLayers", "compute_bound", "least_layer", "max_flow", "one_pipeline", "place"]
-
 WIDEST: Final = 8
 """Layers of the longest segment."""
 

@@ -25,8 +25,6 @@ import numpy as np
 
 from .maxflow import NodeKind
 
-__all__ = ["CLUSTER_32", "LAYERS", "LINK_TOKENS_S", "helix_kinds"]
-
 LAYERS: Final = 60
 PROMPT: Final = 750
 OUTPUT: Final = 240

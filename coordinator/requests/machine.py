@@ -51,8 +51,6 @@ from .values import (
     Tokens,
 )
 
-__all__ = ["RequestMachine"]
-
 _DEFAULTS: Final = RequestSettings()
 _NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..routing import Route
 from .values import OpenDecode
 
-__all__ = ["place"]
-
 
 def place(route: Route, attempt: int, tokens: int, left: int, *, first_token_at_prefill: bool) -> OpenDecode:
     """Where a request goes that has `tokens` tokens so far, prompt and answer, and wants `left`

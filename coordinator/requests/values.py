@@ -6,23 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = [
-    "Action",
-    "Answer",
-    "CancelTransfer",
-    "CancelWork",
-    "EndRequest",
-    "FindRoute",
-    "OpenDecode",
-    "OpenPrefill",
-    "PassFirstToken",
-    "Ready",
-    "RequestRecord",
-    "RequestSettings",
-    "ShowTokens",
-    "Tokens",
-]
-
 Tokens = Sequence[int]
 """Token ids. The simulator, whose tokens have no ids, uses ranges of positions: they cost nothing
 to cut."""

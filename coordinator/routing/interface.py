@@ -19,19 +19,6 @@ from numpy.typing import NDArray
 
 from ..plan import Plan
 
-__all__ = [
-    "Load",
-    "LoadError",
-    "NoRoute",
-    "PolicyError",
-    "PolicyFactory",
-    "ReplicaLoads",
-    "RequestFacts",
-    "Route",
-    "RoutingPolicy",
-    "RoutingSettings",
-]
-
 
 class NoRoute(LookupError):
     """No replica may take the request; the text is one line for the client and the log."""

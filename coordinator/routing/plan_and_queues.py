@@ -30,8 +30,6 @@ from numpy.typing import NDArray
 from ..plan import Pairing, Phase, Plan, Replica
 from .interface import NoRoute, ReplicaLoads, RequestFacts, Route, RoutingPolicy, RoutingSettings
 
-__all__ = ["PlanAndQueues"]
-
 Indices = NDArray[np.intp]
 Floats = NDArray[np.float64]
 

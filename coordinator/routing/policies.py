@@ -8,6 +8,4 @@ from typing import Final
 from .interface import PolicyFactory
 from .plan_and_queues import PlanAndQueues
 
-__all__ = ["NETWORK_POLICIES"]
-
 NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues}

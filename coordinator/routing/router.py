@@ -11,8 +11,6 @@ from ..plan import Plan
 from .interface import Load, PolicyError, PolicyFactory, ReplicaLoads, RequestFacts, Route, RoutingSettings
 from .policies import NETWORK_POLICIES
 
-__all__ = ["Router", "route_once"]
-
 DEFAULT_SETTINGS: Final = RoutingSettings()
 
 

@@ -19,12 +19,11 @@ import torch
 
 from .. import accelerate
 from ..codec import decode, decode_into, encode, encode_into
-from ..codecs import CODECS, RAW, codec_named
+from ..codecs import CODECS, codec_named
 from ..errors import CodecError
 from ..format import Codec
+from ..raw import RAW
 from ..soundness import Soundness
-
-__all__ = ["GPU_TARGET", "CodecRate", "main", "measure", "measure_on_gpu"]
 
 HEADS, HEAD_DIM = 8, 128
 DEFAULT_TOKENS = 512

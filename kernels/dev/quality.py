@@ -26,24 +26,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .. import accelerate
-from ..codecs import CODEC_NAMES, FP8, KIVI4, KV4, RAW
+from ..codecs import CODEC_NAMES
+from ..fp8 import FP8
+from ..kivi4 import KIVI4
+from ..kv4 import KV4
+from ..raw import RAW
 from .quality_model import HELD_OUT, PROMPT_TOKENS, BundledModel, TokenScores
 from .quality_paired import Difference, difference
 from .quality_rouge import Rouge, mean_rouge, rouge
 from .quality_tensors import KINDS, Errors, bits_per_element, block_errors, tensors
-
-__all__ = [
-    "FULL",
-    "QUICK",
-    "ModelReport",
-    "Report",
-    "Sample",
-    "broken_bounds",
-    "main",
-    "measure_model",
-    "measure_tensors",
-    "render",
-]
 
 BATCH = 10  # continuations at once
 KV4_BITS, KV4_PERPLEXITY, FP8_PERPLEXITY = 4.5, 3.0, 1.0

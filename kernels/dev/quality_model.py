@@ -18,17 +18,6 @@ import torch
 
 from .quality_tensors import through
 
-__all__ = [
-    "HELD_OUT",
-    "PROMPT_TOKENS",
-    "BundledModel",
-    "TokenScores",
-    "Window",
-    "cut_windows",
-    "divergence",
-    "module_source",
-]
-
 HELD_OUT = ("argparse", "dataclasses", "tarfile", "heapq", "difflib")
 """Standard-library modules that the model was not trained on (its README)."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Difference", "difference"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Rouge", "mean_rouge", "rouge"]
-
 _WORD = re.compile(r"[a-z0-9]+")
 
 

@@ -11,8 +11,6 @@ import torch
 
 from ..codec import decode, encode
 
-__all__ = ["KINDS", "Errors", "bits_per_element", "block_errors", "tensors", "through"]
-
 BLOCK_TOKENS = 512
 TOKENS, HEADS, HEAD_DIM, QUERIES = 2048, 4, 128, 64
 

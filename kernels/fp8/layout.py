@@ -7,8 +7,6 @@ from typing import Final
 
 from ..format import HEADER_BYTES, BlockLayout
 
-__all__ = ["GROUP_TOKENS", "RUN_TOKENS", "Fp8Layout"]
-
 GROUP_TOKENS: Final = 128
 """Token positions that share a zero and an exponent of K, per channel."""
 

@@ -11,8 +11,6 @@ from ..blocks import all_within, clamped, within
 from ..errors import PayloadError
 from .layout import GROUP_TOKENS, RUN_TOKENS, Fp8Layout
 
-__all__ = ["Fp8Sections", "dequantise", "quantise", "require_sound"]
-
 BIAS = 135
 """Exponent bytes are those of fp32 (127) for a largest code of 2**8."""
 

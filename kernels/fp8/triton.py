@@ -10,8 +10,6 @@ from ..triton_bits import clamped, finite, from_e4m3, power, raise_flag, rounded
 from .layout import Fp8Layout
 from .reference import Fp8Sections
 
-__all__ = ["dequantise", "quantise"]
-
 CHANNELS = 64
 """Channels of K per program and run: 32 x 64 values in rows of 128 bytes. One warp, so that no
 reduction needs shared memory or a barrier."""

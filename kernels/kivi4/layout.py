@@ -7,8 +7,6 @@ from typing import Final
 
 from ..format import HEADER_BYTES, BlockLayout, equal_groups
 
-__all__ = ["GROUP", "Kivi4Layout"]
-
 GROUP: Final = 32
 """Token positions per group of K, channels per group of V: the paper's and its examples' choice."""
 

@@ -10,8 +10,6 @@ import torch
 from ..native import Library, address, is_fp16, section_addresses, threads
 from .layout import Kivi4Layout
 
-__all__ = ["available", "dequantise", "quantise"]
-
 _LIBRARY = Library(Path(__file__).with_name("kivi4.cpp"))
 _MOST_CHANNELS = 1024
 

@@ -13,8 +13,6 @@ from ..errors import PayloadError
 from ..format import LARGEST
 from .layout import GROUP, Kivi4Layout
 
-__all__ = ["Kivi4Sections", "dequantise", "quantise", "require_sound"]
-
 CODE_MAX = 15
 SMALLEST_SCALE = 2.0**-100
 LARGEST_SCALE = 2.0**118

@@ -14,8 +14,6 @@ from ..triton_bits import clamped, finite, nearby, raise_flag, rounded
 from .layout import GROUP, Kivi4Layout
 from .reference import Kivi4Sections
 
-__all__ = ["dequantise", "quantise"]
-
 COLUMNS = 64
 """Columns per program: 32 x 64 values of 2 bytes, read in rows of 128 bytes."""
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from ..format import HEADER_BYTES, WINDOW_TOKENS, BlockLayout, equal_groups
 
-__all__ = ["KEY_GROUP_TOKENS", "KEY_SPAN_TOKENS", "LARGEST", "Kv4Layout", "value_groups"]
-
 LARGEST: Final = 2.0**30
 """Bound on |x|: up to here every unit is within the range of its 8 bits."""
 

@@ -10,8 +10,6 @@ import torch
 from ..native import Library, address, is_fp16, section_addresses, threads
 from .layout import Kv4Layout, value_groups
 
-__all__ = ["available", "dequantise", "quantise"]
-
 _LIBRARY = Library(Path(__file__).with_name("kv4.cpp"))
 _LANES = 16
 _MOST_CHANNELS = 1024

@@ -15,8 +15,6 @@ from ..blocks import all_within, clamped, within
 from ..errors import PayloadError
 from .layout import KEY_GROUP_TOKENS, KEY_SPAN_TOKENS, LARGEST, Kv4Layout, value_groups
 
-__all__ = ["Kv4Sections", "dequantise", "hadamard", "quantise", "require_sound"]
-
 CODE_MAX = 15
 STEP_MAX = 16
 LEAST_VALUE_STEP = 9

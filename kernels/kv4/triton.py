@@ -18,8 +18,6 @@ from ..triton_bits import clamped, nearby, power, raise_flag, rounded
 from .layout import Kv4Layout, value_groups
 from .reference import Kv4Sections, hadamard
 
-__all__ = ["dequantise", "quantise"]
-
 CHANNELS = 64
 _MOST_AT_ONCE = 128
 """Channels of V: 256 would spill registers."""

@@ -24,8 +24,6 @@ from typing import Any
 
 from .bench_ends import SHAPE
 
-__all__ = ["TARGETS", "BenchResults", "main", "open_plain_link", "run"]
-
 _MIB = 1 << 20
 _GBPS = 125_000_000
 _STREAMS = (1, 2, 4)

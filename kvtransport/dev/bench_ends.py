@@ -29,8 +29,6 @@ from ..wire.frames import KVFrame
 from ..wire.sockets import hang_up, pace, read_link_hello
 from ..wire.tickets import LinkTicket, TransferTicket
 
-__all__ = ["KvShape", "main"]
-
 _BUFFER_BYTES = 1 << 20
 _FRAME_BYTES = 4 << 20
 _WINDOW_BYTES = 64 << 20

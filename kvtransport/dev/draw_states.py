@@ -14,8 +14,6 @@ from pathlib import Path
 
 from ..link.transfers import MEANINGS, TRANSITIONS, TransferStatus
 
-__all__ = ["BEGIN", "END", "draw", "main", "replace_section"]
-
 BEGIN = "<!-- drawn by python -m p2pserve.kvtransport.dev.draw_states: do not edit -->"
 END = "<!-- end of what is drawn -->"
 

@@ -53,8 +53,6 @@ from ..wire.signals import (
 )
 from ..wire.tickets import LinkTicket
 
-__all__ = ["FuzzReport", "fuzz", "main"]
-
 _SETTINGS = LinkSettings(chunk_bytes=4096)
 _KEYS = tuple(bytes([n]) * 16 for n in (1, 2, 3))
 _STRANGE = b"\xfe" * 16

@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["ByteBudget"]
-
 _LOOK_AGAIN_S = 0.1
 
 

@@ -11,8 +11,6 @@ import msgspec
 from ..wire.dial_path import DialPath
 from .settings import LinkSettings
 
-__all__ = ["DialAttempt", "Dialler"]
-
 
 @dataclass(frozen=True, slots=True)
 class DialAttempt:

@@ -20,8 +20,6 @@ from .receive_link import ReceiveLink
 from .send_link import SendLink
 from .settings import LinkSettings
 
-__all__ = ["Endpoint"]
-
 _MAX_EARLY = 256
 
 

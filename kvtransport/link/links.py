@@ -31,8 +31,6 @@ from .dialling import DialAttempt, Dialler
 from .machine import ConnectionStatistics, LinkMachine, PathStatistics
 from .transfers import CloseConnection, EndState, LinkEnded, LinkEvent, Released
 
-__all__ = ["LinkConnection", "LinkStatistics", "ThreadedLink", "TransferHandle"]
-
 _JOIN_S = 5.0
 _SHORTEST_WAIT_S = 0.005
 

@@ -27,8 +27,6 @@ from .transfers import (
     TransferTable,
 )
 
-__all__ = ["Connection", "ConnectionStatistics", "ControlRecord", "LinkMachine", "PathStatistics"]
-
 _RATE_WINDOW_S = 2.0
 _SAMPLE_S = 0.05
 _ACK_BYTES = 1 << 17

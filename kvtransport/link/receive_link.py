@@ -20,8 +20,6 @@ from .receiving import ReceiveMachine, ReceiveProgress
 from .settings import LinkSettings
 from .transfers import EndState, FrameReady, LinkEvent, TransferComplete, TransferEnded
 
-__all__ = ["IncomingTransfer", "ReceiveLink"]
-
 
 class _BufferPool:
     """Memory for frames, in powers of two, used again: fresh pages cost a fault per 4 KiB. Under

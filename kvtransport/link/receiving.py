@@ -26,8 +26,6 @@ from .sending import FRAME_CHARGE, MAX_FRAMES_AHEAD
 from .settings import LinkSettings
 from .transfers import FrameReady, Transfer, TransferComplete, TransferEvent, TransferStatus
 
-__all__ = ["MIN_WINDOW_BYTES", "ChunkPlacement", "ReceiveMachine", "ReceiveProgress"]
-
 MIN_WINDOW_BYTES = MAX_CHUNK_BYTES + FRAME_CHARGE
 _EMPTY, _CLAIMED, _DONE = range(3)
 

@@ -23,8 +23,6 @@ from ..wire.permits import RELAY_HELLO_BYTES, Permit, Refusal, RelayLedger, Rela
 from ..wire.sockets import hang_up, receive_exactly, tune
 from .settings import LinkSettings
 
-__all__ = ["Relay"]
-
 _PIPE_BYTES = 1 << 20
 _PIECE_BYTES = 256 * 1024
 _JOIN_S = 5.0

@@ -21,8 +21,6 @@ from .sending import SendMachine, SendProgress
 from .settings import LinkSettings
 from .transfers import EndState, LinkEvent, TransferEnded, TransferGranted
 
-__all__ = ["OutgoingTransfer", "SendLink"]
-
 OnEnd = Callable[["OutgoingTransfer", EndState], None]
 
 

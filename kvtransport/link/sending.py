@@ -30,8 +30,6 @@ from .machine import Connection, LinkMachine
 from .settings import LinkSettings
 from .transfers import Released, Transfer, TransferEvent, TransferGranted, TransferStatus, next_status
 
-__all__ = ["FRAME_CHARGE", "MAX_FRAMES_AHEAD", "OutgoingChunk", "SendMachine", "SendProgress"]
-
 FRAME_CHARGE = 1024
 """What a frame costs of the credit besides its payload: the receiver keeps a record of each."""
 

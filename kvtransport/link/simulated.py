@@ -18,8 +18,6 @@ from .sending import SendMachine
 from .settings import LinkSettings
 from .transfers import CloseConnection, EndState, FrameReady, LinkEvent, Released, TransferComplete, TransferEnded
 
-__all__ = ["SimulatedLink", "SimulatedWire"]
-
 _STEP_S = 0.001
 
 

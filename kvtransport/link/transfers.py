@@ -18,26 +18,6 @@ from typing import Generic, Literal, TypeVar
 
 from ..errors import KVProtocolError
 
-__all__ = [
-    "MEANINGS",
-    "TRANSITIONS",
-    "CloseConnection",
-    "EarlyNews",
-    "EndState",
-    "FrameReady",
-    "LinkEnded",
-    "LinkEvent",
-    "Released",
-    "Transfer",
-    "TransferComplete",
-    "TransferEnded",
-    "TransferEvent",
-    "TransferGranted",
-    "TransferStatus",
-    "TransferTable",
-    "next_status",
-]
-
 _MAX_EARLY = 1024
 _MAX_OVER = 1 << 14
 

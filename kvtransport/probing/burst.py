@@ -39,8 +39,6 @@ from .burst_ticket import (
 )
 from .estimates import BurstSample
 
-__all__ = ["BurstEnds", "BurstGate", "dial_burst", "read_burst_hello", "receive_burst", "send_burst"]
-
 _BLOCK_BYTES = 256 * 1024
 _LOOK_S = 0.02
 _GRACE_S = 2.0

@@ -8,8 +8,6 @@ from typing import final
 from .estimates import BurstSample
 from .figures import gbps_of
 
-__all__ = ["BIN_S", "BurstMeter"]
-
 BIN_S = 0.05
 _RAMPED = 0.85
 """Slow start is over at this share of the rate that the burst has come to."""

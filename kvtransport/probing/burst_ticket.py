@@ -24,21 +24,6 @@ from ..errors import KVProtocolError, TicketError
 from .estimates import BurstSample
 from .figures import MAX_STREAMS
 
-__all__ = [
-    "BURST_HELLO_BYTES",
-    "BURST_MAGIC",
-    "MAX_RESULT_BYTES",
-    "RESULT_HEAD_BYTES",
-    "BurstHello",
-    "BurstTicket",
-    "issue_burst",
-    "pack_hello",
-    "pack_result",
-    "parse_hello",
-    "parse_result",
-    "result_bytes",
-]
-
 BURST_MAGIC = b"p2pBW/1\n"
 _RESULT_MAGIC = b"p2pBR/1\n"
 _ID_BYTES, _KEY_BYTES, _MAC_BYTES = 16, 32, 32

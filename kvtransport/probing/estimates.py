@@ -26,15 +26,6 @@ import msgspec
 from ..errors import FiguresError
 from .figures import MAX_STREAMS, LinkFigures, Source, gbps_of, one_stream_gbps
 
-__all__ = [
-    "BurstSample",
-    "EstimateSettings",
-    "HistoryEntry",
-    "LinkEstimator",
-    "SampleKind",
-    "TransferSample",
-]
-
 _MAX_BYTES = 1 << 50
 _DOUBT_SHARE = 0.7  # of the confidence, while samples contradict what is believed
 

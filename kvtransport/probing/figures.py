@@ -21,21 +21,6 @@ import msgspec
 
 from ..errors import FiguresError
 
-__all__ = [
-    "GB",
-    "MAX_STREAMS",
-    "WINDOW_BYTES",
-    "BoxFigures",
-    "LinkFigures",
-    "Source",
-    "bytes_per_s",
-    "gbps_of",
-    "one_stream_gbps",
-    "prior",
-    "rate_gbps",
-    "streams_for",
-]
-
 GB = 1e9
 """Bytes that are billed as one gigabyte."""
 

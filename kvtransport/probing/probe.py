@@ -31,20 +31,6 @@ import msgspec
 from ..errors import FiguresError
 from .figures import GB, MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
 
-__all__ = [
-    "Activity",
-    "BurstRefusal",
-    "BurstRequest",
-    "DeferReason",
-    "DeferredBurst",
-    "PeerLink",
-    "ProbeScheduler",
-    "ProbeSettings",
-    "ProbeStatistics",
-    "ProbeStep",
-    "representatives",
-]
-
 MAX_BURST_S = 10.0
 MAX_BURST_BYTES = 4_000_000_000
 _DAY_S = 86_400.0

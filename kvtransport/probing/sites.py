@@ -13,8 +13,6 @@ from statistics import median, median_low
 from ..errors import FiguresError
 from .figures import BoxFigures, LinkFigures, Source, one_stream_gbps
 
-__all__ = ["infer"]
-
 _UNKNOWN = BoxFigures()
 _SHARE = 0.6
 """Of the confidence in the measured links, in those inferred from them."""

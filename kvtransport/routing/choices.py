@@ -14,8 +14,6 @@ from typing import Final, NamedTuple, final
 from ..probing.figures import BoxFigures, LinkFigures
 from .paths import PathChoice, PathNetwork, PathQuery, RunningTransfer, choose
 
-__all__ = ["ChoiceCache"]
-
 _DIGITS: Final = 3
 
 

@@ -13,8 +13,6 @@ from math import fsum
 from ..errors import FiguresError
 from ..probing.figures import GB, BoxFigures, LinkFigures
 
-__all__ = ["HopCost", "TransferCost", "hop_prices", "path_usd_per_gb", "transfer_cost"]
-
 _UNKNOWN = BoxFigures()
 
 

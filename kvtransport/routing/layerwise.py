@@ -27,8 +27,6 @@ from typing import final
 from ..errors import FiguresError
 from ..probing.figures import LinkFigures, bytes_per_s, rate_gbps
 
-__all__ = ["DecayedLine", "KVShape", "LayerwiseEstimator", "SendDecision", "SendMode"]
-
 
 class SendMode(StrEnum):
     """When KV leaves."""

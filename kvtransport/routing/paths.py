@@ -33,18 +33,6 @@ from .costs import path_usd_per_gb
 from .prediction import ArrivalCurve, arrival_curve, striped_seconds
 from .settings import PathSettings
 
-__all__ = [
-    "Candidate",
-    "CandidateVerdict",
-    "KVPath",
-    "NoPath",
-    "PathChoice",
-    "PathNetwork",
-    "PathQuery",
-    "RunningTransfer",
-    "choose",
-]
-
 _UNKNOWN = BoxFigures()
 
 

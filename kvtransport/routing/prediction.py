@@ -15,8 +15,6 @@ from math import exp2, inf, log, log2
 
 from ..probing.figures import WINDOW_BYTES
 
-__all__ = ["ArrivalCurve", "arrival_curve", "striped_seconds"]
-
 _INITIAL_WINDOW_BYTES = 14_480.0
 _HANDSHAKE_RTTS = 2.0
 _LN2 = log(2.0)

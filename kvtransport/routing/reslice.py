@@ -16,8 +16,6 @@ from typing import NamedTuple
 from ..errors import FiguresError
 from ..wire.frames import KVFrame
 
-__all__ = ["ShardLayout", "ShardRank", "ShardTransfer", "localise", "reslice"]
-
 
 class ShardRank(NamedTuple):
     """One worker of an engine: pipeline stage and place in the tensor-parallel group of that stage."""

@@ -7,8 +7,6 @@ from math import inf
 
 from ..errors import FiguresError
 
-__all__ = ["PathSettings", "SteeringSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathSettings:

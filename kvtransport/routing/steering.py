@@ -23,8 +23,6 @@ from ..probing.figures import gbps_of
 from .paths import KVPath, NoPath, PathChoice, PathNetwork, PathQuery, choose
 from .settings import SteeringSettings
 
-__all__ = ["PathChange", "PathController", "Trigger", "TriggerKind"]
-
 
 class TriggerKind(StrEnum):
     """Why paths are changed."""

@@ -13,8 +13,6 @@ from bisect import bisect_left
 from ..errors import KVProtocolError
 from .frames import KVFrame
 
-__all__ = ["Assembly"]
-
 
 class Assembly:
     """Expects every layer of `layers`, heads `[0, heads)` and positions `[first, first + tokens)`,

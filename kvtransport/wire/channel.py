@@ -36,19 +36,6 @@ from .frames import MAX_REASON_BYTES
 from .signals import CHUNK_KIND, HEAD_BYTES, MAX_CHUNK_BYTES, LinkGreeting, Signal, pack, payload_bytes, unpack
 from .tickets import LinkTicket
 
-__all__ = [
-    "CHUNK_OVERHEAD_BYTES",
-    "LINK_HELLO_BYTES",
-    "LINK_MAGIC",
-    "NONCE_BYTES",
-    "SEALED_HEAD_BYTES",
-    "WELCOME_BYTES",
-    "Channel",
-    "LinkHello",
-    "LinkRole",
-    "parse_link_hello",
-]
-
 LINK_MAGIC = b"p2pKV/2\n"
 NONCE_BYTES = 16
 _WELCOME_MAGIC = b"p2pKA/2\n"

@@ -16,8 +16,6 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from ..errors import KVProtocolError
 
-__all__ = ["TAG_BYTES", "Cipher", "Damaged", "RekeyBounds"]
-
 TAG_BYTES = 16
 _NEXT = b"p2pserve kv/2 next key"
 

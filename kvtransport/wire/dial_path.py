@@ -8,8 +8,6 @@ from ..errors import TicketError
 from .permits import Permit
 from .signals import MAX_LABEL_BYTES
 
-__all__ = ["DialPath"]
-
 _MAX_STREAMS = 64
 
 

@@ -14,8 +14,6 @@ from ...kernels.errors import PayloadError
 from ...kernels.format import dtype_from_wire
 from ..errors import KVProtocolError
 
-__all__ = ["MAX_PAYLOAD_BYTES", "MAX_REASON_BYTES", "KVFrame"]
-
 MAX_REASON_BYTES = 512
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024 - 64
 """What a frame may make its receiver reserve."""

@@ -22,18 +22,6 @@ import msgspec
 
 from ..errors import RelayRefused, TicketError
 
-__all__ = [
-    "PERMIT_ID_BYTES",
-    "RELAY_HELLO_BYTES",
-    "RELAY_MAGIC",
-    "Permit",
-    "Refusal",
-    "RelayLedger",
-    "RelayUse",
-    "pack_relay_answer",
-    "pack_relay_hello",
-]
-
 PERMIT_ID_BYTES = 16
 RELAY_MAGIC = b"p2pKR/1\n"
 _SECRET_BYTES, _NONCE_BYTES, _MAC_BYTES = 32, 16, 16

@@ -47,19 +47,6 @@ from .frames import MAX_REASON_BYTES
 from .sockets import dial, explain, fresh_nonce, hang_up, receive_exactly, tune
 from .tickets import LinkTicket
 
-__all__ = [
-    "MAX_BUFFERS",
-    "Pipe",
-    "PipeSettings",
-    "RecordHead",
-    "RecordKind",
-    "accept_pipe",
-    "dial_pipe",
-    "greet",
-    "parse_head",
-    "split",
-]
-
 Buffer = bytes | bytearray | memoryview
 
 MAX_BUFFERS = 4096

@@ -39,31 +39,6 @@ from ..errors import KVProtocolError
 from .frames import MAX_PAYLOAD_BYTES, MAX_REASON_BYTES, KVFrame
 from .tickets import TRANSFER_ID_BYTES
 
-__all__ = [
-    "CHUNK_KIND",
-    "HEAD_BYTES",
-    "MAX_CHUNK_BYTES",
-    "MAX_GRID",
-    "MAX_LABEL_BYTES",
-    "MIN_GRID",
-    "NO_TRANSFER",
-    "Abort",
-    "Ack",
-    "Chunk",
-    "Credit",
-    "End",
-    "Goodbye",
-    "LinkGreeting",
-    "Ping",
-    "Pong",
-    "Result",
-    "Signal",
-    "frame_header",
-    "frame_of",
-    "pack",
-    "unpack",
-]
-
 MIN_GRID, MAX_GRID = 12, 20
 MAX_CHUNK_BYTES = 1 << MAX_GRID
 MAX_LABEL_BYTES = 64

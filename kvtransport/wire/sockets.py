@@ -16,19 +16,6 @@ from .dial_path import DialPath
 from .permits import pack_relay_hello
 from .signals import LinkGreeting
 
-__all__ = [
-    "dial",
-    "explain",
-    "fresh_nonce",
-    "hang_up",
-    "pace",
-    "read_link_hello",
-    "receive_exactly",
-    "round_trip_s",
-    "shake_hands",
-    "tune",
-]
-
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module has no name for it
 _RTT_AT = 68  # tcpi_rtt, microseconds, in struct tcp_info
 _USER_TIMEOUT_MS = 15_000

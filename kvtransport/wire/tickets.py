@@ -12,16 +12,6 @@ from ...kernels.codecs import codec_named
 from ...kernels.errors import CodecError
 from ..errors import TicketError
 
-__all__ = [
-    "KEY_BYTES",
-    "LINK_ID_BYTES",
-    "TRANSFER_ID_BYTES",
-    "LinkTicket",
-    "TransferTicket",
-    "issue_link",
-    "issue_transfer",
-]
-
 TRANSFER_ID_BYTES = 16
 LINK_ID_BYTES = 16
 KEY_BYTES = 32

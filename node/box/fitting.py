@@ -21,21 +21,6 @@ from ..models import ModelInfo
 from ..settings import BoxEngineSettings, FittingSettings
 from .hardware import Gpu, Hardware
 
-__all__ = [
-    "BatchLimits",
-    "Room",
-    "can_share",
-    "choose_requests",
-    "choose_step_tokens",
-    "count_kv_tokens",
-    "count_layers_that_fit",
-    "default_tp",
-    "find_longest_that_fits",
-    "gpu_working_bytes",
-    "measure_kv_room",
-    "measure_room",
-]
-
 FITTING: Final = FittingSettings()
 GPU_SHARE = 0.92  # of what CUDA sees of a GPU's memory, as the engine takes it
 CUDA_SEES = 0.98  # of what NVML counts: 1 to 2 % are the driver's

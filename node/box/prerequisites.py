@@ -21,17 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-__all__ = [
-    "Device",
-    "DiskRoom",
-    "Prerequisites",
-    "choose_device",
-    "describe_lack",
-    "describe_lack_of_room",
-    "inspect_box",
-    "list_complaints",
-]
-
 Device = Literal["cpu", "cuda"]
 DEVICES: Final = ("auto", "cpu", "cuda")
 CUDA: Final = (13, 0)  # what torch and vLLM are built for

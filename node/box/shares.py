@@ -25,8 +25,6 @@ from .fitting import (
 from .hardware import Hardware
 from .home import NodeError, NodeUsageError
 
-__all__ = ["Share", "choose_limits", "share_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -13,8 +13,6 @@ from . import prerequisites
 from .hardware import VISIBLE, Hardware
 from .home import NodeError
 
-__all__ = ["Build", "contradiction", "installed_build", "require_engine", "require_shared_memory", "wanted_bytes"]
-
 SHARED_MEMORY: Final = "/dev/shm"
 QUEUE_BYTES: Final = 240 << 20
 """The largest queue between vLLM's processes: it wants so much free before it makes one, and takes what is used."""

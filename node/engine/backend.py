@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from .process import AgentSockets
     from .protocol import EngineConfig
 
-__all__ = ["EngineBackend", "ModelFiles", "ServedModel"]
-
 
 class ModelFiles(Protocol):
     """A model that has been checked. `folder` has its configuration and tokenizer."""

@@ -8,8 +8,6 @@ from .backend import EngineBackend
 from .emulated.backend import EMULATED
 from .vllm_program.backend import VLLM
 
-__all__ = ["BACKENDS", "find_backend"]
-
 BACKENDS: Final = {backend.name: backend for backend in (VLLM, EMULATED)}
 
 

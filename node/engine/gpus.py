@@ -6,8 +6,6 @@ import importlib.metadata
 
 from ..box.hardware import probe
 
-__all__ = ["gpu_names", "has_gpu", "installed_version"]
-
 
 def installed_version(distribution: str) -> str:
     """Its version; "" where it is not installed."""

@@ -14,8 +14,6 @@ import msgspec
 
 from . import protocol
 
-__all__ = ["Outbox", "listen"]
-
 _log = logging.getLogger(__name__)
 
 

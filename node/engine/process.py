@@ -22,8 +22,6 @@ from typing import NamedTuple, Protocol
 from . import protocol
 from .mailbox import Outbox, listen
 
-__all__ = ["AgentSockets", "EngineProgram", "StartError", "enter_process", "serve_agent"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_HELLO = 64  # bytes that a connection says first

@@ -6,8 +6,6 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 
-__all__ = ["own_temporary_folder"]
-
 
 @contextlib.contextmanager
 def own_temporary_folder() -> Iterator[None]:

@@ -9,8 +9,6 @@ import msgspec
 
 from .transfers.wait_limits import WaitLimitSettings
 
-__all__ = ["PIPELINE_DEFAULTS", "TRANSFER_DEFAULTS", "PipelineSettings", "TransferSettings"]
-
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV transfers of one engine.

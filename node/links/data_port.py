@@ -27,8 +27,6 @@ from .. import messages
 from ..methods import RELAY_OPEN
 from ..settings import WAN, NodeTuning
 
-__all__ = ["DataPort", "RelayDesk"]
-
 UNBOUNDED_BYTES_S = 1e12
 _SECRET_BYTES = 32
 

@@ -29,8 +29,6 @@ from ..settings import WAN, NodeTuning
 from .kv_links import Ends, OutgoingLinks
 from .path_selection import DIRECT, NewPaths, PathSelector
 
-__all__ = ["KvOutlets"]
-
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": WireDtype.BF16}

@@ -13,8 +13,6 @@ from ...kvtransport.routing.paths import PathNetwork, RunningTransfer
 from ..messages import LinkTable
 from ..settings import WAN, BoxLinkSettings, NodeTuning
 
-__all__ = ["LinkKnowledge"]
-
 
 @final
 class LinkKnowledge:

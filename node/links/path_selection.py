@@ -18,8 +18,6 @@ from ..settings import WAN, NodeTuning
 from .kv_links import Ends
 from .link_knowledge import LinkKnowledge
 
-__all__ = ["DIRECT", "NewPaths", "PathSelector"]
-
 DIRECT = "direct"
 
 

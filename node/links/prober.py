@@ -23,8 +23,6 @@ from ..methods import PROBE_OPEN
 from ..settings import WAN, NodeTuning
 from .link_knowledge import LinkKnowledge
 
-__all__ = ["Neighbour", "Prober"]
-
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:

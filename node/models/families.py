@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from .errors import ModelError
 
-__all__ = ["check_architecture"]
-
 _ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _STATE_KEYS: Final = re.compile(
     r"mamba_|ssm_|rwkv|(?:state_size|linear_conv_kernel_dim|linear_attn_config|attn_type_list|conv_L_cache|lru_width"

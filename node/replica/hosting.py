@@ -17,7 +17,6 @@ from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.hardware import Hardware
 from ..box.home import NodeError
-from ..box.shares import Share, share_of
 from ..engine import protocol
 from ..engine.backend import ServedModel
 from ..links.kv_outlets import KvOutlets
@@ -28,15 +27,6 @@ from .place import Place, find_place
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
-
-__all__ = [
-    "Host",
-    "Share",
-    "describe_length",
-    "engine_config",
-    "share_of",
-    "step_limit",
-]
 
 
 def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | None:

@@ -25,8 +25,6 @@ from ..models import ModelInfo
 from ..settings import WAN, NodeTuning
 from .place import Place, PlaceError, check_sends, slices_between
 
-__all__ = ["KvTransfers", "Outlets", "TransferEnd"]
-
 Item = TypeVar("Item")
 
 

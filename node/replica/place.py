@@ -13,8 +13,6 @@ from ...kvtransport.routing.reslice import ShardRank as LayoutRank
 from ..engine.protocol import KvSlice, WorkerRank
 from ..messages import RankSlice, TicketedSlice
 
-__all__ = ["Place", "PlaceError", "check_sends", "find_place", "slices_between"]
-
 
 class PlaceError(ValueError):
     """Stages that do not hold the model together, or work for another replica than this one."""

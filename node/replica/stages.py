@@ -26,8 +26,6 @@ from ..methods import STAGE_LOADED, STAGE_OPEN
 from ..settings import WAN, NodeTuning
 from .place import Place
 
-__all__ = ["StageCall", "Stages", "limits_of", "with_limits", "with_stage"]
-
 _log = logging.getLogger(__name__)
 
 NOT_YET = "not-yet"

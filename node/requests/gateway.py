@@ -37,8 +37,6 @@ from ..view import NetworkView, Queue
 from .opened import OpenedRequest
 from .request import LiveRequest, check, tokenize
 
-__all__ = ["SHORT_BYTES", "Gateway"]
-
 _log = logging.getLogger(__name__)
 
 SHORT_BYTES = 512  # of a prompt that is tokenised sooner (0.25 ms) than a thread takes it up and answers

@@ -13,8 +13,6 @@ from ...coordinator.requests import OpenDecode, OpenPrefill, RequestMachine, Req
 from .. import messages
 from .request import LiveRequest
 
-__all__ = ["OpenedRequest"]
-
 LEAST_DEADLINE_S = 0.05  # that an engine is given: a deadline that is over cannot be sent
 
 

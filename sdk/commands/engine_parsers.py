@@ -10,8 +10,6 @@ from ...node.engine.backends import BACKENDS
 from ...node.engine.emulated.backend import EMULATED
 from .option_values import figure, positive
 
-__all__ = ["add_engine_options"]
-
 
 class _Emulate(argparse.Action):
     """Stores the GPUs, and takes the engine that models them."""

@@ -15,8 +15,6 @@ from ...node.messages import Status
 from ..errors import UsageError
 from .status_view import open_console, short
 
-__all__ = ["COLUMNS", "choice_text", "explain_path", "links_table", "network_of", "print_links"]
-
 COLUMNS = ("from", "to", "rtt", "loss", "one stream", "capacity", "sure", "source")
 
 

@@ -20,8 +20,6 @@ from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
 from .status_view import print_status
 
-__all__ = ["COMMANDS", "figures_line", "network_target", "set_up_logging"]
-
 
 def generate(arguments: Namespace) -> int:
     """`p2pserve generate`."""

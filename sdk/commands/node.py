@@ -17,18 +17,17 @@ import trio
 from ...bootstrap import parse_address
 from ...coordinator import Phase
 from ...kvtransport.probing.figures import BoxFigures
-from ...node.agent import BoxEngineSettings, NodeSettings, Started, leave_node, run_node
+from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
+from ...node.box.home import leave_node
 from ...node.box.start_checks import require_engine
 from ...node.engine.agent_side.fork_server import open_fork_server
 from ...node.engine.gpucheck.run import run_check, write_report
 from ...node.engine.gpucheck.verdicts import table
 from ...node.engine.trials.selftest import check_installation, selftest_log
-from ...node.settings import BoxLinkSettings
+from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..errors import UsageError
 from .network import network_target
-
-__all__ = ["NODE_COMMANDS"]
 
 SWITCH_S: Final = 0.0005
 """Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""

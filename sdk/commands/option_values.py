@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["Listed", "count", "figure", "positive", "seconds"]
-
 
 def positive(text: str) -> int:
     """At least 1."""

@@ -24,8 +24,6 @@ from ...coordinator.planning.upper.search import SearchResult, search
 from .plan_options import problem_of
 from .status_view import open_console
 
-__all__ = ["plan_json", "print_proposals", "print_service", "run_plan"]
-
 FLOWS_SHOWN: Final = 12
 
 

@@ -21,8 +21,6 @@ from ...kernels.codecs import codec_named
 from ...sims.workloads import AZURE, azure, read_requests, workload_of
 from ..errors import UsageError
 
-__all__ = ["problem_of", "read_cluster", "read_model", "read_workload"]
-
 PHASES: Final = tuple(phase.value for phase in Phase)
 
 

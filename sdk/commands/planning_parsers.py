@@ -9,8 +9,6 @@ from typing import Final
 from ...kernels.codecs import CODEC_NAMES
 from .option_values import count
 
-__all__ = ["SPECS", "add_live_option", "add_plan_options", "add_sim_options"]
-
 SPECS: Final = ("measured", "dense", "thunderserve-table1")
 
 

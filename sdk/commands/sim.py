@@ -17,8 +17,6 @@ from ...sims.splitwise.traces import read_trace
 from ..errors import UsageError
 from .status_view import open_console
 
-__all__ = ["run_sim"]
-
 
 def run_sim(arguments: Namespace) -> int:
     """Returns the exit code."""

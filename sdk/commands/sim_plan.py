@@ -32,8 +32,6 @@ from ..errors import UsageError
 from .plan_options import problem_of
 from .status_view import open_console
 
-__all__ = ["run_planned"]
-
 SECONDS: Final = 300.0
 
 

@@ -12,8 +12,6 @@ from ...coordinator import Phase
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.replica.place import Place
 
-__all__ = ["COLUMNS", "node_row", "open_console", "plan_lines", "print_status", "short"]
-
 COLUMNS = ("node", "role", "phase", "state", "address", "rtt", "hardware", "engine", "model", "load")
 CLIENT = Role.CLIENT.value
 WIDE = 200  # columns for a table that goes to a file: nothing is cut off

@@ -32,8 +32,6 @@ from ...coordinator import Phase
 from ...node.engine.agent_side.fork_server import fork_server_command
 from ..errors import DemoFailed
 
-__all__ = ["DemoBox", "NodeGreeting", "open_box"]
-
 KV_CACHE_MIB = 64
 MEMORY_INTERVAL_S = 1.0
 LEAVE_S = 8.0

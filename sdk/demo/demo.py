@@ -48,8 +48,6 @@ from .report import (
     request_table,
 )
 
-__all__ = ["DemoSettings", "run_demo"]
-
 MAX_NODES: Final = 16
 POLL_S: Final = 0.3
 CODE_CHARACTERS: Final = 1500

@@ -13,8 +13,6 @@ from ...node.models import ModelInfo
 from ..commands.status_view import short
 from ..requests import Generation
 
-__all__ = ["Asked", "DemoReport", "RequestReport", "Watcher", "agreeing", "covers", "report_request", "request_table"]
-
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

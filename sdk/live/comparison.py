@@ -49,8 +49,6 @@ from ..errors import UsageError
 from ..failures import explain
 from .network import MAX_REQUESTS, LiveRun, LiveSettings, Say, run_live
 
-__all__ = ["Figure", "LiveComparison", "compare", "figures_of", "main", "simulated"]
-
 Floats = NDArray[np.float64]
 
 TOLERANCE: Final = 0.1

@@ -21,8 +21,6 @@ from ..demo.box import DemoBox, open_box
 from ..demo.report import covers
 from ..errors import DemoFailed
 
-__all__ = ["MAX_REQUESTS", "LiveRun", "LiveSettings", "run_live"]
-
 POLL_S: Final = 0.3
 WATCH_S: Final = 1.0  # between two looks at the plan
 PLAN_S: Final = 60.0

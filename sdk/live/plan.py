@@ -28,8 +28,6 @@ from ..commands.plan import print_service
 from ..commands.status_view import open_console, short, shortened
 from ..errors import RequestFailed, UsageError
 
-__all__ = ["Change", "LivePlans", "compare", "live_json", "print_live", "run_live_plan"]
-
 OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s")
 """Options that only a described cluster has."""
 

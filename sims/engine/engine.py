@@ -36,8 +36,6 @@ from ...coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
 from .sequence import DecodeBatch, Sequence
 from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
-__all__ = ["Engine"]
-
 _ROUNDING: Final = 1e-9
 """Share of a step by which a moment may miss the step's boundary and still be on it."""
 

@@ -7,8 +7,6 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import final
 
-__all__ = ["DecodeBatch", "Sequence"]
-
 
 @final
 class Sequence:

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from .sequence import Sequence
 
-__all__ = ["EngineCounts", "EngineSignal", "SignalKind", "SimEngineError", "SimEngineSettings", "StepRecord"]
-
 
 class SimEngineError(ValueError):
     """Settings or sequences that an engine cannot run; one line."""

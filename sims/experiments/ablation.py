@@ -15,8 +15,6 @@ from ..results.outcomes import attainment
 from .page import Page, ResultRow, Table
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, at_rate, outcome, planned, spread
 
-__all__ = ["AblationRow", "ablation", "ablation_rows"]
-
 TITLE: Final = "Figure 12"
 RATES: Final = (0.5, 3.0)
 """Requests per second: when requests are nearly alone, and when the links have something to do."""

@@ -14,8 +14,6 @@ from .page import Curves, Page, ResultRow, Table
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, counts, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, WHOLE, System, systems
 
-__all__ = ["OverRow", "SystemContest", "SystemRow", "baselines", "contests"]
-
 TITLE: Final = "Figure 9, and deadlines of figures 7 and 8"
 SCALE: Final = 10.0
 LOADS: Final = (0.5, 0.8, 1.0)

@@ -15,8 +15,6 @@ from ...coordinator.planning.upper.settings import SearchSettings
 from .page import Curves, Page, ResultRow, Table
 from .setting import PlannedCase, Scope
 
-__all__ = ["ConvergenceRow", "convergence", "convergence_rows"]
-
 TITLE: Final = "Figure 10"
 PAPER_S: Final = {16: 21, 24: 36, 32: 54}
 RATE_PER_GPU: Final = 0.25

@@ -13,8 +13,6 @@ from .page import Page, ResultRow, Table
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, counts, group, highest_rate, shapes
 from .systems import chosen
 
-__all__ = ["RATES", "DeploymentRow", "deployment_rows", "deployments", "papers_solution"]
-
 RATES: Final = {"coding": 5.0, "conversation": 6.0}
 """Requests per second that plans are made for at first: `systems.chosen` goes on from there."""
 

@@ -22,8 +22,6 @@ from .rescheduling import TITLE as RESCHEDULING
 from .rescheduling import RescheduleRow
 from .setting import WORKLOADS
 
-__all__ = ["HeadlineRow", "headline"]
-
 
 class HeadlineRow(ResultRow, frozen=True):
     """One claim, under both GPU columns."""

@@ -26,8 +26,6 @@ from ..scenario import SimSettings
 from .page import Page, ResultRow, Table
 from .setting import COLUMNS, Deployed, Scope, group, run, shapes
 
-__all__ = ["LinkRow", "ShareRow", "link_rows", "links"]
-
 TITLE: Final = "Tables 5 and 8"
 PROMPT: Final = 1024
 OUTPUT: Final = 64

@@ -11,8 +11,6 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-__all__ = ["Curves", "Page", "ResultRow", "Table", "read_rows", "write_index", "write_page"]
-
 COMMAND: Final = "python -m p2pserve.sims.experiments"
 
 

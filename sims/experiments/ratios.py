@@ -14,8 +14,6 @@ from ..results.outcomes import attainment
 from .page import Curves, Page, ResultRow, Table
 from .setting import COLUMNS, TARGET, WORKLOADS, Deployed, PlannedCase, Scope, group, highest_rate, outcome, spread
 
-__all__ = ["RatioRow", "ratio_rows", "ratios"]
-
 TITLE: Final = "Figures 6 and 14"
 REPLICAS: Final = 8
 SCALES: Final = {Specs.TABLE1: 20.0, Specs.MEASURED: 10.0}

@@ -38,8 +38,6 @@ from .setting import (
     spread,
 )
 
-__all__ = ["RescheduleRow", "reschedule_rows", "rescheduling"]
-
 TITLE: Final = "Figure 11, Table 4, appendix G"
 LOST: Final = "a6000-1"
 LOAD: Final = 1.0

@@ -31,27 +31,6 @@ from ..scenario import ServiceRun, SimSettings
 from ..workloads import Lengths, azure, draw
 from ..world import simulate
 
-__all__ = [
-    "CLOUD",
-    "COLUMNS",
-    "TARGET",
-    "WORKLOADS",
-    "Deployed",
-    "PlannedCase",
-    "Scope",
-    "at_rate",
-    "counts",
-    "group",
-    "highest_rate",
-    "lengths",
-    "most",
-    "outcome",
-    "planned",
-    "run",
-    "shapes",
-    "spread",
-]  # fmt: skip
-
 CLOUD: Final = "thunderserve-cloud-32"
 WORKLOADS: Final = ("coding", "conversation")
 COLUMNS: Final = (Specs.TABLE1, Specs.MEASURED)

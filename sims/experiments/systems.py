@@ -16,8 +16,6 @@ from ..engine.values import SimEngineSettings
 from ..policies import PLAN, SHARES
 from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
 
-__all__ = ["IN_HOUSE", "SYSTEMS", "TRIALS", "WHOLE", "System", "best_dispatch", "chosen", "systems"]
-
 IN_HOUSE: Final = "thunderserve-8xa100"
 WHOLE: Final = "HexGen-like, 2048"
 SYSTEMS: Final = ("ours", "HexGen-like", WHOLE, "DistServe-like", "vLLM-like")

@@ -11,8 +11,6 @@ import numpy as np
 from ...coordinator.plan import Plan
 from ...coordinator.routing import NoRoute, ReplicaLoads, RequestFacts, Route, RoutingPolicy, RoutingSettings
 
-__all__ = ["PlanShares", "RandomReplicas", "RoundRobin"]
-
 
 class _LoadBlind(RoutingPolicy):
     """What they share: the replicas that can take a side of a request."""

@@ -20,8 +20,6 @@ import numpy as np
 
 from ...coordinator.routing import PolicyError, ReplicaLoads, RequestFacts, Route, RoutingPolicy
 
-__all__ = ["SharedPool", "SplitPools"]
-
 
 class SharedPool(RoutingPolicy):
     """One pool, all machines for both phases: Splitwise's baseline (`token_jsq`)."""

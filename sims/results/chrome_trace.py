@@ -10,8 +10,6 @@ from typing import Any, Final
 from .outcomes import SimResult
 from .report import ReportError
 
-__all__ = ["chrome_events", "write_chrome_trace"]
-
 _MICROSECONDS: Final = 1e6
 _TRANSFERS: Final = 1_000_000
 """Number of the track that shows transfers."""

@@ -18,20 +18,6 @@ from ..engine.values import EngineCounts, StepRecord
 from ..records import Outcomes
 from ..scenario import ServiceRun, SimSettings
 
-__all__ = [
-    "Distribution",
-    "ReplicaOutcome",
-    "ServiceLog",
-    "ServiceOutcome",
-    "SimResult",
-    "StepLog",
-    "Summary",
-    "TransferRecord",
-    "attainment",
-    "meets",
-    "summarise",
-]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

@@ -14,8 +14,6 @@ from ..records import Outcomes
 from .outcomes import ServiceOutcome, attainment
 from .report import ReportError
 
-__all__ = ["Timeline", "attainment_curve", "plot_attainment", "plot_timeline"]
-
 Floats = NDArray[np.float64]
 
 SCALES: Final = np.geomspace(0.1, 10.0, 81)

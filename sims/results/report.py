@@ -15,8 +15,6 @@ from rich.table import Table
 from ...coordinator.plan import Phase
 from .outcomes import Distribution, ServiceOutcome, SimResult, Summary, meets, summarise
 
-__all__ = ["ReplicaRow", "ReportError", "SimReport", "report_of", "request_columns", "tables", "write_requests"]
-
 Column = NDArray[np.float64] | NDArray[np.int64] | list[str]
 
 

@@ -18,8 +18,6 @@ from ..events import EventQueue, Scheduled
 from ..records import Trace
 from .machine import Machine, MachineTask
 
-__all__ = ["SplitwiseCluster"]
-
 RETRY_S = 1.0
 
 

@@ -24,8 +24,6 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Protocol
 
-__all__ = ["IterationTimes", "Machine", "MachineTask"]
-
 MAX_REQUESTS, MAX_TOKENS = 512, 2048
 MAX_PREEMPTIONS = 4
 

@@ -16,8 +16,6 @@ from ...coordinator.costs.tables import SplitwiseTimes
 from ..records import Outcomes
 from .setups import A100, TENSOR_PARALLEL
 
-__all__ = ["missed_slos", "slowdowns", "summary"]
-
 Floats = NDArray[np.float64]
 
 PERCENTILES = (50, 90, 99)

@@ -22,17 +22,6 @@ from .metrics import missed_slos, slowdowns, summary
 from .run import Mode, SplitwiseResult, run_setup
 from .traces import DATA, azure_trace
 
-__all__ = [
-    "BLOOM_LIMITS",
-    "LIMITS_STEP",
-    "ReferenceComparison",
-    "ReferenceRun",
-    "axis_cases",
-    "compare",
-    "meets_slo",
-    "released_cases",
-]
-
 BLOOM = "bloom-176b"
 BLOOM_LIMITS: Mapping[str, int] = {"baseA": 50, "baseH": 110, "AA": 120, "HH": 120, "HHcap": 140, "HA": 140}
 LIMITS_STEP = 10

@@ -34,8 +34,6 @@ from .setups import (
     find_setup,
 )
 
-__all__ = ["MachineUse", "Mode", "SplitwiseResult", "run_setup", "write_requests_csv"]
-
 Mode = Literal["released", "axis", "measured"]
 PoolName = Literal["prompt", "decode", "shared"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["MODELS", "SETUPS", "WORKLOADS", "Setup", "SetupError", "SplitwiseModel", "find_model", "find_setup"]
-
 # A machine is a DGX: 8 GPUs of 80 GiB under tensor parallelism 8.
 TENSOR_PARALLEL = 8
 MACHINE_BYTES = 8 * 80 * 2**30

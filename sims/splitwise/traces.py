@@ -18,8 +18,6 @@ import numpy as np
 
 from ..records import Trace, TraceError
 
-__all__ = ["COLUMNS", "azure_trace", "draw_trace", "read_trace", "write_trace"]
-
 DATA = Path(__file__).parent.parent / "data"
 
 COLUMNS = (

@@ -22,8 +22,6 @@ from .errors import WanUnavailable
 from .scenario import Scenario, ScenarioError
 from .switch import BoxStatistics, LineStatistics, Switch
 
-__all__ = ["Commands", "EmulatorReady", "EmulatorReply", "WanStatistics", "run_emulator", "say_ready"]
-
 
 class SetPair(msgspec.Struct, frozen=True, tag="set_pair", forbid_unknown_fields=True):
     a: str

@@ -37,8 +37,6 @@ from .control import (
 from .errors import WanError, WanUnavailable
 from .scenario import Scenario, ScenarioError
 
-__all__ = ["EmulatedWan", "Kind", "unavailable"]
-
 Kind = Literal["tun", "proxy"]
 
 START_S = 60.0

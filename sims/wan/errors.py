@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["WanError", "WanUnavailable"]
-
 
 class WanError(RuntimeError):
     """The emulated network did not do what was asked: it is closed, or its process has ended."""

@@ -11,8 +11,6 @@ from typing import Any
 from .emulated import EmulatedWan, environment
 from .errors import WanError
 
-__all__ = ["bulk", "loss", "rtt"]
-
 _ports = itertools.count(20_001)
 
 

@@ -22,8 +22,6 @@ from typing import Self
 from .errors import WanUnavailable
 from .scenario import Scenario
 
-__all__ = ["PREFIX", "Namespaces", "running", "sweep", "unavailable"]
-
 PREFIX = "p2pwan"
 TUN = "/dev/net/tun"
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0

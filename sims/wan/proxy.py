@@ -24,8 +24,6 @@ from .control import Commands, EmulatorReady, run_emulator, say_ready
 from .scenario import Scenario, ScenarioError
 from .switch import Switch
 
-__all__ = ["WINDOW_BYTES", "main"]
-
 # What Linux's default tcp_wmem lets one connection have under way (measured: 2.35 to 2.8 MB).
 WINDOW_BYTES: Final = 2_700_000
 CHUNK: Final = 32_768

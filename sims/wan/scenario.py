@@ -22,8 +22,6 @@ from typing import TypeVar
 
 import msgspec
 
-__all__ = ["LinkClass", "Outage", "Scenario", "ScenarioError", "WanBox", "WanPair", "link_classes"]
-
 LINKS = Path(__file__).parent.parent / "data" / "wan_links.csv"
 CLASS = "class:"
 MAX_BOXES = 250

@@ -21,8 +21,6 @@ import msgspec
 
 from .scenario import Scenario, ScenarioError, WanBox, WanPair, changed
 
-__all__ = ["BoxStatistics", "Line", "LineStatistics", "RateMeter", "Switch"]
-
 Packet = TypeVar("Packet")
 
 # An idle cap saves this much of its rate: the forwarding process may sleep that long without losing any of it.

@@ -21,8 +21,6 @@ from .namespaces import VNET_HEADER, Namespaces
 from .scenario import Scenario
 from .switch import Switch
 
-__all__ = ["main"]
-
 # Packets read from one device before the others, and what is due, get their turn.
 BATCH: Final = 64
 MAX_PACKET: Final = 65_536 + VNET_HEADER.size

@@ -22,8 +22,9 @@ from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.coordinator import Phase
 from p2pserve.node import messages, methods
-from p2pserve.node.agent import BoxEngineSettings, NodeSettings, Started, run_node
+from p2pserve.node.agent import Started, run_node
 from p2pserve.node.engine.agent_side.fork_server import fork_server_command
+from p2pserve.node.settings import BoxEngineSettings, NodeSettings
 
 from .node.engine.figures import ATTEMPTS
 

@@ -34,8 +34,6 @@ from ...costs.step_times import StepTimes, chunk_pairs
 from ...plan import Phase
 from ..model.length_classes import Classes
 
-__all__ = ["LOADS", "MAX_BATCH", "MAX_CHUNK_TOKENS", "Behaviour", "LoadRow", "model_replica"]
-
 Array = NDArray[np.float64]
 
 LOADS: Final[Array] = np.array([0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0])

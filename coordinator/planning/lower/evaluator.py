@@ -49,8 +49,6 @@ from .replicas import (
 )
 from .upper_bound import PREFILL_SHARES, TOTAL_PRICES, bound_components, bound_served_rate
 
-__all__ = ["HEADROOM", "LowerLevel"]
-
 Array = NDArray[np.float64]
 
 HEADROOM: Final = 0.01

@@ -34,20 +34,6 @@ from scipy.sparse import coo_array
 
 from .simplex import Segments, maximise
 
-__all__ = [
-    "FlowError",
-    "FlowProblem",
-    "LinkCapacities",
-    "LinkDemand",
-    "LossCurve",
-    "RequestFlow",
-    "build_loss_curve",
-    "flow_from_rates",
-    "solve_exact",
-    "solve_greedy",
-    "solve_quick",
-]
-
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 

@@ -21,8 +21,6 @@ from .queueing import KVDelays, ReplicaTables, RequestTimes
 from .replica_pairs import ClusterLinks, ReplicaPairs, pair_replicas
 from .replicas import REFERENCE_LOAD, ConfiguredReplica, LoadCurve, count_phases
 
-__all__ = ["Orchestration", "Solver", "carried_rate", "find_highest_rate", "orchestrate"]
-
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Solver = Callable[[FlowProblem], RequestFlow]

@@ -35,18 +35,6 @@ from ..model.workload import Service, Slo
 from .behaviour import LOADS, MAX_BATCH, Behaviour, model_replica
 from .queueing import OtherPhase, in_time_by_load
 
-__all__ = [
-    "BoxGpus",
-    "Configuration",
-    "GroupHardware",
-    "ParallelOptions",
-    "ServiceNeeds",
-    "Stages",
-    "best_order",
-    "has_memory_for",
-    "split_layers",
-]
-
 Array = NDArray[np.float64]
 
 MEMORY_SHARE: Final = 0.9

@@ -20,8 +20,6 @@ from .flow import solve_exact
 from .orchestration import Orchestration
 from .replicas import ConfiguredReplica, ReplicaCatalogue
 
-__all__ = ["Proposer"]
-
 Array = NDArray[np.float64]
 
 HALVINGS: Final = 20

@@ -34,18 +34,6 @@ from ..model.length_classes import Classes
 from ..model.workload import Slo
 from .behaviour import LOADS, Behaviour, LoadRow
 
-__all__ = [
-    "DecodeTimes",
-    "KVDelays",
-    "OtherPhase",
-    "PrefillTimes",
-    "ReplicaTables",
-    "RequestTimes",
-    "chance_in_time",
-    "in_time_by_load",
-    "waiting_times",
-]
-
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 

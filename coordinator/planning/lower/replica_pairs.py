@@ -20,8 +20,6 @@ from ..model.link_share import MOST, LinkShares
 from .flow import LinkCapacities, LinkDemand
 from .parallel import LOCAL_RTT_S
 
-__all__ = ["ClusterLinks", "KVHolder", "ReplicaPairs", "Spans", "pair_replicas"]
-
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Spans = tuple[tuple[int, float, float], ...]

@@ -25,17 +25,6 @@ from .queueing import OtherPhase
 from .replica_pairs import ClusterLinks, KVHolder
 from .upper_bound import replica_values
 
-__all__ = [
-    "REFERENCE_LOAD",
-    "ConfigurationCache",
-    "ConfiguredReplica",
-    "LoadCurve",
-    "LoadedStages",
-    "ReplicaCatalogue",
-    "count_phases",
-    "needs_of_service",
-]
-
 Array = NDArray[np.float64]
 
 REFERENCE_LOAD: Final = 4

@@ -18,8 +18,6 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Segments", "maximise"]
-
 Array = NDArray[np.float64]
 
 SMALL: Final = 1e-9

@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from ...plan import Phase
 from .behaviour import LOADS, Behaviour
 
-__all__ = ["PREFILL_SHARES", "TOTAL_PRICES", "bound_components", "bound_served_rate", "replica_values"]
-
 Array = NDArray[np.float64]
 
 TOTAL_PRICES: Final = np.array([1.0, 0.98, 0.95, 0.9, 0.8, 0.65, 0.4])

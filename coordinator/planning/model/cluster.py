@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ...costs.gpus import GpuSpec
 
-__all__ = ["Box", "Cluster", "ClusterError"]
-
 Matrix = NDArray[np.float64]
 
 

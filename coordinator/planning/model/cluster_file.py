@@ -26,8 +26,6 @@ import numpy as np
 from ...costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from .cluster import Box, Cluster, ClusterError
 
-__all__ = ["card_link_gbps", "cluster_names", "packaged_cluster", "parse_cluster"]
-
 # Gb/s that two cards of a box reach over PCIe (16 lanes) when nothing is said: about 60 % of the bus.
 PCIE_GBPS = {3: 75.0, 4: 150.0, 5: 300.0}
 # Of the printed NVLink figure, which counts both directions.

@@ -1,8 +1,6 @@
 """What keeps a problem from having a plan. Light to import: whoever explains errors needs no
 planner."""
 
-__all__ = ["NoPlan", "UnservedError"]
-
 
 class NoPlan(ValueError):
     """A problem without a solution; one line that says what is missing."""

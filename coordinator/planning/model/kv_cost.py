@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from ...costs.model_shape import ModelShape
 
-__all__ = ["kv_gigabits", "visible_s"]
-
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])
 
 RAW_BITS: Final = 16.0

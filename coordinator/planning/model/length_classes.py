@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from .workload import Workload
 
-__all__ = ["Classes", "classify_lengths"]
-
 Array = NDArray[np.float64]
 
 

@@ -21,8 +21,6 @@ from .kv_cost import kv_gigabits
 from .length_classes import Classes
 from .workload import Service
 
-__all__ = ["LEAST", "MOST", "LinkShares"]
-
 Array = NDArray[np.float64]
 
 LATE: Final = 0.02

@@ -18,22 +18,6 @@ from ...plan import Phase, Plan
 from .cluster import Cluster
 from .workload import Service
 
-__all__ = [
-    "Component",
-    "Evaluator",
-    "Group",
-    "Percentiles",
-    "PhaseCounts",
-    "Problem",
-    "Proposal",
-    "ReplicaEstimate",
-    "Score",
-    "Slice",
-    "Solution",
-    "connected_boxes",
-    "split_components",
-]
-
 
 class Slice(NamedTuple):
     """So many GPUs of a box (its index in the cluster)."""

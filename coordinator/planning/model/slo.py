@@ -12,8 +12,6 @@ from ...costs.replica import StageHardware, kv_capacity_tokens, replica_times
 from ...costs.step_times import StepTimes
 from .workload import Slo, Workload, WorkloadError
 
-__all__ = ["SloScale", "lone_a100s", "parse_slo", "read_slo", "scaled_slo", "slo_by"]
-
 A100: Final = "A100-SXM4-80GB"
 NVLINK_GBPS: Final = 1920.0
 TARGET: Final = 0.9

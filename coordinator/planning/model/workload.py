@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ...costs.model_shape import ModelShape
 
-__all__ = ["Service", "Slo", "Workload", "WorkloadError"]
-
 Lengths = NDArray[np.int64]
 
 

@@ -11,8 +11,6 @@ from ..model.problem import Group, Problem, Slice, Solution
 from .clustering import GpuSet, all_gpus, dendrogram, fits_somewhere
 from .search_space import SearchSpace
 
-__all__ = ["Cell", "split_into_cells"]
-
 
 class Cell:
     """Some boxes of one service's part of a cluster; `problem` has only those (in order), that

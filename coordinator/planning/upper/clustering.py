@@ -13,16 +13,6 @@ from ...plan import Phase
 from ..model.problem import Group, Slice, Solution
 from .search_space import SearchSpace, make_group, make_solution
 
-__all__ = [
-    "GpuSet",
-    "all_gpus",
-    "colocated_starts",
-    "deal_evenly",
-    "dendrogram",
-    "fits_somewhere",
-    "smallest_gpu_count",
-]
-
 GpuSet = tuple[Slice, ...]
 """GPUs of some boxes, each of which is named once, in any order."""
 

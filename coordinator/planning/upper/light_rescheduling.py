@@ -22,8 +22,6 @@ from .moves import flips
 from .scorer import Scorer, never
 from .search_space import SearchSpace, make_solution
 
-__all__ = ["MARGIN", "Adjustment", "Flip", "find_surviving_groups", "keep_loaded_stages", "reschedule_lightly"]
-
 MARGIN: Final = 0.005
 """Of the objective: by how much flips must pay. They cost little, but requests in flight finish
 where they are."""

@@ -16,8 +16,6 @@ from ...plan import Phase
 from ..model.problem import Group, Slice, Solution, connected_boxes
 from .search_space import SearchSpace, make_group, make_solution
 
-__all__ = ["flips", "random_neighbour"]
-
 Move = Callable[[SearchSpace, Solution, np.random.Generator], Iterator[Solution]]
 
 

@@ -27,8 +27,6 @@ from ..lower.upper_bound import PREFILL_SHARES, TOTAL_PRICES
 from ..model.problem import Component, Group, Slice, Solution, connected_boxes, split_components
 from .search_space import PHASES, SearchSpace, make_solution
 
-__all__ = ["Packing"]
-
 HEADROOM: Final = 0.1
 """What a rate of twice the one asked for is worth more than the rate itself."""
 

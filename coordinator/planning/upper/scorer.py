@@ -9,8 +9,6 @@ from typing import NamedTuple
 from ..model.problem import Score, Solution
 from .search_space import SearchSpace
 
-__all__ = ["Improvement", "Progress", "Scorer", "mean_boxes_per_replica", "never"]
-
 Progress = Callable[[int, int, float], None]
 """Told after each evaluation: the steps that there were, those that there will be at most, the best
 objective."""

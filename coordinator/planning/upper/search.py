@@ -23,8 +23,6 @@ from .seed_assignment import assign_gpus
 from .settings import SearchSettings
 from .tabu import climb_by_flips, tabu_search
 
-__all__ = ["Progress", "SearchResult", "phase_cuts", "search"]
-
 DEFAULTS: Final = SearchSettings()
 
 ANYTIME: Final = 10**7

@@ -16,8 +16,6 @@ from ..model.errors import NoPlan
 from ..model.problem import Evaluator, Group, Problem, Slice, Solution
 from .settings import SearchSettings
 
-__all__ = ["PHASES", "SearchSpace", "make_group", "make_solution"]
-
 DEFAULTS: Final = SearchSettings()
 
 PHASES = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)

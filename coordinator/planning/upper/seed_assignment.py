@@ -11,8 +11,6 @@ from ..model.workload import Service
 from .clustering import GpuSet, all_gpus, dendrogram, fits_somewhere
 from .search_space import SearchSpace
 
-__all__ = ["assign_gpus"]
-
 _WEIGHT_FACTOR: Final = 1.5  # a service whose part does not hold its model is given so many times its weight
 _TRIES: Final = 30
 

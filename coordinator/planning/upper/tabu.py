@@ -15,8 +15,6 @@ from .packing import Packing
 from .scorer import Scorer
 from .search_space import SearchSpace
 
-__all__ = ["climb", "climb_by_flips", "tabu_search"]
-
 
 def climb(scorer: Scorer, start: Solution, around: Callable[[Solution], Iterable[Solution]]) -> Solution:
     """Steepest ascent from `start`, until no neighbour is better or the budget is used up."""

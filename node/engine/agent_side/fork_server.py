@@ -16,8 +16,6 @@ from ...box.hardware import cuda_environment
 from ..backends import find_backend
 from .engine_link import EngineStarter, ForkServerClient
 
-__all__ = ["OpenForkServer", "fork_server_command", "open_fork_server"]
-
 _END_S = 5.0  # for a fork server whose engines have all ended
 
 OpenForkServer = Callable[..., AbstractAsyncContextManager[EngineStarter]]

@@ -17,8 +17,6 @@ from ....kvtransport.errors import TransferError
 from .. import protocol
 from ..trials.trial import Trial, TrialEngine
 
-__all__ = ["BesideTransfer", "TransferBench", "TransferRate", "transferable_tokens"]
-
 HANDED: Final = 4001  # one more than whole blocks of a GPU: the last position is always computed
 BLOCK: Final = 128  # a multiple of vLLM's blocks on every device
 AT_ONCE: Final = 4  # transfers on the link while a step is measured: the sender computes for all of them in one step

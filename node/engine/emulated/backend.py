@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..process import AgentSockets
     from ..protocol import EngineConfig
 
-__all__ = ["EMULATED"]
-
 
 def _preload() -> str:
     from . import process  # noqa: F401  (imported for the children)

@@ -27,8 +27,6 @@ from typing import NamedTuple, final
 from ....coordinator.costs.step_times import StepTimes, chunk_pairs
 from ....coordinator.profile import StepSample
 
-__all__ = ["Batch", "BatchedRequest", "Batcher", "ScheduledTokens", "step_s"]
-
 
 @dataclass(slots=True, eq=False)
 class BatchedRequest:

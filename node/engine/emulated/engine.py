@@ -19,17 +19,6 @@ from .batching import BatchedRequest as Work
 from .tokens import EmulatedAnswer
 from .transfers import ComputedSpan
 
-__all__ = [
-    "EmulatedEngine",
-    "EmulationError",
-    "EmulationSettings",
-    "ExpectedKv",
-    "KvEnded",
-    "KvSent",
-    "TransferPort",
-    "model_capacity",
-]
-
 _log = logging.getLogger(__name__)
 
 LEAST_KV_TOKENS: Final = 256

@@ -26,8 +26,6 @@ from ..backend import ServedModel
 from ..protocol import Emulation
 from .engine import EmulationError, model_capacity
 
-__all__ = ["Cards", "EmulatedModel", "emulated_hardware", "emulated_model", "inspect_model", "parse_cards"]
-
 MAX_CARDS: Final = 64
 LONGEST: Final = 32768
 """Prompt and answer together, where nothing says what the model was made for."""

@@ -17,8 +17,6 @@ from ..process import AgentSockets, StartError, serve_agent
 from .engine import EmulatedEngine, EmulationError, KvEnded, KvSent
 from .transfers import EmulatedTransfers
 
-__all__ = ["EmulatedProgram", "run_emulated_engine"]
-
 AWAIT_S = 0.05  # between looks at deadlines while no step runs and KV is awaited
 
 ToLoop = protocol.ToEngine | KvEnded | KvSent

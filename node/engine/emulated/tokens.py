@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import final
 
-__all__ = ["EmulatedAnswer"]
-
 
 @final
 class EmulatedAnswer:

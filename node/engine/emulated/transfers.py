@@ -41,8 +41,6 @@ from ..protocol import AbortTransfer, CloseLink, Inlet, LinkReport, Outlet, SetL
 from ..settings import TRANSFER_DEFAULTS, TransferSettings
 from ..transfers.reports import SentTotals, link_report, sent_report, unopened_report
 
-__all__ = ["ComputedSpan", "EmulatedTransfers", "PromptArrival"]
-
 DTYPE: Final = WireDtype.BF16
 _CONTENT: Final = memoryview(bytes(MAX_PAYLOAD_BYTES))
 

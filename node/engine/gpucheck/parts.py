@@ -25,8 +25,6 @@ from ..trials.random_model import TINY, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
 from ..vllm.synchronisations import SWITCH, read_log
 
-__all__ = ["PROGRAMS", "engine_versions", "exercise_engines", "patched", "watched_names"]
-
 PACKAGE: Final = str(Path(__file__).parents[3])
 PINNED: Final = {"vllm": "0.32.", "torch": "2.13.", "triton": "3.7."}
 PROMPT_TOKENS, TRANSFERRED_TOKENS, NEW_TOKENS, CHUNK = 700, 450, 24, 256

@@ -20,8 +20,6 @@ from ..gpus import gpu_names
 from .parts import engine_versions
 from .verdicts import PARTS, CheckPart, CheckReport, Outcome, PartResult, judge, not_run, report_of, time_limit
 
-__all__ = ["NO_GPU", "run_check", "write_report"]
-
 CHECKOUT: Final = Path(__file__).resolve().parents[3]
 NO_GPU: Final = "no GPU here: nothing to check"
 FOR_CPUS: Final = "the engine that is installed computes on CPUs: make setup DEVICE=cuda"

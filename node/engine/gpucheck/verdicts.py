@@ -10,22 +10,6 @@ from xml.etree import ElementTree
 
 import msgspec
 
-__all__ = [
-    "NOT_RUN",
-    "PARTS",
-    "CheckPart",
-    "CheckReport",
-    "Outcome",
-    "PartResult",
-    "TargetFigure",
-    "judge",
-    "not_run",
-    "page",
-    "report_of",
-    "table",
-    "time_limit",
-]
-
 Status = Literal["passed", "failed", "skipped"]
 NOT_RUN: Final = "not run on a GPU"
 WIDTH: Final = 80

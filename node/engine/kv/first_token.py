@@ -9,8 +9,6 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["go_on_from"]
-
 
 def go_on_from(request: Request, token: int) -> bool:
     """Put the token at the end of the prompt. False, and nothing changed, once the request has been

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ....kernels.codec import warm_up
-from ....kernels.codecs import KV4
+from ....kernels.kv4 import KV4
 from ....kvtransport.errors import TransferError
 from ..protocol import WorkerRank
 from ..settings import TRANSFER_DEFAULTS, TransferSettings

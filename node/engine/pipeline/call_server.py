@@ -12,8 +12,6 @@ from ..settings import PIPELINE_DEFAULTS, PipelineSettings
 from .pipes import OnLost, PipeInput, PipelineError, StageLost
 from .vocabulary import CALLABLE, CODEC, Call, CallFailed, CallResult
 
-__all__ = ["CallServer", "CallTarget"]
-
 _log = logging.getLogger(__name__)
 
 MAX_REASON = 400  # characters of an error that are shown; the log has all of it

@@ -20,8 +20,6 @@ import msgspec
 import numpy as np
 import torch
 
-__all__ = ["MessageCodec", "MessageCodecError"]
-
 Buffer = bytes | bytearray | memoryview
 
 MAX_DEPTH = 32

@@ -25,20 +25,6 @@ from .codec import MessageCodecError
 from .vocabulary import CODEC
 from .warm_up import MessageWarmUp
 
-__all__ = [
-    "ActivationsOutput",
-    "OnLost",
-    "PipeConnections",
-    "PipeInput",
-    "PipeReader",
-    "PipelineError",
-    "StageLost",
-    "StageRank",
-    "WhileWaiting",
-    "do_nothing",
-    "open_pipes",
-]
-
 _ARRIVALS_KEPT = 16
 _HAS_CORES = len(os.sched_getaffinity(0)) > 1
 

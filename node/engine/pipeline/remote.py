@@ -18,8 +18,6 @@ from .vocabulary import CODEC, Call, CallFailed, CallResult
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Answers", "RemoteWorker", "tell"]
-
 
 @final
 class RemoteWorker:

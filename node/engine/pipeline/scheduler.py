@@ -9,8 +9,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["PipelineScheduler", "is_all_scheduled"]
-
 
 class Computed(Protocol):
     """The members of vLLM's `Request` that say how far it is."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
-__all__ = ["join_head_shards", "take_head_shard"]
-
 
 def join_head_shards(spec: KVCacheSpec, shards: int) -> KVCacheSpec:
     """A layer's cache with the heads of all `shards`, from that of one of them."""

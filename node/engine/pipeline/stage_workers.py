@@ -38,8 +38,6 @@ from .worker import make_worker
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["ForkedWorker", "StageWorkers", "fork_workers"]
-
 _LEASE_S = 600.0
 
 

@@ -24,8 +24,6 @@ from ....kvtransport.wire.pipe import Pipe, PipeSettings
 from ..settings import PipelineSettings
 from .vocabulary import CODEC
 
-__all__ = ["LayerWarmUp", "MessageWarmUp", "small_products"]
-
 
 @final
 class MessageWarmUp:

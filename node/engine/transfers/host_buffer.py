@@ -12,8 +12,6 @@ from typing import Final, final
 
 import torch
 
-__all__ = ["Extent", "HostBuffer"]
-
 ALIGNMENT: Final = 4096  # neighbours share no page, and few pieces are left over
 SHARE: Final = 4  # a transfer that holds a quarter leaves the last quarter to the others
 _LOOK_AGAIN_S: Final = 0.1

@@ -11,8 +11,6 @@ from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.tickets import TransferTicket
 from ..protocol import LinkReport, Outlet, PathReport, TransferReport
 
-__all__ = ["ProgressSource", "SentTotals", "link_report", "sent_report", "unopened_report"]
-
 
 class ProgressSource(Protocol):
     """The sending end of a transfer, as the reports see it."""

@@ -10,8 +10,6 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
-__all__ = ["ONE_BILLION", "TINY", "LlamaShape", "make_model"]
-
 
 class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
     """What `config.json` says of a Llama. `weights_std`: of the values of its matrices."""

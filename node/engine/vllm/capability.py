@@ -9,8 +9,6 @@ from typing import Any, cast
 import torch
 from vllm.platforms import current_platform
 
-__all__ = ["capabilities_from_nvml"]
-
 
 @contextmanager
 def capabilities_from_nvml() -> Iterator[None]:

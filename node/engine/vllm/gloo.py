@@ -9,8 +9,6 @@ from typing import Any, ClassVar, cast, final
 
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-__all__ = ["share_device"]
-
 
 @final
 class _OnOneDevice(ProcessGroupGloo):

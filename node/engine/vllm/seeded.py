@@ -15,8 +15,6 @@ from typing import Any, Final
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-__all__ = ["SeededGPUModelRunner", "install", "seed_at"]
-
 _WORD: Final = (1 << 64) - 1
 
 

@@ -15,8 +15,6 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from .seeded import SeededGPUModelRunner
 
-__all__ = ["SeededCPUModelRunner", "install"]
-
 
 class SeededCPUModelRunner(SeededGPUModelRunner, CPUModelRunner):
     """A CPU's runner, which is made from the GPU's."""

@@ -12,8 +12,6 @@ import torch
 
 from .device import Device, DeviceKind, device_of
 
-__all__ = ["SPEED_TESTS", "SpeedTest", "Work", "measure", "measure_worker"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTest:

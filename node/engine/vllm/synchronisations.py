@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["SWITCH", "FoundSync", "Frame", "own_frames", "read_log", "record_if_asked"]
-
 SWITCH: Final = "VLLM_GPU_SYNC_CHECK"
 _MARK: Final = "p2pserve-synchronisation "
 _WARNINGS: Final = ("called a synchronizing CUDA operation", "Implicit GPU<->CPU sync detected")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..process import AgentSockets
     from ..protocol import EngineConfig
 
-__all__ = ["VLLM"]
-
 
 def _preload() -> str:
     from .preload import preload

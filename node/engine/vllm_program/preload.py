@@ -7,8 +7,6 @@ import gc
 import importlib
 from typing import Any
 
-__all__ = ["install_model_runners", "preload"]
-
 # What vLLM imports only while it builds an engine: most of a second in each of them.
 _IMPORTED_LATE = (
     "vllm.distributed.elastic_ep.elastic_execute",

@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["explain_start_failure"]
-
 MAX_REASON: Final = 400  # characters of an unknown error that are shown; the log has all of it
 
 _QUANTISED: Final = "its weights are quantised with"

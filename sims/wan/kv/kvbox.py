@@ -35,8 +35,6 @@ from ....kvtransport.wire.sockets import read_link_hello, receive_exactly
 from . import orders
 from .orders import Bulk, Order, OrderReply, TransferState
 
-__all__ = ["FRAME_BYTES", "KVBox", "main"]
-
 # 256 tokens of one layer of a model with 8 KV heads of 128 dimensions, in 16 bit: keys and values are 1 MiB.
 TOKENS, HEADS, HEAD_DIM, LAYERS = 256, 8, 128, 32
 FRAME_BYTES: Final = TOKENS * HEADS * HEAD_DIM * 2 * 2

@@ -32,8 +32,6 @@ from ..errors import WanError
 from . import orders
 from .orders import Bulk, Order, OrderReply, TransferState
 
-__all__ = ["BulkTransfers", "KVNetwork", "Moved"]
-
 PINGS: Final = 3
 BURST_S: Final = 1.5
 BURST_BYTES: Final = 400_000_000

@@ -10,8 +10,6 @@ from ....kvtransport.wire.dial_path import DialPath
 from ....kvtransport.wire.permits import Permit
 from ....kvtransport.wire.tickets import LinkTicket, TransferTicket
 
-__all__ = ["Bulk", "Order", "OrderReply", "TransferState"]
-
 
 class Bulk(msgspec.Struct, frozen=True):
     """One transfer: its ticket and how many frames of 1 MiB it has."""

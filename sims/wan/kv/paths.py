@@ -20,8 +20,6 @@ from ..scenario import Scenario, WanBox, WanPair
 from .kvbox import FRAME_BYTES
 from .kvnetwork import KVNetwork, Moved
 
-__all__ = ["CASES", "PathCase", "jain", "run_cases", "table"]
-
 SOURCE, TARGET, RELAY = "paris", "nyc", "london"
 LINKS = ((SOURCE, TARGET), (SOURCE, RELAY), (RELAY, TARGET))
 USD_PER_GB = 0.01

@@ -7,9 +7,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from p2pserve.kernels.codecs import CODECS, RAW
+from p2pserve.kernels.codecs import CODECS
 from p2pserve.kernels.dev import bench
 from p2pserve.kernels.format import Codec
+from p2pserve.kernels.raw import RAW
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

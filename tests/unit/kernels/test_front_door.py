@@ -18,9 +18,13 @@ from p2pserve.kernels import payload as payloads
 from p2pserve.kernels import soundness
 from p2pserve.kernels.blocks import Constants
 from p2pserve.kernels.codec import decode, decode_into, encode, encode_into, wire_dtype
-from p2pserve.kernels.codecs import CODECS, FP8, KIVI4, KV4, RAW
+from p2pserve.kernels.codecs import CODECS
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError, TensorError
 from p2pserve.kernels.format import Codec, payload_bytes
+from p2pserve.kernels.fp8 import FP8
+from p2pserve.kernels.kivi4 import KIVI4
+from p2pserve.kernels.kv4 import KV4
+from p2pserve.kernels.raw import RAW
 
 LOSSY = (KV4, FP8, KIVI4)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -86,9 +86,9 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "kernels" / "top8.py").write_text(source, encoding="utf-8")
     registry = tmp_path / "kernels" / "codecs.py"
     text = registry.read_text(encoding="utf-8")
-    changed = re.sub(r"^CODECS: Final = .*$", listed, text, count=1, flags=re.MULTILINE)
+    changed = re.sub(r"^CODECS: Final = .*$", f"{added}\n{listed}", text, count=1, flags=re.MULTILINE)
     assert changed != text
-    registry.write_text(changed.replace("\n__all__", f"\n{added}\n\n__all__", 1), encoding="utf-8")
+    registry.write_text(changed, encoding="utf-8")
     return tmp_path
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from p2pserve.kernels.codec import encode, wire_dtype
-from p2pserve.kernels.codecs import RAW
+from p2pserve.kernels.raw import RAW
 from p2pserve.kvtransport.link.endpoint import Endpoint
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES
 from p2pserve.kvtransport.link.send_link import OutgoingTransfer as SendingEnd
