@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .bounds import Tokens
 from .planning.model.length_classes import classify_lengths
 from .planning.model.workload import Workload
 from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
@@ -53,16 +54,21 @@ QUIET_GAPS: Final = 10.0
 arrivals, of which one in 500 million is longer; and the long gaps between bursts are themselves 1 +
 cv^2 mean gaps on average."""
 
-Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+SLOWEST: Final = 1e-6
+"""Requests per second; who is asked less often, once in eleven days, is not asked."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one gateway has seen lately: requests per second (0 while none come), the coefficient of
     variation of the gaps, and equally frequent (prompt, output) lengths."""
 
-    requests_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+    requests_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
     arrival_cv: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
     lengths: Annotated[tuple[tuple[Tokens, Tokens], ...], msgspec.Meta(min_length=1, max_length=MAX_LENGTHS)]
+
+    def __post_init__(self) -> None:
+        if 0.0 < self.requests_s < SLOWEST:
+            raise ValueError(f"demand.requests_s is {self.requests_s}; it must be 0 or at least {SLOWEST:g}")
 
 
 @final

@@ -7,9 +7,11 @@ can be followed; bytes from a peer that break a rule never become a `Plan`.
 
 from enum import StrEnum
 from math import isclose, isfinite
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
+
+from .bounds import MAX_GPUS, MAX_PAIRINGS, MAX_REPLICAS, MAX_STAGES, Counter, Degree, Layer, ModelName, Name, Text
 
 WEIGHT_TOLERANCE = 1e-6
 """How far the weights of a plan may sum from 1, which leaves room for rounding."""
@@ -35,11 +37,11 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     one.
     """
 
-    peer: str
-    tp: int
-    first_layer: int
-    last_layer: int
-    first_gpu: int = 0
+    peer: Name
+    tp: Degree
+    first_layer: Layer
+    last_layer: Layer
+    first_gpu: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GPUS)] = 0
 
     def __post_init__(self) -> None:
         _require(bool(self.peer), "stage.peer is empty")
@@ -71,10 +73,10 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     its engine was started with.
     """
 
-    id: str
+    id: Name
     phase: Phase
-    stages: tuple[Stage, ...]
-    step_tokens: int = 0
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)]
+    step_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
     def __post_init__(self) -> None:
         _require(bool(self.id), "replica.id is empty")
@@ -132,10 +134,10 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     computes, from its beginning; the decode replica prefills the rest beside its decodes, as in Cronus.
     """
 
-    prefill: str
-    decode: str
-    weight: float
-    prefill_share: float = 1.0
+    prefill: Name
+    decode: Name
+    weight: Annotated[float, msgspec.Meta(ge=0.0, le=1.0 + WEIGHT_TOLERANCE)]
+    prefill_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
 
     def __post_init__(self) -> None:
         _require(
@@ -151,13 +153,13 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who does what for one service. `pairings` weigh 1 in all; `why`: a line per decision."""
 
-    epoch: int
-    version: int
-    service: str
-    replicas: tuple[Replica, ...]
-    pairings: tuple[Pairing, ...]
-    codec: str
-    why: tuple[str, ...]
+    epoch: Counter
+    version: Counter
+    service: ModelName
+    replicas: Annotated[tuple[Replica, ...], msgspec.Meta(max_length=MAX_REPLICAS)]
+    pairings: Annotated[tuple[Pairing, ...], msgspec.Meta(max_length=MAX_PAIRINGS)]
+    codec: Name
+    why: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_REPLICAS)]
 
     def __post_init__(self) -> None:
         _require(self.epoch >= 0, f"plan.epoch is {self.epoch}; it must not be negative")

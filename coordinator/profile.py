@@ -12,12 +12,9 @@ sum, and L their mean.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]  # neither NaN nor infinite
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+from .bounds import Count, Figure, Seconds
 
 
 class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -58,7 +55,7 @@ class PhaseFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     cost: PhaseCost
     samples: Count
-    error: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+    error: Figure
 
 
 class LatencyProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

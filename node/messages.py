@@ -22,14 +22,15 @@ from typing import Annotated, Final
 import msgspec
 
 from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
+from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Layer, ModelName, Name, Seconds, Text
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
 from ..kvtransport.wire.permits import Permit
-from ..kvtransport.wire.tickets import TRANSFER_ID_BYTES, LinkTicket, TransferTicket
+from ..kvtransport.wire.tickets import LINK_ID_BYTES, TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.fitting import BatchLimits
 from .box.hardware import Hardware
-from .engine.protocol import Count, EngineStats, Figure, Inlet, KvSlice, Outlet, PipeEnd, Sampling, WorkerRank
+from .engine.protocol import EngineStats, Inlet, KvSlice, Outlet, PipeEnd, Sampling, WorkerRank
 from .models import ModelInfo
 
 ADVERT: Final = "advert"
@@ -37,15 +38,25 @@ PLAN: Final = "plan"
 LINKS: Final = "links"
 
 MAX_PROMPT_BYTES: Final = 3 << 20  # below the control stream's frame bound
+MAX_PROMPT_TOKENS: Final = 1 << 20
 MAX_CONTINUED_TOKENS: Final = 1 << 17  # of 5 bytes each: beside a prompt of that size, below that bound too
+MAX_TURNS: Final = 4096  # of a conversation
+MAX_PEERS: Final = 4096  # that one node says something of
+MAX_SLICES: Final = 4096
+MAX_LABELS: Final = 256  # stop texts, paths that a request's KV took, times that it was recovered
+
+Label = Annotated[str, msgspec.Meta(max_length=128)]
+Content = Annotated[str, msgspec.Meta(max_length=4 << 20)]  # what is too long is refused by its bytes, in a clear line
+# The same goes for a client's other parameters: any number that fits here is answered with its parameter's name.
+AnyInteger = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+AnyNumber = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
+TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1)]
-Name = Annotated[str, msgspec.Meta(min_length=1)]
-TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
-MAX_STAGES: Final = 64
-MAX_SLICES: Final = 4096
+NewTokens = Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_CONTINUED_TOKENS)]
+Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 Stages = Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
@@ -57,17 +68,17 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     """The engine of a node. `state`: waiting (for layers), loading, starting, ready, restarting or
     failed. `stages`: of its replica, when several."""
 
-    state: str
-    detail: str = ""
-    engine: str = ""
-    device: str = ""
-    dtype: str = ""
+    state: Label
+    detail: Text = ""
+    engine: Label = ""
+    device: Label = ""
+    dtype: Label = ""
     tflops: Figure = 0.0
     memory_gbps: Figure = 0.0
     kv_tokens: Count = 0
     max_model_len: Count = 0
     starts: Count = 0
-    pid: int = 0  # of the engine process, on its own box
+    pid: Count = 0  # of the engine process, on its own box
     stages: Stages = ()
 
 
@@ -84,9 +95,9 @@ class Advert(Message, frozen=True, kw_only=True):
     model: ModelInfo | None = None
     engine: EngineAdvert | None = None
     stats: EngineStats | None = None
-    rtt_s: dict[Name, Figure] = {}
-    fits: Count = 0
-    tp: Annotated[int, msgspec.Meta(ge=1)] = 1
+    rtt_s: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MAX_PEERS)] = {}
+    fits: Layer = 0
+    tp: Degree = 1
     profile: LatencyProfile | None = None
     demand: Demand | None = None
     phase: Phase | None = None
@@ -96,9 +107,9 @@ class Advert(Message, frozen=True, kw_only=True):
 class LinkTable(Message, frozen=True, kw_only=True):
     """What a node tells everyone about its links: its site, its own caps and prices, and each link from it by peer."""
 
-    site: str = ""
+    site: Label = ""
     box: BoxFigures = BoxFigures()
-    links: dict[Name, LinkFigures] = {}
+    links: Annotated[dict[Name, LinkFigures], msgspec.Meta(max_length=MAX_PEERS)] = {}
 
 
 class RankSlice(Message, frozen=True, kw_only=True):
@@ -127,12 +138,12 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
     may push that prefix's KV. `told_first`: the first token is written there as well, and `decode.first` tells it."""
 
     request: RequestId
-    service: str
+    service: ModelName
     prompt: Prompt
     sampling: Sampling
     deadline_s: Deadline
     receive_tokens: Count
-    codec: str
+    codec: Name
     prefill: Stages = ()
     told_first: bool = False
 
@@ -148,7 +159,7 @@ class PrefillOpen(Message, frozen=True, kw_only=True):
     and the first token after it is wanted."""
 
     request: RequestId
-    service: str
+    service: ModelName
     prompt: Prompt
     deadline_s: Deadline
     slices: Annotated[TicketedSlices, msgspec.Meta(min_length=1)]
@@ -163,9 +174,9 @@ class StageOpen(Message, frozen=True, kw_only=True):
     """Start the engine process of a stage; answered when it can be dialled, before loading. The
     stage finds the other ends of `pipes`; `limits` are the head's."""
 
-    service: str
+    service: ModelName
     stages: Stages
-    stage: Annotated[int, msgspec.Meta(ge=1)]
+    stage: Annotated[int, msgspec.Meta(ge=1, lt=MAX_STAGES)]
     pipes: Annotated[tuple[PipeEnd, ...], msgspec.Meta(max_length=2 * MAX_STAGES)]
     limits: BatchLimits
 
@@ -178,7 +189,7 @@ class StageInlets(Message, frozen=True, kw_only=True):
     """Make ready to receive these slices of a transfer."""
 
     transfer: TransferId
-    codec: str
+    codec: Name
     deadline_s: Deadline
     slices: RankSlices
 
@@ -186,7 +197,7 @@ class StageInlets(Message, frozen=True, kw_only=True):
 class StageInletsOpened(Message, frozen=True, kw_only=True):
     """The receiving ends, in the order of the slices."""
 
-    inlets: tuple[Inlet, ...]
+    inlets: Annotated[tuple[Inlet, ...], msgspec.Meta(max_length=MAX_SLICES)]
 
 
 class StageOutlets(Message, frozen=True, kw_only=True):
@@ -199,21 +210,21 @@ class StageOutlets(Message, frozen=True, kw_only=True):
 class StageOutletsOpened(Message, frozen=True, kw_only=True):
     """The sending ends, in the order of the slices."""
 
-    outlets: tuple[Outlet, ...]
+    outlets: Annotated[tuple[Outlet, ...], msgspec.Meta(max_length=MAX_SLICES)]
 
 
 class StageAbort(Message, frozen=True, kw_only=True):
     """Send and expect nothing more of a transfer."""
 
     transfer: TransferId
-    reason: str
+    reason: Text
 
 
 class LinkOpen(Message, frozen=True, kw_only=True):
     """Ask a node for the link over which the worker `source` of this node's engine may push KV into the worker `target`
     of the one of `service` there."""
 
-    service: str
+    service: ModelName
     source: WorkerRank = WorkerRank()
     target: WorkerRank = WorkerRank()
 
@@ -246,8 +257,8 @@ class ProbeOpened(Message, frozen=True, kw_only=True):
     """Either a ticket, or why not now and when to ask again."""
 
     ticket: BurstTicket | None = None
-    refused: str = ""
-    retry_s: float = 0.0
+    refused: Text = ""
+    retry_s: Seconds = 0.0
 
 
 class TransferFigures(Message, frozen=True, kw_only=True):
@@ -256,24 +267,24 @@ class TransferFigures(Message, frozen=True, kw_only=True):
     `paths`: KV bytes by path; `mode`: whether layers left one by one; `usd`: billed at advertised
     prices."""
 
-    raw_bytes: int
-    wire_bytes: int
-    frames: int
-    span_s: float
-    visible_s: float
-    hidden_fraction: float
-    mode: str = "layerwise"
-    paths: dict[str, int] = {}
-    resent_bytes: int = 0
-    usd: float = 0.0
+    raw_bytes: Count
+    wire_bytes: Count
+    frames: Count
+    span_s: Seconds
+    visible_s: Seconds
+    hidden_fraction: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+    mode: Label = "layerwise"
+    paths: Annotated[dict[Label, Count], msgspec.Meta(max_length=MAX_LABELS)] = {}
+    resent_bytes: Count = 0
+    usd: Figure = 0.0
 
 
 class StageTransfer(Message, frozen=True, kw_only=True):
     """How one part of a transfer ended, as the stage saw it that sent it over `link`."""
 
     transfer: TransferId
-    link: bytes
-    failed: str = ""
+    link: LinkId
+    failed: Text = ""
     figures: TransferFigures
 
 
@@ -281,7 +292,7 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
     """The KV has been delivered, or (`failed`) will not be."""
 
     request: RequestId
-    failed: str = ""
+    failed: Text = ""
     figures: TransferFigures | None = None
 
 
@@ -289,11 +300,11 @@ class Tokens(Message, frozen=True, kw_only=True):
     """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can."""
 
     request: RequestId
-    tokens: tuple[Token, ...] = ()
-    finish: str | None = None
-    cached_tokens: int = 0
-    failed: str = ""
-    refused: str = ""
+    tokens: NewTokens = ()
+    finish: Label | None = None
+    cached_tokens: Count = 0
+    failed: Text = ""
+    refused: Text = ""
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
@@ -313,30 +324,30 @@ class StopTransfer(Message, frozen=True, kw_only=True):
     """No KV will come for this request any more."""
 
     request: RequestId
-    reason: str
+    reason: Text
 
 
 class ChatMessage(Message, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
-    role: str
-    content: str
+    role: Label
+    content: Content
 
 
 class Generate(Message, frozen=True, kw_only=True):
     """A client's request: either `prompt` or `messages`. `deadline_s` bounds the whole answer."""
 
     request: RequestId
-    prompt: str | None = None
-    messages: tuple[ChatMessage, ...] | None = None
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    prompt: Content | None = None
+    messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(max_length=MAX_TURNS)] | None = None
+    max_tokens: AnyInteger | None = None
+    temperature: AnyNumber = 0.0
+    top_p: AnyNumber = 1.0
+    top_k: AnyInteger = 0
+    seed: AnyInteger | None = None
+    stop: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LABELS)] = ()
     deadline_s: Deadline = 300.0
-    service: str | None = None
+    service: ModelName | None = None
 
 
 class ContinueGenerate(Message, frozen=True, kw_only=True):
@@ -349,24 +360,24 @@ class ContinueGenerate(Message, frozen=True, kw_only=True):
 class Generating(Message, frozen=True, kw_only=True):
     """Accepted: chunks follow."""
 
-    service: str
-    prompt_tokens: int
+    service: ModelName
+    prompt_tokens: Count
 
 
 class RequestFigures(Message, frozen=True, kw_only=True):
     """What a request was, once it is over. Times are the gateway's, in seconds from its arrival there."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    ttft_s: float
-    tpot_s: float
-    e2e_s: float
-    prefill_node: str | None
-    decode_node: str
-    codec: str
-    attempts: int
-    recovered: tuple[str, ...]
-    cached_tokens: int
+    prompt_tokens: Count
+    completion_tokens: Count
+    ttft_s: Seconds
+    tpot_s: Seconds
+    e2e_s: Seconds
+    prefill_node: Name | None
+    decode_node: Name
+    codec: Name
+    attempts: Count
+    recovered: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LABELS)]
+    cached_tokens: Count
     transfer: TransferFigures | None
 
 
@@ -374,10 +385,10 @@ class AnswerUpdate(Message, frozen=True, kw_only=True):
     """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened."""
 
     request: RequestId
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    finish: str | None = None
-    error: str = ""
+    text: Content = ""
+    tokens: NewTokens = ()
+    finish: Label | None = None
+    error: Text = ""
     figures: RequestFigures | None = None
 
 
@@ -388,11 +399,11 @@ class StatusQuery(Message, frozen=True, kw_only=True):
 class NodeStatus(Message, frozen=True, kw_only=True):
     """One member as the answering node sees it."""
 
-    peer: str
-    role: str
-    state: str
-    address: str
-    rtt_s: float | None
+    peer: Name
+    role: Label
+    state: Label
+    address: Annotated[str, msgspec.Meta(max_length=300)]
+    rtt_s: Seconds | None
     advert: Advert | None
     links: LinkTable | None = None
 
@@ -400,8 +411,8 @@ class NodeStatus(Message, frozen=True, kw_only=True):
 class Status(Message, frozen=True, kw_only=True):
     """The network as one node sees it."""
 
-    answered_by: str
-    coordinator: str | None
-    epoch: int
-    nodes: tuple[NodeStatus, ...]
+    answered_by: Name
+    coordinator: Name | None
+    epoch: Counter
+    nodes: Annotated[tuple[NodeStatus, ...], msgspec.Meta(max_length=2 * MAX_PEERS)]
     plan: Plan | None

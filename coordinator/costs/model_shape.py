@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+
+from ..bounds import MAX_LAYERS, Layer, ModelName, Size
 
 
 class ModelShapeError(ValueError):
@@ -25,22 +27,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     much when it decodes, and 0.6 times when it prefills.
     """
 
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    mlp_matrices: int = 3
+    name: ModelName
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYERS)]
+    hidden: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    intermediate: Size
+    vocabulary: Size
+    mlp_matrices: Annotated[int, msgspec.Meta(ge=1, le=3)] = 3
     tied_embeddings: bool = False
-    experts: int = 1
-    active_experts: int = 1
-    window: int = 0
-    windowed_layers: int = 0
-    dtype_bytes: int = 2
-    projections: int = 0
+    experts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    active_experts: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    window: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+    windowed_layers: Layer = 0
+    dtype_bytes: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
+    projections: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)] = 0
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "experts"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from math import ceil, isfinite
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
 
@@ -89,7 +89,7 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     capacity_is_floor: bool = False
     reachable: bool = True
     source: Source = Source.MEASURED
-    reason: str = ""
+    reason: Annotated[str, msgspec.Meta(max_length=2000)] = ""
 
     def __post_init__(self) -> None:
         _within("link.rtt_s", self.rtt_s, 0.0, _MAX_RTT_S)

@@ -24,7 +24,7 @@ from enum import StrEnum
 from hashlib import sha256
 from math import inf
 from random import Random
-from typing import final
+from typing import Annotated, final
 
 import msgspec
 
@@ -138,7 +138,7 @@ class Activity:
 class BurstRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ask `peer` for a burst towards it. `overdue`: it has waited for as long as it may."""
 
-    peer: str
+    peer: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     streams: int
     seconds: float
     max_bytes: int

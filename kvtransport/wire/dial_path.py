@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from ..errors import TicketError
@@ -24,7 +26,7 @@ class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: str = "direct"
     streams: int = 1
     relay: Permit | None = None
-    congestion: str = ""
+    congestion: Annotated[str, msgspec.Meta(max_length=16)] = ""  # as the kernel's names
     pace_bytes_s: int = 0
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ import struct
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -40,9 +41,9 @@ class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: bytes
     next_host: str
     next_port: int
-    byte_budget: int
-    bytes_per_s: float
-    expires_at: float
+    byte_budget: Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]
+    expires_at: Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
     def __post_init__(self) -> None:
         if len(self.permit) != PERMIT_ID_BYTES or len(self.secret) != _SECRET_BYTES:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 import psutil
 
+from ...coordinator.bounds import MAX_GPUS, Name
 from ...coordinator.costs.gpus import Specs, gpu_table
 from .home import NodeError
 
@@ -24,25 +25,25 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 ORDER: Final = "CUDA_DEVICE_ORDER"
 HIDDEN: Final = ("-1", "NoDevFiles")  # what batch systems write there for none
 
-Memory = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Memory = Annotated[float, msgspec.Meta(ge=0.01, le=1e6)]
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as NVML names it."""
 
-    name: str
+    name: Name
     memory_gib: Memory
-    uuid: str
+    uuid: Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """A box as it is advertised. `cores` and `memory_gib` are what this process may use. `emulated_as`: its GPUs are
     only modelled, with the figures of this column of the project's table, and named as there."""
 
-    cores: int
+    cores: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     memory_gib: Memory
-    processor: str
-    gpus: tuple[Gpu, ...] = ()
+    processor: Annotated[str, msgspec.Meta(max_length=256)]
+    gpus: Annotated[tuple[Gpu, ...], msgspec.Meta(max_length=MAX_GPUS)] = ()
     emulated_as: Specs | None = None
 
     def __post_init__(self) -> None:

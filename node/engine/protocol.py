@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from ...coordinator.bounds import Count, Figure, Layer
 from ...coordinator.costs.gpus import GpuSpec
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
@@ -24,9 +25,11 @@ from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, Tr
 
 MAX_MESSAGE: Final = 64 << 20
 HOST_SHARE: Final = 64  # of a box's memory, for the KV that an engine sends, and as much for what it receives
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 WantedSendMode = Literal["auto", "layerwise", "serialised"]
-Figure = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # neither NaN nor infinite
+Head = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=64)]
+MAX_SEED: Final = 2**63 - 1
+MAX_PATHS: Final = 16  # of one link
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -105,28 +108,28 @@ def transfer_buffer_bytes(config: EngineConfig, memory_bytes: int) -> int:
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the next tokens are chosen. `top_k` 0 and `top_p` 1 switch those filters off."""
 
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
+    top_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
     ignore_eos: bool = False
 
 
 class WorkerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker of an engine: pipeline stage and place in the tensor-parallel group of that stage."""
 
-    stage: Count = 0
-    tp: Count = 0
+    stage: Rank = 0
+    tp: Rank = 0
 
 
 class KvSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rectangle of KV: layers `[first_layer, last_layer)`, heads `[first_head, last_head)`."""
 
-    first_layer: Count
-    last_layer: Count
-    first_head: Count
-    last_head: Count
+    first_layer: Layer
+    last_layer: Layer
+    first_head: Head
+    last_head: Head
 
     def __post_init__(self) -> None:
         if self.first_layer >= self.last_layer or self.first_head >= self.last_head:
@@ -158,7 +161,7 @@ class Outlet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slice: KvSlice
     ticket: TransferTicket
     link: LinkTicket
-    paths: tuple[DialPath, ...]
+    paths: Annotated[tuple[DialPath, ...], msgspec.Meta(max_length=MAX_PATHS)]
     gbps: Figure
     rtt_s: Figure
     pacing: WantedSendMode = "auto"

@@ -6,13 +6,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ...coordinator.bounds import MAX_LAYERS, Count, ModelName, Tokens
 from ...coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
 from .errors import ModelError
-
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-
-MAX_LAYERS = 4096  # far above any model; bounds what an advert may say
 
 
 class WeightSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,11 +19,11 @@ class WeightSizes(msgspec.Struct, frozen=True, kw_only=True):
     it computes in; 0 for a quantised model, whose weights stay as they are.
     """
 
-    layers: Annotated[tuple[Bytes, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
-    embeddings: Bytes
-    head: Bytes
-    shared: Bytes = 0
-    float_bytes: Bytes = 0
+    layers: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+    embeddings: Count
+    head: Count
+    shared: Count = 0
+    float_bytes: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
     tied: bool = False
 
     def of_stage(self, first: int, last: int, float_bytes: int = 0) -> int:
@@ -49,11 +45,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     `shape` are those stored; `windows`: tokens each layer looks back, 0 for all, empty for none
     limited."""
 
-    service: Annotated[str, msgspec.Meta(min_length=1)]
+    service: ModelName
     shape: ModelShape
-    max_model_len: Count
+    max_model_len: Tokens
     weights: WeightSizes
-    windows: Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
+    windows: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
 
     def __post_init__(self) -> None:
         if len(self.weights.layers) != self.layers:

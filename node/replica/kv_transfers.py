@@ -16,6 +16,7 @@ import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
+from ...coordinator.bounds import MAX_STAGES
 from ...kvtransport.errors import TicketError, TransferError
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from .. import messages, methods
@@ -236,7 +237,7 @@ class KvTransfers:
         if body.service != self._model.service:
             raise RemoteError("wrong-service", f"this node serves {self._model.service}, not {body.service}")
         here = place.index == body.target.stage and body.target.tp < place.stage.tp
-        if not here or max(body.source.stage, body.source.tp) >= messages.MAX_STAGES:
+        if not here or max(body.source.stage, body.source.tp) >= MAX_STAGES:
             raise RemoteError("invalid", f"this node has no worker {body.target.tp} of stage {body.target.stage}")
         return messages.LinkOpened(link=self._incoming.of(Ends(peer, body.source, body.target)))
 

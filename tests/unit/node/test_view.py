@@ -138,12 +138,12 @@ def test_emulated_gpus_that_are_none_are_refused_as_well(names: tuple[str, ...])
 
 def test_whatever_is_accepted_can_be_planned_and_routed_with() -> None:
     extreme = [
-        advert(tflops=1e12, memory_gbps=1e-6, kv_tokens=0, rtt_s={"peer-b": 1e12, "peer-z": 0.0}),
+        advert(tflops=1e12, memory_gbps=1e-6, kv_tokens=0, rtt_s={"peer-b": 1e6, "peer-z": 0.0}),
         advert(tflops=1e-300, memory_gbps=1e12),
         advert(tflops=1e12, memory_gbps=1e-300),
         advert(tflops=0.0, memory_gbps=0.0),
         advert(memory_gbps=0.0),
-        advert(tflops=1e-6, memory_gbps=1e12, stats=EngineStats(2**61, 2**61, 1e12, 2**61, 2**61)),
+        advert(tflops=1e-6, memory_gbps=1e12, stats=EngineStats(2**48, 2**48, 1e12, 2**48, 2**48)),
     ]
     entries = {
         PeerId(f"peer-{name}"): msgspec.msgpack.encode(each) for name, each in zip("abcdef", extreme, strict=True)
