@@ -335,19 +335,19 @@ class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     """
 
     transfer: bytes
-    delivered: bool
-    reason: str
-    frames: int
-    raw_bytes: int
-    wire_bytes: int
-    span_s: float
-    visible_s: float
-    hidden_fraction: float
     link: bytes
     mode: str
-    paths: dict[str, int]
-    resent_bytes: int
-    blocked_s: float
+    delivered: bool
+    reason: str
+    frames: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    span_s: float = 0.0
+    visible_s: float = 0.0
+    hidden_fraction: float = 1.0
+    paths: dict[str, int] = {}
+    resent_bytes: int = 0
+    blocked_s: float = 0.0
 
 
 class PathReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -36,7 +36,8 @@ from ....kvtransport.routing.reslice import ShardLayout
 from ....kvtransport.routing.reslice import ShardRank as ShardRank
 from ..protocol import WorkerRank
 from ..settings import TransferSettings
-from ..transfers.hub import Tell, TransferHub, transfer_memory
+from ..transfers.hub import TransferHub, transfer_memory
+from ..transfers.open_transfers import Tell
 from ..vllm.layout import CacheForm, kv_heads
 from .scheduler_side import SchedulerSide
 from .step_work import LoadProgress, StepWork

@@ -291,7 +291,7 @@ class WorkerSide:
             self._write(piece)
             if self._clock() >= until:
                 break
-        if incoming.has_pieces:
+        if incoming.waiting_pieces:
             self._tell_news()  # the rest in the next step, which is not to wait for anything
         elif outcome:
             self._fail(load, load.first + incoming.progress()[1])

@@ -167,7 +167,7 @@ class Trial:
     def __init__(self, server: EngineStarter, nursery: trio.Nursery, port: int) -> None:
         self._server = server
         self._nursery = nursery
-        self._port = port
+        self.path = DialPath("127.0.0.1", port)  # to all of them
         self._listeners: dict[bytes, TrialEngine] = {}  # link -> the engine that its connections are for
 
     def serving(self, link: bytes) -> TrialEngine | None:
@@ -200,8 +200,7 @@ class Trial:
         pairs += [("data", stage, stage + 1) for stage in range(last)]
         for kind, low, high in pairs:
             ticket = self.join(engines[high])
-            dial = DialPath("127.0.0.1", self._port)
-            ends[low].append(protocol.PipeEnd(stage=high, kind=kind, ticket=ticket, dial=dial))
+            ends[low].append(protocol.PipeEnd(stage=high, kind=kind, ticket=ticket, dial=self.path))
             ends[high].append(protocol.PipeEnd(stage=low, kind=kind, ticket=ticket))
         for stage in reversed(ends):  # the head last: it dials the others, and it alone waits for the model
             own = msgspec.structs.replace(config, partition=partition, stage=stage, pipes=tuple(ends[stage]))
@@ -232,7 +231,7 @@ class Trial:
             slice=whole,
             ticket=ticket,
             link=link,
-            paths=(DialPath("127.0.0.1", self._port),),
+            paths=(self.path,),
             gbps=FAST_GBPS,
             rtt_s=NEAR_S,
             pacing=pacing,

@@ -79,8 +79,8 @@ class Receiver:
         return self.pieces.pop(0) if self.pieces else None
 
     @property
-    def has_pieces(self) -> bool:
-        return bool(self.pieces)
+    def waiting_pieces(self) -> int:
+        return len(self.pieces)
 
     def progress(self) -> tuple[float, int]:
         return 0.5, 20
