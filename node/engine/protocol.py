@@ -82,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int = 64
     async_scheduling: bool | None = None  # None: on a GPU
     threads: int = 1
+    codec: str = "kv4"  # that transfers are expected to use: a GPU compiles it while it starts
     transfer_buffer_mib: int | None = None  # host memory for KV on its way, in each direction; None: by the box's
     log_file: str | None = None
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1

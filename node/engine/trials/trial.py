@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Final, Literal, NamedTuple, final
 
 import msgspec
 import trio
@@ -24,6 +24,17 @@ LEASE_S = 600.0
 DEADLINE_S = 120.0
 HELLO_S = 5.0
 FAST_GBPS, NEAR_S = 10.0, 0.0001  # what a node would predict of a link inside one machine
+
+
+SEND_MODES: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
+
+
+class PromptCut(NamedTuple):
+    """A prompt of which the first `tokens` are computed elsewhere, and an answer of `answer_tokens` to it."""
+
+    prompt: Sequence[int]
+    tokens: int
+    answer_tokens: int
 
 
 @dataclass
@@ -237,6 +248,25 @@ class Trial:
             pacing=pacing,
         )
         return (outlet,), (protocol.Inlet(slice=whole, ticket=ticket, link=link),)
+
+    async def transfer_prompt(
+        self,
+        prefill: TrialEngine,
+        decode: TrialEngine,
+        cut: PromptCut,
+        *,
+        codec: str = "raw",
+        pacing: protocol.WantedSendMode = "auto",
+    ) -> TrialAnswer:
+        """The prompt's first part on one engine, the rest and the answer on the other. Raises EngineError or
+        TransferError."""
+        send, receive = self.transfer_ends(self.join(decode), codec, decode.ready, pacing=pacing)
+        request = decode.submit(cut.prompt, cut.answer_tokens, receive=receive, receive_tokens=cut.tokens)
+        begun = prefill.submit(cut.prompt[: cut.tokens], 1, send=send)
+        await prefill.answer(begun)
+        answer = await decode.answer(request)
+        await prefill.report(send[0].ticket.transfer)
+        return answer
 
 
 @asynccontextmanager
