@@ -170,7 +170,8 @@ class MemoryNetwork:
         """Who listens at an address, after a round trip to it."""
         listener = self._listeners.get(address)
         peer = expected or (listener.peer_id if listener is not None else dialler.peer_id)
-        await trio.sleep(2 * self.travel_seconds(dialler.peer_id, peer))
+        with trio.move_on_after(2 * self.travel_seconds(dialler.peer_id, peer)):
+            await trio.sleep_forever()
         while self.is_blocked(dialler.peer_id, peer):
             await self.wait_conditions_changed()
         listener = self._listeners.get(address)  # it may have come or gone meanwhile
