@@ -29,7 +29,7 @@ from ...node.engine.agent_side.fork_server import open_fork_server
 from ...node.messages import Generate, Status
 from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
 from ...node.models.text import PromptError, TextModel
-from ...node.requests.request import tokenize
+from ...node.requests.acceptance import tokenize
 from ..client import AsyncClient
 from ..commands.status_view import open_console, shortened
 from ..errors import DemoFailed, UsageError
