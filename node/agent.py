@@ -27,13 +27,14 @@ from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from . import messages
 from .box import hardware
 from .box.home import lock_home
-from .coordination import Coordinator
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
 from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, issue_tokens, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
+from .planning.coordination import Coordinator
+from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
 
@@ -211,30 +212,32 @@ class Node:
             await trio.sleep(self._tuning.watch_interval_s)
 
     async def _coordinate(self) -> None:
-        """Plan while this node is the elected coordinator, beside everything else: a plan may take a second."""
+        """Plan while this node is the elected coordinator, in a process beside everything else: it takes seconds."""
         joined = self._joined
         view, coordinator = joined.view, Coordinator(joined.own, joined.settings.codec, self._tuning.quiet_s)
-        while True:
-            task = coordinator.next(view, joined.leader, trio.current_time()) if not self._draining else None
-            if task is None:
-                self._looked = trio.Event()
-                with trio.move_on_after(self._tuning.quiet_s):
-                    await self._looked.wait()
-                continue
-            end = time.monotonic() + self._tuning.planning_s
-            try:
-                found = await trio.to_thread.run_sync(
-                    task.run, lambda end=end: time.monotonic() > end, abandon_on_cancel=True
-                )
-            except PlanError as error:
-                joined.say(f"no new plan for {task.service}: {error}")
-                continue
-            plan = coordinator.settle(task, found, view, joined.leader)
-            if plan is not None:
-                payload = joined.publish(messages.PLAN, plan)
-                view.consider_plan(joined.own, plan.epoch, payload)  # our own word counts without its echo
-                joined.say_plan()
-                self._apply_view()
+        async with open_planner(self._tuning) as planner:
+            while True:
+                task = coordinator.next(view, joined.leader, trio.current_time()) if not self._draining else None
+                if task is None:
+                    self._looked = trio.Event()
+                    with trio.move_on_after(self._tuning.quiet_s):
+                        await self._looked.wait()
+                    continue
+                try:
+                    found = await planner.plan(task)
+                except PlanError as error:
+                    joined.say(f"no new plan for {task.service}: {error}")
+                    continue
+                except PlannerFailed as error:
+                    helps = coordinator.on_failed(task, str(error), trio.current_time())
+                    joined.say(f"planning for {task.service} failed: {error}" + "; trying without some boxes" * helps)
+                    continue
+                plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
+                if plan is not None:
+                    payload = joined.publish(messages.PLAN, plan)
+                    view.consider_plan(joined.own, plan.epoch, payload)  # our own word counts without its echo
+                    joined.say_plan()
+                    self._apply_view()
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""

@@ -214,10 +214,10 @@ class NetworkView:
                 )
         return found
 
-    def demands(self, service: str) -> list[Demand]:
+    def demands(self, service: str) -> dict[PeerId, Demand]:
         """What the gateways of a service have been asked lately."""
-        adverts = (self._offer(peer, service) for peer in self.adverts)
-        return [advert.demand for advert in adverts if advert is not None and advert.demand is not None]
+        adverts = ((peer, self._offer(peer, service)) for peer in self.adverts)
+        return {peer: advert.demand for peer, advert in adverts if advert is not None and advert.demand is not None}
 
     def services(self) -> tuple[str, ...]:
         """Services that any member offers, in order of name."""

@@ -68,7 +68,7 @@ def run_live_plan(arguments: Namespace) -> int:
     plan = status.plan if status.plan is not None and status.plan.service == service else None
     codec = codec_named(plan.codec) if plan is not None else DEFAULT
     network = build_network_problem(
-        view.boxes(service), view.links(), view.demands(service),
+        view.boxes(service), view.links(), view.demands(service).values(),
         service=service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
     if network is None:

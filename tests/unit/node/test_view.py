@@ -11,10 +11,10 @@ from p2pserve.coordinator.capacity import SLOWEST_GBPS
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.coordination import Coordinator
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView, Queue, decode_adverts, decode_plan
 
@@ -71,7 +71,7 @@ def decide(
     coordinator: Coordinator, view: NetworkView, leader: tuple[PeerId, int] | None, now: float = 0.0
 ) -> Plan | None:
     task = coordinator.next(view, leader, now)
-    return coordinator.settle(task, task.run(lambda: False), view, leader) if task is not None else None
+    return coordinator.settle(task, task.run(lambda: False), view, leader, now) if task is not None else None
 
 
 def plan_for(view: NetworkView, epoch: int = 1, own: PeerId = A) -> Plan:
@@ -422,11 +422,11 @@ def test_a_task_that_was_overtaken_while_it_was_planned_is_planned_again() -> No
     task = coordinator.next(view, (A, 1), 0.0)
     assert task is not None
     plan = task.run(lambda: False)
-    assert coordinator.settle(task, plan, view, (B, 2)) is None
+    assert coordinator.settle(task, plan, view, (B, 2), 0.0) is None
     again = coordinator.next(view, (A, 3), 0.0)
     assert again is not None
     assert view.consider_plan(A, 3, packed(plan_for(view, epoch=3)))
-    assert coordinator.settle(again, again.run(lambda: False), view, (A, 3)) is None
+    assert coordinator.settle(again, again.run(lambda: False), view, (A, 3), 0.0) is None
     assert coordinator.next(view, (A, 3), 0.0) is not None
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
 from typing import Any, final
 
-from ..bootstrap import PeerId
-from ..coordinator import BoxView, Demand, LinkView, Plan
-from ..coordinator.capacity import KvCodec
-from ..coordinator.demand import is_idle
-from ..kernels.codecs import codec_named
-from .settings import WAN
-from .view import NetworkView
+import msgspec
+
+from ...bootstrap import PeerId
+from ...coordinator import BoxView, Demand, LinkView, Plan
+from ...coordinator.capacity import KvCodec
+from ...coordinator.demand import is_idle
+from ...kernels.codecs import codec_named
+from ..settings import WAN
+from ..view import NetworkView
+from .set_aside import SetAside
 
 Leader = tuple[PeerId, int]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """Something to plan. `run` may take a second: it is for a thread."""
+class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to plan. `run` takes seconds: it is for another process."""
 
     boxes: tuple[BoxView, ...]
     links: tuple[LinkView, ...]
@@ -33,7 +33,7 @@ class Task:
 
     def run(self, spent: Callable[[], bool]) -> Plan | None:
         """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready."""
-        from ..coordinator.network_plan import plan_network  # a second and 60 MB that only the coordinator pays
+        from ...coordinator.network_plan import plan_network  # a second and 60 MB that only the coordinator pays
 
         return plan_network(
             self.boxes,
@@ -73,37 +73,58 @@ class Coordinator:
         self._codec = codec
         self._quiet_s = quiet_s
         self._numbered: tuple[int, int] = (-1, 0)  # (epoch, last version used in it)
-        self._last: Task | None = None
+        self._last: PlanningTask | None = None
         self._planned_at = float("-inf")
+        self._aside = SetAside()
 
-    def next(self, view: NetworkView, leader: Leader | None, now: float) -> Task | None:
+    def next(self, view: NetworkView, leader: Leader | None, now: float) -> PlanningTask | None:
         """What is to be planned at `now` (seconds), if anything. Say `settle` when it is done."""
-        task = self._task(view, leader)
+        self._aside.forget(view.adverts, now)
+        left_out = self._aside.left_out(now)
+        task = self._task(view, leader, left_out)
         if task is None:
             return None
         last = self._last
         known = last is not None and task.roster == last.roster
         if known and now < self._planned_at + self._quiet_s:
             return None
-        links = tuple(sorted(view.links(), key=lambda link: (link.source, link.target)))
-        task = replace(task, links=links, demands=tuple(view.demands(task.service)))
+        links = sorted(view.links(), key=lambda link: (link.source, link.target))
+        demands = view.demands(task.service)
+        task = msgspec.structs.replace(
+            task,
+            links=tuple(link for link in links if link.source not in left_out),
+            demands=tuple(demand for peer, demand in demands.items() if peer not in left_out),
+        )
         if last is not None and known and (task.figures == last.figures or task.quiet):
             return None
         self._last, self._planned_at = task, now
         return task
 
-    def settle(self, task: Task, plan: Plan | None, view: NetworkView, leader: Leader | None) -> Plan | None:
+    def settle(
+        self, task: PlanningTask, plan: Plan | None, view: NetworkView, leader: Leader | None, now: float
+    ) -> Plan | None:
         """What of a finished task is to be published, if anything: things may have changed meanwhile."""
+        self._aside.on_planned(now)
         if leader != (self._own, task.epoch) or _running(view, task.service) is not task.previous:
             self._last = None  # it has to be planned again
             return None
-        if plan is None or plan is task.previous:
+        if plan is None or plan == task.previous:
             return None
         self._numbered = (task.epoch, plan.version)
-        self._last = replace(task, previous=plan)
-        return plan
+        self._last = msgspec.structs.replace(task, previous=plan)
+        return msgspec.structs.replace(plan, why=(*self._aside.explain(now), *plan.why))
 
-    def _task(self, view: NetworkView, leader: Leader | None) -> Task | None:
+    def on_failed(self, task: PlanningTask, reason: str, now: float) -> bool:
+        """Planning went wrong with what some box says: the next task leaves boxes out. Returns whether there are any
+        to leave out."""
+        told = {box.peer for box in task.boxes} | {link.source for link in task.links}
+        self._last = None
+        if self._aside.on_failed(told, reason, now):
+            return True
+        self._last = task  # the same again would fail again: only news is planned with
+        return False
+
+    def _task(self, view: NetworkView, leader: Leader | None, left_out: Collection[str]) -> PlanningTask | None:
         """What there is to plan with as yet, but for links and demands: they are many, and looked at less often."""
         if leader is None or leader[0] != self._own:
             return None
@@ -117,8 +138,8 @@ class Coordinator:
         version = self._numbered[1] + 1 if self._numbered[0] == epoch else 1
         if previous is not None and previous.epoch == epoch:
             version = max(version, previous.version + 1)
-        return Task(
-            boxes=tuple(sorted(view.boxes(service), key=lambda box: box.peer)),
+        return PlanningTask(
+            boxes=tuple(sorted((b for b in view.boxes(service) if b.peer not in left_out), key=lambda box: box.peer)),
             links=(),
             demands=(),
             service=service,

@@ -1,0 +1,111 @@
+"""The agent's end of the process that plans: starts it when there is something to plan, and ends it when it takes too
+long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import final
+
+import msgspec
+import trio
+
+from ...coordinator import Plan, PlanError
+from ..settings import NodeTuning
+from .coordination import PlanningTask
+from .worker import LENGTH, PlannerAnswer, PlannerTask
+
+_answers = msgspec.msgpack.Decoder(PlannerAnswer)
+
+
+class PlannerFailed(Exception):
+    """Planning went wrong with the figures of a task: an error, no memory, or no end. The text says which."""
+
+
+@final
+class Planner:
+    """Plans in a process of its own, one task at a time."""
+
+    def __init__(self, tuning: NodeTuning) -> None:
+        self._tuning = tuning
+        self._process: trio.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    async def plan(self, task: PlanningTask) -> Plan | None:
+        """As `PlanningTask.run`, within the settings' time and memory. Raises PlanError, or PlannerFailed."""
+        asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=self._tuning.planning_s))
+        limit_s = self._tuning.planning_limit_s
+        with trio.move_on_after(limit_s):
+            answer = await self._ask(LENGTH.pack(len(asked)) + asked)
+            if answer.failed:
+                raise PlannerFailed(answer.failed)
+            if answer.refused:
+                raise PlanError(answer.refused)
+            return answer.plan
+        raise PlannerFailed(f"it did not end within {limit_s:g} s")
+
+    async def end(self) -> None:
+        """End the process, if there is one; the next task starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with trio.CancelScope(shield=True):  # it is dead: this takes no time
+                for pipe in (process.stdin, process.stdout):
+                    assert pipe is not None
+                    await pipe.aclose()
+                await process.wait()
+
+    async def _ask(self, asked: bytes) -> PlannerAnswer:
+        if self.pid is None:
+            await self.end()  # it had ended for want of tasks, or was killed meanwhile
+        try:
+            return await self._exchange(asked)
+        except (trio.BrokenResourceError, EOFError):
+            raise PlannerFailed("its process died") from None
+        except msgspec.DecodeError as error:
+            raise PlannerFailed(f"its answer is no plan: {error}") from error
+
+    async def _exchange(self, asked: bytes) -> PlannerAnswer:
+        process = self._process
+        if process is None:
+            command = [sys.executable, "-m", "p2pserve.node.planning.worker", str(self._tuning.planning_memory_mib)]
+            process = self._process = await trio.lowlevel.open_process(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            await process.stdin.send_all(asked)
+            head = await _receive(process.stdout, LENGTH.size)
+            return _answers.decode(await _receive(process.stdout, *LENGTH.unpack(head)))
+        except BaseException:
+            await self.end()  # half an exchange has happened: what it would say next is not for the next task
+            raise
+
+
+async def _receive(stream: trio.abc.ReceiveStream, size: int) -> bytes:
+    """Exactly so many bytes. Raises EOFError."""
+    data = bytearray()
+    while len(data) < size:
+        more = await stream.receive_some(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return bytes(data)
+
+
+@asynccontextmanager
+async def open_planner(tuning: NodeTuning) -> AsyncIterator[Planner]:
+    """A planner for the body; its process ends with it."""
+    planner = Planner(tuning)
+    try:
+        yield planner
+    finally:
+        await planner.end()
