@@ -159,7 +159,7 @@ class Background:
 
 
 @final
-class Connection:
+class ClientConnection:
     """A client's background thread: started when first needed, and again after an attempt that failed."""
 
     def __init__(self, connect: Connect) -> None:

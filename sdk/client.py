@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, final, overload
 import trio
 
 from ..node.messages import Generate, Status
-from .background import ClientJob, Connect, Connection, Work
+from .background import ClientConnection, ClientJob, Connect, Work
 from .environment import network_address
 from .errors import InvalidRequest, RequestFailed
 from .mailbox import EndOfMail, Mailbox
@@ -164,7 +164,7 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
             where, secret = network_address(bootstrap, token)
             check_target(where, secret)
             connect = partial(open_session, where, secret, timeout_s)
-        self._connection = Connection(connect)
+        self._connection = ClientConnection(connect)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __repr__(self) -> str:
