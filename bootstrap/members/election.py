@@ -1,22 +1,31 @@
 """Who coordinates: a pure rule over what everybody can see.
 
-A *claim* is a signed entry that names an epoch. The claimer of the highest epoch ever seen leads
-while it is alive and has not left; of two that claim the same epoch, the lower peer id leads.
-When there is no such leader, the lowest peer id among the candidates claims the next epoch, once
-the set of candidates has been stable for a moment. Claims that jump too far do not count
-(:func:`select_plausible`).
+A *claim* is a signed entry that names an epoch. Only members whose certificate says that they may
+lead can make one that counts. Its author refreshes it a few times a second: it is a lease, and who
+does not refresh it does not lead, whatever else of that member can still be heard.
 
-The rule gives a coordinator to each side of a partition and one again after it heals. A rule that
-needs a majority has the same seam: :class:`ElectionView` in, :class:`ElectionResult` out.
+* Who leads goes on to: a new claim does not displace a leader that refreshes its own.
+* When there is no leader (killed, hung, or never claimed), the candidates may claim the next epoch,
+  one after the other, in an order that the epoch decides. So one that may and does not claim is
+  passed over, and nobody is first in every epoch.
+* Nobody claims before it has heard from the others what there is (`synced`).
+* Each side of a partition has its leader. When they meet, that of the lower epoch yields; of two
+  with the same epoch, the later one in that epoch's order.
+* A leader whose plans most boxes refuse is passed over for a while.
+
+:class:`Election` is told the time and what is seen; it says who leads and what to say.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import sha256
 from typing import Final
 
 import msgspec
 
 from ..errors import DECODE_ERRORS
+from ..settings import NetworkSettings
 from ..trust.keys import PeerId
 
 CLAIM_KIND: Final = "claim"
@@ -24,98 +33,182 @@ MAX_EPOCH: Final = 2**53
 MAX_JUMP: Final = 1_000_000  # epochs grow by one; who claims one far above all others would end elections for good
 
 
-class _Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Claim(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
+    yielded: bool = False
 
 
-def encode_claim(epoch: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim as it was last said. `number` grows with every refreshing."""
+
+    epoch: int
+    number: tuple[int, int]  # (incarnation, version) of the entry
+    yielded: bool = False
+
+
+def encode_claim(epoch: int, *, yielded: bool = False) -> bytes:
     """The payload of a claim entry."""
-    return msgspec.msgpack.encode(_Claim(epoch))
+    return msgspec.msgpack.encode(_Claim(epoch, yielded))
 
 
-def decode_claim(payload: bytes) -> int:
-    """The epoch of a claim entry; 0, which never leads, when it is malformed."""
+def decode_claim(payload: bytes, number: tuple[int, int]) -> Claim | None:
+    """The claim of an entry; None for one that is malformed."""
     try:
-        epoch = msgspec.msgpack.decode(payload, type=_Claim).epoch
+        claim = msgspec.msgpack.decode(payload, type=_Claim)
     except DECODE_ERRORS:
-        return 0
-    return epoch if 0 < epoch <= MAX_EPOCH else 0
+        return None
+    return Claim(claim.epoch, number, claim.yielded) if 0 < claim.epoch <= MAX_EPOCH else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectionView:
     """What one node sees."""
 
-    me: PeerId
-    candidates: frozenset[PeerId]  # live members that may lead, this node included if it may
-    claims: Mapping[PeerId, int]  # of everybody, the dead included: an epoch once seen never comes back
-    stable_since: float  # when `candidates` last changed
+    candidates: frozenset[PeerId]  # living members that may lead, this node included if it may
+    claims: Mapping[PeerId, Claim]  # of all that may lead, the dead included: an epoch once seen never comes back
+    synced: bool  # whether this node has heard from the others what there is
+    refused: Collection[tuple[PeerId, int]] = ()  # leaders, with their epochs, whose plans most boxes refuse
+
+
+class Say(Enum):
+    """What a node is to publish as its claim."""
+
+    CLAIM = "claim"
+    REFRESH = "refresh"
+    YIELD = "yield"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectionResult:
-    """Who leads in which epoch, and what to publish as `claim`, which takes effect once seen."""
+    """Who leads in which epoch, and what to say as `claim`: which, and in which epoch."""
 
-    coordinator: PeerId | None = None
+    leader: PeerId | None = None
     epoch: int = 0
-    claim: int | None = None
+    say: tuple[Say, int] | None = None
+    wake_at: float = float("inf")
 
 
-def decide(view: ElectionView, now: float, *, settle_s: float) -> ElectionResult:
-    """The rule."""
-    highest = max(view.claims.values(), default=0)
-    leaders = [peer for peer, epoch in view.claims.items() if epoch == highest and peer in view.candidates]
-    if highest > 0 and leaders:
-        return ElectionResult(coordinator=min(leaders), epoch=highest)
-    is_next = view.me in view.candidates and view.me == min(view.candidates)
-    if is_next and now - view.stable_since >= settle_s and highest < MAX_EPOCH:
-        return ElectionResult(epoch=highest, claim=highest + 1)
-    return ElectionResult(epoch=highest)
+def order_in(epoch: int, peer: PeerId) -> bytes:
+    """Candidates claim an epoch in this order. It differs with every epoch: no peer id is first in many."""
+    return sha256(b"%d %s" % (epoch, peer.encode())).digest()
 
 
-def select_plausible(claims: Mapping[PeerId, int], seen: int) -> dict[PeerId, int]:
+def select_plausible(claims: Mapping[PeerId, Claim], seen: int) -> dict[PeerId, Claim]:
     """The claims that may count: walking up from ``seen``, none more than a jump above those below
     it.
 
     With nothing seen the lowest claim is the ground, unless it leaves no room for later ones: an
     old network, or one jumped before, has only high ones to show."""
     ground, found = seen, {}
-    for peer, epoch in sorted(claims.items(), key=lambda claim: claim[1]):
-        if ground == 0 and epoch <= MAX_EPOCH // 2:
-            ground = epoch
-        if epoch <= ground + MAX_JUMP:
-            ground = max(ground, epoch)
-            found[peer] = epoch
+    for peer, claim in sorted(claims.items(), key=lambda item: item[1].epoch):
+        if ground == 0 and claim.epoch <= MAX_EPOCH // 2:
+            ground = claim.epoch
+        if claim.epoch <= ground + MAX_JUMP:
+            ground = max(ground, claim.epoch)
+            found[peer] = claim
     return found
 
 
+@dataclass(slots=True)
+class _Lease:
+    number: tuple[int, int]
+    until: float
+
+
+@dataclass(slots=True)
 class Election:
-    """The rule, and since when the candidates are the same and the highest epoch seen."""
+    """The rule, and what it has to remember: when each claim was last refreshed, who leads, since when nobody does."""
 
-    def __init__(self, me: PeerId, *, settle_s: float) -> None:
-        self._me = me
-        self._settle_s = settle_s
-        self._candidates: frozenset[PeerId] = frozenset()
-        self._stable_since = 0.0
-        self._seen = 0
-        self._step = ElectionResult()
+    me: PeerId
+    settings: NetworkSettings
+    _leases: dict[PeerId, _Lease] = field(default_factory=dict)
+    _leader: tuple[PeerId, int] | None = None
+    _vacant_since: float = float("-inf")
+    _seen: int = 0
+    _refresh_at: float = 0.0
+    _passed_over: dict[PeerId, float] = field(default_factory=dict)  # until when
 
-    def decide(self, candidates: frozenset[PeerId], claims: Mapping[PeerId, int], now: float) -> ElectionResult:
-        """Look at the network now."""
-        if candidates != self._candidates:
-            self._candidates, self._stable_since = candidates, now
-        counting = select_plausible(claims, self._seen)
-        if now - self._stable_since >= self._settle_s:  # not before: who joins may hear the wildest claim first
-            self._seen = max(counting.values(), default=self._seen)
-        view = ElectionView(me=self._me, candidates=candidates, claims=counting, stable_since=self._stable_since)
-        self._step = decide(view, now, settle_s=self._settle_s)
-        return self._step
+    def decide(self, view: ElectionView, now: float, *, paused_s: float = 0.0) -> ElectionResult:
+        """Look at the network now. For `paused_s` before that this node itself got no time: leases are that much
+        longer, for their refreshings may lie unread."""
+        claims = select_plausible(view.claims, self._seen)
+        self._renew_leases(claims, now, paused_s)
+        for peer, epoch in view.refused:
+            if (peer, epoch) == self._leader:
+                self._passed_over[peer] = now + self.settings.pass_over_s
+        self._passed_over = {peer: until for peer, until in self._passed_over.items() if now < until}
+        leading = {
+            peer: claim
+            for peer, claim in claims.items()
+            if peer in view.candidates and not claim.yielded and self._is_leading(peer, now)
+        }
+        if view.synced:  # not before: who joins may hear the wildest claim first
+            self._seen = max((claim.epoch for claim in claims.values()), default=self._seen)
+        self._follow(leading, now)
+        return self._act(view, leading, now)
 
-    def wake_at(self) -> float | None:
-        """When this node might have to claim."""
-        if self._step.coordinator is not None or not self._candidates or min(self._candidates) != self._me:
-            return None
-        return self._stable_since + self._settle_s
+    def _renew_leases(self, claims: Mapping[PeerId, Claim], now: float, paused_s: float) -> None:
+        for peer, claim in claims.items():
+            lease = self._leases.get(peer)
+            if lease is None or claim.number > lease.number:
+                self._leases[peer] = _Lease(claim.number, now + self.settings.lease_s)
+            else:
+                lease.until += paused_s
+        self._leases = {peer: lease for peer, lease in self._leases.items() if peer in claims}
 
-    def __repr__(self) -> str:
-        return f"Election(coordinator={self._step.coordinator}, epoch={self._step.epoch})"
+    def _is_leading(self, peer: PeerId, now: float) -> bool:
+        return now < self._leases[peer].until and peer not in self._passed_over
+
+    def _follow(self, leading: Mapping[PeerId, Claim], now: float) -> None:
+        """Stay with the leader while it leads; else take the best that does."""
+        if self._leader is not None:
+            claim = leading.get(self._leader[0])
+            if claim is not None and claim.epoch >= self._leader[1]:
+                self._leader = (self._leader[0], claim.epoch)
+                return
+            self._leader, self._vacant_since = None, now
+        best = _best(leading)
+        if best is not None:
+            self._leader = (best, leading[best].epoch)
+
+    def _act(self, view: ElectionView, leading: Mapping[PeerId, Claim], now: float) -> ElectionResult:
+        leader, settings = self._leader, self.settings
+        if leader is None:
+            epoch = self._seen + 1
+            claim_at = self._claims_at(view, epoch)
+            if now >= claim_at and epoch <= MAX_EPOCH:
+                self._refresh_at = now + settings.refresh_s
+                return ElectionResult(epoch=self._seen, say=(Say.CLAIM, epoch))
+            return ElectionResult(epoch=self._seen, wake_at=claim_at)
+        peer, epoch = leader
+        if peer != self.me:
+            return ElectionResult(leader=peer, epoch=epoch, wake_at=self._leases[peer].until)
+        if _best(leading) != self.me:
+            self._leader, self._vacant_since = None, now
+            return ElectionResult(epoch=self._seen, say=(Say.YIELD, epoch), wake_at=now)
+        if now >= self._refresh_at:
+            self._refresh_at = now + settings.refresh_s
+            return ElectionResult(leader=peer, epoch=epoch, say=(Say.REFRESH, epoch), wake_at=self._refresh_at)
+        return ElectionResult(leader=peer, epoch=epoch, wake_at=self._refresh_at)
+
+    def _claims_at(self, view: ElectionView, epoch: int) -> float:
+        """When this node claims, if nobody does before it; infinity for one that may not."""
+        waiting = [peer for peer in view.candidates if peer not in self._passed_over and not self._is_hung(peer, view)]
+        if not view.synced or self.me not in waiting:
+            return float("inf")
+        place = sorted(waiting, key=lambda peer: order_in(epoch, peer)).index(self.me)
+        return self._vacant_since + self.settings.settle_s + place * self.settings.claim_step_s
+
+    def _is_hung(self, peer: PeerId, view: ElectionView) -> bool:
+        """Whether this candidate's own claim of the latest epoch has run out: it is not waited for again."""
+        claim = view.claims.get(peer)
+        return claim is not None and claim.epoch == self._seen and not claim.yielded and peer != self.me
+
+
+def _best(leading: Mapping[PeerId, Claim]) -> PeerId | None:
+    """Of several that lead, the one that stays: the highest epoch, then that epoch's order."""
+    if not leading:
+        return None
+    highest = max(claim.epoch for claim in leading.values())
+    return min((p for p, claim in leading.items() if claim.epoch == highest), key=lambda peer: order_in(highest, peer))
