@@ -315,7 +315,7 @@ class Network:
 
     def _check_token(self) -> None:
         """Find out here what the others would tell us."""
-        role = admit(self.token, self.network_key_public, self.clock())
+        role = admit(self.token, self.network_key_public, self.clock()).role
         if role is not self.role:
             raise TokenError(
                 f"the join token is for the role {role.value!r}, not {self.role.value!r}; "

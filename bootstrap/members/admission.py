@@ -7,7 +7,7 @@ from ..errors import ProtocolError, TokenError
 from ..streams.control import PROTOCOL_VERSION, Hello, Welcome
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
-from ..trust.tokens import admit_credential
+from ..trust.tokens import Grant, admit_credential
 
 
 class Admission:
@@ -16,18 +16,19 @@ class Admission:
     def __init__(self, network: bytes) -> None:
         self.network = network
 
-    def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> None:
-        """Raise TokenError unless ``peer`` may have this role. Without ``now`` expired tokens
+    def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> Grant:
+        """What ``peer`` is granted. Raises TokenError unless it may have this role. Without ``now`` expired tokens
         pass: expiry bounds joining, and the records of those who joined in time are gossiped for
         as long as they stay."""
         if record.credential is None:
             raise TokenError("no join token was shown; ask the network's owner for one")
-        role = admit_credential(record.credential, peer, self.network, now)
-        if role is not record.role:
+        grant = admit_credential(record.credential, peer, self.network, now)
+        if grant.role is not record.role:
             raise TokenError(
-                f"the join token is for the role {role.value!r}, not {record.role.value!r}; "
+                f"the join token is for the role {grant.role.value!r}, not {record.role.value!r}; "
                 f"use one for {record.role.value!r}"
             )
+        return grant
 
     def check_greeting(
         self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float

@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 from .keys import KEY_BYTES, PeerId, load_or_create_seed, peer_id_of, private_key
-from .tokens import Bootstrap, Role, issue_token
+from .tokens import DEFAULT_USES, Bootstrap, Role, issue_token
 
 
 class Identity:
@@ -68,9 +68,18 @@ class NetworkKey:
         """A signature by the network."""
         return self._key.sign(payload)
 
-    def issue(self, bootstraps: tuple[Bootstrap, ...], role: Role, expires_at: float) -> str:
-        """A join token: one string, secret, good until ``expires_at`` (unix seconds)."""
-        return issue_token(self.sign, self.public, tuple(bootstraps), role, expires_at)
+    def issue(
+        self,
+        bootstraps: tuple[Bootstrap, ...],
+        role: Role,
+        expires_at: float,
+        *,
+        lead: bool = False,
+        uses: int = DEFAULT_USES,
+    ) -> str:
+        """A join token for ``uses`` boxes: one string, secret, good until ``expires_at`` (unix seconds). Raises
+        TokenError."""
+        return issue_token(self.sign, self.public, tuple(bootstraps), role, expires_at, lead=lead, uses=uses)
 
     def __repr__(self) -> str:
         return f"NetworkKey({self.public.hex()[:8]})"

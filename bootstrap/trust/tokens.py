@@ -1,7 +1,8 @@
 """Join tokens: one string that lets a box into one network, in one role, until one moment.
 
 A token is a *certificate* signed by the network key, and a *holder secret* whose public half the
-certificate names::
+certificate names. The certificate says what it grants: a role, whether its holders may lead, for
+how many boxes it is, and until when they may join::
 
     p2p_worker_<base64url( msgpack{certificate, secret} | network signature of certificate )>
 
@@ -30,14 +31,16 @@ _CERTIFICATE_DOMAIN: Final = b"p2pserve-join-1\n"
 _HOLDER_DOMAIN: Final = b"p2pserve-holder-1\n"
 _MAX_TEXT: Final = 8192
 _MAX_BOOTSTRAPS: Final = 16
+MAX_USES: Final = 4096
+DEFAULT_USES: Final = 64
 
 
 class Role(Enum):
     """What a token lets its holder do."""
 
-    WORKER = "worker"  # hosts engines, may coordinate
+    WORKER = "worker"  # hosts engines
     CLIENT = "client"  # sends requests, is not dialled, publishes nothing to others
-    ADMIN = "admin"  # like a worker without engines: inspects, drains, may coordinate
+    ADMIN = "admin"  # like a worker without engines: inspects, drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,26 @@ class Bootstrap:
         return str(Address(self.host, self.port))
 
 
-class _Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Certificate(msgspec.Struct, frozen=True, array_like=True):
     version: int
     network: bytes
     role: Role
     expires_at: int
     holder: bytes
     bootstraps: tuple[tuple[str, int, str], ...]
+    lead: bool = True  # as all could in the releases whose certificates did not say
+    uses: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a certificate lets its holders do. `certificate` names it: renewed, it is still the same."""
+
+    certificate: str
+    role: Role
+    lead: bool
+    uses: int
+    expires_at: int
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -80,8 +96,7 @@ class JoinToken:
 
     network: bytes
     bootstraps: tuple[Bootstrap, ...]
-    role: Role
-    expires_at: int
+    grant: Grant
     certificate: bytes = field(repr=False)
     signature: bytes = field(repr=False)
     secret: bytes = field(repr=False)
@@ -112,12 +127,16 @@ class JoinToken:
         return cls(
             network=certificate.network,
             bootstraps=_bootstraps_of(certificate),
-            role=certificate.role,
-            expires_at=certificate.expires_at,
+            grant=_grant_of(certificate),
             certificate=body.certificate,
             signature=signature,
             secret=body.secret,
         )
+
+    @property
+    def role(self) -> Role:
+        """What its holder is in the network."""
+        return self.grant.role
 
     def credential(self, peer_id: PeerId) -> Credential:
         """What the node with this peer id shows to others."""
@@ -126,9 +145,20 @@ class JoinToken:
 
 
 def issue_token(
-    sign: Callable[[bytes], bytes], network: bytes, bootstraps: tuple[Bootstrap, ...], role: Role, expires_at: float
+    sign: Callable[[bytes], bytes],
+    network: bytes,
+    bootstraps: tuple[Bootstrap, ...],
+    role: Role,
+    expires_at: float,
+    *,
+    lead: bool = False,
+    uses: int = DEFAULT_USES,
 ) -> str:
-    """Make a token; ``sign`` signs with the network key whose public half is ``network``."""
+    """Make a token for ``uses`` boxes; ``sign`` signs with the network key whose public half is ``network``."""
+    if not 0 < uses <= MAX_USES:
+        raise TokenError(f"uses: {uses} boxes; a join token is for 1 to {MAX_USES}")
+    if lead and role is Role.CLIENT:
+        raise TokenError("lead: a client leads nothing; leave it out, or issue a worker's token")
     if len(bootstraps) > _MAX_BOOTSTRAPS:
         raise TokenError(f"a join token names at most {_MAX_BOOTSTRAPS} bootstraps, not {len(bootstraps)}; name fewer")
     for bootstrap in bootstraps:
@@ -143,6 +173,8 @@ def issue_token(
             expires_at=int(expires_at),
             holder=_public_of(secret),
             bootstraps=tuple((each.host, each.port, each.peer_id or "") for each in bootstraps),
+            lead=lead,
+            uses=uses,
         )
     )
     body = msgspec.msgpack.encode(_Body(certificate, secret))
@@ -150,16 +182,16 @@ def issue_token(
     return f"{_PREFIX}_{role.value}_{base64.urlsafe_b64encode(raw).decode('ascii').rstrip('=')}"
 
 
-def admit(text: str, network: bytes, now: float) -> Role:
-    """The role a token gives in ``network`` at unix time ``now``. Raises TokenError."""
+def admit(text: str, network: bytes, now: float) -> Grant:
+    """What a token grants in ``network`` at unix time ``now``. Raises TokenError."""
     token = JoinToken.parse(text)
     _check_network(token.network, network)
-    _check_expiry(token.expires_at, now)
-    return token.role
+    _check_expiry(token.grant.expires_at, now)
+    return token.grant
 
 
-def admit_credential(credential: Credential, peer_id: str, network: bytes, now: float | None) -> Role:
-    """The role of a peer's credential; ``now=None`` skips the expiry, which bounds joining only."""
+def admit_credential(credential: Credential, peer_id: str, network: bytes, now: float | None) -> Grant:
+    """What a peer's credential grants it; ``now=None`` skips the expiry, which bounds joining only."""
     try:
         certificate = _read_certificate(credential.certificate)
     except (ValueError, *DECODE_ERRORS) as error:
@@ -171,7 +203,7 @@ def admit_credential(credential: Credential, peer_id: str, network: bytes, now: 
         raise TokenError("the credential is forged: it was made for another peer; join with a token of your own")
     if now is not None:
         _check_expiry(certificate.expires_at, now)
-    return certificate.role
+    return _grant_of(certificate)
 
 
 def _split(text: str) -> tuple[str, str, str]:
@@ -194,7 +226,15 @@ def _read_certificate(raw: bytes) -> _Certificate:
         raise ValueError("a key in the certificate has the wrong size")
     if len(certificate.bootstraps) > _MAX_BOOTSTRAPS:
         raise ValueError("too many bootstraps")
+    if not 0 < certificate.uses <= MAX_USES:
+        raise ValueError("a certificate for no box, or for too many")
     return certificate
+
+
+def _grant_of(certificate: _Certificate) -> Grant:
+    name = certificate.holder.hex()[:16]
+    lead = certificate.lead and certificate.role is not Role.CLIENT
+    return Grant(name, certificate.role, lead, certificate.uses, certificate.expires_at)
 
 
 def _bootstraps_of(certificate: _Certificate) -> tuple[Bootstrap, ...]:
