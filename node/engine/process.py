@@ -38,32 +38,30 @@ class AgentSockets(NamedTuple):
     connections: socket.socket
 
 
-class EngineProgram(Protocol):
-    """An engine in its process: `take`, `attach` by any thread, the rest by the main one."""
-
-    def take(self, message: protocol.ToEngine) -> None:
-        """The agent wants this; `serve` is to deal with it."""
-        ...
-
-    def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """The agent has accepted a connection, which has said `hello`. Takes over the socket."""
-        ...
-
-    def load(self) -> None:
-        """Load the model. Raises StartError."""
-        ...
+class LoadedEngine(Protocol):
+    """An engine whose model is loaded, for the main thread."""
 
     def ready(self, load_s: float) -> protocol.EngineReady:
         """Describe the engine, which took so long to load."""
-        ...
 
     def serve(self) -> None:
         """Serve until the agent sends `Stop`."""
-        ...
 
     def close(self) -> None:
         """All has been said: let go of other processes."""
-        ...
+
+
+class EngineProgram(Protocol):
+    """An engine in its process: `take`, `attach` by any thread, `load` by the main one."""
+
+    def take(self, message: protocol.ToEngine) -> None:
+        """The agent wants this; `serve` is to deal with it."""
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """The agent has accepted a connection, which has said `hello`. Takes over the socket."""
+
+    def load(self) -> LoadedEngine:
+        """Load the model. Raises StartError."""
 
 
 def enter_process(config: protocol.EngineConfig) -> None:
@@ -91,16 +89,16 @@ def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EnginePr
     accept = (sockets.connections, program.attach)
     threading.Thread(target=_accept, args=accept, name="kv-acceptor", daemon=True).start()
     try:
-        program.load()
+        engine = program.load()
     except StartError as error:
         _log.exception("the engine does not start")
         outbox.send(protocol.StartFailed(reason=str(error)))
         outbox.flush()
         return 1
-    outbox.send(program.ready(time.monotonic() - started))
-    program.serve()
+    outbox.send(engine.ready(time.monotonic() - started))
+    engine.serve()
     outbox.flush()
-    program.close()
+    engine.close()
     return 0
 
 

@@ -4,11 +4,11 @@ spread over the time, to which the coordinator fits the profile."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar, final
 
 from ...coordinator.profile import StepSample
-from .protocol import Iterations
+from .protocol import EngineMessage, EngineStats, Iterations, NewTokens, Step
 
 INTERVAL_S: Final = 0.1
 SAMPLES_KEPT: Final = 4  # of steps with prefill in them, and as many of the others
@@ -87,6 +87,22 @@ class StepTotals:
         self._taken_at = now
         self._clear()
         return found
+
+
+@final
+class StepReporter:
+    """Tells the agent what steps have added. `send` queues a message to it."""
+
+    def __init__(self, send: Callable[[EngineMessage], None]) -> None:
+        self._send = send
+        self._reported: EngineStats | None = None
+
+    def report(self, outputs: Sequence[NewTokens], stats: EngineStats, iterations: Iterations | None = None) -> None:
+        """Send what is new. That the load has changed is news too, since routes follow it: also when requests have gone
+        without a word, and when it goes back to what it was before the last report."""
+        if outputs or iterations or stats != self._reported:
+            self._reported = stats
+            self._send(Step(outputs=tuple(outputs), stats=stats, iterations=iterations))
 
 
 @final

@@ -12,7 +12,7 @@ from ....coordinator.costs.replica import ReplicaError, StageHardware, kv_capaci
 from ....coordinator.costs.step_times import StepTimes
 from ....kvtransport.errors import TransferError
 from .. import protocol
-from ..stats import StepTotals
+from ..stats import StepReporter, StepTotals
 from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
 from .batching import BatchedRequest as Work
@@ -63,15 +63,12 @@ class ExpectedKv(Protocol):
 
     def start(self) -> None:
         """There are blocks for it: the senders may send."""
-        ...
 
     def progress(self) -> tuple[float, int]:
         """The fraction of all bytes that is here, and how many tokens are complete."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Stop receiving."""
-        ...
 
 
 class TransferPort(Protocol):
@@ -79,31 +76,24 @@ class TransferPort(Protocol):
 
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
         """Open the sending ends; `on_end` is called once, when all of them have ended."""
-        ...
 
     def send_span(self, transfer: bytes, span: ComputedSpan) -> None:
         """A step computes these tokens of a prompt that is sent."""
-        ...
 
     def withdraw(self, transfer: bytes) -> None:
         """The request has been preempted: what has not been sent is lost, and is computed again."""
-        ...
 
     def expect(self, inlets: Sequence[protocol.Inlet], tokens: int, on_end: Callable[[], None]) -> ExpectedKv:
         """Open the receiving ends. Raises TransferError."""
-        ...
 
     def close_incoming(self, transfer: bytes) -> object:
         """An expected transfer is over."""
-        ...
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """End a transfer."""
-        ...
 
     def carry_out(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         """Do what the agent wants of a link or a transfer."""
-        ...
 
 
 @dataclass(slots=True)
@@ -137,7 +127,7 @@ class EmulatedEngine:
         self._emulation = emulation
         self._tp = config.tp
         self._settings = settings
-        self._transfers, self._tell, self._wake = transfers, tell, wake
+        self._transfers, self._wake = transfers, wake
         capacity, self._times = model_capacity(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)
         block_size = config.block_size or settings.block_size
         self._batcher = Batcher(
@@ -151,7 +141,7 @@ class EmulatedEngine:
         self._requests: dict[str, _Request] = {}
         self._wait_limits = WaitLimits(config.transfers.wait_limits)
         self._tally = StepTotals()
-        self._reported: protocol.EngineStats | None = None
+        self._reporter = StepReporter(tell)
         self._checked_at = -settings.check_interval_s
         self._batch: Batch | None = None
         self._ends: float | None = None  # modelled end of the step under way, or of the last one
@@ -197,7 +187,7 @@ class EmulatedEngine:
                 complaint = self._find_fault(message)
                 if complaint:
                     refused = protocol.NewTokens(request, (), "refused", reason=complaint)
-                    self._report((refused,), self._stats())
+                    self._reporter.report((refused,), self._stats())
                 else:
                     self._submit(message, now)
             case protocol.SetFirstToken():
@@ -380,21 +370,7 @@ class EmulatedEngine:
     def _publish(self, outputs: list[protocol.NewTokens], now: float) -> None:
         if self.idle:
             self._batcher.check_integrity()
-        stats = self._stats()
-        iterations = self._tally.take(now, at_once=self.idle)
-        # Also when requests have gone without a word: routes follow the load.
-        if outputs or iterations or stats != self._reported:
-            self._report(tuple(outputs), stats, iterations)
-
-    def _report(
-        self,
-        outputs: tuple[protocol.NewTokens, ...],
-        stats: protocol.EngineStats,
-        iterations: protocol.Iterations | None = None,
-    ) -> None:
-        # Whatever is told counts as told: a load that goes back to what it was before is news again.
-        self._reported = stats
-        self._tell(protocol.Step(outputs=outputs, stats=stats, iterations=iterations))
+        self._reporter.report(outputs, self._stats(), self._tally.take(now, at_once=self.idle))
 
     def _stats(self) -> protocol.EngineStats:
         batcher = self._batcher
