@@ -28,6 +28,7 @@ from ...kvtransport.errors import TransferError
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineError
 from ..engine.agent_side.fork_server import open_fork_server
+from ..engine.dev.bench import first_error
 from ..engine.trials.trial import Trial, TrialEngine, open_trial
 from ..models import ModelError, open_model
 
@@ -175,18 +176,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = trio.run(run, options.model, options.codec, options.tokens, options.repeats)
     except* (ModelError, EngineError, TransferError, ValueError) as errors:
-        sys.stderr.write(f"bench: {_first(errors)}\n")
+        sys.stderr.write(f"bench: {first_error(errors)}\n")
     if report is None:
         return 1
     sys.stdout.write(json.dumps(asdict(report), indent=2) if options.format == "json" else table(report))
     sys.stdout.write("\n")
     return 0
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

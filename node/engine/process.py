@@ -17,14 +17,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from . import protocol
 from .mailbox import Outbox, listen
 
 _log = logging.getLogger(__name__)
 
+MAX_REASON: Final = 400  # characters of an error that are shown; the log has all of it
 _MAX_HELLO = 64  # bytes that a connection says first
+
+
+def explain(error: BaseException) -> str:
+    """An error in one line of bounded length."""
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 class StartError(Exception):

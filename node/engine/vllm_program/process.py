@@ -21,7 +21,7 @@ from ..mailbox import Outbox
 from ..pipeline.pipes import PipeConnections, PipelineError
 from ..pipeline.stage import StageProgram, check_pipeline, end_process, join_pipeline, run_forked_worker
 from ..pipeline.stage_workers import ForkedWorker, fork_workers
-from ..process import AgentSockets, StartError, serve_agent
+from ..process import AgentSockets, StartError, explain, serve_agent
 from ..scratch import own_temporary_folder
 from ..stats import StepMeter, StepReporter
 from ..transfers.idle import IdleSteps
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
-
-MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 
 
 def run_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
@@ -205,7 +203,7 @@ class EngineRunner:
                     # Whatever vLLM has against a request, it says so before the scheduler has it (its own errors are
                     # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
-                    self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
+                    self._give_up(message, explain(error))
             case protocol.SetFirstToken():
                 self._begin_with(message)
             case protocol.Cancel(request=request):
