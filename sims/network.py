@@ -260,8 +260,7 @@ class FluidNetwork:
     @staticmethod
     def _settle(flow: Flow, now: float) -> None:
         """Take what it has sent up to now off `left`."""
-        left = flow.left - flow.rate * (now - flow.since)
-        flow.left = left if left > _ROUNDING else _ROUNDING
+        flow.left = max(_ROUNDING, flow.left - flow.rate * (now - flow.since))
         flow.since = now
 
 

@@ -63,8 +63,9 @@ def test_all_that_a_program_catches_is_at_the_front_door() -> None:
     """`import p2pserve` is enough: clients, what they return, and every error of theirs."""
     from p2pserve.sdk import errors
 
-    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
-    assert "RequestFailed" in raised
+    kinds = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    raised = {name for name, value in kinds.items() if issubclass(value, errors.ClientError)}
+    assert "DeadlineExceeded" in raised
     assert raised <= set(p2pserve.__all__)
     assert set(p2pserve.__all__) - {"__version__"} == set(p2pserve.sdk.__all__)
     assert p2pserve.RequestFailed is errors.RequestFailed
