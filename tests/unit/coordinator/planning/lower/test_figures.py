@@ -6,17 +6,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from p2pserve.coordinator.costs.gpus import Specs, gpu_table
+from p2pserve.coordinator.costs.model_shape import model_shape
+from p2pserve.coordinator.costs.replica import Hop
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import LoadRow, model_replica
+from p2pserve.coordinator.planning.lower.parallel import BoxGpus, GroupHardware, ParallelOptions, ServiceNeeds
+from p2pserve.coordinator.planning.lower.queueing import OtherPhase, in_time_by_load
 from p2pserve.coordinator.planning.model.length_classes import Classes, classify_lengths
-from p2pserve.coordinator.planning.model.workload import Workload
+from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
 from p2pserve.sims.testing import LinearTimes
 
 FILE = Path(__file__).parent / "data" / "figures.json"
@@ -27,14 +32,16 @@ SOME_LOADS = (0, 2, 5, 9, 13)
 """Of those that behaviour is tabulated at: 0, 0.4, 0.7, 0.9 and 1."""
 
 
-def mixed_lengths() -> Classes:
-    """Prompts of 30 to some 9,000 tokens, outputs of 1 to some 2,000."""
+def mixed_workload() -> Workload:
+    """Prompts of 30 to some 9,000 tokens, outputs of 1 to some 2,000, in bursts."""
     rng = np.random.default_rng(5)
     prompts, outputs = rng.lognormal(6.5, 1.0, 300), rng.lognormal(4.5, 1.2, 300)
     sizes = [np.clip(np.round(lengths), 1, 10_000).astype(np.int64) for lengths in (prompts, outputs)]
-    return classify_lengths(
-        Workload(name="mixed", prompts=sizes[0], outputs=sizes[1], rate=1.0), prompts=3, outputs=(0.5,)
-    )
+    return Workload(name="mixed", prompts=sizes[0], outputs=sizes[1], rate=1.0, arrival_cv=1.3)
+
+
+def mixed_lengths() -> Classes:
+    return classify_lengths(mixed_workload(), prompts=3, outputs=(0.5,))
 
 
 def describe_replica(phase: Phase, kv_tokens: int, arrival_cv: float, stages: int, tpot_s: float) -> Figures:
@@ -61,6 +68,51 @@ def replica(
     return lambda: describe_replica(phase, kv_tokens, arrival_cv, stages, tpot_s)
 
 
+def describe_shares(phase: Phase, slo: Slo, counts: tuple[int, int], other: OtherPhase | None, later: bool) -> Figures:
+    """In time at every load, of two replicas: one has little memory."""
+    classes = mixed_lengths()
+    replicas = [
+        model_replica(phase, TIMES, classes, kv_tokens=tokens, arrival_cv=1.3, tpot_s=slo.tpot_s)
+        for tokens in (30_000, 10**6)
+    ]
+    shares = in_time_by_load(
+        replicas, classes, slo, 1.3, phase_counts=counts, other_phase=other, admitted_later=later
+    )  # fmt: skip
+    return {f"kv_tokens {tokens}": row.tolist() for tokens, row in zip((30_000, 10**6), shares, strict=True)}
+
+
+def shares(
+    phase: Phase, slo: Slo, counts: tuple[int, int] = (1, 1), other: OtherPhase | None = None, later: bool = False
+) -> Callable[[], Figures]:
+    return lambda: describe_shares(phase, slo, counts, other, later)
+
+
+def describe_configurations(model: str, slo: Slo, boxes: Sequence[tuple[str, int, bool]]) -> Figures:
+    """Of boxes whose links get slower with the distance of their numbers: stages in order, and what they carry."""
+    parts = tuple(BoxGpus(gpu_table().find(name, Specs.TABLE1), gpus, 160.0, atomic) for name, gpus, atomic in boxes)
+    links = tuple(
+        tuple(Hop(1e-3 * (1 + abs(one - two)), 20.0 / (1 + (one - two) ** 2)) for two in range(len(parts)))
+        for one in range(len(parts))
+    )
+    workload = mixed_workload()
+    service = Service(name="s", model=model_shape(model), workload=workload, slo=slo)
+    options = ParallelOptions(GroupHardware(parts, links), ServiceNeeds(service, mixed_lengths(), longest=6000))
+    figures: Figures = {}
+    for phase in Phase:
+        best = options.best(phase)
+        if best is not None:
+            figures[f"{phase.value}: box, GPUs and layers of each stage"] = [float(n) for s in best.stages for n in s]
+            figures[f"{phase.value}: room for KV, requests/s"] = [best.kv_tokens, best.behaviour.rate]
+    return figures
+
+
+def configurations(model: str, slo: Slo, *boxes: tuple[str, int, bool]) -> Callable[[], Figures]:
+    return lambda: describe_configurations(model, slo, boxes)
+
+
+A40, TI, A5000 = "A40-48GB", "RTX-3090TI-24GB", "RTX-A5000-24GB"
+PACED, ALL = Slo(ttft_s=1.5, tpot_s=0.06), Slo(ttft_s=1.5, tpot_s=0.09, e2e_s=15.0)
+
 CASES: dict[str, Callable[[], Figures]] = {
     "a prefill replica": replica(Phase.PREFILL),
     "a decode replica": replica(Phase.DECODE),
@@ -69,6 +121,27 @@ CASES: dict[str, Callable[[], Figures]] = {
     "a mixed replica": replica(Phase.MIXED),
     "a mixed replica of three stages under a tight deadline": replica(Phase.MIXED, 100_000, 1.5, 3, 0.1),
     "a mixed replica short of memory": replica(Phase.MIXED, 20_000, 1.0, 2, 0.3),
+    "in time on mixed replicas": shares(Phase.MIXED, ALL),
+    "in time on mixed replicas that share what comes": shares(Phase.MIXED, PACED, (3, 3)),
+    "in time on prefill replicas": shares(Phase.PREFILL, ALL, (2, 1), OtherPhase(0.0, 0.04)),
+    "in time on decode replicas": shares(Phase.DECODE, ALL, (1, 2), OtherPhase(0.4, 0.0)),
+    "in time on decode replicas that write first": shares(Phase.DECODE, PACED, later=True),
+    "two unlike boxes": configurations("llama-30b", PACED, (A40, 4, False), (TI, 4, False)),
+    "a box that is one stage, and two others": configurations(
+        "llama-30b", ALL, (TI, 4, True), (A40, 2, False), (A5000, 3, False)
+    ),
+    "four boxes without deadlines": configurations(
+        "llama-13b", Slo(), (A5000, 2, False), (A40, 2, False), (TI, 1, False), (A5000, 2, False)
+    ),
+    "a model that needs all of five": configurations(
+        "llama2-70b",
+        Slo(e2e_s=60.0),
+        (A40, 2, False),
+        (TI, 2, False),
+        (A40, 2, False),
+        (A5000, 4, False),
+        (TI, 1, False),
+    ),
 }
 
 
