@@ -34,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 60.0
 FOLDERS = ("tests/unit", "tests/sim/bootstrap")
 PASSING = 0.9
-MANY_FILES = 6  # that import one module, above which most of them are about something else
 
 MODULES = [
     f"{folder}/{name}"
@@ -190,16 +189,20 @@ def read_tests() -> dict[str, str]:
 
 @cache
 def find_tests(module: str) -> list[str]:
-    """The unit tests that import `module`, those of its name first: where those are many, only those in the folder that
-    mirrors its own; where there are none, all of that folder, or else of its room."""
+    """The unit tests that import `module` and are in the folder that mirrors its own, those of its name first; where
+    there are none, all that import it, or else all of that folder or of its room."""
     room, _, name = module.replace("/", ".").rpartition(".")
     direct = (f"p2pserve.{room}.{name} import", f"p2pserve.{room} import {name}\n")
     texts = read_tests()
     found = [path for path, text in texts.items() if any(phrase in text for phrase in direct)]
     mirror = [path for path in texts if Path(path).parent == Path("tests/unit") / Path(module).parent]
     near = [path for path in found if path in mirror]
-    chosen = near if len(found) > MANY_FILES and near else found or mirror
-    chosen = chosen or [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
+    chosen = (
+        near
+        or found
+        or mirror
+        or [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
+    )
     return sorted(chosen, key=lambda path: Path(path).stem != f"test_{name}")
 
 
