@@ -197,13 +197,8 @@ def find_tests(module: str) -> list[str]:
     found = [path for path, text in texts.items() if any(phrase in text for phrase in direct)]
     mirror = [path for path in texts if Path(path).parent == Path("tests/unit") / Path(module).parent]
     near = [path for path in found if path in mirror]
-    chosen = (
-        near
-        or found
-        or mirror
-        or [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
-    )
-    return sorted(chosen, key=lambda path: Path(path).stem != f"test_{name}")
+    in_room = [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
+    return sorted(near or found or mirror or in_room, key=lambda path: Path(path).stem != f"test_{name}")
 
 
 class Outcome(Enum):
