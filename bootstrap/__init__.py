@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .members.states import Member, MemberState
     from .network import Network, NetworkStatistics
     from .streams.libp2p_host import Libp2pTransport
-    from .streams.memory import MemoryNetwork
 
 __all__ = [
     "DECODE_ERRORS",
@@ -45,7 +44,6 @@ __all__ = [
     "Libp2pTransport",
     "Member",
     "MemberState",
-    "MemoryNetwork",
     "Network",
     "NetworkError",
     "NetworkKey",
@@ -75,7 +73,6 @@ __all__ = [
 _LAZY = {  # name -> module; `import trio` takes 0.1 s and `import libp2p` 0.4 s and 83 MB
     "Member": "members.states",
     "MemberState": "members.states",
-    "MemoryNetwork": "streams.memory",
     "Network": "network",
     "NetworkStatistics": "network",
     "Libp2pTransport": "streams.libp2p_host",

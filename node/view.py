@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self, final
 
@@ -16,6 +17,7 @@ from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .messages import Advert, EngineAdvert, LinkTable, Status
+from .models import ModelInfo
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
 UNKNOWN_CARD_PCIE = 4  # the bus between two GPUs of which nothing is known
@@ -38,6 +40,15 @@ class Queue(NamedTuple):
 
 
 NO_QUEUE = Queue()
+
+
+def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
+    """What lies at each node, from the node and the unread tokens of each request."""
+    queues: defaultdict[PeerId, Queue] = defaultdict(Queue)
+    for peer, unread in work:
+        requests, tokens = queues[PeerId(peer)]
+        queues[PeerId(peer)] = Queue(requests + 1, tokens + unread)
+    return queues
 
 
 def decode_adverts(entries: Mapping[PeerId, bytes]) -> tuple[dict[PeerId, Advert], tuple[PeerId, ...]]:
@@ -128,13 +139,14 @@ class NetworkView:
     def hopeful(self, service: str) -> bool:
         """Whether an engine of the service is being started, so that waiting for it makes sense."""
         return any(
-            advert.model is not None
-            and advert.model.service == service
-            and advert.engine is not None
-            and advert.engine.state in ("starting", "loading", "restarting")
-            and not advert.draining
-            for advert in self.adverts.values()
+            not advert.draining and engine.state in ("starting", "loading", "restarting")
+            for advert, engine in self._engines(service)
         )
+
+    def max_model_len(self, model: ModelInfo) -> int:
+        """How long a request may be that every engine of the model takes."""
+        lengths = (engine.max_model_len for _, engine in self._engines(model.service))
+        return min([model.max_model_len, *(length for length in lengths if length)])
 
     def starts(self, peer: PeerId) -> int:
         """How often this peer's engine has been started: tells a restarted engine from the one that failed."""
@@ -252,6 +264,13 @@ class NetworkView:
         """The advert of a box, if it offers the service."""
         advert = self.adverts.get(PeerId(peer))
         return advert if advert is not None and advert.model is not None and advert.model.service == service else None
+
+    def _engines(self, service: str) -> Iterator[tuple[Advert, EngineAdvert]]:
+        """The boxes that offer the service and have an engine for it."""
+        for peer in self.adverts:
+            advert = self._offer(peer, service)
+            if advert is not None and advert.engine is not None:
+                yield advert, advert.engine
 
     def _engine_of(self, peer: str) -> EngineAdvert | None:
         advert = self.adverts.get(PeerId(peer))

@@ -12,7 +12,7 @@ import msgspec
 from ..bootstrap import PeerId
 from ..node.messages import Advert, AnswerUpdate, Generate, RequestFigures
 from ..node.models.text import PromptError
-from ..node.requests.request import check
+from ..node.requests.acceptance import check
 from .errors import InvalidRequest
 
 

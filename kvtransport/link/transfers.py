@@ -1,9 +1,9 @@
 """The life of a KV transfer as a table, and the record of transfers that each end of a link keeps.
 Pure.
 
-Both ends go through the same statuses on the same events; what makes an event happen differs, see
-`MEANINGS`. A pair that `TRANSITIONS` lacks cannot happen: it is refused as a protocol error.
-`python -m p2pserve.kvtransport.dev.draw_states` draws the diagram in the docs from these tables.
+Both ends go through the same statuses on the same events; docs/kvtransport.md draws the table, and
+says what makes each event happen at either end. A pair that `TRANSITIONS` lacks cannot happen: it
+is refused as a protocol error.
 """
 
 from __future__ import annotations
@@ -41,20 +41,6 @@ class TransferEvent(StrEnum):
     ABORTED = "aborted"
     REFUSED = "refused"
 
-
-MEANINGS: Mapping[TransferEvent, tuple[str, str]] = MappingProxyType(
-    {
-        TransferEvent.GRANTED: ("a Credit raises the limit", "`grant` gives it a window"),
-        TransferEvent.COMPLETED: ("every frame has been cut: End is queued", "End and every frame have arrived"),
-        TransferEvent.ACKNOWLEDGED: ("a Result says delivered", "`acknowledge`: the KV is in place"),
-        TransferEvent.ABORTED: (
-            "`abort`, deadline, no connection, end of the link",
-            "`abort`, deadline, no connection, end of the link",
-        ),
-        TransferEvent.REFUSED: ("a Result says failed", "an Abort has arrived"),
-    }
-)
-"""What each event is at the sending and at the receiving end."""
 
 _OPEN = (TransferStatus.WAITING, TransferStatus.MOVING, TransferStatus.COMPLETE)
 

@@ -1,71 +1,112 @@
-"""A client's request as its gateway holds it: its machine, and what the messages of its attempts
-are made of."""
+"""A client's request as its gateway holds it: what replicas say becomes events of its machine, what the machine wants
+becomes messages."""
 
 from __future__ import annotations
 
-from typing import final
-
-import trio
+from dataclasses import dataclass
+from typing import Any, Generic, assert_never, final
 
 from ...bootstrap import PeerId
+from ...bootstrap.methods import Body, Notice
 from ...coordinator import Plan
-from ...coordinator.requests import OpenDecode, OpenPrefill, RequestMachine, RequestRecord
+from ...coordinator.requests import (
+    CancelTransfer,
+    CancelWork,
+    EndRequest,
+    OpenDecode,
+    OpenPrefill,
+    PassFirstToken,
+    Ready,
+    RequestMachine,
+    ShowTokens,
+)
 from .. import messages
-from .request import LiveRequest
+from ..methods import ANSWER, DECODE_FIRST, REQUEST_STOP, TRANSFER_STOP
+from .live_request import LiveRequest
 
 LEAST_DEADLINE_S = 0.05  # that an engine is given: a deadline that is over cannot be sent
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Telling(Generic[Body]):
+    """A notice, and whom it is for."""
+
+    peer: PeerId
+    notice: Notice[Body]
+    body: Body
 
 
 @final
 class OpenedRequest:
     """From its arrival to its end."""
 
-    def __init__(self, client: PeerId, id: str, live: LiveRequest, machine: RequestMachine, deadline: float) -> None:  # noqa: A002
+    def __init__(
+        self, client: PeerId, live: LiveRequest, machine: RequestMachine, deadline: float, *, token: str
+    ) -> None:
         self.client = client
-        self.id = id  # as the client calls it
+        self.id = live.id  # as the client calls it
         self.live = live
         self.machine = machine
-        self.is_over = False
-        self.wake_at = machine.wake_at
-        self.changed = trio.Event()  # `wake_at`, or that it is over
-        self.opening: OpenDecode | None = None
-        """The latest attempt."""
-        self.attempt = ""
-        """The id by which its replicas know it: new for each, so that late messages of another are
-        told apart."""
-        self.asks_for = 0
-        """The number of the attempt whose replicas may be asked to begin; 0: of none."""
-        self.asking = trio.CancelScope()
-        """Around the latest question."""
-        self.slices: tuple[messages.TicketedSlice, ...] = ()
-        """Tickets for its KV."""
-        self.transfer: messages.TransferFigures | None = None
+        self.token = token  # the id by which its replicas know an attempt begins with it
         self._deadline = deadline
-        self._codec = "raw"
-        self._asked: messages.DecodeOpen | None = None
+        self._opening: OpenDecode | None = None  # the latest attempt
+        self._asked: messages.DecodeOpen | None = None  # of its decode replica
+        self._slices: tuple[messages.TicketedSlice, ...] = ()  # with tickets for its KV
+        self._transfer: messages.TransferFigures | None = None
 
     def __repr__(self) -> str:
         return f"<OpenedRequest {self.id} of {self.client}: {self.machine!r}>"
 
-    def note_wake_at(self) -> None:
-        """Its machine may want to be woken at another moment now."""
-        if self.wake_at != self.machine.wake_at:
-            self.wake_at = self.machine.wake_at
-            self.changed.set()
+    @property
+    def attempt(self) -> str:
+        """The id by which the replicas know the latest attempt: late messages of another are told apart by it."""
+        return self._asked.request if self._asked is not None else ""
 
-    def stop_asking(self) -> None:
-        """A replica is told to forget the attempt: it must not be asked for it afterwards."""
-        self.asks_for = 0
-        self.asking.cancel()
+    # ---- events ---------------------------------------------------------------------------------------------
 
-    def begin_attempt(self, opening: OpenDecode, attempt: str, plan: Plan, now: float) -> messages.DecodeOpen:
+    def on_decode_opened(self, attempt: int, opened: messages.DecodeOpened, now: float) -> Ready:
+        """The decode replica has accepted, with tickets for the KV that it expects."""
+        self._slices = opened.slices
+        return self.machine.decode_opened(attempt, now, receives=bool(opened.slices))
+
+    def on_tokens(self, peer: PeerId, body: messages.Tokens, engine: int, now: float) -> Ready:
+        """New tokens, or none to come, from the decode replica; or the first token from the prefill replica."""
+        machine, opening = self.machine, self._opening
+        if opening is None or body.request != self.attempt:
+            return ()
+        if peer == opening.prefill:
+            return machine.first_token(opening.attempt, body.tokens, body.finish, now)
+        if peer != opening.decode:
+            return ()
+        if body.refused:
+            return machine.refused(opening.attempt, body.refused, now)
+        if body.failed:
+            return machine.decode_failed(opening.attempt, body.failed, engine, now)
+        return machine.decoded(opening.attempt, body.tokens, body.finish, now, cached=body.cached_tokens)
+
+    def on_prefill_ended(self, peer: PeerId, body: messages.PrefillEnded, engine: int, now: float) -> Ready:
+        """The prefill replica says how its part has ended."""
+        opening = self._opening
+        if opening is None or opening.prefill != peer or body.request != self.attempt:
+            return ()
+        if self.machine.is_prefilling and not body.failed and body.figures is not None:
+            self._transfer = body.figures
+        return self.machine.prefill_ended(opening.attempt, body.failed, engine, now)
+
+    def on_peer_lost(self, peer: PeerId, engine: int, now: float) -> Ready:
+        """The connection to its client or to a node is gone."""
+        return self.machine.stop(now) if peer == self.client else self.machine.peer_lost(peer, engine, now)
+
+    # ---- actions --------------------------------------------------------------------------------------------
+
+    def begin_attempt(self, opening: OpenDecode, plan: Plan, now: float) -> messages.DecodeOpen:
         """What the decode replica is asked."""
-        self.opening, self.attempt, self.slices, self._codec = opening, attempt, (), plan.codec
-        self.asks_for = opening.attempt
+        self._opening, self._slices = opening, ()
         prefill = plan.replica_of(opening.prefill) if opening.prefill is not None else None
         prompt, sampling = self.live.replay()
         self._asked = messages.DecodeOpen(
-            request=attempt,
+            request=f"{self.token}.{opening.attempt}",
             service=plan.service,
             prompt=prompt,
             sampling=sampling,
@@ -86,25 +127,45 @@ class OpenedRequest:
             service=asked.service,
             prompt=asked.prompt[: opening.split],
             deadline_s=asked.deadline_s,
-            slices=self.slices,
+            slices=self._slices,
             sampling=asked.sampling if opening.first_token else None,
         )
 
-    def figures(self, record: RequestRecord | None) -> messages.RequestFigures | None:
-        """What the client is told at the end."""
-        if record is None:
-            return None
-        return messages.RequestFigures(
-            prompt_tokens=len(self.live.prompt),
-            completion_tokens=self.live.count,
-            ttft_s=record.ttft_s,
-            tpot_s=record.tpot_s,
-            e2e_s=record.e2e_s,
-            prefill_node=record.prefill,
-            decode_node=record.decode,
-            codec=self._codec,
-            attempts=record.attempts,
-            recovered=record.recovered,
-            cached_tokens=record.cached_tokens,
-            transfer=self.transfer,
-        )
+    def telling(self, action: ShowTokens | PassFirstToken | CancelTransfer | CancelWork | EndRequest) -> Telling[Any]:
+        """What somebody is to be told."""
+        match action:
+            case ShowTokens(text, tokens):
+                update = messages.AnswerUpdate(request=self.id, text=text, tokens=tuple(tokens))
+                return Telling(self.client, ANSWER, update)
+            case PassFirstToken(_, decode, token):
+                first = messages.FirstToken(request=self.attempt, token=token)
+                return Telling(PeerId(decode), DECODE_FIRST, first)
+            case CancelTransfer(_, decode, reason):
+                stop = messages.StopTransfer(request=self.attempt, reason=reason)
+                return Telling(PeerId(decode), TRANSFER_STOP, stop)
+            case CancelWork(_, replica):
+                return Telling(PeerId(replica), REQUEST_STOP, messages.StopRequest(request=self.attempt))
+            case EndRequest():
+                return Telling(self.client, ANSWER, self._last_update(action))
+            case _:
+                assert_never(action)
+
+    def _last_update(self, end: EndRequest) -> messages.AnswerUpdate:
+        record, figures = end.record, None
+        if record is not None:
+            figures = messages.RequestFigures(
+                prompt_tokens=len(self.live.prompt),
+                completion_tokens=self.live.count,
+                ttft_s=record.ttft_s,
+                tpot_s=record.tpot_s,
+                e2e_s=record.e2e_s,
+                prefill_node=record.prefill,
+                decode_node=record.decode,
+                codec=self._asked.codec if self._asked is not None else "raw",
+                attempts=record.attempts,
+                recovered=record.recovered,
+                cached_tokens=record.cached_tokens,
+                transfer=self._transfer,
+            )
+        rest = self.live.take_rest()
+        return messages.AnswerUpdate(request=self.id, text=rest, finish=end.finish, error=end.error, figures=figures)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from . import architecture
+from p2pserve.kvtransport.link.transfers import TRANSITIONS, TransferEvent
+
+from . import architecture, transfer_states
 
 ROOT = architecture.ROOT
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -111,6 +113,18 @@ def test_architecture_has_a_line_for_every_module() -> None:
     page = architecture.PAGE.read_text(encoding="utf-8")
     expected = architecture.page_with(page, architecture.module_list())
     assert page == expected, "run: python tests/unit/docs/architecture.py"
+
+
+def test_the_states_of_a_transfer_are_those_of_the_code() -> None:
+    page = transfer_states.PAGE.read_text(encoding="utf-8")
+    assert page == transfer_states.page_with(page), "run: python tests/unit/docs/transfer_states.py"
+    assert transfer_states.MEANINGS.keys() == set(TransferEvent), "say what each event is at either end"
+    lines = page.splitlines()
+    for (status, event), after in TRANSITIONS.items():
+        arrow = f"    {status} --> {after}: "
+        assert any(line.startswith(arrow) and event in line.split(": ")[1].split(", ") for line in lines)
+    assert "    delivered --> [*]" in lines
+    assert "    waiting --> [*]" not in lines
 
 
 def test_every_word_is_explained_in_one_line() -> None:

@@ -15,7 +15,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     async def run_sync(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         await trio.lowlevel.checkpoint()
-        done.append(function)
+        done.append(getattr(function, "func", function))
         return function(*args)
 
     monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from p2pserve.kvtransport.errors import KVProtocolError, TransferError
 from p2pserve.kvtransport.link.settings import LinkSettings
-from p2pserve.kvtransport.link.simulated import SimulatedLink, SimulatedWire
 from p2pserve.kvtransport.wire.channel import LinkRole
 from p2pserve.kvtransport.wire.signals import Ack, Chunk, Credit, End, Result, frame_header
 
+from .simulated import SimulatedLink, SimulatedWire
 from .transfers import SMALL, WINDOW, assert_intact, frame, states, transfer
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES, ReceiveMachine
 from p2pserve.kvtransport.link.sending import FRAME_CHARGE, SendMachine
 from p2pserve.kvtransport.link.settings import LinkSettings
-from p2pserve.kvtransport.link.simulated import SimulatedLink
 from p2pserve.kvtransport.link.transfers import FrameReady
 from p2pserve.kvtransport.wire.channel import LinkRole
 from p2pserve.kvtransport.wire.signals import Chunk, Credit
 
+from .simulated import SimulatedLink
 from .transfers import SMALL, WINDOW, assert_intact, frame, states, transfer
 
 

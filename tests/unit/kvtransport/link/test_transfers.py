@@ -1,17 +1,14 @@
-"""The life of a transfer: its transition table, the record of transfers, and the diagram that is drawn from them."""
+"""The life of a transfer: its transition table and the record of transfers."""
 
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from p2pserve.kvtransport.dev.draw_states import BEGIN, END, draw, main, replace_section
 from p2pserve.kvtransport.errors import KVProtocolError
 from p2pserve.kvtransport.link.settings import LinkSettings
 from p2pserve.kvtransport.link.transfers import (
-    MEANINGS,
     TRANSITIONS,
     EndState,
     Transfer,
@@ -23,7 +20,6 @@ from p2pserve.kvtransport.link.transfers import (
 
 W, M, C, D, F = TransferStatus
 GRANTED, COMPLETED, ACKNOWLEDGED, ABORTED, REFUSED = TransferEvent
-PAGE = Path(__file__).parents[4] / "docs" / "kvtransport.md"
 
 
 def transfer(name: int = 1, deadline: float = 60.0) -> Transfer:
@@ -152,40 +148,6 @@ class TestTable:
         assert table.note_early(bytes(16)) is first
         table.note_early(b"x" * 16)
         assert table.note_early(bytes(16)) is not first, "the oldest has gone"
-
-
-class TestDiagram:
-    def test_the_docs_hold_what_is_drawn(self) -> None:
-        text = PAGE.read_text(encoding="utf-8")
-        assert replace_section(text) == text, "run python -m p2pserve.kvtransport.dev.draw_states docs/kvtransport.md"
-
-    def test_every_transition_and_every_event_is_in_it(self) -> None:
-        drawn = draw()
-        for (status, event), after in TRANSITIONS.items():
-            assert any(
-                line.startswith(f"    {status} --> {after}: ") and event in line.split(": ")[1].split(", ")
-                for line in drawn.splitlines()
-            )
-        assert all(f"| {event} | {MEANINGS[event][0]} |" in drawn for event in TransferEvent)
-        assert "delivered --> [*]" in drawn
-        assert "waiting --> [*]" not in drawn
-
-    def test_the_command_prints_or_rewrites(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([]) == 0
-        assert capsys.readouterr().out == draw() + "\n"
-        page = tmp_path / "page.md"
-        page.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n", encoding="utf-8")
-        assert main([str(page)]) == 0
-        assert page.read_text(encoding="utf-8") == f"before\n{draw()}\nafter\n"
-
-    def test_a_page_without_the_marks_is_an_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        page = tmp_path / "page.md"
-        page.write_text("nothing", encoding="utf-8")
-        for where in (page, tmp_path / "missing.md"):
-            with pytest.raises(SystemExit) as ended:
-                main([str(where)])
-            assert ended.value.code == 2
-            assert where.name in capsys.readouterr().err
 
 
 class TestSettings:

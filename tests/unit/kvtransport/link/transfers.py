@@ -6,9 +6,10 @@ import random
 
 from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES
 from p2pserve.kvtransport.link.settings import LinkSettings
-from p2pserve.kvtransport.link.simulated import SimulatedLink
 from p2pserve.kvtransport.wire.channel import LinkRole
 from p2pserve.kvtransport.wire.frames import KVFrame
+
+from .simulated import SimulatedLink
 
 SMALL = LinkSettings(chunk_bytes=4096, silence_s=1.0, grace_s=2.0, ping_s=0.2, hedge_s=0.3)
 WINDOW = 2 * MIN_WINDOW_BYTES

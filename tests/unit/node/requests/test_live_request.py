@@ -1,4 +1,4 @@
-"""Requests: what is refused and how, and that tokens survive every change of engine."""
+"""A live request: tokens and text survive every change of engine."""
 
 from typing import Any
 
@@ -6,123 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
+from p2pserve.node.messages import Generate
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import PromptError, TextModel
-from p2pserve.node.requests.request import DEFAULT_MAX_TOKENS, MAX_SEED, MAX_STOPS, LiveRequest, check, tokenize
+from p2pserve.node.requests.live_request import LiveRequest
 
 TEXT = TextModel(BUNDLED)
-NAN, INF = float("nan"), float("inf")
 
 
 def ask(**settings: Any) -> Generate:
-    if "messages" not in settings:
-        settings.setdefault("prompt", "def f(")
-    return Generate(request="r", **settings)
+    return Generate(request="r", prompt="def f(", **settings)
 
-
-def chat(*contents: str, role: str = "user") -> tuple[ChatMessage, ...]:
-    return tuple(ChatMessage(role=role, content=content) for content in contents)
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"prompt": None}, "prompt"),
-        ({"prompt": "a", "messages": chat("a")}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": "\ud800"}, "prompt"),
-        ({"prompt": "a" * (MAX_PROMPT_BYTES + 1)}, "prompt"),
-        ({"prompt": "\u4e16" * (MAX_PROMPT_BYTES // 3 + 1)}, "prompt"),  # the bound is of bytes
-        ({"messages": ()}, "messages"),
-        ({"messages": chat("", "")}, "messages"),
-        ({"messages": chat("a", "\udfff")}, "messages"),
-        ({"messages": chat("a", role="\udfff")}, "messages"),
-        ({"messages": chat("a", "a" * MAX_PROMPT_BYTES)}, "messages"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": NAN}, "temperature"),
-        ({"temperature": INF}, "temperature"),
-        ({"temperature": 2.01}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_p": NAN}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"seed": -1}, "seed"),
-        ({"seed": MAX_SEED + 1}, "seed"),
-        ({"stop": ("a", "")}, "stop"),
-        ({"stop": ("a",) * (MAX_STOPS + 1)}, "stop"),
-        ({"stop": ("\ud800",)}, "stop"),
-        ({"deadline_s": 0.0}, "deadline_s"),
-        ({"deadline_s": -1.0}, "deadline_s"),
-        ({"deadline_s": 86401.0}, "deadline_s"),
-        ({"deadline_s": NAN}, "deadline_s"),
-        ({"deadline_s": INF}, "deadline_s"),
-    ],
-)
-def test_a_bad_parameter_is_named_first(settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(PromptError) as caught:
-        check(ask(**settings))
-    assert str(caught.value).startswith(f"{field}: ")
-    assert "\n" not in str(caught.value)
-
-
-def test_the_size_of_a_prompt_is_in_bytes_of_all_its_text() -> None:
-    assert check(ask(prompt="né")) == 3
-    assert check(ask(messages=chat("né", "x"))) == 3 + 1 + 2 * len("user")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"messages": chat("", "a")},
-        {"prompt": "a" * MAX_PROMPT_BYTES},
-        {"max_tokens": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "deadline_s": 0.001},
-        {"temperature": 2.0, "top_p": 0.01, "top_k": 10_000, "seed": MAX_SEED, "deadline_s": 86400.0},
-        {"stop": ("\n",) * MAX_STOPS},
-    ],
-)
-def test_limits_themselves_are_allowed(settings: dict[str, Any]) -> None:
-    check(ask(**settings))
-
-
-PROMPT = "def f(x):\n    return x + 1\n"
-LENGTH = len(TEXT.encode(PROMPT))
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "room", "expected"),
-    [(None, 5, 5), (None, 1, 1), (None, 5000, DEFAULT_MAX_TOKENS), (5, 5, 5), (1, 5, 1), (5000, 5000, 5000)],
-)
-def test_tokenize_fits_the_answer_into_the_model(max_tokens: int | None, room: int, expected: int) -> None:
-    prompt, count = tokenize(ask(prompt=PROMPT, max_tokens=max_tokens), TEXT, LENGTH + room)
-    assert (prompt, count) == (TEXT.encode(PROMPT), expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "max_model_len", "field"),
-    [
-        ({"prompt": PROMPT}, LENGTH, "prompt"),
-        ({"prompt": PROMPT}, 1, "prompt"),
-        ({"messages": chat(PROMPT)}, LENGTH, "messages"),
-        ({"prompt": PROMPT, "max_tokens": 6}, LENGTH + 5, "max_tokens"),
-    ],
-)
-def test_tokenize_names_what_does_not_fit(settings: dict[str, Any], max_model_len: int, field: str) -> None:
-    with pytest.raises(PromptError) as caught:
-        tokenize(ask(**settings), TEXT, max_model_len)
-    assert str(caught.value).startswith(f"{field}: ")
-    assert str(max_model_len) in str(caught.value)
-
-
-def test_tokenize_puts_messages_through_the_template() -> None:
-    prompt, _ = tokenize(ask(messages=chat("hi")), TEXT, 100)
-    assert prompt == TEXT.encode_chat([{"role": "user", "content": "hi"}])
-
-
-# ---- a live request ---------------------------------------------------------------------------------------
 
 ANSWER = TEXT.encode("def add(a, b):\n    # π ≈ 3.14 🙂\n    return a + b\n")
 

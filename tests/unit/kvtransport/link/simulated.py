@@ -1,5 +1,5 @@
 """Both ends of a link, their machines and channels, over connections that exist only in virtual
-time: what protocol tests, schedules and the fuzzer run on. No socket, no clock, no thread.
+time: what tests of the protocol and of schedules run on. No socket, no clock, no thread.
 """
 
 from __future__ import annotations
@@ -8,15 +8,23 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..errors import KVProtocolError
-from ..wire.channel import Channel, LinkHello, LinkRole
-from ..wire.frames import KVFrame
-from ..wire.signals import Chunk, LinkGreeting, Signal, frame_of
-from ..wire.tickets import LinkTicket
-from .receiving import ReceiveMachine
-from .sending import SendMachine
-from .settings import LinkSettings
-from .transfers import CloseConnection, EndState, FrameReady, LinkEvent, Released, TransferComplete, TransferEnded
+from p2pserve.kvtransport.errors import KVProtocolError
+from p2pserve.kvtransport.link.receiving import ReceiveMachine
+from p2pserve.kvtransport.link.sending import SendMachine
+from p2pserve.kvtransport.link.settings import LinkSettings
+from p2pserve.kvtransport.link.transfers import (
+    CloseConnection,
+    EndState,
+    FrameReady,
+    LinkEvent,
+    Released,
+    TransferComplete,
+    TransferEnded,
+)
+from p2pserve.kvtransport.wire.channel import Channel, LinkHello, LinkRole
+from p2pserve.kvtransport.wire.frames import KVFrame
+from p2pserve.kvtransport.wire.signals import Chunk, LinkGreeting, Signal, frame_of
+from p2pserve.kvtransport.wire.tickets import LinkTicket
 
 _STEP_S = 0.001
 

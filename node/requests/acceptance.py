@@ -1,16 +1,18 @@
-"""One client request as its gateway holds it: checked parameters, tokens so far, text so far. No
-I/O, no clock."""
+"""Whether a gateway accepts a request, and what becomes of it then. No I/O, no clock.
+
+A request is refused with the field and the fix: `check_arrival` by what the gateway is doing, `check` by what the
+request itself says, and `tokenize` and `prepare` by what the model and its engines can take.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import final
 
-from ...coordinator.requests import ShowTokens
-from ..engine.protocol import Sampling
+from ...bootstrap import RemoteError
 from ..messages import MAX_PROMPT_BYTES, Generate
-from ..models.text import PromptError, StopFinder, TextModel
+from ..models import ModelInfo
+from ..models.text import PromptError, TextModel
+from .live_request import LiveRequest
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16
@@ -90,87 +92,23 @@ def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple
     return prompt, body.max_tokens
 
 
-@final
-class LiveRequest:
-    """A request between its arrival and its last token: the `Answer` of its machine, with the text.
+def check_arrival(body: Generate, model: ModelInfo, *, is_draining: bool, is_id_in_use: bool) -> None:
+    """Raise RemoteError if this gateway must not take the request, whatever its prompt is."""
+    if is_draining:
+        raise RemoteError("draining", "this node is leaving; send the request to another one")
+    if body.service is not None and body.service not in (model.service, model.name):
+        raise RemoteError("invalid", f"service: {body.service} is not served here; {model.service} is")
+    if is_id_in_use:
+        raise RemoteError("invalid", f"request: the id {body.request} is in use")
 
-    `so_far` are tokens of the answer that the client has from another gateway. Their text is the
-    first that is shown: the client has most of it, and knows where it is new. Raises PromptError
-    for those that cannot be.
-    """
 
-    def __init__(
-        self,
-        body: Generate,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        text: TextModel,
-        so_far: tuple[int, ...] = (),
-    ) -> None:
-        self.id = body.request
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self.finish: str | None = None
-        self._body = body
-        self._max_tokens = max_tokens
-        self._decoder = text.decoder()
-        self._stops = StopFinder(body.stop)
-        self._rest = ""
-        if so_far:
-            self._continue(so_far, text)
-
-    def __repr__(self) -> str:
-        return f"<LiveRequest {self.id} {len(self.prompt)}+{len(self.tokens)} tokens {self.finish or 'live'}>"
-
-    @property
-    def count(self) -> int:
-        """Tokens of the answer."""
-        return len(self.tokens)
-
-    @property
-    def left(self) -> int:
-        """How many tokens may still come."""
-        return self._max_tokens - len(self.tokens)
-
-    def replay(self) -> tuple[tuple[int, ...], Sampling]:
-        """What an engine is asked for now: the prompt with the tokens so far, and how many are
-        still wanted."""
-        body = self._body
-        sampling = Sampling(
-            max_tokens=self.left,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-        )
-        return (*self.prompt, *self.tokens), sampling
-
-    def take(self, tokens: Sequence[int], finish: str | None) -> ShowTokens | None:
-        """Take new tokens, none beyond the limit or the end; returns them with the text they
-        complete. Sets `finish` at the end."""
-        if self.finish is not None:
-            return None
-        taken = tuple(tokens[: self.left])
-        self.tokens += taken
-        shown = self.take_rest() + self._stops.push(self._decoder.push(taken))
-        if not self._stops.found and finish is None and not self.left:
-            finish = "length"  # tokens of two engines together reached the limit
-        if not self._stops.found and finish is not None:
-            shown += self._stops.push(self._decoder.finish()) + self._stops.finish()
-        self.finish = "stop" if self._stops.found else finish
-        return ShowTokens(shown, taken) if taken or shown else None
-
-    def take_rest(self) -> str:
-        """Text of the tokens so far that has not been shown here."""
-        rest, self._rest = self._rest, ""
-        return rest
-
-    def _continue(self, so_far: tuple[int, ...], text: TextModel) -> None:
-        if len(so_far) > self._max_tokens:
-            raise PromptError(
-                f"tokens: {len(so_far)} of the answer are there already; max_tokens is {self._max_tokens}"
-            )
-        # One by one, as the finest stream that the client can have seen: what is shown of it is then no less.
-        for token in so_far:
-            shown = self.take((token,), "stop" if token in text.end_tokens else None)
-            self._rest += shown.text if shown is not None else ""
+def prepare(
+    body: Generate, so_far: tuple[int, ...], model: ModelInfo, text: TextModel, max_model_len: int
+) -> LiveRequest:
+    """A checked request with its prompt's tokens; `so_far` is what the client has of the answer. Takes seconds for
+    megabytes of text. Raises PromptError."""
+    vocabulary = model.shape.vocabulary
+    if (worst := max(so_far, default=0)) >= vocabulary:  # the engine would refuse it
+        raise PromptError(f"tokens: {worst} is no token of this model, which has {vocabulary}")
+    prompt, max_tokens = tokenize(body, text, max_model_len)
+    return LiveRequest(body, prompt, max_tokens, text, so_far)

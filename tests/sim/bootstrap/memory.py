@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import trio
 
-from ..addresses import Address
-from ..errors import PeerLost, PortInUse, Unreachable
-from ..settings import TransportSettings
-from ..trust.identity import Identity
-from ..trust.keys import PeerId
-from .frames import MAX_STRANGER_FRAME, check_frame
-from .transport import ConnectionHandler, run_handler
+from p2pserve.bootstrap.addresses import Address
+from p2pserve.bootstrap.errors import PeerLost, PortInUse, Unreachable
+from p2pserve.bootstrap.settings import TransportSettings
+from p2pserve.bootstrap.streams.frames import MAX_STRANGER_FRAME, check_frame
+from p2pserve.bootstrap.streams.transport import ConnectionHandler, run_handler
+from p2pserve.bootstrap.trust.identity import Identity
+from p2pserve.bootstrap.trust.keys import PeerId
 
 _QUEUE_FRAMES = 1024
 _RETRANSMIT_SECONDS = 0.2
@@ -170,7 +170,8 @@ class MemoryNetwork:
         """Who listens at an address, after a round trip to it."""
         listener = self._listeners.get(address)
         peer = expected or (listener.peer_id if listener is not None else dialler.peer_id)
-        await trio.sleep(2 * self.travel_seconds(dialler.peer_id, peer))
+        with trio.move_on_after(2 * self.travel_seconds(dialler.peer_id, peer)):
+            await trio.sleep_forever()
         while self.is_blocked(dialler.peer_id, peer):
             await self.wait_conditions_changed()
         listener = self._listeners.get(address)  # it may have come or gone meanwhile
@@ -215,7 +216,7 @@ class MemoryConnection:
         return self._lost is None
 
     async def send(self, frame: bytes) -> None:
-        """See :class:`.transport.Connection`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.PeerConnection`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             try:
@@ -227,7 +228,7 @@ class MemoryConnection:
                 return
 
     def send_nowait(self, frame: bytes) -> None:
-        """See :class:`.transport.Connection`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.PeerConnection`."""
         check_frame(frame)
         if self._lost is not None or self.other is None:
             raise PeerLost(self._lost or "the connection is not open")
@@ -237,7 +238,7 @@ class MemoryConnection:
         self.other.deliver(frame)
 
     async def receive(self) -> bytes:
-        """See :class:`.transport.Connection`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.PeerConnection`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             if self._lost is not None and not self.inbox:
@@ -260,11 +261,11 @@ class MemoryConnection:
                     self._end("the peer closed the connection")
 
     def admit(self) -> None:
-        """See :class:`.transport.Connection`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.PeerConnection`."""
         self._is_stranger = False
 
     async def aclose(self) -> None:
-        """See :class:`.transport.Connection`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.PeerConnection`."""
         if self._lost is None:
             if self.other is not None:
                 self.other.deliver(None)
@@ -314,7 +315,7 @@ class MemoryConnection:
 
 
 class MemoryTransport:
-    """See :class:`.transport.Transport`."""
+    """See :class:`p2pserve.bootstrap.streams.transport.Transport`."""
 
     def __init__(self, network: MemoryNetwork, identity: Identity, address: Address) -> None:
         self._network = network
@@ -325,13 +326,13 @@ class MemoryTransport:
         self._open: set[MemoryConnection] = set()
 
     async def dial(self, address: Address, peer_id: PeerId) -> MemoryConnection:
-        """See :class:`.transport.Transport`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.Transport`."""
         if self._nursery is None:
             raise RuntimeError("dial() needs a running serve(): start it in a nursery first")
         return await self._network.connect(self, address, peer_id)
 
     async def identify(self, address: Address) -> PeerId:
-        """See :class:`.transport.Transport`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.Transport`."""
         with trio.move_on_after(self._network.dial_s):
             return (await self._network.find_listener(self, address, None)).peer_id
         raise self._network.no_answer(address)
@@ -339,7 +340,7 @@ class MemoryTransport:
     async def serve(
         self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """See :class:`.transport.Transport`."""
+        """See :class:`p2pserve.bootstrap.streams.transport.Transport`."""
         self.announced = self._network.bind(self, self.announced)
         try:
             async with trio.open_nursery() as nursery:

@@ -1,0 +1,161 @@
+"""One request on its way: waits for moments, feeds its machine with events, and carries out what it asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, assert_never, final
+
+import trio
+
+from ...bootstrap import NetworkError, PeerId, PeerLost
+from ...bootstrap.methods import Messenger
+from ...coordinator import NoRoute
+from ...coordinator.requests import (
+    Action,
+    CancelTransfer,
+    CancelWork,
+    EndRequest,
+    FindRoute,
+    OpenDecode,
+    OpenPrefill,
+    PassFirstToken,
+    Ready,
+    ShowTokens,
+)
+from .. import messages
+from ..methods import DECODE_OPEN, PREFILL_OPEN
+from ..view import NetworkView
+from .opened import OpenedRequest, Telling
+from .routes import RouteFinder
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class RequestDriver:
+    """Drives a request from its arrival to its end, of which `on_end` is told. Questions are asked in `nursery`."""
+
+    def __init__(
+        self,
+        request: OpenedRequest,
+        *,
+        view: NetworkView,
+        routes: RouteFinder,
+        messenger: Messenger,
+        nursery: trio.Nursery,
+        open_timeout_s: float,
+        on_end: Callable[[OpenedRequest], None],
+    ) -> None:
+        self.request = request
+        self._view = view
+        self._routes = routes
+        self._messenger = messenger
+        self._nursery = nursery
+        self._open_timeout_s = open_timeout_s
+        self._on_end = on_end
+        self._is_over = False
+        self._changed = trio.Event()  # the machine wants to be woken at another moment, or it is over
+        self._asks_for = 0  # the attempt whose replicas may be asked to begin; 0: none
+        self._asking = trio.CancelScope()  # around the latest question
+
+    def __repr__(self) -> str:
+        return f"<RequestDriver {self.request!r}>"
+
+    async def run(self) -> None:
+        """Wake the machine whenever it wants to be, until it is over."""
+        while not self._is_over:
+            self._changed = trio.Event()
+            with trio.move_on_at(self.request.machine.wake_at) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                self.step(self.request.machine.wake)
+
+    def step(self, event: Callable[[float], Ready]) -> None:
+        """Feed one event to the machine, and do all that follows from it."""
+        if self._is_over:
+            return
+        machine = self.request.machine
+        wake_at = machine.wake_at
+        try:
+            pending = deque(event(trio.current_time()))
+            while pending:
+                pending.extend(self._carry_out(pending.popleft()))
+        except Exception as bug:
+            # One request's trouble must not end the node. The client hears of it, and the log has the traceback.
+            _log.exception("request %s", self.request.id)
+            for replica, _ in machine.list_work():
+                self._tell(self.request.telling(CancelWork(self._asks_for, replica)))
+            self._end(EndRequest("error", f"internal error: {type(bug).__name__}", None))
+        if machine.wake_at != wake_at:
+            self._changed.set()
+
+    def _carry_out(self, action: Action) -> Ready:
+        """Returns what follows at once."""
+        request, now = self.request, trio.current_time()
+        match action:
+            case FindRoute():
+                try:
+                    return request.machine.routed(self._routes.find(action, now), now)
+                except NoRoute as error:
+                    return request.machine.not_routed(str(error), now, is_hopeful=self._routes.is_hopeful)
+            case OpenDecode():
+                plan = self._view.plan
+                assert plan is not None  # the route is from it
+                self._asks_for = action.attempt
+                self._nursery.start_soon(self._open, action, request.begin_attempt(action, plan, now))
+            case OpenPrefill():
+                self._nursery.start_soon(self._open, action, request.prefill_open(action))
+            case CancelWork():
+                self._stop_asking()
+                self._tell(request.telling(action))
+            case PassFirstToken() | CancelTransfer():
+                self._tell(request.telling(action))
+            case ShowTokens():
+                # A client that is gone, or does not read, must not get an answer with a gap.
+                return () if self._tell(request.telling(action)) else request.machine.stop(now)
+            case EndRequest():
+                self._end(action)
+            case _:
+                assert_never(action)
+        return ()
+
+    async def _open(self, opening: OpenDecode | OpenPrefill, asked: messages.DecodeOpen | messages.PrefillOpen) -> None:
+        """Ask a replica to begin, unless the attempt has been given up before there was time for that."""
+        attempt, request = opening.attempt, self.request
+        replica = PeerId(opening.decode if isinstance(opening, OpenDecode) else opening.prefill)
+        if attempt != self._asks_for:
+            return
+        with trio.CancelScope() as self._asking:
+            try:
+                if isinstance(asked, messages.PrefillOpen):
+                    await self._messenger.request(replica, PREFILL_OPEN, asked, self._open_timeout_s)
+                else:
+                    opened = await self._messenger.request(replica, DECODE_OPEN, asked, self._open_timeout_s)
+                    self.step(partial(request.on_decode_opened, attempt, opened))
+            except NetworkError as error:
+                starts = self._view.starts(replica)
+                self.step(partial(request.machine.open_failed, attempt, replica, str(error), starts))
+
+    def _stop_asking(self) -> None:
+        """A replica is told to forget the attempt: it must not be asked for it afterwards."""
+        self._asks_for = 0
+        self._asking.cancel()
+
+    def _end(self, end: EndRequest) -> None:
+        self._is_over = True
+        self._changed.set()
+        self._stop_asking()
+        self._on_end(self.request)
+        if end.finish is not None:  # else the client has gone, or wants no more
+            self._tell(self.request.telling(end))
+
+    def _tell(self, telling: Telling[Any]) -> bool:
+        """Whether somebody is there to be told."""
+        try:
+            self._messenger.notify(telling.peer, telling.notice, telling.body)
+        except PeerLost:
+            return False
+        return True

@@ -1,0 +1,96 @@
+"""Which route a request takes by the plan, and when there is none."""
+
+import pytest
+
+from p2pserve.bootstrap import PeerId
+from p2pserve.coordinator import NoRoute, Pairing, Phase, Plan, Replica, RoutingSettings, Stage
+from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.requests import FindRoute
+from p2pserve.node.box.hardware import Hardware
+from p2pserve.node.messages import Advert, EngineAdvert
+from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.requests.routes import RouteFinder
+from p2pserve.node.view import NetworkView, Queue
+
+SERVICE = "tiny-1234"
+MODEL = ModelInfo(
+    service=SERVICE,
+    shape=ModelShape(
+        name="tiny", layers=1, hidden=128, heads=2, kv_heads=2, head_dim=64, intermediate=128, vocabulary=4096
+    ),
+    max_model_len=512,
+    weights=WeightSizes(layers=(1,), embeddings=1, head=1),
+)
+ONE, TWO = PeerId("one"), PeerId("two")
+WANTED = FindRoute(20, {})
+
+
+def advert(state: str = "ready", starts: int = 1, max_model_len: int = 0, *, draining: bool = False) -> Advert:
+    engine = EngineAdvert(
+        state=state, tflops=1.0, memory_gbps=1.0, kv_tokens=10_000, starts=starts, max_model_len=max_model_len
+    )
+    hardware = Hardware(cores=1, memory_gib=1.0, processor="x")
+    return Advert(hardware=hardware, draining=draining, model=MODEL, engine=engine)
+
+
+def plan_of(*peers: PeerId, service: str = SERVICE) -> Plan:
+    replicas = tuple(
+        Replica(id=peer, phase=Phase.MIXED, stages=(Stage(peer=peer, tp=1, first_layer=0, last_layer=1),))
+        for peer in peers
+    )
+    pairings = tuple(Pairing(prefill=peer, decode=peer, weight=1 / len(peers), prefill_share=1.0) for peer in peers)
+    return Plan(epoch=1, version=1, service=service, replicas=replicas, pairings=pairings, codec="raw", why=())
+
+
+def finder(view: NetworkView, queues: dict[PeerId, Queue] | None = None) -> RouteFinder:
+    return RouteFinder(view, SERVICE, RoutingSettings(), lambda: queues or {})
+
+
+def test_without_a_plan_for_the_service_there_is_no_route() -> None:
+    for plan in (None, plan_of(ONE, service="other")):
+        view = NetworkView(adverts={ONE: advert()}, plan=plan)
+        with pytest.raises(NoRoute, match="no plan for it yet"):
+            finder(view).find(WANTED, 0.0)
+
+
+def test_only_replicas_that_serve_are_taken() -> None:
+    for other in (advert("restarting"), advert(draining=True)):
+        view = NetworkView(adverts={ONE: other, TWO: advert()}, plan=plan_of(ONE, TWO))
+        assert {finder(view).find(WANTED, 0.0).decode for _ in range(4)} == {TWO}
+
+
+def test_an_engine_that_failed_the_request_is_not_asked_again_but_the_next_one_there_is() -> None:
+    view = NetworkView(adverts={ONE: advert(starts=2)}, plan=plan_of(ONE))
+    with pytest.raises(NoRoute):
+        finder(view).find(FindRoute(20, {ONE: 2}), 0.0)
+    assert finder(view).find(FindRoute(20, {ONE: 1}), 0.0).decode == ONE
+
+
+def test_a_new_plan_is_followed_at_once() -> None:
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE))
+    routes = finder(view)
+    assert routes.find(WANTED, 0.0).decode == ONE
+    view.plan = plan_of(TWO)
+    assert routes.find(WANTED, 0.0).decode == TWO
+
+
+def test_this_gateways_own_requests_count_before_any_report_of_them() -> None:
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    assert finder(view, {ONE: Queue(50, 5000)}).find(WANTED, 0.0).decode == TWO
+    assert finder(view, {TWO: Queue(50, 5000)}).find(WANTED, 0.0).decode == ONE
+
+
+@pytest.mark.parametrize(
+    ("state", "draining", "is_hopeful"),
+    [("starting", False, True), ("loading", False, True), ("restarting", False, True), ("starting", True, False),
+     ("failed", False, False), ("waiting", False, False)],
+)  # fmt: skip
+def test_waiting_makes_sense_while_an_engine_is_being_started(state: str, draining: bool, is_hopeful: bool) -> None:
+    assert finder(NetworkView(adverts={ONE: advert(state, draining=draining)})).is_hopeful == is_hopeful
+
+
+def test_the_engine_with_the_least_room_says_how_long_a_request_may_be() -> None:
+    view = NetworkView(adverts={ONE: advert(max_model_len=300), TWO: advert(max_model_len=200)})
+    assert view.max_model_len(MODEL) == 200
+    view.adverts = {ONE: advert(max_model_len=0), TWO: advert(max_model_len=9000)}
+    assert view.max_model_len(MODEL) == 512
