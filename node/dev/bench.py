@@ -282,7 +282,3 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -339,7 +339,3 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     metrics = train(Recipe(tokens=int(arguments.tokens)), arguments.out, arguments.resume)
     print(json.dumps(metrics, indent=2))
-
-
-if __name__ == "__main__":
-    main()

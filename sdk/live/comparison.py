@@ -337,7 +337,3 @@ def show(found: LiveComparison) -> None:
         console.print(f"note: {note}")
     verdict = "agree" if found.ok else "do not agree"
     console.print(f"they {verdict} within {found.tolerance:.0%} on TTFT, TPOT and throughput")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
