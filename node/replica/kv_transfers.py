@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, final
 
+import msgspec
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
@@ -29,7 +30,7 @@ Item = TypeVar("Item")
 
 
 class Outlets(Protocol):
-    """The sending ends of this box: `links.kv_outlets.KvOutlets`, or `testing.MemoryOutlets`; see there."""
+    """The sending ends of this box: `links.kv_outlets.KvOutlets`; see there."""
 
     def use_dtype(self, dtype: str) -> None: ...
     async def open(self, ticketed: messages.TicketedSlice, tokens: int) -> protocol.Outlet: ...
@@ -205,22 +206,12 @@ class KvTransfers:
         target = sending.targets.get(report.link) if sending is not None else None
         if sending is None or target is None:
             return None
+        figures = msgspec.convert(report, messages.TransferFigures, from_attributes=True)
         body = messages.StageTransfer(
             transfer=report.transfer,
             link=report.link,
             failed="" if report.delivered else report.reason or "not delivered",
-            figures=messages.TransferFigures(
-                raw_bytes=report.raw_bytes,
-                wire_bytes=report.wire_bytes,
-                frames=report.frames,
-                span_s=report.span_s,
-                visible_s=report.visible_s,
-                hidden_fraction=report.hidden_fraction,
-                mode=report.mode,
-                paths=report.paths,
-                resent_bytes=report.resent_bytes,
-                usd=self._outlets.end_transfer(target, report),
-            ),
+            figures=msgspec.structs.replace(figures, usd=self._outlets.end_transfer(target, report)),
         )
         if sending.head is not None:
             self._tell(sending.head, methods.STAGE_TRANSFER, body)
