@@ -28,8 +28,8 @@ from ..wire.signals import Chunk, Signal
 from ..wire.sockets import dial, explain, fresh_nonce, hang_up, round_trip_s, shake_hands, tune
 from ..wire.tickets import LinkTicket, TransferTicket
 from .dialling import DialAttempt, Dialler
-from .machine import ConnectionStatistics, LinkMachine, PathStatistics
-from .transfers import CloseConnection, EndState, LinkEnded, LinkEvent, Released
+from .machine import LinkMachine, PathStatistics
+from .transfers import CloseConnection, EndState, LinkEnded, LinkEvent
 
 _JOIN_S = 5.0
 _SHORTEST_WAIT_S = 0.005
@@ -42,7 +42,6 @@ class LinkStatistics:
     link: str
     ended: str | None
     transfers: int
-    connections: tuple[ConnectionStatistics, ...]
     paths: dict[str, PathStatistics]
     bytes_sent: int
     bytes_received: int
@@ -149,16 +148,14 @@ class ThreadedLink(ABC):
     def statistics(self) -> LinkStatistics:
         """A view of now."""
         with self._lock:
-            now = self._clock()
             return LinkStatistics(
                 link=self.ticket.link.hex(),
                 ended=self._machine.ended,
-                transfers=self._count_open(),
-                connections=self._machine.connection_statistics(now),
-                paths=self._machine.path_statistics(now),
+                transfers=len(self._machine.transfers),
+                paths=self._machine.path_statistics(self._clock()),
                 bytes_sent=self._bytes_out + sum(wire.channel.bytes_out for wire in self._wires.values()),
                 bytes_received=self._bytes_in + sum(wire.channel.bytes_in for wire in self._wires.values()),
-                bytes_resent=self._count_resent(),
+                bytes_resent=self._machine.bytes_resent,
                 connections_lost=self._lost,
                 failures=dict(self._dialler.failures),
             )
@@ -187,19 +184,8 @@ class ThreadedLink(ABC):
     # ---- what depends on who sends --------------------------------------------------------------------------
 
     @abstractmethod
-    def _count_open(self) -> int:
-        """How many transfers are open."""
-
-    def _count_resent(self) -> int:
-        return 0
-
-    @abstractmethod
     def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         """An event of a transfer, under the lock. What calls others goes into `later`."""
-
-    def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
-        """A frame's memory is not needed any more, under the lock."""
-        later.append(release)
 
     @abstractmethod
     def _on_connection(self, wire: LinkConnection) -> None:
@@ -263,8 +249,6 @@ class ThreadedLink(ABC):
                     self._work.notify_all()
                     self._changed.notify_all()
                     self._timer.notify_all()
-                case Released(release):
-                    self._release(release, later)
                 case _:
                     self._handle(event, later)
         self._send_soon()
@@ -308,12 +292,10 @@ class ThreadedLink(ABC):
             self._dial_failed(attempt.slot, str(error))
             return
         with self._lock:
-            if not self._closed:
+            is_wanted = not self._closed
+            if is_wanted:
                 self._raw.add(sock)
-                wanted = True
-            else:
-                wanted = False
-        if wanted:
+        if is_wanted:
             self._serve(sock, None, attempt)
         else:
             sock.close()

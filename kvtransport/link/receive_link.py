@@ -99,7 +99,7 @@ class IncomingTransfer(TransferHandle["ReceiveLink"]):
 
     def progress(self) -> ReceiveProgress:
         """How far it is."""
-        return self._last or self._link.progress(self)
+        return self._link.progress(self)
 
     def _frame(self, ready: FrameReady) -> Callable[[], None] | None:
         self._ready.put(ready)
@@ -171,10 +171,10 @@ class ReceiveLink(ThreadedLink):
     def progress(self, incoming: IncomingTransfer) -> ReceiveProgress:
         """See `IncomingTransfer.progress`."""
         with self._lock:
-            progress = self._receiver.progress(incoming.ticket.transfer)
-        last = incoming._last  # noqa: SLF001 (ended between the two looks)
-        assert progress is not None or last is not None
-        return progress or last  # type: ignore[return-value]
+            last = incoming._last  # noqa: SLF001 (the other half of this)
+            progress = last or self._receiver.progress(incoming.ticket.transfer)
+        assert progress is not None, "what has not ended is known"
+        return progress
 
     def check_integrity(self) -> None:
         """See `ReceiveMachine.check_integrity`."""
@@ -182,9 +182,6 @@ class ReceiveLink(ThreadedLink):
             self._receiver.check_integrity()
 
     # ---- for ThreadedLink ----------------------------------------------------------------------------------------
-
-    def _count_open(self) -> int:
-        return len(self._transfers)
 
     def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         call: Callable[[], None] | None = None
