@@ -79,15 +79,11 @@ class ThreadedLink(ABC):
         ticket: LinkTicket,
         machine: LinkMachine[Any],
         paths: Sequence[DialPath],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
         make_channel: Callable[..., Channel] = Channel,
     ) -> None:
         self.ticket = ticket
         self._make_channel = make_channel
         self._machine = machine
-        self._clock = clock
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for threads that send
         self._changed = threading.Condition(self._lock)  # for callers
@@ -95,8 +91,8 @@ class ThreadedLink(ABC):
         self._wires: dict[int, LinkConnection] = {}
         self._raw: set[socket.socket] = set()  # not authenticated yet
         self._threads: set[threading.Thread] = set()
-        self._dialler = Dialler(machine.settings, rng or random.Random())
-        self._dialler.set_paths(list(paths), clock())
+        self._dialler = Dialler(machine.settings, random.Random())
+        self._dialler.set_paths(list(paths), time.monotonic())
         self._closed = False
         self._lost = self._bytes_out = self._bytes_in = 0
         with self._lock:
@@ -136,7 +132,7 @@ class ThreadedLink(ABC):
         other paths are closed as soon as one of these is up, and what they had not confirmed is
         sent again."""
         with self._lock:
-            self._dialler.set_paths(list(paths), self._clock())
+            self._dialler.set_paths(list(paths), time.monotonic())
             self._timer.notify_all()
 
     def wait_connected(self, count: int, timeout: float) -> bool:
@@ -152,7 +148,7 @@ class ThreadedLink(ABC):
                 link=self.ticket.link.hex(),
                 ended=self._machine.ended,
                 transfers=len(self._machine.transfers),
-                paths=self._machine.path_statistics(self._clock()),
+                paths=self._machine.path_statistics(time.monotonic()),
                 bytes_sent=self._bytes_out + sum(wire.channel.bytes_out for wire in self._wires.values()),
                 bytes_received=self._bytes_in + sum(wire.channel.bytes_in for wire in self._wires.values()),
                 bytes_resent=self._machine.bytes_resent,
@@ -227,7 +223,7 @@ class ThreadedLink(ABC):
         try:
             with self._lock:
                 try:
-                    yield self._clock()
+                    yield time.monotonic()
                 finally:
                     self._handle_events(later)
         finally:
@@ -244,7 +240,7 @@ class ThreadedLink(ABC):
                     if wire is not None:
                         hang_up(wire.sock)
                 case LinkEnded():
-                    self._dialler.set_paths([], self._clock())
+                    self._dialler.set_paths([], time.monotonic())
                     self._closed = True
                     self._work.notify_all()
                     self._changed.notify_all()
@@ -267,7 +263,7 @@ class ThreadedLink(ABC):
             with self._timer:
                 if self._closed:
                     break
-                now = self._clock()
+                now = time.monotonic()
                 at = min(self._machine.wake_at(now), self._dialler.wake_at())
                 self._timer.wait(max(at - now, _SHORTEST_WAIT_S))
         self._wind_up()
@@ -302,7 +298,7 @@ class ThreadedLink(ABC):
 
     def _dial_failed(self, slot: int, reason: str) -> None:
         with self._lock:
-            self._dialler.mark_down(slot, reason, self._clock())
+            self._dialler.mark_down(slot, reason, time.monotonic())
             self._timer.notify_all()
 
     def _serve(self, sock: socket.socket, hello: LinkHello | None, attempt: DialAttempt | None = None) -> None:
@@ -352,7 +348,7 @@ class ThreadedLink(ABC):
                 if not count:
                     return
                 channel.note_received(count)
-                now = self._clock()
+                now = time.monotonic()
                 with self._lock:
                     machine.note_heard(wire.number, count, now)
                 while (signal := channel.next_signal()) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -122,20 +121,11 @@ class ReceiveLink(ThreadedLink):
 
     _role = LinkRole.RECEIVER
 
-    def __init__(
-        self,
-        ticket: LinkTicket,
-        paths: Sequence[DialPath] = (),
-        *,
-        settings: LinkSettings | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
-    ) -> None:
-        settings = LinkSettings() if settings is None else settings
+    def __init__(self, ticket: LinkTicket, paths: Sequence[DialPath], settings: LinkSettings) -> None:
         self._pool = _BufferPool(settings.pooled_bytes)
-        self._receiver = ReceiveMachine(settings, ticket.lease_s, clock(), self._pool.take)
+        self._receiver = ReceiveMachine(settings, ticket.lease_s, time.monotonic(), self._pool.take)
         self._transfers: dict[bytes, IncomingTransfer] = {}
-        super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
+        super().__init__(ticket, self._receiver, paths)
 
     def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
         """A transfer will come. `on_ready`, called by the link's thread, must not block: a frame is
@@ -271,7 +261,7 @@ class ReceiveLink(ThreadedLink):
         """Let the kernel wake this thread when it is worth it. Each waking costs both sides more
         than the reading: while chunks come fast it sleeps until one is whole, else the sender is to
         hear of every `wake_bytes`."""
-        now, settings = self._clock(), self._receiver.settings
+        now, settings = time.monotonic(), self._receiver.settings
         enough = max(wire.channel.missing, 1)
         if now - wire.read_at > settings.fast_s:
             enough = min(enough, settings.wake_bytes)
@@ -287,7 +277,7 @@ class ReceiveLink(ThreadedLink):
             with self._lock:
                 if wire.dead:
                     return
-                now, signals = self._clock(), list[Signal]()
+                now, signals = time.monotonic(), list[Signal]()
                 while (signal := self._receiver.next_signal(wire.number, now)) is not None:
                     signals.append(signal)
                 over = self._receiver.ended is not None

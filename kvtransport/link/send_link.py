@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -103,24 +102,20 @@ class SendLink(ThreadedLink):
     def __init__(
         self,
         ticket: LinkTicket,
-        paths: Sequence[DialPath] = (),
-        *,
-        settings: LinkSettings | None = None,
-        budget: ByteBudget | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
-        make_channel: Callable[..., Channel] = Channel,
+        paths: Sequence[DialPath],
+        settings: LinkSettings,
+        budget: ByteBudget,
+        make_channel: Callable[..., Channel],
     ) -> None:
-        settings = LinkSettings() if settings is None else settings
-        self._sender = SendMachine(settings, ticket.lease_s, clock())
-        self._budget = ByteBudget(settings.limit_bytes) if budget is None else budget
+        self._sender = SendMachine(settings, ticket.lease_s, time.monotonic())
+        self._budget = budget
         self._budgeted = 0
         self._transfers: dict[bytes, OutgoingTransfer] = {}
         self._idle = 0
         self._picked = 0  # chunks that were given to connections, all in all
         self._sealing: dict[int, int] = {}  # connection -> number of the chunk whose memory it reads now
         self._unsealed: list[tuple[int, Callable[[], None]]] = []  # releases that wait for chunks up to a number
-        super().__init__(ticket, self._sender, paths, clock=clock, rng=rng, make_channel=make_channel)
+        super().__init__(ticket, self._sender, paths, make_channel)
 
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
         """Begin a transfer; the link's thread calls `on_end(outgoing, state)` once, not to be held
@@ -162,7 +157,7 @@ class SendLink(ThreadedLink):
         """See `OutgoingTransfer.progress`."""
         with self._lock:
             last = outgoing._last  # noqa: SLF001 (the other half of this class)
-            progress = last or self._sender.progress(outgoing.ticket.transfer, self._clock())
+            progress = last or self._sender.progress(outgoing.ticket.transfer, time.monotonic())
         assert progress is not None, "what has not ended is known"
         return progress
 
@@ -194,7 +189,7 @@ class SendLink(ThreadedLink):
                     later.append(outgoing._grant(first))  # noqa: SLF001 (the other half of this class)
             case TransferEnded(transfer, state):
                 outgoing = self._transfers.pop(transfer, None)
-                now = self._clock()
+                now = time.monotonic()
                 last = self._sender.progress(transfer, now)
                 self._sender.forget(transfer)
                 if outgoing is not None and last is not None:
@@ -252,7 +247,7 @@ class SendLink(ThreadedLink):
             while True:
                 if wire.dead:
                     return False
-                signal = self._sender.next_signal(wire.number, self._clock())
+                signal = self._sender.next_signal(wire.number, time.monotonic())
                 if signal is not None:
                     break
                 if self._sender.ended is not None:
