@@ -54,7 +54,7 @@ class Serving:
             joined.say(shortened)
         self.host = Host(
             served,
-            engine_config(served, hardware, settings.engine, settings.home / "engine.log"),
+            engine_config(served, hardware, settings.engine, settings.home / "engine.log", codec=settings.codec),
             network=network,
             outlets=outlets,
             where=joined.address_of,

@@ -5,51 +5,24 @@ They are loaded when first used, so that `import p2pserve` costs nothing in proc
 only one room.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .sdk import (
-        AsyncClient,
-        AsyncGenerationStream,
-        Client,
-        ClientClosed,
-        ClientError,
-        ConnectionFailed,
-        DeadlineExceeded,
-        Generation,
-        GenerationStream,
-        InvalidAddress,
-        InvalidRequest,
-        RequestFailed,
-        TextDelta,
-    )
+from . import sdk
 
-__all__ = [
-    "AsyncClient",
-    "AsyncGenerationStream",
-    "Client",
-    "ClientClosed",
-    "ClientError",
-    "ConnectionFailed",
-    "DeadlineExceeded",
-    "Generation",
-    "GenerationStream",
-    "InvalidAddress",
-    "InvalidRequest",
-    "RequestFailed",
-    "TextDelta",
-    "__version__",
-]
+if TYPE_CHECKING:
+    from .sdk import *  # noqa: F403
 
 __version__ = "0.1.0"
+
+__all__ = ["__version__"]
+__all__ += sdk.__all__
 
 
 def __getattr__(name: str) -> object:
     """Load a public name when it is asked for."""
-    if name not in __all__:
+    if name not in sdk.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(".sdk", __name__), name)
+    value: object = getattr(sdk, name)
     return value
 
 

@@ -14,18 +14,20 @@ import trio
 
 from .errors import ClientClosed, ClientError, first_of
 from .mailbox import EndOfMail, Mailbox
+from .session import Session
 
-S = TypeVar("S")
 T = TypeVar("T")
+Work = Callable[[Session, Mailbox[T]], Awaitable[None]]
+Connect = Callable[[], AbstractAsyncContextManager[Session]]
 
 JOIN_S = 5.0  # leaving the network takes about a second; a thread that hangs must not hang its program
 
 
 @final
-class ClientJob(Generic[S, T]):
+class ClientJob(Generic[T]):
     """Work in the network's thread, seen by its consumer."""
 
-    def __init__(self, background: Background[S], work: Callable[[S, Mailbox[T]], Awaitable[None]]) -> None:
+    def __init__(self, background: Background, work: Work[T]) -> None:
         self.mailbox: Mailbox[T] = Mailbox()
         self._background = background
         self._work = work
@@ -36,7 +38,7 @@ class ClientJob(Generic[S, T]):
         self._background.call_soon(self._scope.cancel)
         self.mailbox.close()
 
-    async def run(self, session: S) -> None:
+    async def run(self, session: Session) -> None:
         """In the network's thread: do the work. An error that is no ClientError ends that thread."""
         try:
             with self._scope:
@@ -52,15 +54,15 @@ class ClientJob(Generic[S, T]):
 
 
 @final
-class Background(Generic[S]):
+class Background:
     """A thread with a session in it. `connect` makes the session; ClientError says why it cannot."""
 
-    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[S]]) -> None:
+    def __init__(self, connect: Connect) -> None:
         self._connect = connect
         self._closed: Mailbox[None] = Mailbox()
         self._started = threading.Event()
-        self._waiting: list[ClientJob[S, Any]] = []
-        self._session: S | None = None
+        self._waiting: list[ClientJob[Any]] = []
+        self._session: Session | None = None
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._stopping = False
@@ -79,7 +81,7 @@ class Background(Generic[S]):
         """Whether the session has ended, or could not be made."""
         return self._over is not None
 
-    def submit(self, work: Callable[[S, Mailbox[T]], Awaitable[None]]) -> ClientJob[S, T]:
+    def submit(self, work: Work[T]) -> ClientJob[T]:
         """Start a job."""
         job = ClientJob(self, work)
         if not self.call_soon(lambda: self._start(job)):
@@ -143,7 +145,7 @@ class Background(Generic[S]):
             for job in self._waiting:
                 job.mailbox.close(over)
 
-    def _start(self, job: ClientJob[S, Any]) -> None:
+    def _start(self, job: ClientJob[Any]) -> None:
         if self._over is not None or self._stopping:
             job.mailbox.close(self._over or ClientClosed("the client is closed"))
         elif self._nursery is None or self._session is None:
@@ -154,3 +156,48 @@ class Background(Generic[S]):
     def _stop(self) -> None:
         self._stopping = True
         self._scope.cancel()
+
+
+@final
+class ClientConnection:
+    """A client's background thread: started when first needed, and again after an attempt that failed."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._background: Background | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return "closed" if self._closed else repr(self._background or "not connected")
+
+    def submit(self, work: Work[T]) -> ClientJob[T]:
+        """Start a job, in a new thread if there is none. Raises ClientClosed."""
+        with self._lock:
+            if self._closed:
+                raise ClientClosed("the client is closed")
+            if self._background is not None and self._background.is_over:
+                self._background.close()  # its thread is about to end
+                self._background = None
+            if self._background is None:
+                self._background = Background(self._connect)
+            background = self._background
+        return background.submit(work)
+
+    def close(self) -> None:
+        """End the thread, and allow no new one."""
+        background = self._end()
+        if background is not None:
+            background.close()
+
+    async def aclose(self) -> None:
+        """The same from a task."""
+        background = self._end()
+        if background is not None:
+            await background.aclose()
+
+    def _end(self) -> Background | None:
+        with self._lock:
+            self._closed = True
+            background, self._background = self._background, None
+        return background

@@ -347,10 +347,20 @@ def _add_links(parser: argparse.ArgumentParser) -> None:
     links.add_argument("--up-gbps", type=figure, metavar="G", help="what the box can send (default: as measured)")
     links.add_argument("--down-gbps", type=figure, metavar="G", help="what it can receive (default: as measured)")
     links.add_argument(
-        "--usd-per-gb-up", type=figure, default=0.0, metavar="USD", help="billed for what it sends (default: 0)"
+        "--usd-per-gb-up",
+        dest="up_usd_per_gb",
+        type=figure,
+        default=0.0,
+        metavar="USD",
+        help="billed for what it sends (default: 0)",
     )
     links.add_argument(
-        "--usd-per-gb-down", type=figure, default=0.0, metavar="USD", help="billed for what it receives (default: 0)"
+        "--usd-per-gb-down",
+        dest="down_usd_per_gb",
+        type=figure,
+        default=0.0,
+        metavar="USD",
+        help="billed for what it receives (default: 0)",
     )
     links.add_argument(
         "--relay-gbps",

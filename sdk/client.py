@@ -13,11 +13,10 @@ consumer waits for it. The connection is made when it is first needed, or by ent
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Coroutine
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack, final, overload
@@ -25,9 +24,9 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, final, overload
 import trio
 
 from ..node.messages import Generate, Status
-from .background import Background, ClientJob
+from .background import ClientConnection, ClientJob, Connect, Work
 from .environment import network_address
-from .errors import ClientClosed, InvalidRequest, RequestFailed
+from .errors import InvalidRequest, RequestFailed
 from .mailbox import EndOfMail, Mailbox
 from .requests import GenerateOptions, Generation, TextDelta, build_request
 from .session import Session, check_target, open_session
@@ -37,8 +36,6 @@ Letter = TextDelta | Generation
 T = TypeVar("T")
 Whole = TypeVar("Whole")
 Streamed = TypeVar("Streamed")
-Work = Callable[[Session, Mailbox[T]], Awaitable[None]]
-Connect = Callable[[], AbstractAsyncContextManager[Session]]
 
 
 async def _serve_generate(body: Generate, session: Session, mailbox: Mailbox[Letter]) -> None:
@@ -50,60 +47,13 @@ async def _serve_status(session: Session, mailbox: Mailbox[Status]) -> None:
 
 
 async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
-    mailbox.put(None)
-
-
-@final
-class _Connection:
-    """The network thread of a client: started when first needed, and again after an attempt that
-    failed."""
-
-    def __init__(self, bootstrap: str | None, token: str | None, timeout_s: float, connect: Connect | None) -> None:
-        given: object = timeout_s  # whatever an untyped program passes
-        if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
-            raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a number of seconds above 0")
-        if connect is None:
-            where, secret = network_address(bootstrap, token)
-            check_target(where, secret)
-            connect = partial(open_session, where, secret, timeout_s)
-        self._connect = connect
-        self._lock = threading.Lock()
-        self._background: Background[Session] | None = None
-        self._closed = False
-
-    def background(self) -> Background[Session]:
-        """The running thread. Raises ClientClosed."""
-        with self._lock:
-            if self._closed:
-                raise ClientClosed("the client is closed")
-            if self._background is not None and self._background.is_over:
-                self._background.close()  # its thread is about to end
-                self._background = None
-            if self._background is None:
-                self._background = Background(self._connect)
-            return self._background
-
-    def end(self) -> Background[Session] | None:
-        """Allow no new thread; the caller closes the one that is returned."""
-        with self._lock:
-            self._closed = True
-            background, self._background = self._background, None
-        return background
-
-    def close(self) -> None:
-        """End the thread."""
-        background = self.end()
-        if background is not None:
-            background.close()
-
-    def __repr__(self) -> str:
-        return "closed" if self._closed else repr(self._background or "not connected")
+    mailbox.put(None)  # there is a session: the network has been reached
 
 
 class _Answering:
     """An answer on its way: the job that brings it, and the whole of it once it has come."""
 
-    def __init__(self, job: ClientJob[Session, Letter]) -> None:
+    def __init__(self, job: ClientJob[Letter]) -> None:
         self._job = job
         self._result: Generation | None = None
         # A stream that nobody holds any more cancels its request as if it had been closed.
@@ -207,7 +157,14 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
         timeout_s: float = 10.0,
         connect: Connect | None = None,
     ) -> None:
-        self._connection = _Connection(bootstrap, token, timeout_s, connect)
+        given: object = timeout_s  # whatever an untyped program passes
+        if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
+            raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a number of seconds above 0")
+        if connect is None:
+            where, secret = network_address(bootstrap, token)
+            check_target(where, secret)
+            connect = partial(open_session, where, secret, timeout_s)
+        self._connection = ClientConnection(connect)
         self._finalizer = weakref.finalize(self, self._connection.close)
 
     def __repr__(self) -> str:
@@ -255,8 +212,8 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
     @abstractmethod
     def _stream(self, body: Generate) -> Streamed: ...
 
-    def _submit(self, body: Generate) -> ClientJob[Session, Letter]:
-        return self._connection.background().submit(partial(_serve_generate, body))
+    def _submit(self, body: Generate) -> ClientJob[Letter]:
+        return self._connection.submit(partial(_serve_generate, body))
 
 
 @final
@@ -310,7 +267,7 @@ class Client(_AnyClient[Generation, GenerationStream]):
         self.close()
 
     def _call(self, work: Work[T]) -> T:
-        job = self._connection.background().submit(work)
+        job = self._connection.submit(work)
         try:
             return job.mailbox.take()
         finally:
@@ -341,15 +298,9 @@ class AsyncClient(_AnyClient[Coroutine[Any, Any, Generation], AsyncGenerationStr
 
     async def aclose(self) -> None:
         """Cancel what is running and leave. Waits about a second; calling it again is safe."""
-        background = self._connection.end()
-        if background is None:
-            return
         # Leaving must not be cut short by the cancellation that ends the block.
-        if trio.lowlevel.in_trio_run():
-            with trio.CancelScope(shield=True):
-                await background.aclose()
-        else:
-            await background.aclose()
+        with trio.CancelScope(shield=True) if trio.lowlevel.in_trio_run() else nullcontext():
+            await self._connection.aclose()
 
     async def __aenter__(self) -> Self:
         try:
@@ -365,7 +316,7 @@ class AsyncClient(_AnyClient[Coroutine[Any, Any, Generation], AsyncGenerationStr
         await self.aclose()
 
     async def _call(self, work: Work[T]) -> T:
-        job = self._connection.background().submit(work)
+        job = self._connection.submit(work)
         try:
             return await job.mailbox.take_async()
         finally:

@@ -1,96 +1,48 @@
-"""How the network's thread hands results to a consumer: a thread, a trio or an asyncio task.
-
-A `Waiter` is one sleep of one consumer; `wake` may be called from any thread, even after the
-consumer's event loop has ended."""
+"""How the network's thread hands results to a consumer: a thread, a trio or an asyncio task."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections import deque
-from typing import Generic, Protocol, TypeVar, final
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar, final
 
 import sniffio
 import trio
 
 T = TypeVar("T")
+Wake = Callable[[], None]
+"""Ends one sleep of a consumer. May be called from any thread, again, and after the consumer's loop has ended."""
 
 
 class EndOfMail(Exception):
     """The mailbox was closed, and everything in it has been taken."""
 
 
-class Waiter(Protocol):
-    """One sleep."""
-
-    def wake(self) -> None:
-        """End it. May be called from any thread, and again."""
-        ...
-
-
-class AsyncWaiter(Waiter, Protocol):
-    """One sleep of a task."""
-
-    async def wait(self) -> None:
-        """Sleep until woken."""
-        ...
-
-
-@final
-class _ThreadWaiter:
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def wake(self) -> None:
-        self._event.set()
-
-    def wait(self) -> None:
-        self._event.wait()
-
-
-@final
-class _TrioWaiter:
-    def __init__(self) -> None:
-        self._token = trio.lowlevel.current_trio_token()
-        self._event = trio.Event()
-
-    def wake(self) -> None:
-        try:
-            self._token.run_sync_soon(self._event.set)
-        except trio.RunFinishedError:
-            return  # the loop has ended, and the sleeper with it
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-
-@final
-class _AsyncioWaiter:
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._event = asyncio.Event()
-
-    def wake(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._event.set)
-        except RuntimeError:
-            return  # the loop has been closed, and the sleeper is gone
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-
-def async_waiter() -> AsyncWaiter:
-    """A sleep for the current task. Raises RuntimeError outside trio and asyncio."""
+def prepare_sleep() -> tuple[Wake, Callable[[], Awaitable[Any]]]:
+    """What ends a sleep of the current task, and what sleeps until then. Raises RuntimeError outside trio and
+    asyncio."""
     try:
         library = sniffio.current_async_library()
     except sniffio.AsyncLibraryNotFoundError:
         library = "none"
+    done: trio.Event | asyncio.Event
+    post: Callable[[Callable[[], None]], object]
     if library == "trio":
-        return _TrioWaiter()
-    if library == "asyncio":
-        return _AsyncioWaiter()
-    raise RuntimeError(f"AsyncClient runs under trio and asyncio; here runs {library}")
+        done, post = trio.Event(), trio.lowlevel.current_trio_token().run_sync_soon
+    elif library == "asyncio":
+        done, post = asyncio.Event(), asyncio.get_running_loop().call_soon_threadsafe
+    else:
+        raise RuntimeError(f"AsyncClient runs under trio and asyncio; here runs {library}")
+
+    def wake() -> None:
+        try:
+            post(done.set)
+        except RuntimeError:
+            return  # the loop has ended, and the sleeper with it
+
+    return wake, done.wait
 
 
 @final
@@ -101,7 +53,7 @@ class Mailbox(Generic[T]):
         # Re-entrant: the garbage collector may close a mailbox in the middle of a `put` to it.
         self._lock = threading.RLock()
         self._letters: deque[T] = deque()
-        self._waiter: Waiter | None = None
+        self._wake: Wake | None = None
         self._closed = False
         self._error: BaseException | None = None
 
@@ -113,9 +65,9 @@ class Mailbox(Generic[T]):
         with self._lock:
             if not self._closed:
                 self._letters.append(letter)
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.wake()
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
 
     def close(self, error: BaseException | None = None) -> None:
         """No more letters; after the last the consumer gets `error` or `EndOfMail`. First call
@@ -123,33 +75,32 @@ class Mailbox(Generic[T]):
         with self._lock:
             if not self._closed:
                 self._closed, self._error = True, error
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.wake()
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
 
     def take(self) -> T:
         """The next letter; blocks the thread, but not for signals."""
         while True:
-            waiter = _ThreadWaiter()
-            if self._ready(waiter):
+            done = threading.Event()
+            if self._is_ready(done.set):
                 return self._letters.popleft()
-            waiter.wait()
+            done.wait()
 
     async def take_async(self) -> T:
         """The next letter; lets other tasks of the consumer's loop run meanwhile."""
         while True:
-            waiter = async_waiter()
-            if self._ready(waiter):
+            wake, sleep = prepare_sleep()
+            if self._is_ready(wake):
                 return self._letters.popleft()
-            await waiter.wait()
+            await sleep()
 
-    def _ready(self, waiter: Waiter) -> bool:
-        """Whether there is a letter; if not, the next wakes `waiter`. Raises what `close` was
-        given."""
+    def _is_ready(self, wake: Wake) -> bool:
+        """Whether there is a letter; if not, the next one calls `wake`. Raises what `close` was given."""
         with self._lock:
             if self._letters:
                 return True
             if self._closed:
                 raise self._error if self._error is not None else EndOfMail
-            self._waiter = waiter
+            self._wake = wake
             return False

@@ -17,16 +17,15 @@ import msgspec
 from ...coordinator.costs.efficiency import efficiency_of
 from ...coordinator.costs.gpus import GpuError, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
+from ..engine.settings import CPU_KV_CACHE_MIB, GPU_SHARE
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings, FittingSettings
 from .hardware import Gpu, Hardware
 
 FITTING: Final = FittingSettings()
-GPU_SHARE = 0.92  # of what CUDA sees of a GPU's memory, as the engine takes it
 CUDA_SEES = 0.98  # of what NVML counts: 1 to 2 % are the driver's
 GRAPH_BYTES_PER_LAYER: Final = 12 << 20  # on each GPU: captured graphs
 SAMPLING_BYTES: Final = 24  # per request and token of the vocabulary: logits, and their sorted copies
-CPU_KV_CACHE_MIB = 256  # what the engine takes when nothing is said
 _FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 KEPT_BACK_TOKENS: Final = 128  # vLLM gives out all blocks of the cache but one, which has so many on a CPU

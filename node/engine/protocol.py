@@ -82,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int = 64
     async_scheduling: bool | None = None  # None: on a GPU
     threads: int = 1
+    codec: str = "kv4"  # that transfers are expected to use: a GPU compiles it while it starts
     transfer_buffer_mib: int | None = None  # host memory for KV on its way, in each direction; None: by the box's
     log_file: str | None = None
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -335,19 +336,19 @@ class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     """
 
     transfer: bytes
-    delivered: bool
-    reason: str
-    frames: int
-    raw_bytes: int
-    wire_bytes: int
-    span_s: float
-    visible_s: float
-    hidden_fraction: float
     link: bytes
     mode: str
-    paths: dict[str, int]
-    resent_bytes: int
-    blocked_s: float
+    delivered: bool
+    reason: str
+    frames: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    span_s: float = 0.0
+    visible_s: float = 0.0
+    hidden_fraction: float = 1.0
+    paths: dict[str, int] = {}
+    resent_bytes: int = 0
+    blocked_s: float = 0.0
 
 
 class PathReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

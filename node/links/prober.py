@@ -33,6 +33,29 @@ class Neighbour:
     rtt_s: float | None
 
 
+class BurstCarrier:
+    """Carries bursts over real connections, on threads. A node that stops does not wait for bytes that nobody wants
+    any more."""
+
+    async def send(self, ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
+        """Dial and send a burst; returns what it has measured. Raises TransferError."""
+
+        def run() -> BurstSample:
+            with dial_burst(ticket, address.host, address.port, dial_s) as ends:
+                return send_burst(ends)
+
+        return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+
+    async def receive(self, gate: BurstGate) -> BurstSample:
+        """Wait for a burst and take it. Raises TransferError."""
+
+        def run() -> BurstSample:
+            with gate.wait(gate.ticket.lease_s) as ends:
+                return receive_burst(ends)
+
+        return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+
+
 @final
 class Prober:
     """One per node. `neighbours` lists the other nodes, `activity` says what a burst would disturb."""
@@ -47,7 +70,9 @@ class Prober:
         nursery: trio.Nursery,
         rng: random.Random,
         tuning: NodeTuning = WAN,
+        carrier: BurstCarrier | None = None,
     ) -> None:
+        self._carrier = carrier if carrier is not None else BurstCarrier()
         self._knowledge = knowledge
         self._messenger = messenger
         self._neighbours = neighbours
@@ -130,10 +155,7 @@ class Prober:
                 self._scheduler.on_refused(target.peer, opened.retry_s, now=trio.current_time())
                 return
             _check_ticket(opened.ticket, burst)
-            # A node that stops does not wait for bytes that nobody wants any more.
-            sample = await trio.to_thread.run_sync(
-                _dial_and_send, opened.ticket, target.address, self._tuning.ask_s, abandon_on_cancel=True
-            )
+            sample = await self._carrier.send(opened.ticket, target.address, self._tuning.ask_s)
         except NetworkError:
             self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=trio.current_time())
             return
@@ -149,7 +171,7 @@ class Prober:
     async def _receive(self, peer: PeerId, gate: BurstGate) -> None:
         size = 0
         try:
-            size = (await trio.to_thread.run_sync(_receive_burst, gate, abandon_on_cancel=True)).bytes
+            size = (await self._carrier.receive(gate)).bytes
         except TransferError:
             pass  # the sender has gone; it reports the failure to its own scheduler
         finally:
@@ -162,13 +184,3 @@ def _check_ticket(ticket: BurstTicket, burst: BurstRequest) -> None:
     """A burst is paid for by its sender too: it is never larger than what was asked for. Raises TicketError."""
     if ticket.max_bytes > burst.max_bytes or ticket.streams > burst.streams or ticket.seconds > burst.seconds:
         raise TicketError(f"asked for {burst}, and was given {ticket}")
-
-
-def _dial_and_send(ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
-    with dial_burst(ticket, address.host, address.port, dial_s) as ends:
-        return send_burst(ends)
-
-
-def _receive_burst(gate: BurstGate) -> BurstSample:
-    with gate.wait(gate.ticket.lease_s) as ends:
-        return receive_burst(ends)

@@ -12,8 +12,9 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, final
 
@@ -24,7 +25,20 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 
 from .progress import DownloadProgress, Report
 
-WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # before each next try, while tries in a row bring nothing
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadSettings:
+    """How models come from a hub.
+
+    `waits_s`: seconds before each next try, while tries in a row bring nothing; more of them ride out a longer outage.
+    `connections`: files at a time; one TCP stream seldom fills the line of a rented box. `reserve_bytes`: disk space
+    that a download leaves free.
+    """
+
+    waits_s: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0)
+    connections: int = 4
+    reserve_bytes: int = 256 << 20
+
 
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")  # SHA-256 of a large file; git's SHA-1 of a small one
 
@@ -84,7 +98,7 @@ class DownloadMeter:
         self._stopped.set()
 
 
-def fetch(file: RemoteFile, blob: Path, meter: DownloadMeter) -> None:
+def fetch(file: RemoteFile, blob: Path, meter: DownloadMeter, waits_s: Sequence[float]) -> None:
     """Bring a file to `blob`, again if it came corrupt; other processes wait for it.
 
     Raises CorruptError, IncompleteError, HfHubHTTPError, OSError, StoppedError, and what the
@@ -98,7 +112,7 @@ def fetch(file: RemoteFile, blob: Path, meter: DownloadMeter) -> None:
         stream.truncate(min(stream.tell(), file.size))
         meter.add(stream.seek(0, os.SEEK_END), file.path)
         for _ in range(2):
-            _complete(file, stream, meter)
+            _complete(file, stream, meter, waits_s)
             if _hash(partial, file) == file.hash:
                 partial.replace(blob)
                 return
@@ -121,9 +135,9 @@ def _locked(stream: BinaryIO) -> Iterator[None]:
         fcntl.flock(stream, fcntl.LOCK_UN)
 
 
-def _complete(file: RemoteFile, stream: BinaryIO, meter: DownloadMeter) -> None:
+def _complete(file: RemoteFile, stream: BinaryIO, meter: DownloadMeter, waits_s: Sequence[float]) -> None:
     """Append what is lacking. Tries go on for as long as they bring something."""
-    waits = iter(WAITS_S)
+    waits = iter(waits_s)
     while (have := stream.seek(0, os.SEEK_END)) < file.size:
         try:
             _append(file, stream, have, meter)
@@ -135,7 +149,7 @@ def _complete(file: RemoteFile, stream: BinaryIO, meter: DownloadMeter) -> None:
                 raise
             cause = error
         if stream.seek(0, os.SEEK_END) > have:
-            waits = iter(WAITS_S)
+            waits = iter(waits_s)
             continue
         wait_s = next(waits, None)
         if wait_s is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,19 +37,17 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import disable_progress_bars, httpx
 
 from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, StageLayers, Tensor, read_header, read_index
-from .download import CorruptError, DownloadMeter, IncompleteError, RemoteFile, fetch, is_whole
+from .download import CorruptError, DownloadMeter, DownloadSettings, IncompleteError, RemoteFile, fetch, is_whole
 from .errors import ModelError
 from .progress import Report
 
 _log = logging.getLogger(__name__)
 
-CONNECTIONS = 4  # one TCP stream seldom fills the line of a rented box
 HEADERS_AT_ONCE = 8
-RESERVE_BYTES = 256 << 20  # disk space that a download leaves free
 _SMALL = (".json", ".jinja")  # configuration and tokenizer; weights are fetched by stage
 
 
-def find(name: str) -> Repository:
+def find(name: str, settings: DownloadSettings) -> Repository:
     """Look up `owner/name` and its files. Without a hub, what the cache has of it counts. Raises ModelError."""
     disable_progress_bars()  # ours are shown
     api = HfApi()
@@ -57,11 +55,11 @@ def find(name: str) -> Repository:
         try:
             info = api.model_info(name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         except (OfflineModeIsEnabled, httpx.TransportError) as error:
-            return _cached(name, error)
+            return _cached(name, error, settings)
         except HfHubHTTPError as error:
             if error.response.status_code < 500:
                 raise
-            return _cached(name, error)
+            return _cached(name, error, settings)
         # Without a revision, so that the cache notes which commit `main` is: that is what is looked up without a hub.
         config = Path(api.hf_hub_download(name, "config.json"))
         commit = config.parent.name
@@ -76,10 +74,10 @@ def find(name: str) -> Repository:
                 raise ModelError(f"model {name}: {api.endpoint} tells no hash of {path}; take another HF_ENDPOINT")
             url = hf_hub_url(name, path, revision=commit, endpoint=api.endpoint)
             files[path] = RemoteFile(path=path, url=url, size=sibling.size, hash=digest)
-        return Repository(name, config.parent, files, api)
+        return Repository(name, config.parent, files, api, settings)
 
 
-def _cached(name: str, cause: Exception) -> Repository:
+def _cached(name: str, cause: Exception, settings: DownloadSettings) -> Repository:
     """What is in the cache of a model, since the hub cannot be asked. Raises ModelError."""
     config = try_to_load_from_cache(name, "config.json")
     offline = isinstance(cause, OfflineModeIsEnabled)
@@ -88,19 +86,27 @@ def _cached(name: str, cause: Exception) -> Repository:
         raise ModelError(f"model {name}: not in the local cache, and {why} once, or give a folder") from cause
     if not offline:
         _log.warning("the hub cannot be reached (%s): %s is served from the cache", _line(cause), name)
-    return Repository(name, Path(config).parent, None, HfApi())
+    return Repository(name, Path(config).parent, None, HfApi(), settings)
 
 
 @final
 class Repository:
     """One commit of a model, and what of it is in the local cache: `folder`, which holds only what was fetched."""
 
-    def __init__(self, name: str, folder: Path, files: Mapping[str, RemoteFile] | None, api: HfApi) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        files: Mapping[str, RemoteFile] | None,
+        api: HfApi,
+        settings: DownloadSettings,
+    ) -> None:
         self.name = name
         self.folder = folder
         self.commit = folder.name
         self._files = files  # None: the hub is not asked
         self._api = api
+        self._settings = settings
         self._repository = folder.parent.parent
 
     def __repr__(self) -> str:
@@ -181,9 +187,22 @@ class Repository:
             for file in files:
                 if file not in missing:
                     meter.add(file.size, file.path)
-            _in_threads(missing, self._blob, meter)
+            self._fetch_in_threads(missing, meter)
             for file in files:
                 self._link(file)
+
+    def _fetch_in_threads(self, files: Iterable[RemoteFile], meter: DownloadMeter) -> None:
+        """Fetch the files, several at a time. The first error ends all, and is raised."""
+        waits_s = self._settings.waits_s
+        with ThreadPoolExecutor(self._settings.connections) as pool:
+            try:
+                for done in as_completed(
+                    [pool.submit(fetch, file, self._blob(file), meter, waits_s) for file in files]
+                ):
+                    done.result()
+            finally:  # also when this thread is interrupted
+                meter.stop()
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _blob(self, file: RemoteFile) -> Path:
         return self._repository / "blobs" / file.hash
@@ -195,7 +214,7 @@ class Repository:
             partial = self._blob(file).with_name(f"{file.hash}.incomplete")
             lacking += file.size - (partial.stat().st_size if partial.is_file() else 0)
         free = shutil.disk_usage(self._repository).free
-        if lacking > 0 and lacking + RESERVE_BYTES > free:
+        if lacking > 0 and lacking + self._settings.reserve_bytes > free:
             raise ModelError(
                 f"model {self.name}: {lacking / 1e9:.1f} GB are to be fetched and {free / 1e9:.1f} GB are free on the "
                 f"disk of {constants.HF_HUB_CACHE}; make room, or set HF_HOME to a folder on another disk"
@@ -208,17 +227,6 @@ class Repository:
             fresh = link.with_name(f"{link.name}.{uuid4().hex}")
             fresh.symlink_to(Path("..", "..", "blobs", file.hash))
             fresh.replace(link)  # in one step: somebody else may be making the same link
-
-
-def _in_threads(files: Iterable[RemoteFile], blob: Callable[[RemoteFile], Path], meter: DownloadMeter) -> None:
-    """Fetch the files, several at a time. The first error ends all, and is raised."""
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        try:
-            for done in as_completed([pool.submit(fetch, file, blob(file), meter) for file in files]):
-                done.result()
-        finally:  # also when this thread is interrupted
-            meter.stop()
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextmanager

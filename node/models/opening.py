@@ -15,6 +15,7 @@ from .info import ModelInfo, describe, layer_count
 from .progress import Report
 
 if TYPE_CHECKING:
+    from .download import DownloadSettings
     from .hub import Repository
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
@@ -49,7 +50,7 @@ class OpenedModel:
         return self.folder
 
 
-def open_model(name: str) -> OpenedModel:
+def open_model(name: str, downloads: DownloadSettings | None = None) -> OpenedModel:
     """Resolve `name` (a folder, `bundled`, or a Hugging Face id) and check it. Raises ModelError.
     From a hub (see `hub`) it fetches configuration, tokenizer and weight headers."""
     if name == "bundled":
@@ -64,7 +65,7 @@ def open_model(name: str) -> OpenedModel:
         raise ModelError(f"model {name}: this is a file; give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(f"model {name}: no such folder (and not a Hugging Face id of the form owner/name)")
-    return _open_repository(name)
+    return _open_repository(name, downloads)
 
 
 def _open_folder(name: str, folder: Path) -> OpenedModel:
@@ -79,10 +80,11 @@ def _open_folder(name: str, folder: Path) -> OpenedModel:
     return _described(name, service, folder, config, checkpoint, None)
 
 
-def _open_repository(name: str) -> OpenedModel:
+def _open_repository(name: str, downloads: DownloadSettings | None) -> OpenedModel:
+    from .download import DownloadSettings
     from .hub import find  # the hub's library takes half a second, which a local folder need not pay
 
-    repository = find(name)
+    repository = find(name, downloads or DownloadSettings())
     config = _checked_config(name, repository.folder)  # before anything else is fetched
     repository.fetch_small()
     _check_tokenizer(name, repository.folder)

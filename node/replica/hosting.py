@@ -38,7 +38,7 @@ def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | N
 
 
 def engine_config(
-    served: ServedModel, hardware: Hardware, settings: BoxEngineSettings, log: Path
+    served: ServedModel, hardware: Hardware, settings: BoxEngineSettings, log: Path, *, codec: str
 ) -> protocol.EngineConfig:
     """The settings of this box's engine processes, whatever part of the model they get."""
     model, share = served.model, served.share
@@ -51,6 +51,7 @@ def engine_config(
         kv_cache_mib=share.kv_cache_mib,
         async_scheduling=settings.async_scheduling,
         threads=settings.threads or max(1, hardware.cores - 1),
+        codec=codec,
         log_file=str(log),
         backend=settings.backend,
         options=dict(served.options),

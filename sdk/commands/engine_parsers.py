@@ -22,7 +22,7 @@ class _Emulate(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, values)
-        namespace.engine = EMULATED.name
+        namespace.backend = EMULATED.name
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("prefill", "decode", "mixed"),
         help="the only thing that this box is to do (default: what the planner finds best, which may change)",
     )
-    engine.add_argument("--engine", choices=tuple(BACKENDS), default="vllm", help="what runs the model (default: vllm)")
+    engine.add_argument(
+        "--engine", dest="backend", choices=tuple(BACKENDS), default="vllm", help="what runs the model (default: vllm)"
+    )
     engine.add_argument(
         "--emulate",
         metavar="GPUS",

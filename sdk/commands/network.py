@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -18,26 +18,17 @@ from ..environment import network_address
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import print_status
+from .status_view import print_status, short
 
 
 def generate(arguments: Namespace) -> int:
     """`p2pserve generate`."""
     prompt, messages = _read_input(arguments)
-    options = GenerateOptions(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        stop=arguments.stop,
-        deadline_s=arguments.deadline_s,
-        service=arguments.service,
-    )
+    given = vars(arguments)
+    options = cast(GenerateOptions, {name: given[name] for name in GenerateOptions.__optional_keys__})
     build_request(prompt, messages, options)  # before the network is asked for anything
-    where = network_target(arguments)
     _write_any_text()
-    with Client(where, token=arguments.token, timeout_s=arguments.timeout_s) as client:
+    with client_of(arguments) as client:
         if arguments.format == "json":
             print(json.dumps(msgspec.to_builtins(client.generate(prompt, messages=messages, **options))))
             return 0
@@ -55,7 +46,7 @@ def generate(arguments: Namespace) -> int:
 
 def status(arguments: Namespace) -> int:
     """`p2pserve status`."""
-    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+    with client_of(arguments) as client:
         found = client.status()
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(found)))
@@ -69,7 +60,7 @@ def status(arguments: Namespace) -> int:
 
 def path(arguments: Namespace) -> int:
     """`p2pserve path`."""
-    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+    with client_of(arguments) as client:
         found = client.status()
     prices = (arguments.usd_per_s, arguments.max_usd_per_gb)
     choice = explain_path(found, arguments.source, arguments.target, arguments.megabytes, prices)
@@ -89,15 +80,14 @@ COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
 
 def figures_line(figures: RequestFigures) -> str:
     """One line about a finished request."""
-    short = {peer: f"..{peer[-6:]}" for peer in (figures.prefill_node, figures.decode_node) if peer}
     parts = [
         f"{figures.prompt_tokens} prompt tokens, {figures.completion_tokens} new",
         f"first after {figures.ttft_s:.2f} s, then {figures.tpot_s * 1000:.1f} ms each",
     ]
     if figures.prefill_node is None:
-        parts.append(f"computed on {short[figures.decode_node]}")
+        parts.append(f"computed on {short(figures.decode_node)}")
     else:
-        parts.append(f"prefill on {short[figures.prefill_node]}, decode on {short[figures.decode_node]}")
+        parts.append(f"prefill on {short(figures.prefill_node)}, decode on {short(figures.decode_node)}")
     transfer = figures.transfer
     if transfer is not None:
         parts.append(
@@ -106,7 +96,7 @@ def figures_line(figures: RequestFigures) -> str:
         )
         relays = [name for name in transfer.paths if name != "direct"]
         if relays:
-            parts.append("relayed by " + " and ".join(f"..{name[-6:]}" for name in relays))
+            parts.append("relayed by " + " and ".join(map(short, relays)))
         if transfer.usd:
             parts.append(f"traffic ${transfer.usd:.6f}")
     parts += [f"recovered: {what}" for what in figures.recovered]
@@ -119,6 +109,11 @@ def set_up_logging(arguments: Namespace) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     else:
         logging.disable(logging.WARNING)
+
+
+def client_of(arguments: Namespace) -> Client:
+    """A client of the network that the options name. Raises InvalidAddress."""
+    return Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s)
 
 
 def network_target(arguments: Namespace) -> str:

@@ -8,6 +8,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ from ...node.engine.trials.selftest import check_installation, selftest_log
 from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..errors import UsageError
 from .network import network_target
+from .option_values import settings_of
 
 SWITCH_S: Final = 0.0005
 """Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
@@ -101,44 +103,14 @@ def _check_tp(arguments: Namespace) -> None:
 def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettings:
     _check_tp(arguments)
     listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
-    return NodeSettings(
+    return replace(
+        settings_of(NodeSettings, arguments),
         home=home,
         listen=parse_address(listen),
-        announce=arguments.announce,
         bootstrap=where,
-        token=arguments.token if where is not None else None,
-        model=arguments.model,
-        codec=arguments.codec,
-        links=BoxLinkSettings(
-            site=arguments.site,
-            box=BoxFigures(
-                up_gbps=arguments.up_gbps,
-                down_gbps=arguments.down_gbps,
-                up_usd_per_gb=arguments.usd_per_gb_up,
-                down_usd_per_gb=arguments.usd_per_gb_down,
-                relay_gbps=arguments.relay_gbps,
-            ),
-            usd_per_s=arguments.usd_per_s,
-            max_usd_per_gb=arguments.max_usd_per_gb,
-        ),
-        engine=BoxEngineSettings(
-            dtype=arguments.dtype,
-            kv_cache_mib=arguments.kv_cache_mib,
-            max_batched_tokens=arguments.max_batched_tokens,
-            max_requests=arguments.max_requests,
-            max_model_len=arguments.max_model_len,
-            async_scheduling=arguments.async_scheduling,
-            threads=arguments.threads,
-            tp=arguments.tp,
-            memory_gib=arguments.memory_gib,
-            backend=arguments.engine,
-            emulate=arguments.emulate,
-            emulate_specs=arguments.emulate_specs,
-        ),
-        drain_s=arguments.drain_s,
+        links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
+        engine=settings_of(BoxEngineSettings, arguments),
         phase=Phase(arguments.phase) if arguments.phase is not None else None,
-        usd_per_hour=arguments.usd_per_hour,
-        engine_channel=getattr(arguments, "engine_channel", None),
     )
 
 

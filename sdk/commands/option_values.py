@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+from typing import TypeVar
+
+Settings = TypeVar("Settings")
 
 
 def positive(text: str) -> int:
@@ -35,6 +39,12 @@ def seconds(text: str) -> float:
     if not 0 < value < 1e7:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return value
+
+
+def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:
+    """Settings from the options that are called as their fields are; the other fields keep their defaults."""
+    given = vars(arguments)
+    return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
 
 
 class Listed(argparse.Action):

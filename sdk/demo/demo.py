@@ -31,6 +31,7 @@ from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
 from ...node.models.text import PromptError, TextModel
 from ...node.requests.acceptance import tokenize
 from ..client import AsyncClient
+from ..commands.option_values import settings_of
 from ..commands.status_view import open_console, shortened
 from ..errors import DemoFailed, UsageError
 from ..requests import Generation, build_request
@@ -93,14 +94,7 @@ class DemoSettings:
 def run_demo(arguments: Namespace) -> int:
     """Run the command: 0 when everything worked, 1 when not, 130 when interrupted."""
     logging.disable(logging.CRITICAL if not arguments.debug else logging.NOTSET)
-    settings = DemoSettings(
-        nodes=arguments.nodes,
-        prompt=arguments.prompt,
-        codec=arguments.codec,
-        max_tokens=arguments.max_tokens,
-        model=arguments.model,
-        timeout_s=arguments.timeout_s,
-    )
+    settings = settings_of(DemoSettings, arguments)
     if not 1 <= settings.nodes <= MAX_NODES:
         raise UsageError(f"nodes: {settings.nodes} is not between 1 and {MAX_NODES}")
     require_engine(probe(), os.environ)

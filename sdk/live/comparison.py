@@ -43,6 +43,7 @@ from ...sims.records import Outcomes, Trace
 from ...sims.scenario import PlanChange, ServiceRun, SimSettings
 from ...sims.workloads import AZURE, azure, draw, workload_of
 from ...sims.world import simulate
+from ..commands.option_values import settings_of
 from ..commands.planning_parsers import SPECS
 from ..commands.status_view import open_console
 from ..errors import UsageError
@@ -250,7 +251,14 @@ def parser() -> argparse.ArgumentParser:
     add("--requests", type=int, default=80, metavar="N", help="default: 80")
     add("--rate", type=float, default=1.0, metavar="R", help="requests per second, Poisson (default: 1)")
     add("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default: 0)")
-    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="of a step (default: 2048)")
+    add(
+        "--max-num-batched-tokens",
+        dest="max_batched_tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="of a step (default: 2048)",
+    )
     add(
         "--phases",
         nargs="+",
@@ -272,15 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.NOTSET if arguments.debug else logging.CRITICAL)
     console = open_console(stderr=True)
     began = time.monotonic()
-    settings = LiveSettings(
-        nodes=arguments.nodes,
-        cards=arguments.cards,
-        specs=arguments.specs,
-        model=arguments.model,
-        codec=arguments.codec,
-        max_batched_tokens=arguments.max_num_batched_tokens,
-        phases=tuple(arguments.phases),
-    )
+    settings = settings_of(LiveSettings, arguments)
     try:
         _check(settings)
         trace = draw(

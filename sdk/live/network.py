@@ -3,7 +3,7 @@ GPUs are emulated: processes, sockets, plan and KV bytes are real."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import isnan, nan
@@ -46,7 +46,7 @@ class LiveSettings:
     model: str
     codec: str
     max_batched_tokens: int
-    phases: tuple[Phase, ...] = ()
+    phases: Sequence[Phase] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,8 +22,7 @@ from ...coordinator.planning.model.slo import read_slo
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
 from ...kernels.codecs import DEFAULT, codec_named
 from ...node.view import NetworkView
-from ..client import Client
-from ..commands.network import network_target
+from ..commands.network import client_of
 from ..commands.plan import print_service
 from ..commands.status_view import open_console, short, shortened
 from ..errors import RequestFailed, UsageError
@@ -61,7 +60,7 @@ def run_live_plan(arguments: Namespace) -> int:
     slo, rate = read_slo(arguments.slo), arguments.rate
     if rate is not None and not 0.0 < rate < 1e9:
         raise UsageError(f"rate: {rate} is not a number of requests per second above 0")
-    with Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s) as client:
+    with client_of(arguments) as client:
         status = client.status()
     view = NetworkView.of_status(status)
     service = _service(view, arguments.model)

@@ -93,7 +93,7 @@ class TransferPort(Protocol):
         """Open the receiving ends. Raises TransferError."""
         ...
 
-    def forget(self, transfer: bytes) -> None:
+    def close_incoming(self, transfer: bytes) -> object:
         """An expected transfer is over."""
         ...
 
@@ -101,7 +101,7 @@ class TransferPort(Protocol):
         """End a transfer."""
         ...
 
-    def obey(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
+    def carry_out(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         """Do what the agent wants of a link or a transfer."""
         ...
 
@@ -211,7 +211,7 @@ class EmulatedEngine:
             case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._stop_waiting_for_token(message.transfer)
-                self._transfers.obey(message)
+                self._transfers.carry_out(message)
             case protocol.LimitSteps(tokens=tokens):
                 self._batcher.limit_step(tokens)
             case protocol.Stop():
@@ -334,7 +334,7 @@ class EmulatedEngine:
             return
         expected, live.expected = live.expected, None
         self._wait_limits.end(request)
-        self._transfers.forget(expected.transfer)
+        self._transfers.close_incoming(expected.transfer)
         fraction, tokens = expected.progress()
         if fraction < 1.0:
             tokens -= tokens % self._batcher.block_size  # vLLM keeps whole blocks only
@@ -375,7 +375,7 @@ class EmulatedEngine:
             self._transfers.abort(live.sends, reason)
         if live.expected is not None:
             live.expected.abort(reason)
-            self._transfers.forget(live.expected.transfer)
+            self._transfers.close_incoming(live.expected.transfer)
 
     def _publish(self, outputs: list[protocol.NewTokens], now: float) -> None:
         if self.idle:

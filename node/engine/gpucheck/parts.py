@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from .. import protocol
 from ..agent_side.fork_server import open_fork_server
 from ..gpus import gpu_names, installed_version
 from ..trials.random_model import TINY, make_model
-from ..trials.trial import Trial, TrialEngine, open_trial
+from ..trials.trial import SEND_MODES, PromptCut, open_trial
 from ..vllm.synchronisations import SWITCH, read_log
 
 PACKAGE: Final = str(Path(__file__).parents[3])
@@ -42,7 +43,6 @@ REPLACED_ON_CPUS: Final = (
     "Tensor.pin_memory",
     "Tensor.record_stream",
 )
-SEND_MODES: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 
 
 # ---- the box --------------------------------------------------------------------------------------------------------
@@ -61,11 +61,12 @@ def look_at_box() -> dict[str, Any]:
         "cards": gpu_names(),
         "driver": box.driver or "",
         "versions": versions,
-        "complaints": [*list_complaints(box, "cuda"), *_wrong_versions(versions)],
+        "complaints": [*list_complaints(box, "cuda"), *list_wrong_versions(versions)],
     }
 
 
-def _wrong_versions(versions: Mapping[str, str]) -> Iterator[str]:
+def list_wrong_versions(versions: Mapping[str, str]) -> Iterator[str]:
+    """One line with its fix for each that is not the pinned one."""
     for name, pinned in PINNED.items():
         if not versions[name].startswith(pinned):
             yield f"{name} is {versions[name] or 'not installed'}, not {pinned}x: make setup DEVICE=cuda"
@@ -113,27 +114,14 @@ async def exercise_engines(folder: Path, log: Path) -> None:
     async with open_fork_server(log=log, threads=1) as server, open_trial(server) as trial:
         await server.wait_ready()
         prefill, decode = await trial.start(config), await trial.start(config)
-        for number, (codec, send_mode) in enumerate((codec, send_mode) for codec in CODECS for send_mode in SEND_MODES):
-            await _transfer_kv(trial, prefill, decode, random.Random(number), codec, send_mode)
-
-
-async def _transfer_kv(
-    trial: Trial,
-    prefill: TrialEngine,
-    decode: TrialEngine,
-    rng: random.Random,
-    codec: str,
-    send_mode: protocol.WantedSendMode,
-) -> None:
-    """The first part of a prompt, while both answer something else."""
-    prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))
-    beside = [(engine, engine.submit(other, 4 * NEW_TOKENS)) for engine in (prefill, decode)]
-    send, receive = trial.transfer_ends(trial.join(decode), codec, decode.ready, pacing=send_mode)
-    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=TRANSFERRED_TOKENS)
-    begun = prefill.submit(prompt[:TRANSFERRED_TOKENS], 1, send=send)
-    for engine, each in ((prefill, begun), (decode, request), *beside):
-        await engine.answer(each)
-    await prefill.report(send[0].ticket.transfer)
+        for number, (codec, send_mode) in enumerate(itertools.product(CODECS, SEND_MODES)):
+            rng = random.Random(number)
+            prompt, other = ([rng.randrange(1, TINY.vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(2))
+            beside = [(engine, engine.submit(other, 4 * NEW_TOKENS)) for engine in (prefill, decode)]
+            cut = PromptCut(prompt, TRANSFERRED_TOKENS, NEW_TOKENS)
+            await trial.transfer_prompt(prefill, decode, cut, codec=codec, pacing=send_mode)
+            for engine, request in beside:
+                await engine.answer(request)
 
 
 def look_for_synchronisations() -> dict[str, Any]:

@@ -40,7 +40,7 @@ def run_check(say: Callable[[str], None]) -> CheckReport:
         for position, part in enumerate(PARTS[len(results) :]):
             limit_s = time_limit(position, time.monotonic() - started)
             say(f"{part.name}: {part.what} (at most {limit_s:.0f} s)")
-            result = _run_part(part, limit_s, Path(folder))
+            result = run_part(part, limit_s, Path(folder))
             say(f"{part.name}: {result.status}" + (f" after {result.seconds:.1f} s" if result.seconds else ""))
             results.append(result)
     return report_of(
@@ -72,7 +72,8 @@ def command_of(part: CheckPart, output: Path) -> list[str] | None:
             return [*python, "p2pserve.node.engine.gpucheck.parts", name]
 
 
-def _run_part(part: CheckPart, limit_s: float, folder: Path) -> PartResult:
+def run_part(part: CheckPart, limit_s: float, folder: Path) -> PartResult:
+    """In a process of its own, with its output in this folder."""
     output, log = folder / f"{part.name}.out", folder / f"{part.name}.log"
     command = command_of(part, output)
     if command is None:

@@ -32,11 +32,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from ....kvtransport.routing.reslice import ShardLayout
-from ....kvtransport.routing.reslice import ShardRank as ShardRank
+from ....kvtransport.routing.reslice import ShardLayout, ShardRank
 from ..protocol import WorkerRank
 from ..settings import TransferSettings
-from ..transfers.hub import Tell, TransferHub, transfer_memory
+from ..transfers.hub import TransferHub, transfer_memory
+from ..transfers.open_transfers import Tell
 from ..vllm.layout import CacheForm, kv_heads
 from .scheduler_side import SchedulerSide
 from .step_work import LoadProgress, StepWork
@@ -66,10 +66,11 @@ class UnsupportedModelError(ValueError):
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What every instance is told. `switchboard`: the name of this box's (see `switchboard`); `buffer_bytes`: host
-    memory that one worker has for its transfers, in each direction."""
+    memory that one worker has for its transfers, in each direction; `codec`: that they are expected to use."""
 
     switchboard: str
     buffer_bytes: int
+    codec: str
     transfers: TransferSettings
 
 
@@ -269,4 +270,5 @@ def _worker_side(vllm_config: VllmConfig, block_size: int) -> WorkerSide:
 
         return WorkerLine(settings.switchboard, make_hub)
 
-    return WorkerSide(rank, one_stage.heads_of(ShardRank(0, rank.tp)), form, connect, settings=settings.transfers)
+    heads = one_stage.heads_of(ShardRank(0, rank.tp))
+    return WorkerSide(rank, heads, form, connect, codec=settings.codec, settings=settings.transfers)

@@ -28,7 +28,8 @@ from ....kvtransport.errors import KVProtocolError
 from ....kvtransport.wire.channel import parse_link_hello
 from ..protocol import AbortTransfer, CloseLink, EngineMessage, LinkReport, SetLinkPaths, TransferReport, pack
 from ..settings import TRANSFER_DEFAULTS, TransferSettings
-from ..transfers.hub import Tell, TransferHub
+from ..transfers.hub import TransferHub
+from ..transfers.open_transfers import Tell
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, final
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ....kernels.codec import warm_up
-from ....kernels.kv4 import KV4
 from ....kvtransport.errors import TransferError
 from ..protocol import WorkerRank
 from ..settings import TRANSFER_DEFAULTS, TransferSettings
@@ -36,16 +35,16 @@ _log = logging.getLogger(__name__)
 ConnectLine = Callable[[Shard, Device, ReadKv], WorkerLine]
 
 
-def warm_up_codecs(device: Device, shard: Shard) -> None:
-    """Compile what transfers between boxes run on a GPU, and make its copy streams: some seconds, which would else be
+def warm_up_codec(codec: str, device: Device, shard: Shard) -> None:
+    """Compile what transfers in this codec run on a GPU, and make its copy streams: some seconds, which would else be
     the first request's. Before vLLM captures graphs, which no other thread may disturb."""
     from triton.errors import TritonError  # heavy, and of no use without a GPU
 
     try:
         with device.copy_stream() as stream:
-            warm_up(KV4, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
-    except TritonError as error:  # a transfer in kv4 will say the same, and its prompt be computed where it goes
-        _log.warning("kv4 does not work on this GPU for heads of %d: %s", shard.head_dim, error)
+            warm_up(codec, heads=len(shard.heads), head_dim=shard.head_dim, dtype=shard.dtype, device=stream.device)
+    except TritonError as error:  # a transfer will say the same, and its prompt be computed where it goes
+        _log.warning("%s does not work on this GPU for heads of %d: %s", codec, shard.head_dim, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,8 @@ class _Prefill:
 @final
 class WorkerSide:
     """Called by vLLM's worker, on the one thread that runs the model. `heads` are the KV heads that it holds, as
-    numbered in the model; `form` is that of their caches; `connect` makes the way to the agent once they are there."""
+    numbered in the model; `form` is that of their caches; `connect` makes the line to the agent once they are there;
+    `codec` is the one that transfers are expected to use."""
 
     def __init__(
         self,
@@ -71,11 +71,13 @@ class WorkerSide:
         form: CacheForm,
         connect: ConnectLine,
         *,
+        codec: str,
         clock: Callable[[], float] = time.monotonic,
         make_device: Callable[[DeviceKind], Device] = device_of,
         settings: TransferSettings = TRANSFER_DEFAULTS,
     ) -> None:
         self._settings = settings
+        self._codec = codec
         self._rank = rank
         self._heads = heads
         self._form = form
@@ -130,10 +132,10 @@ class WorkerSide:
         shard = Shard(layers=numbers, heads=self._heads, head_dim=first.head_dim, dtype=first.dtype)
         if self._device.kind == "cuda":
             sys.setswitchinterval(self._settings.thread_switch_s)
-            warm_up_codecs(self._device, shard)
-        self._line = self._connect(shard, self._device, self._read)
+            warm_up_codec(self._codec, self._device, shard)
+        self._line = self._connect(shard, self._device, self.read_kv)
 
-    def _read(self, layer: int, block_ids: list[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_kv(self, layer: int, block_ids: list[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """By any thread: a copy of a layer's K and V."""
         return self._cache_of(layer).read(block_ids, first, last)
 
@@ -291,7 +293,7 @@ class WorkerSide:
             self._write(piece)
             if self._clock() >= until:
                 break
-        if incoming.has_pieces:
+        if incoming.waiting_pieces:
             self._tell_news()  # the rest in the next step, which is not to wait for anything
         elif outcome:
             self._fail(load, load.first + incoming.progress()[1])

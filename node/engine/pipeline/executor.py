@@ -60,9 +60,9 @@ class PipelineExecutor(Executor):
     supports_pp = True
     workers: ClassVar[StageWorkers] = StageWorkers()
     stages: ClassVar[tuple[RemoteWorker, ...]] = ()
+    _sampling: Answers = ()  # what the other stages will answer to the batch that was told last
 
     def _init_executor(self) -> None:
-        self._sampling: Answers = []  # what the other stages will answer to the batch that was told last
         stage_rank = StageWorker.stage_rank
         assert stage_rank is not None
         hello = LoadStage(vllm.__version__, CODEC.schema, stage_rank.partition)
@@ -91,7 +91,7 @@ class PipelineExecutor(Executor):
         others = tell((*self.workers.remotes, *self.stages), "run_batch", scheduler_output)
         mine = self.workers.worker.execute_model(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
-            self._sampling, others = others, []
+            self._sampling, others = others, ()
         joined = self._join_batch(mine, others)
         return joined if non_block else joined.result()
 
@@ -100,7 +100,7 @@ class PipelineExecutor(Executor):
         asked. Raises PipelineError for answers that must follow a grammar, of which they know nothing."""
         if grammar_output is not None:
             raise PipelineError("a replica of several stages cannot make an answer follow a grammar")
-        others, self._sampling = self._sampling, []
+        others, self._sampling = self._sampling, ()
         joined = self._join_batch(self.workers.worker.sample_tokens(None), others)
         return joined if non_block else joined.result()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
@@ -14,9 +15,6 @@ from ..settings import PipelineSettings
 from .codec import MessageCodecError
 from .pipes import OnLost, PipeReader, StageLost, WhileWaiting, do_nothing
 from .vocabulary import CODEC, Call, CallFailed, CallResult
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @final
@@ -79,7 +77,7 @@ class RemoteWorker:
             future.set_exception(self._lost)
 
 
-Answers = list[tuple[RemoteWorker, Future[Any]]]
+Answers = Sequence[tuple[RemoteWorker, Future[Any]]]
 
 _numbers = itertools.count(1)
 

@@ -82,7 +82,7 @@ class PromptReceiver:
         self._shard = shard
         self._staging = staging
         self._on_news = on_news
-        self._expires_at = time.monotonic() + min(inlet.ticket.deadline_s for inlet, _ in inlets)
+        self.deadline = time.monotonic() + min(inlet.ticket.deadline_s for inlet, _ in inlets)
         self._room = threading.Condition()
         self._assembly = Assembly(shard.layers, len(shard.heads), tokens)
         self._first = 0
@@ -125,15 +125,15 @@ class PromptReceiver:
         return piece
 
     @property
-    def has_pieces(self) -> bool:
-        """Whether there is something to be written."""
+    def waiting_pieces(self) -> int:
+        """How many are to be written."""
         with self._room:
-            return bool(self._inbox)
+            return len(self._inbox)
 
     def outcome(self, now: float) -> str | None:
         """None while KV may still come, "" when all of it has arrived, else why it will not."""
         with self._room:
-            if self._failure is None and self._coming and now > self._expires_at:
+            if self._failure is None and self._coming and now > self.deadline:
                 self._failure = "no KV arrived before the transfer's deadline"
             if self._failure is not None:
                 return self._failure
@@ -187,7 +187,7 @@ class PromptReceiver:
             self.abort(str(error) or type(error).__name__)
 
     def _remaining(self) -> float:
-        return max(0.0, self._expires_at - time.monotonic())
+        return max(0.0, self.deadline - time.monotonic())
 
     def _deliver(self, frame: KVFrame, inlet: Inlet) -> None:
         where, shard = inlet.slice, self._shard

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,25 +22,17 @@ import torch
 from ....kernels.codec import encode_into, wire_dtype
 from ....kernels.codecs import codec_named
 from ....kernels.format import GROUP_TOKENS, WINDOW_TOKENS, payload_bytes
-from ....kvtransport.errors import TransferError, TransferTimeout
-from ....kvtransport.link.send_link import OutgoingTransfer as SendingEnd
+from ....kvtransport.errors import TransferTimeout
 from ....kvtransport.link.send_link import SendLink
 from ....kvtransport.link.sending import SendProgress
-from ....kvtransport.link.transfers import EndState
-from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
-from ..protocol import Outlet, TransferReport
+from ..protocol import Outlet
 from ..settings import TransferSettings
 from ..vllm.device import Device, Mark
 from ..vllm.layout import Shard
 from .host_buffer import Extent, HostBuffer
 from .pacing import Pacing
-from .reports import SentTotals, sent_report
-
-Report = Callable[[TransferReport], None]
-
-PRESENT = "all of it is here already"  # what a receiver says, and no failure of the sender
-
+from .sender import FrameToSend, SendReport, TransferSender
 
 ReadKv = Callable[[int, list[int], int, int], tuple[torch.Tensor, torch.Tensor]]
 """Copies canonical K and V `[tokens, heads, head_dim]` of one layer, for the positions `[first, last)` of the prompt in
@@ -72,51 +63,37 @@ class _Window(NamedTuple):
     layer: int
     first: int
     computed: Prefilled
-    generation: int
+    withdrawals: int
 
 
 class _Done(NamedTuple):
     tokens: int
     mark: Mark
-    generation: int
+    withdrawals: int
 
 
 @final
-class PromptSender:
-    """What one worker sends to one other. Exactly one report is made, whatever happens; after it the cache is not read
-    any more. `announce_layers`, `prefill_done` and `withdraw` are for the model's thread, and never block for long.
+class PromptSender(TransferSender):
+    """What one worker sends to one other. After its report the cache is not read any more. `announce_layers`,
+    `prefill_done` and `withdraw` are for the model's thread, and never block for long.
     """
 
     def __init__(
-        self,
-        outlet: Outlet,
-        link: SendLink,
-        shard: Shard,
-        source: KvSource,
-        pacing: Pacing,
-        report: Report,
+        self, outlet: Outlet, link: SendLink, shard: Shard, source: KvSource, pacing: Pacing, report: SendReport
     ) -> None:
-        self.ticket = outlet.ticket
-        self.link = link
+        super().__init__(outlet, link, report)
         self.pacing = pacing
         self._slice = outlet.slice
         self._shard = shard
         self._source = source
-        self._report = report
         self._queue: queue.SimpleQueue[_Window | _Done | str] = queue.SimpleQueue()
         self._announced = dict.fromkeys(outlet.slice.layers, 0)  # position up to which each layer is in the queue
         self._read = dict(self._announced)  # ... and has been read
-        self._generation = 0  # of the blocks: what was announced before the last withdrawal is void
         self._reading = threading.Lock()  # held while the cache is read, and while blocks are withdrawn
-        self._granted = False
-        self._waits_since: float | None = None  # for the receiver to have a place
-        self._waited_s = 0.0
         self._token_bytes = self._payload_bytes(0, WINDOW_TOKENS) // WINDOW_TOKENS
         self._held = 0  # bytes of the host buffer
         self._holding = threading.Lock()
-        self._prefill_done_at: float | None = None
-        self._sending = link.open(self.ticket, self._on_end)
-        threading.Thread(target=self._run, name=f"kv-encode-{self.ticket.transfer.hex()[:8]}", daemon=True).start()
+        self._begin()
 
     # ---- for the model's thread -----------------------------------------------------------------------------
 
@@ -128,79 +105,35 @@ class PromptSender:
             first = self._announced.get(layer, computed.last)
             if first < computed.last:
                 self._announced[layer] = computed.last
-                self._queue.put(_Window(layer, first, computed, self._generation))
+                self._queue.put(_Window(layer, first, computed, self.withdrawals))
                 fresh += 1
         return fresh
 
     def prefill_done(self, tokens: int, mark: Mark) -> None:
         """All layers of all `tokens` positions have been announced; they are computed when the mark is reached."""
-        self._queue.put(_Done(tokens, mark, self._generation))
+        self._queue.put(_Done(tokens, mark, self.withdrawals))
 
     def withdraw(self) -> None:
         """The prompt loses its blocks, unread from now on; the rest is announced again later."""
-        self._generation += 1  # first: the window that is being read is waited for, and none that comes after it
+        self.withdrawals += 1  # first: the window that is being read is waited for, and none that comes after it
         with self._reading:
             self._announced.update(self._read)
 
-    def abort(self, reason: str) -> None:
-        """Give the transfer up; the receiver is told if it can be."""
-        self._sending.abort(reason)
-        self._queue.put(reason)
-
-    @property
-    def granted(self) -> bool:
-        """Whether the receiver has a place for the KV."""
-        return self._granted
-
     def progress(self) -> SendProgress:
-        """How far it is. The link is given nothing before the receiver has a place for it, and then a little at a time:
-        what still lies in the cache waits for it all the same."""
-        progress, since = self._sending.progress(), self._waits_since
-        waits_s = 0.0 if since is None else time.monotonic() - since
+        """The link is given nothing before the receiver has a place for it, and then a little at a time: what still
+        lies in the cache waits for it all the same."""
+        progress = super().progress()
         unread = sum(last - self._read[layer] for layer, last in self._announced.items())
-        return replace(
-            progress,
-            bytes_queued=progress.bytes_queued + unread * self._token_bytes,
-            blocked_s=progress.blocked_s + self._waited_s + waits_s,
-        )
+        return replace(progress, bytes_queued=progress.bytes_queued + unread * self._token_bytes)
 
     # ---- the transfer's thread ------------------------------------------------------------------------------
 
-    def _on_end(self, sending: SendingEnd, state: EndState) -> None:
-        """By a thread of the link: a transfer that fails before its prefill has begun must not wait for it."""
-        if state.name == "failed":
-            self._queue.put(state.reason)
+    @property
+    def mode(self) -> str:
+        return self.pacing.mode.mode.value
 
-    def _run(self) -> None:
-        sent = SentTotals(0, 0, 0)
-        first_at: float | None = None
-        reason = "a bug in the sending engine; its log has the details"  # unless one of the ends below is reached
-        try:
-            # Until the receiver has a place for it and says what it has already, the KV is best where it is.
-            for frame, extent, size in self._frames(self._wait_for_credit()):
-                first_at = time.monotonic() if first_at is None else first_at
-                self._sending.send(frame, release=partial(self._give, extent), timeout=self.ticket.deadline_s)
-                wire = self.link.wire_bytes(memoryview(frame.payload).nbytes)
-                sent = SentTotals(sent.raw_bytes + size, sent.wire_bytes + wire, sent.frames + 1)
-            state = self._sending.wait(self.ticket.deadline_s)
-            reason = "" if state.name == "delivered" else state.reason or "not delivered before the deadline"
-        except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
-            reason = str(error) or type(error).__name__
-        finally:
-            if reason.endswith(PRESENT):  # what it is wrapped in depends on when it was heard
-                reason = ""
-            if reason:
-                self._sending.abort(reason)  # no matter to one that has ended
-            self._finish(first_at, sent, reason)
-
-    def _wait_for_credit(self) -> int:
-        """The first position that the receiver wants. Raises TransferError."""
-        self._waits_since = begun = time.monotonic()
-        try:
-            return self._sending.wait_for_credit(self.ticket.deadline_s)
-        finally:
-            self._granted = True
-            self._waits_since, self._waited_s = None, time.monotonic() - begun
+    def _stop(self, reason: str) -> None:
+        self._queue.put(reason)
 
     def _payload_bytes(self, start: int, tokens: int) -> int:
         return payload_bytes(
@@ -212,20 +145,21 @@ class PromptSender:
             head_dim=self._shard.head_dim,
         )
 
-    def _frames(self, wanted: int) -> Iterator[tuple[KVFrame, Extent, int]]:
-        """What is announced from position `wanted` on, encoded, with its place in the host buffer and its size before
-        that. Ends with the prompt, or when the transfer is given up."""
+    def _frames(self) -> Iterator[FrameToSend]:
+        """What is announced, encoded. Ends with the prompt, or when the transfer is given up."""
+        # Until the receiver has a place for it and says what it has already, the KV is best where it is.
+        wanted = self._wait_for_credit()
         while not isinstance(item := self._queue.get(), str):
             if isinstance(item, _Window):
                 yield from self._frames_of(item, wanted)
-            elif item.generation == self._generation:  # else some of it is still to be announced again
+            elif item.withdrawals == self.withdrawals:  # else some of it is still to be announced again
                 item.mark.wait()
                 with self._source.device.copy_stream() as stream:
                     self._prefill_done_at = stream.moment_of(item.mark)
-                self._sending.finish(item.tokens)
+                self._end.finish(item.tokens)
                 return
 
-    def _frames_of(self, window: _Window, wanted: int) -> Iterator[tuple[KVFrame, Extent, int]]:
+    def _frames_of(self, window: _Window, wanted: int) -> Iterator[FrameToSend]:
         step = self._tokens_per_frame()
         start, last = max(window.first, wanted), window.computed.last
         while start < last:
@@ -253,7 +187,7 @@ class PromptSender:
                 head_dim=self._shard.head_dim,
                 payload=extent.memory.numpy().data,
             )
-            yield frame, extent, (end - start) * self._row_bytes
+            yield FrameToSend(frame, (end - start) * self._row_bytes, partial(self._give, extent))
             start = end
 
     @property
@@ -269,7 +203,7 @@ class PromptSender:
         device = self._source.device
         with device.copy_stream() as stream, self._reading:
             begun = device.thread_clock()
-            if window.generation != self._generation:
+            if window.withdrawals != self.withdrawals:
                 return False
             k, v = self._source.read(window.layer, computed.block_ids, start, end)
             k, v = k[:, mine].contiguous(), v[:, mine].contiguous()
@@ -294,11 +228,11 @@ class PromptSender:
     def _take(self, size: int) -> Extent | None:
         """Room for a payload, as soon as the link has confirmed others; None when the transfer has ended."""
         timeout = self.ticket.deadline_s
-        extent = self._source.buffer.take(size, lambda: self._held, timeout, lambda: self._sending.state.name == "open")
+        extent = self._source.buffer.take(size, lambda: self._held, timeout, lambda: self._end.state.name == "open")
         if extent is not None:
             with self._holding:
                 self._held += extent.reserved
-        elif self._sending.state.name == "open":
+        elif self._end.state.name == "open":
             raise TransferTimeout(f"no room for {size} bytes in the transfer buffer within {timeout:g} s")
         return extent
 
@@ -307,13 +241,3 @@ class PromptSender:
         with self._holding:
             self._held -= extent.reserved
         self._source.buffer.give(extent)
-
-    def _finish(self, first_at: float | None, sent: SentTotals, reason: str) -> None:
-        now = time.monotonic()
-        times = TransferTimes(
-            first_frame_at=now if first_at is None else first_at,
-            prefill_done_at=now if self._prefill_done_at is None else self._prefill_done_at,
-            acknowledged_at=now,
-        )
-        mode = self.pacing.mode.mode.value
-        self._report(sent_report(self.ticket, sent, times, self.progress(), mode=mode, reason=reason))

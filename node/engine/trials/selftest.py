@@ -26,7 +26,7 @@ from ...box.hardware import probe
 from .. import protocol
 from ..agent_side.engine_link import EngineError, EngineStarter, EngineStartError
 from .random_model import TINY, make_model
-from .trial import Trial, TrialAnswer, TrialEngine, open_trial
+from .trial import SEND_MODES, PromptCut, TrialAnswer, open_trial
 
 PINNED: Final = "0.32."  # the versions that the project's own tests have run with
 CPU_LIMIT_S: Final = 120.0  # it takes about 10 s; on a busy machine more, but not for ever
@@ -34,7 +34,6 @@ GPU_LIMIT_S: Final = 600.0  # four starts, each of which compiles and captures g
 POLL_S: Final = 0.2
 
 CHUNK = 64
-SEND_MODES: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
 PROMPT_TOKENS, TRANSFERRED_TOKENS, NEW_TOKENS = 150, 101, 16  # several chunks; no multiple of any block size
 PARTITION = (1, 2)
 
@@ -142,7 +141,8 @@ async def _complaint(server: EngineStarter) -> str:
                 expected = [await first.generate(prompt, NEW_TOKENS) for prompt in prompts]
                 for prompt, send_mode, answer in zip(prompts, SEND_MODES, expected, strict=True):
                     doing = f"transferring KV ({send_mode})"
-                    handed = await _transfer_kv(trial, first, second, prompt, send_mode)
+                    cut = PromptCut(prompt, TRANSFERRED_TOKENS, NEW_TOKENS)
+                    handed = await trial.transfer_prompt(first, second, cut, pacing=send_mode)
                     if handed.cached < TRANSFERRED_TOKENS:
                         return f"{doing}: only {handed.cached} of {TRANSFERRED_TOKENS} positions were used"
                     if handed.tokens != answer.tokens:
@@ -155,18 +155,6 @@ async def _complaint(server: EngineStarter) -> str:
         except (EngineError, TransferError) as error:
             return f"{doing}: {' '.join(str(error).split())}"
     return ""
-
-
-async def _transfer_kv(
-    trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], send_mode: protocol.WantedSendMode
-) -> TrialAnswer:
-    """The first part of the prompt on one engine, the rest and the answer on the other."""
-    send, receive = trial.transfer_ends(trial.join(decode), "raw", decode.ready, pacing=send_mode)
-    request = decode.submit(prompt, NEW_TOKENS, receive=receive, receive_tokens=TRANSFERRED_TOKENS)
-    prefill.submit(prompt[:TRANSFERRED_TOKENS], 1, send=send)
-    answer = await decode.answer(request)
-    await prefill.report(send[0].ticket.transfer)
-    return answer
 
 
 def _difference(found: TrialAnswer, expected: TrialAnswer) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Final, Literal, NamedTuple, final
 
 import msgspec
 import trio
@@ -24,6 +24,17 @@ LEASE_S = 600.0
 DEADLINE_S = 120.0
 HELLO_S = 5.0
 FAST_GBPS, NEAR_S = 10.0, 0.0001  # what a node would predict of a link inside one machine
+
+
+SEND_MODES: Final[tuple[protocol.WantedSendMode, ...]] = ("layerwise", "serialised")
+
+
+class PromptCut(NamedTuple):
+    """A prompt of which the first `tokens` are computed elsewhere, and an answer of `answer_tokens` to it."""
+
+    prompt: Sequence[int]
+    tokens: int
+    answer_tokens: int
 
 
 @dataclass
@@ -167,7 +178,7 @@ class Trial:
     def __init__(self, server: EngineStarter, nursery: trio.Nursery, port: int) -> None:
         self._server = server
         self._nursery = nursery
-        self._port = port
+        self.path = DialPath("127.0.0.1", port)  # to all of them
         self._listeners: dict[bytes, TrialEngine] = {}  # link -> the engine that its connections are for
 
     def serving(self, link: bytes) -> TrialEngine | None:
@@ -200,8 +211,7 @@ class Trial:
         pairs += [("data", stage, stage + 1) for stage in range(last)]
         for kind, low, high in pairs:
             ticket = self.join(engines[high])
-            dial = DialPath("127.0.0.1", self._port)
-            ends[low].append(protocol.PipeEnd(stage=high, kind=kind, ticket=ticket, dial=dial))
+            ends[low].append(protocol.PipeEnd(stage=high, kind=kind, ticket=ticket, dial=self.path))
             ends[high].append(protocol.PipeEnd(stage=low, kind=kind, ticket=ticket))
         for stage in reversed(ends):  # the head last: it dials the others, and it alone waits for the model
             own = msgspec.structs.replace(config, partition=partition, stage=stage, pipes=tuple(ends[stage]))
@@ -232,12 +242,31 @@ class Trial:
             slice=whole,
             ticket=ticket,
             link=link,
-            paths=(DialPath("127.0.0.1", self._port),),
+            paths=(self.path,),
             gbps=FAST_GBPS,
             rtt_s=NEAR_S,
             pacing=pacing,
         )
         return (outlet,), (protocol.Inlet(slice=whole, ticket=ticket, link=link),)
+
+    async def transfer_prompt(
+        self,
+        prefill: TrialEngine,
+        decode: TrialEngine,
+        cut: PromptCut,
+        *,
+        codec: str = "raw",
+        pacing: protocol.WantedSendMode = "auto",
+    ) -> TrialAnswer:
+        """The prompt's first part on one engine, the rest and the answer on the other. Raises EngineError or
+        TransferError."""
+        send, receive = self.transfer_ends(self.join(decode), codec, decode.ready, pacing=pacing)
+        request = decode.submit(cut.prompt, cut.answer_tokens, receive=receive, receive_tokens=cut.tokens)
+        begun = prefill.submit(cut.prompt[: cut.tokens], 1, send=send)
+        await prefill.answer(begun)
+        answer = await decode.answer(request)
+        await prefill.report(send[0].ticket.transfer)
+        return answer
 
 
 @asynccontextmanager

@@ -18,9 +18,8 @@ from typing import Any, ClassVar, Final, Literal, Protocol, final
 import torch
 
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES
+from ..settings import CPU_KV_CACHE_MIB, GPU_SHARE
 
-CPU_KV_CACHE_MIB = 256
-GPU_SHARE_OF_MEMORY = 0.92
 SIZED_SHARE_OF_MEMORY = 0.01  # vLLM wants one also where the size of the cache is given
 
 COPY_STREAMS: Final = 4
@@ -80,7 +79,7 @@ def choose_setup(
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB
     else:
         arguments["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
-        arguments["gpu_memory_utilization"] = GPU_SHARE_OF_MEMORY
+        arguments["gpu_memory_utilization"] = GPU_SHARE
     arguments["async_scheduling"] = stages == 1 and (kind == "cuda" if async_scheduling is None else async_scheduling)
     if kv_cache_mib is not None:
         arguments["gpu_memory_utilization"] = SIZED_SHARE_OF_MEMORY
@@ -403,7 +402,7 @@ class CudaDevice:
     @contextmanager
     def copy_stream(self) -> Iterator[CopyStream]:
         """A stream of this card for the body, drained before somebody else has it, with its staging
-        buffer. All are made at the first call, before serving (`warm_up_codecs`)."""
+        buffer. All are made at the first call, before serving (`warm_up_codec`)."""
         with self._making:
             for _ in range(0 if self._made else COPY_STREAMS):
                 self._free.put(_CudaStream(self._cuda, self._cuda.Stream(), self._pinned_memory(MAX_PAYLOAD_BYTES)))

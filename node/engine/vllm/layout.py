@@ -143,7 +143,8 @@ class _Latent:
 
 
 class LayerCache:
-    """One attention layer's paged KV cache. `block_size` and `blocks` are the scheduler's, `dtype` is that of K and V.
+    """One attention layer's paged KV cache. `block_size` and `blocks` are the scheduler's, `dtype` is that of K and V;
+    `order`: where K and V lie in a kernel block's memory, None where the logical view says it.
 
     Args:
         name: vLLM's name of the layer.
@@ -174,7 +175,7 @@ class LayerCache:
         self._content = (_Latent if hasattr(layer, "kv_lora_rank") else _KeysAndValues)(layer, cache)
         self.head_dim = self._content.head_dim
         self._lift = 1.0 if self._fp8 is None else _LIFT
-        self._order = self._calibrate()
+        self.order = self._calibrate()
         self._lift = self._needed_lift()
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -190,22 +191,22 @@ class LayerCache:
         low, high = first // size, -(-last // size)
         blocks = self._cache.index_select(0, self._kernel_block_ids(block_ids, low, high).to(self._cache.device))
         wanted = slice(first - low * size, last - low * size)
-        if self._order is None:
+        if self.order is None:
             places = blocks.transpose(1, 2).reshape(-1, self.heads, 2 * self.head_dim)
             k, v = self._content.split(places[wanted])
         else:
             flat = blocks.reshape(high - low, -1)
-            k, v = (flat.index_select(1, order).view(-1, self.heads, self.head_dim)[wanted] for order in self._order)
+            k, v = (flat.index_select(1, order).view(-1, self.heads, self.head_dim)[wanted] for order in self.order)
         return self._unscaled(k, v)
 
     def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of canonical K and V at `slots` `[tokens]`, which are on the cache's device: nothing waits."""
         blocks, rows = slots // self._kernel_block, slots % self._kernel_block
-        if self._order is None:
+        if self.order is None:
             k, v = self._content.split(self._cache[blocks, :, rows])
         else:
             flat = self._cache.reshape(self._cache.shape[0], -1)
-            orders = (order.view(self._kernel_block, -1)[rows] for order in self._order)
+            orders = (order.view(self._kernel_block, -1)[rows] for order in self.order)
             k, v = (flat[blocks[:, None], order].view(-1, self.heads, self.head_dim) for order in orders)
         return self._unscaled(k, v)
 

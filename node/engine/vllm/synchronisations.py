@@ -45,10 +45,11 @@ def record_if_asked(write: Callable[[str], object] = sys.stderr.write) -> None:
     from vllm.utils import gpu_sync_debug
 
     write(f"{_MARK}{json.dumps({'armed': gpu_sync_debug._SYNC_CHECK_MODE is not None})}\n")  # noqa: SLF001 (no other way to know)
-    warnings.showwarning = _recorder(write, warnings.showwarning)
+    warnings.showwarning = record_stacks(write, warnings.showwarning)
 
 
-def _recorder(write: Callable[[str], object], otherwise: Callable[..., None]) -> Callable[..., None]:
+def record_stacks(write: Callable[[str], object], otherwise: Callable[..., None]) -> Callable[..., None]:
+    """A `warnings.showwarning` that writes each synchronisation's stack once, and leaves others to `otherwise`."""
     seen: set[tuple[Frame, ...]] = set()
 
     def show(message: Warning | str, *arguments: Any, **named: Any) -> None:

@@ -56,7 +56,10 @@ def engine_args(config: protocol.EngineConfig, switchboard: str) -> EngineArgs:
     arguments = engine_arguments(config)
     buffer_bytes = protocol.transfer_buffer_bytes(config, psutil.virtual_memory().total)
     settings = ConnectorSettings(
-        switchboard=switchboard, buffer_bytes=buffer_bytes // config.tp, transfers=config.transfers
+        switchboard=switchboard,
+        buffer_bytes=buffer_bytes // config.tp,
+        codec=config.codec,
+        transfers=config.transfers,
     )
     return EngineArgs(**arguments, **_parallel_arguments(config), kv_transfer_config=transfer_config(settings))
 

@@ -70,7 +70,7 @@ def test_long_prompts_on_the_bundled_model(cluster: Any, tmp_path: Path) -> None
     """Held-out Python of 1 to 1500 tokens, several at once, over four boxes: token for token as `transformers`."""
     text = TextModel(BUNDLED)
     ids = text.encode(held_out_sources()["argparse"])
-    asked = [text._tokenizer.decode(list(ids[50 : 50 + n])) for n in (1, 130, 700, 1100, 1500)]
+    asked = [text.decoder().push(ids[50 : 50 + n]) for n in (1, 130, 700, 1100, 1500)]
 
     async def main() -> list[Any]:
         async with cluster(tmp_path, "bundled", 4) as network:

@@ -14,8 +14,6 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 from safetensors.numpy import save
 
-from p2pserve.node.models import download
-
 from .small_hub import CONFIG, Handler, Hub, weights
 
 
@@ -40,7 +38,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(download, "WAITS_S", (0.0, 0.0))
     yield hub
     close_session()
     server.shutdown()

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pserve.node.models import ModelError, open_model
+from p2pserve.node.models import ModelError, OpenedModel, open_model
+from p2pserve.node.models.download import DownloadSettings
 
 NAME = "owner/tiny"
 COMMIT = "c" * 39 + "1"
@@ -168,9 +169,14 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+def open_here(name: str, *, reserve_bytes: int = 0) -> OpenedModel:
+    """A model from the hub, without pauses between tries."""
+    return open_model(name, DownloadSettings(waits_s=(0.0, 0.0), reserve_bytes=reserve_bytes))
+
+
 def refusal(name: str = NAME) -> str:
     with pytest.raises(ModelError) as caught:
-        open_model(name).fetch()
+        open_here(name).fetch()
     text = str(caught.value)
     assert text.startswith(f"model {name}: ")
     assert "\n" not in text

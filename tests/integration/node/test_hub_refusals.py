@@ -8,9 +8,9 @@ import logging
 import pytest
 from huggingface_hub import constants
 
-from p2pserve.node.models import ModelError, open_model
+from p2pserve.node.models import ModelError
 
-from .small_hub import CONFIG, NAME, SHARDS, Hub, refusal
+from .small_hub import CONFIG, NAME, SHARDS, Hub, open_here, refusal
 
 pytestmark = pytest.mark.beside
 
@@ -72,9 +72,9 @@ def test_a_model_that_lacks_a_file(hub: Hub, missing: str, said: str) -> None:
     assert said in refusal()
 
 
-def test_a_disk_that_is_full(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = open_model(NAME)
-    monkeypatch.setattr("p2pserve.node.models.hub.RESERVE_BYTES", 1 << 60)
+def test_a_disk_that_is_full(hub: Hub) -> None:
+    open_here(NAME)  # what belongs to a model besides its weights is here from now on
+    model = open_here(NAME, reserve_bytes=1 << 60)
     with pytest.raises(ModelError, match=r"GB are to be fetched and .* GB are free .* set HF_HOME"):
         model.fetch()
     assert hub.fetched() == []
@@ -91,11 +91,11 @@ def test_offline_and_nothing_in_the_cache() -> None:
 
 
 def test_offline_with_a_part_in_the_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    online = open_model(NAME)
+    online = open_here(NAME)
     online.fetch(1, 3)
     hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    model = open_model(NAME)
+    model = open_here(NAME)
     assert model.info == online.info
     assert model.fetch(1, 2) == online.folder
     with pytest.raises(ModelError, match=f"{SHARDS[0]} is not in the local cache and the hub cannot be reached"):
@@ -104,10 +104,10 @@ def test_offline_with_a_part_in_the_cache(hub: Hub, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_hub_that_is_away(hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    online = open_model(NAME)
+    online = open_here(NAME)
     online.fetch()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     with caplog.at_level(logging.WARNING, "p2pserve.node.models.hub"):
-        assert open_model(NAME).info == online.info
+        assert open_here(NAME).info == online.info
     assert "is served from the cache" in caplog.text
     assert "not in the local cache, and the hub cannot be reached" in refusal("owner/other")

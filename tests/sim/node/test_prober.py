@@ -17,14 +17,14 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, NetworkError, PeerId, RequestTimeout, Role
 from p2pserve.kvtransport.errors import ConnectionClosed, TransferTimeout
+from p2pserve.kvtransport.probing.burst import BurstGate
 from p2pserve.kvtransport.probing.burst_ticket import BurstTicket, issue_burst, pack_hello
 from p2pserve.kvtransport.probing.estimates import BurstSample
 from p2pserve.kvtransport.probing.figures import BoxFigures, Source
 from p2pserve.kvtransport.probing.probe import Activity, BurstRequest, ProbeSettings
 from p2pserve.node import messages
-from p2pserve.node.links import prober
 from p2pserve.node.links.link_knowledge import LinkKnowledge
-from p2pserve.node.links.prober import Neighbour, Prober
+from p2pserve.node.links.prober import BurstCarrier, Neighbour, Prober
 from p2pserve.node.methods import PROBE_OPEN
 from p2pserve.node.settings import BoxLinkSettings
 from p2pserve.node.testing import MemoryExchange
@@ -84,6 +84,7 @@ class World:
             activity=lambda: self.activity,
             nursery=self.nursery,
             rng=random.Random(5),
+            carrier=ScriptedCarrier(self),
         )
         self.nursery.start_soon(self.prober.run)
 
@@ -117,29 +118,30 @@ class World:
                 await elapse(0.05)
 
 
-@pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Run a scenario; what would be done in threads takes `BURST_S` of virtual time."""
-    worlds: list[World] = []
+class ScriptedCarrier(BurstCarrier):
+    """Bursts take `BURST_S`, and end as the world says."""
 
-    def burst(ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
-        worlds[0].bursts.append((trio.current_time(), ticket, address))
-        return worlds[0].outcome()
+    def __init__(self, world: World) -> None:
+        self._world = world
 
-    async def run_sync(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        assert settings == {"abandon_on_cancel": True}  # a node that stops waits for no burst
+    async def send(self, ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
         await elapse(BURST_S)
-        return function(*args)
+        self._world.bursts.append((trio.current_time(), ticket, address))
+        return self._world.outcome()
 
-    monkeypatch.setattr(prober, "_dial_and_send", burst)
-    monkeypatch.setattr(prober, "_receive_burst", lambda gate: worlds[0].outcome())
-    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+    async def receive(self, gate: BurstGate) -> BurstSample:
+        await elapse(BURST_S)
+        return self._world.outcome()
+
+
+@pytest.fixture
+def play() -> Callable[..., None]:
+    """Run a scenario in virtual time."""
 
     @asynccontextmanager
     async def opened(settings: BoxLinkSettings) -> AsyncIterator[World]:
         async with trio.open_nursery() as nursery:
-            worlds.append(World(nursery, settings))
-            yield worlds[0]
+            yield World(nursery, settings)
             nursery.cancel_scope.cancel()
 
     def run(scenario: Callable[[World], Coroutine[Any, Any, None]], settings: BoxLinkSettings | None = None) -> None:
@@ -251,7 +253,7 @@ def test_a_link_that_a_real_transfer_has_measured_needs_no_burst(play: Callable[
     async def scenario(world: World) -> None:
         world.activity = Activity(transfers=1)
         await elapse(60)
-        world.knowledge._measured.add(A)
+        world.knowledge.note_measured(A)
         await elapse(2)
         world.activity = Activity()
         await elapse(SETTINGS.burst_every_s * 0.8)

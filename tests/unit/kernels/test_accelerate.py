@@ -107,10 +107,14 @@ class TestLibrary:
     def test_it_is_built_once_and_found_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         accelerate.set_mode("compiled")
         monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path / "new"))
-        assert native.Library(SOURCE).get() is not None
+        source = tmp_path / "small.cpp"
+        source.write_text('extern "C" int answer() { return 42; }', encoding="utf-8")
+        first = native.Library(source).get()
+        assert first is not None
+        assert first.answer() == 42
         (built,) = (tmp_path / "new").iterdir()
         before = built.stat().st_mtime_ns
-        assert native.Library(SOURCE).get() is not None
+        assert native.Library(source).get() is not None
         assert built.stat().st_mtime_ns == before
 
 

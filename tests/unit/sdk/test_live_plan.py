@@ -16,7 +16,7 @@ from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, Status
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.view import NetworkView
 from p2pserve.sdk.cli import main
-from p2pserve.sdk.live import plan as live_plan
+from p2pserve.sdk.commands import network as network_commands
 
 TOKEN = ["--bootstrap", "p2p_client_x"]
 FAST, SLOW = "12D3fast", "12D3slow"
@@ -85,7 +85,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> list[Status]:
         def status(self) -> Status:
             return answers[-1]
 
-    monkeypatch.setattr(live_plan, "Client", Answering)
+    monkeypatch.setattr(network_commands, "Client", Answering)
     monkeypatch.delenv("P2PSERVE_TOKEN", raising=False)
     return answers
 

@@ -1,10 +1,17 @@
-"""An option that may be given several times."""
+"""An option that may be given several times, and settings made from options."""
 
 import argparse
+import inspect
 
 import pytest
 
-from p2pserve.sdk.commands.option_values import Listed
+from p2pserve.kvtransport.probing.figures import BoxFigures
+from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
+from p2pserve.sdk.cli import build_parser
+from p2pserve.sdk.commands.option_values import Listed, settings_of
+from p2pserve.sdk.demo.demo import DemoSettings
+from p2pserve.sdk.live.comparison import parser as comparison_parser
+from p2pserve.sdk.live.network import LiveSettings
 
 
 @pytest.mark.parametrize(
@@ -23,3 +30,34 @@ def test_values_are_listed_and_replace_the_default(
     parser.add_argument("--where", action=Listed, default=default)
     for _ in range(2):  # one parse leaves nothing for the next
         assert parser.parse_args(arguments).where == expected
+
+
+OPTIONS = (
+    "--up-gbps 2 --usd-per-gb-up 0.1 --usd-per-gb-down 0.2 --relay-gbps 0 --site here --usd-per-s 3 "
+    "--max-num-batched-tokens 1024 --tp 2 --emulate 4xA40"
+)
+JOIN = build_parser().parse_args(["join", *OPTIONS.split()])
+
+
+def test_options_become_the_settings_of_the_same_name() -> None:
+    box = settings_of(BoxFigures, JOIN)
+    assert box == BoxFigures(up_gbps=2.0, up_usd_per_gb=0.1, down_usd_per_gb=0.2, relay_gbps=0.0)
+    assert settings_of(BoxLinkSettings, JOIN) == BoxLinkSettings(site="here", usd_per_s=3.0)
+    engine = BoxEngineSettings(
+        backend="emulated", max_batched_tokens=1024, tp=2, emulate="4xA40", emulate_specs="dense"
+    )
+    assert settings_of(BoxEngineSettings, JOIN) == engine
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "others"),
+    [
+        (BoxEngineSettings, JOIN, {"fitting"}),
+        (BoxFigures, JOIN, {"relay_budget_bytes"}),
+        (DemoSettings, build_parser().parse_args(["demo"]), set()),
+        (LiveSettings, comparison_parser().parse_args([]), set()),
+    ],
+)
+def test_every_setting_has_an_option(kind: type, arguments: argparse.Namespace, others: set[str]) -> None:
+    """One that is renamed in one place alone would silently keep its default."""
+    assert set(inspect.signature(kind).parameters) - set(vars(arguments)) == others

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import pytest
 import trio
 
 from p2pserve.node.engine.agent_side.fork_server import open_fork_server
-from p2pserve.node.engine.protocol import WantedSendMode
 from p2pserve.node.engine.trials import selftest
 from p2pserve.node.engine.trials.selftest import SelfTestResult, run_selftest
-from p2pserve.node.engine.trials.trial import Trial, TrialAnswer, TrialEngine
+from p2pserve.node.engine.trials.trial import PromptCut, Trial, TrialAnswer, TrialEngine
 
 
 async def verdict_of(channel: int) -> SelfTestResult:
@@ -43,16 +44,16 @@ def test_the_fork_server_has_one_thread(engine_channels: list[int]) -> None:
 
 
 def test_kv_of_another_prompt_is_noticed(engine_channels: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    transfer_prompt = selftest._transfer_kv
+    transfer_prompt = Trial.transfer_prompt
 
     async def of_another(
-        trial: Trial, prefill: TrialEngine, decode: TrialEngine, prompt: list[int], way: WantedSendMode
+        trial: Trial, prefill: TrialEngine, decode: TrialEngine, cut: PromptCut, **named: Any
     ) -> TrialAnswer:
         submit = prefill.submit
         monkeypatch.setattr(prefill, "submit", lambda tokens, *more, **named: submit(tokens[::-1], *more, **named))
-        return await transfer_prompt(trial, prefill, decode, prompt, way)
+        return await transfer_prompt(trial, prefill, decode, cut, **named)
 
-    monkeypatch.setattr(selftest, "_transfer_kv", of_another)
+    monkeypatch.setattr(Trial, "transfer_prompt", of_another)
     verdict = trio.run(verdict_of, engine_channels.pop())
     assert not verdict.passed
     assert verdict.reason.startswith("transferring KV (layerwise): token ")

@@ -9,7 +9,6 @@ from msgspec import structs
 from p2pserve.coordinator.costs.model_shape import ModelShape, shape_of_config
 from p2pserve.node.box.fitting import (
     CUDA_SEES,
-    GPU_SHARE,
     LEAST_MODEL_LEN,
     MANY_REQUESTS,
     BatchLimits,
@@ -26,6 +25,7 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.home import NodeError, NodeUsageError
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.engine.backend import ServedModel
+from p2pserve.node.engine.settings import GPU_SHARE
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.hosting import describe_length, engine_config
 from p2pserve.node.settings import BoxEngineSettings, FittingSettings
@@ -190,7 +190,7 @@ def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
 
     def started(hardware: Hardware, knobs: BoxEngineSettings) -> tuple[int | None, bool, str | None]:
         made = offer(hardware, knobs)
-        config = engine_config(made, hardware, knobs, log=None)  # type: ignore[arg-type]
+        config = engine_config(made, hardware, knobs, log=None, codec="raw")  # type: ignore[arg-type]
         return config.max_model_len, config.shorten_to_fit, describe_length(made, knobs)
 
     said = "Llama-3.1-8B: 36,864 of 131,072 tokens fit on this box; --max-model-len says otherwise"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from p2pserve.node.box import home as node_home
 from p2pserve.node.box.home import NodeError, leave_node, lock_home, running_pid
 
 
@@ -166,7 +165,8 @@ def test_nobody_is_signalled_for_a_pid_that_is_none(
     kill = Kill()
     monkeypatch.setattr(os, "kill", kill)
     with lock_home(tmp_path):
-        node_home._lock_file(tmp_path).write_bytes(content)
+        (lock,) = tmp_path.iterdir()
+        lock.write_bytes(content)
         with pytest.raises(NodeError, match="no node is running"):
             leave(tmp_path, Clock())
     assert kill.sent == []

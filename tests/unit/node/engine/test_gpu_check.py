@@ -26,7 +26,7 @@ from p2pserve.node.engine.gpucheck.verdicts import (
     table,
     time_limit,
 )
-from p2pserve.node.engine.vllm.synchronisations import SWITCH, Frame, _recorder, own_frames, read_log
+from p2pserve.node.engine.vllm.synchronisations import SWITCH, Frame, own_frames, read_log, record_stacks
 
 BY_NAME = {part.name: part for part in PARTS}
 BENCH = {
@@ -193,7 +193,7 @@ def test_with_one_every_part_is_run_also_after_one_has_failed(monkeypatch: pytes
         return judged(part.name, FINE[part.name] if part.name != "untouched" else "")
 
     monkeypatch.setattr(run, "gpu_names", lambda: ("NVIDIA A40",))
-    monkeypatch.setattr(run, "_run_part", start)
+    monkeypatch.setattr(run, "run_part", start)
     said: list[str] = []
     report = run.run_check(said.append)
     assert begun == [part.name for part in PARTS]
@@ -207,7 +207,7 @@ def test_an_installed_package_has_no_tests_to_run(monkeypatch: pytest.MonkeyPatc
     assert run.command_of(BY_NAME["tests"], tmp_path) is not None
     monkeypatch.setattr(run, "CHECKOUT", tmp_path)
     assert run.command_of(BY_NAME["tests"], tmp_path) is None
-    result = run._run_part(BY_NAME["tests"], 1.0, tmp_path)
+    result = run.run_part(BY_NAME["tests"], 1.0, tmp_path)
     assert (result.status, result.reason) == ("skipped", run.NO_TESTS)
 
 
@@ -224,8 +224,8 @@ def test_what_is_not_torchs_own_is_named() -> None:
 
 def test_a_box_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     good = {"vllm": "0.32.0", "torch": "2.13.0", "triton": "3.7.1"}
-    assert list(parts._wrong_versions(good)) == []
-    (vllm,) = parts._wrong_versions({**good, "vllm": ""})
+    assert list(parts.list_wrong_versions(good)) == []
+    (vllm,) = parts.list_wrong_versions({**good, "vllm": ""})
     assert vllm == "vllm is not installed, not 0.32.x: make setup DEVICE=cuda"
     monkeypatch.setenv("CC", "/no/such/cc")
     told = parts.look_at_box()["complaints"]
@@ -260,7 +260,7 @@ def test_what_is_ours_is_below_what_vllm_watches(stack: tuple[Frame, ...], own: 
 def test_every_stack_is_written_once_and_other_warnings_as_before() -> None:
     lines: list[str] = []
     others: list[str] = []
-    record = _recorder(lines.append, lambda message, *_, **__: others.append(str(message)))
+    record = record_stacks(lines.append, lambda message, *_, **__: others.append(str(message)))
 
     def copy() -> None:
         warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)

@@ -18,8 +18,7 @@ LENGTHS = (1, 7, 64, 129, 300, 400)  # below, at and beyond vLLM's block of 128,
 def prompts(text: TextModel, lengths: tuple[int, ...] = LENGTHS, *, skip: int = 0) -> list[str]:
     """Held-out Python, cut to about these numbers of tokens; with another `skip`, others that begin otherwise."""
     ids = text.encode(held_out_sources()["heapq"])
-    decoder = text._tokenizer
-    return [decoder.decode(list(ids[40 + skip : 40 + skip + n])) for n in lengths]
+    return [text.decoder().push(ids[40 + skip : 40 + skip + n]) for n in lengths]
 
 
 @cache

@@ -167,15 +167,14 @@ def make_hub(
     memory = TransferMemory(host_bytes=host_bytes, staged_bytes=staged_bytes)
     read = (cache or PagedCache(blocks=1, shard=shard)).read
     hub = TransferHub(shard, CpuDevice(), read, memory, (reports or Reports()).tell, on_news)
-    hub._endpoint.settings = replace(hub._endpoint.settings, grace_s=grace_s)
+    hub.endpoint.settings = replace(hub.endpoint.settings, grace_s=grace_s)
     return hub
 
 
 def assert_nothing_is_held(hub: TransferHub) -> None:
     """The sending side has given everything back. A connection that is just reading a payload keeps it a moment."""
-    until(lambda: hub._source.buffer.held == 0)
-    hub._source.buffer.check_integrity()
-    hub._endpoint.check_integrity()
+    until(lambda: hub.memory_in_use.host_bytes == 0)
+    hub.endpoint.check_integrity()
 
 
 @dataclass
@@ -266,7 +265,7 @@ def started(hub: TransferHub, *inlets: Inlet, tokens: int = TOKENS, first: int =
 
 def wait_for(incoming: PromptReceiver, *, pieces: int) -> None:
     """Until so many are in the inbox, or it has failed."""
-    until(lambda: len(incoming._inbox) >= pieces or incoming._failure)
+    until(lambda: incoming.waiting_pieces >= pieces or incoming.outcome(0.0))
 
 
 def take_all(incoming: PromptReceiver) -> list[LayerKv]:
@@ -322,9 +321,11 @@ class TwoHubs:
     listener: Listener
     reports: Reports
     tokens: int
+    opened: list[PromptReceiver] = field(default_factory=list)
 
     def open(self, ticket: TransferTicket = TICKET, *, start: bool = True) -> tuple[PromptSender, PromptReceiver]:
         incoming = (started if start else expected)(self.receiver, inlet_of(ticket), tokens=self.tokens)
+        self.opened.append(incoming)
         self.sender.send(outlet_of(self.listener.path, ticket=ticket), self.tokens)
         (outgoing,) = self.sender.outgoing(ticket.transfer)
         return outgoing, incoming
@@ -334,11 +335,11 @@ class TwoHubs:
     ) -> None:
         """The model has computed these layers up to `last`."""
         block_ids = blocks_for(self.tokens, first_block)
-        computed = Prefilled(block_ids, self.tokens if last is None else last, self.sender._source.device.mark())
+        computed = Prefilled(block_ids, self.tokens if last is None else last, CpuDevice().mark())
         outgoing.announce_layers(layers, computed)
 
     def prefill_done(self, outgoing: PromptSender) -> None:
-        outgoing.prefill_done(self.tokens, self.sender._source.device.mark())
+        outgoing.prefill_done(self.tokens, CpuDevice().mark())
 
     def receive(self, outgoing: PromptSender, incoming: PromptReceiver, *, first: int = 0) -> TransferReport:
         """The receiving engine does its part."""
@@ -368,10 +369,11 @@ def two_hubs(
     source = make_hub(reports, cache=cache, host_bytes=host_bytes)
     target = make_hub(host_bytes=memory.host_bytes, staged_bytes=memory.staged_bytes, on_news=on_news)
     with listening(target, streams) as listener:
+        hubs = TwoHubs(source, target, cache, listener, reports, tokens)
         try:
-            yield TwoHubs(source, target, cache, listener, reports, tokens)
+            yield hubs
         finally:
-            for transfer in tuple(target._incoming):
-                target.abort(transfer, "the test is over")
+            for incoming in hubs.opened:  # it may wait for room
+                incoming.abort("the test is over")
             for hub in (source, target):
-                hub._endpoint.close("the test is over")
+                hub.endpoint.close("the test is over")

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 from p2pserve.kvtransport.routing.reslice import ShardTransfer
-from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from p2pserve.node.engine.protocol import Inlet, KvSlice, Outlet, WorkerRank
 from p2pserve.node.engine.trials.trial import Trial
@@ -28,7 +27,8 @@ def transfer_between(
         )
         source = WorkerRank(stage=piece.source.stage, tp=piece.source.tp)
         target = WorkerRank(stage=piece.target.stage, tp=piece.target.tp)
-        path = DialPath("127.0.0.1", trial._port)
-        outlets.append(Outlet(rank=source, slice=part, ticket=own, link=link, paths=(path,), gbps=10, rtt_s=0.0001))
+        outlets.append(
+            Outlet(rank=source, slice=part, ticket=own, link=link, paths=(trial.path,), gbps=10, rtt_s=0.0001)
+        )
         inlets.append(Inlet(rank=target, slice=part, ticket=own, link=link))
     return tuple(outlets), tuple(inlets)

@@ -56,7 +56,7 @@ def test_a_sender_that_nobody_answers_reports_once() -> None:
         hub.send(outlet_of(nowhere, ticket=ticket), TOKENS)
         report = reports.end(ticket)  # although its prefill has not begun
         hub.abort(ticket.transfer, "late")
-        hub._endpoint.close()
+        hub.endpoint.close()
     assert not report.delivered
     assert report.reason
     assert len(reports.ends) == 1

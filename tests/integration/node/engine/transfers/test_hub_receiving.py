@@ -89,7 +89,7 @@ class Sender:
 def connected(hub: TransferHub) -> Iterator[Sender]:
     with listening(hub) as listener, Endpoint() as endpoint:
         yield Sender(endpoint, endpoint.open_sender(LINK, [listener.path]), listener)
-    hub._endpoint.close("the test is over")
+    hub.endpoint.close("the test is over")
 
 
 def send_all(end: SendingEnd, tokens: int = TOKENS, layers: int = LAYERS) -> None:
@@ -128,7 +128,7 @@ def test_nothing_comes_before_the_engine_has_blocks() -> None:
         assert end.wait(0.1).name == "open"
         assert end.progress().bytes_acknowledged == 0
         assert incoming.take() is None
-        assert not incoming.has_pieces
+        assert not incoming.waiting_pieces
         hub.start(incoming, 0, slots_of)
         wait_for(incoming, pieces=2)
         hub.abort(TICKET.transfer, "enough")
@@ -216,7 +216,7 @@ def test_positions_that_nobody_asked_for_are_a_failure(start: int) -> None:
         sender.open().send(frame(0, start, TOKENS))
         assert settled(incoming)
     assert incoming.take() is None
-    assert hub._staging.budget.held == 0
+    assert hub.memory_in_use.staged_bytes == 0
 
 
 def test_kv_of_another_model_is_a_failure() -> None:
@@ -227,7 +227,7 @@ def test_kv_of_another_model_is_a_failure() -> None:
         end.send(frame(0, 0, TOKENS))
         assert "head_dim 64 for a model of head_dim 128" in (settled(incoming) or "")
         assert "head_dim" in end.wait(WAIT_LIMIT_S).reason
-    assert hub._staging.budget.held == 0
+    assert hub.memory_in_use.staged_bytes == 0
 
 
 def test_what_was_cut_before_the_receiver_spoke_is_taken_as_far_as_it_is_wanted() -> None:
@@ -244,13 +244,13 @@ def test_what_was_cut_before_the_receiver_spoke_is_taken_as_far_as_it_is_wanted(
         assert incoming.progress() == (1.0, 2)
         incoming.applied()
         assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
-    assert hub._staging.budget.held == 0
+    assert hub.memory_in_use.staged_bytes == 0
 
 
 def test_no_kv_before_the_deadline_is_a_failure() -> None:
     incoming = expected(make_hub())
-    assert incoming.outcome(incoming._expires_at) is None
-    assert "deadline" in (incoming.outcome(incoming._expires_at + 0.001) or "")
+    assert incoming.outcome(incoming.deadline) is None
+    assert "deadline" in (incoming.outcome(incoming.deadline + 0.001) or "")
 
 
 @pytest.mark.parametrize("ended", ["link closed", "aborted"])
@@ -261,8 +261,10 @@ def test_an_engine_that_has_blocks_too_late_is_told_so(ended: str) -> None:
     if ended == "aborted":
         hub.abort(TICKET.transfer, "stopped")
     else:
+        link = hub.endpoint.link(LINK.link)
+        assert link is not None
         hub.carry_out(CloseLink(link=LINK.link, reason="gone"))
-        assert incoming._ends[0][1].wait(WAIT_LIMIT_S).name == "failed"
+        until(lambda: link.ended is not None)
     hub.start(incoming, 0, slots_of)
     assert settled(incoming)
 
@@ -281,7 +283,7 @@ def test_a_device_without_memory_left_fails_the_transfer_at_once() -> None:
         end.send(frame(0, 0, TOKENS))
         assert "CUDA out of memory" in end.wait(WAIT_LIMIT_S).reason
         assert settled(incoming) == "CUDA out of memory"
-    assert hub._staging.budget.held == 0
+    assert hub.memory_in_use.staged_bytes == 0
 
 
 # ---- bounds -------------------------------------------------------------------------------------------------
@@ -309,8 +311,8 @@ def test_what_all_transfers_may_send_ahead_stays_within_the_host_memory() -> Non
     assert late.window_bytes > MIN_WINDOW_BYTES
     assert sum(windows) == limit
     hub.start(late, 0, slots_of)  # again is no matter
-    assert sum(windows) == sum(each.window_bytes for each in hub._incoming.values())
-    hub._endpoint.close()
+    assert windows == [each.window_bytes for each in (*incoming[2:], late)]
+    hub.endpoint.close()
 
 
 def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
@@ -327,10 +329,10 @@ def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
         for end in ends:
             send_all(end, tokens)
         for _ in itertools.repeat(None, LAYERS * len(ends)):
-            until(lambda: any(each.has_pieces for each in incoming))
-            assert sum(piece.nbytes for each in incoming for piece in tuple(each._inbox)) <= limit
-            assert hub._staging.budget.held <= limit
-            (full,) = [each for each in incoming if each.has_pieces]
+            until(lambda: any(each.waiting_pieces for each in incoming))
+            assert sum(each.waiting_pieces for each in incoming) * tokens * ROW_BYTES <= limit
+            assert hub.memory_in_use.staged_bytes <= limit
+            (full,) = [each for each in incoming if each.waiting_pieces]
             piece = full.take()
             assert piece is not None
             arrived[full.transfer].append(piece)
@@ -339,7 +341,7 @@ def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
             until(lambda: each.outcome(0.0) == "")  # noqa: B023 (it is waited for here)
             each.applied()
             assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
-    assert hub._staging.budget.held == 0
+    assert hub.memory_in_use.staged_bytes == 0
 
 
 def test_what_nobody_takes_any_more_gives_its_room_to_others() -> None:
@@ -356,5 +358,5 @@ def test_what_nobody_takes_any_more_gives_its_room_to_others() -> None:
         hub.close_incoming(one.transfer)
         assert_arrived_once(receive_rest(wanted), tokens)
         assert settled(given_up) == "the request was cancelled"
-    assert not given_up.has_pieces
-    assert hub._staging.budget.held == 0
+    assert not given_up.waiting_pieces
+    assert hub.memory_in_use.staged_bytes == 0

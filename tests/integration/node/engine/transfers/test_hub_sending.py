@@ -12,6 +12,7 @@ from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import TransferTicket, issue_link
 from p2pserve.node.engine.protocol import CloseLink, SetLinkPaths
 from p2pserve.node.engine.transfers.outgoing import Prefilled, PromptSender
+from p2pserve.node.engine.vllm.device import CpuDevice
 
 from .hubs import (
     HEADS,
@@ -73,7 +74,7 @@ def test_transfers_of_a_link_share_its_connections() -> None:
         assert hubs.finish(*one).delivered
         assert_nothing_is_held(hubs.sender)
         assert hubs.listener.accepted <= 3
-        assert len(hubs.sender._endpoint.statistics()) == 1
+        assert len(hubs.sender.endpoint.statistics()) == 1
     assert len(hubs.reports.ends) == 5
 
 
@@ -148,8 +149,8 @@ def test_a_link_whose_other_end_has_ended_is_made_anew(side: str) -> None:
     with two_hubs() as hubs:
         assert hubs.finish(*hubs.open(ticket_of(1))).delivered
         ended, other = (hubs.receiver, hubs.sender) if side == "receiver" else (hubs.sender, hubs.receiver)
-        watched = other._endpoint.link(LINK.link)
-        ended._endpoint.forget(LINK.link, "nothing was sent for 600 s")
+        watched = other.endpoint.link(LINK.link)
+        ended.endpoint.forget(LINK.link, "nothing was sent for 600 s")
         assert watched is not None
         until(lambda: watched.ended is not None)
         assert hubs.finish(*hubs.open(ticket_of(2))).delivered
@@ -178,7 +179,7 @@ def test_a_ticket_of_another_link_opens_nothing() -> None:
         hub.expect([inlet_of(link=issue_link(600.0, random.Random(3).randbytes))], TOKENS)
     assert hub.outgoing(TICKET.transfer) == ()
     assert hub.incoming(TICKET.transfer) is None
-    hub._endpoint.close()
+    hub.endpoint.close()
 
 
 LINKS = [issue_link(600.0, random.Random(seed).randbytes) for seed in (4, 5)]
@@ -202,7 +203,7 @@ def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> No
             sender.send(outlet_of(listener.path, ticket=ticket, link=link, part=part), TOKENS)
             ends += sender.outgoing(ticket.transfer)
         for number, end in enumerate(ends):
-            mark = senders[number]._source.device.mark()
+            mark = CpuDevice().mark()
             end.announce_layers(SHARD.layers, Prefilled(blocks_for(TOKENS), TOKENS, mark))
             end.prefill_done(TOKENS, mark)
             wait_for(incoming, pieces=(number + 1) * LAYERS)
@@ -214,7 +215,7 @@ def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> No
         reports.until(lambda: len(reports.ends) == len(PARTS))
         assert all(report.delivered for report in reports.ends)
         for each in (hub, *senders):
-            each._endpoint.close()
+            each.endpoint.close()
 
 
 def test_one_of_a_worker_s_heads_is_sent_without_the_others() -> None:
@@ -227,7 +228,7 @@ def test_one_of_a_worker_s_heads_is_sent_without_the_others() -> None:
         incoming = started(hub, inlet_of(part=heads_of(1, HEADS)))
         sender.send(outlet_of(listener.path, part=heads_of(1, HEADS)), TOKENS)
         (outgoing,) = sender.outgoing(TICKET.transfer)
-        mark = sender._source.device.mark()
+        mark = CpuDevice().mark()
         outgoing.announce_layers(SHARD.layers, Prefilled(blocks_for(TOKENS), TOKENS, mark))
         outgoing.prefill_done(TOKENS, mark)
         pieces = receive_rest(incoming)
@@ -238,7 +239,7 @@ def test_one_of_a_worker_s_heads_is_sent_without_the_others() -> None:
         assert report.delivered
         assert report.raw_bytes == LAYERS * TOKENS * ROW_BYTES // HEADS
         for each in (hub, sender):
-            each._endpoint.close()
+            each.endpoint.close()
 
 
 def test_one_sender_that_fails_ends_it_for_the_other() -> None:
@@ -253,7 +254,7 @@ def test_one_sender_that_fails_ends_it_for_the_other() -> None:
         assert all("its worker is gone" in report.reason for report in reports.ends)
         assert "its worker is gone" in (settled(incoming) or "")
         for each in (hub, sender):
-            each._endpoint.close()
+            each.endpoint.close()
 
 
 def test_a_part_that_this_worker_does_not_hold_is_not_sent() -> None:

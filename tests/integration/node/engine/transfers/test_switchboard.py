@@ -16,7 +16,8 @@ import pytest
 from p2pserve.kvtransport.wire.channel import NONCE_BYTES, LinkHello, LinkRole
 from p2pserve.node.engine.kv.switchboard import Switchboard, WorkerLine
 from p2pserve.node.engine.protocol import AbortTransfer, CloseLink, LinkReport
-from p2pserve.node.engine.transfers.hub import Tell, TransferHub
+from p2pserve.node.engine.transfers.hub import TransferHub
+from p2pserve.node.engine.transfers.open_transfers import Tell
 
 pytestmark = pytest.mark.beside
 

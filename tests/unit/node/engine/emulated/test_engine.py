@@ -84,13 +84,13 @@ class FakeTransfers:
         self.arrivals.append(FakeArrivals(inlets[0].ticket.transfer, on_end))
         return self.arrivals[-1]
 
-    def forget(self, transfer: bytes) -> None:
+    def close_incoming(self, transfer: bytes) -> None:
         self.forgotten.append(transfer)
 
     def abort(self, transfer: bytes, reason: str) -> None:
         self.aborted.append(reason)
 
-    def obey(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
+    def carry_out(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         self.orders.append(order)
 
 

@@ -51,7 +51,7 @@ class FakeEnd:
             raise TransferAborted(self.state.reason)
         return self.first
 
-    def send(self, frame: KVFrame, *, timeout: float) -> None:
+    def send(self, frame: KVFrame, *, release: None, timeout: float) -> None:
         self.frames.append(frame)
         assert self.gate.wait(timeout)
 
@@ -175,9 +175,9 @@ def test_the_end_is_told_when_the_last_of_several_links_has_ended() -> None:
     ticket = msgspec.structs.replace(TICKET, link=second.link)
     both = (OUTLET, msgspec.structs.replace(OUTLET, link=second, ticket=ticket))
     transfers.send(both, ended.set)
-    senders = {sender.outlet.link.link: sender for sender in transfers.senders_of(TICKET.transfer)}
+    senders = {sender.outlet.link.link: sender for sender in transfers.outgoing(TICKET.transfer)}
     senders[LINK.link].abort("one link is lost")
-    until(lambda: len(transfers.senders_of(TICKET.transfer)) == 1)
+    until(lambda: len(transfers.outgoing(TICKET.transfer)) == 1)
     assert not ended.is_set()
     senders[second.link].abort("so is the other")
     assert ended.wait(10.0)

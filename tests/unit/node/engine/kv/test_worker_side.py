@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from p2pserve.node.engine.protocol import WorkerRank
 from p2pserve.node.engine.transfers.incoming import LayerKv
 from p2pserve.node.engine.transfers.outgoing import Prefilled
 from p2pserve.node.engine.transfers.pacing import Pacing
-from p2pserve.node.engine.vllm.device import CpuDevice, Mark
+from p2pserve.node.engine.vllm.device import CpuDevice, DeviceKind, Mark
 from p2pserve.node.engine.vllm.layout import CacheForm, Shard
 
 from .sides import BLOCK, BLOCKS, HEAD_DIM, HEADS, LAYERS, SETTINGS, Clock
@@ -79,8 +80,8 @@ class Receiver:
         return self.pieces.pop(0) if self.pieces else None
 
     @property
-    def has_pieces(self) -> bool:
-        return bool(self.pieces)
+    def waiting_pieces(self) -> int:
+        return len(self.pieces)
 
     def progress(self) -> tuple[float, int]:
         return 0.5, 20
@@ -142,6 +143,10 @@ class Worker:
 
 @pytest.fixture
 def worker(clock: Clock) -> Worker:
+    return make_worker(clock)
+
+
+def make_worker(clock: Clock, *, codec: str = "raw", kind: DeviceKind = "cpu") -> Worker:
     hub, writers = Hub(), [Writer() for _ in range(LAYERS)]
     form = CacheForm(block_size=BLOCK, dtype=torch.float32)
     side = WorkerSide(
@@ -149,9 +154,12 @@ def worker(clock: Clock) -> Worker:
         range(HEADS),
         form,
         lambda shard, device, read: hub,  # type: ignore[arg-type,return-value]
+        codec=codec,
         clock=clock,
-        make_device=lambda kind: CpuDevice(clock),
+        make_device=lambda _: device,
     )
+    device = CpuDevice(clock)
+    device.kind = kind
     names = [f"model.layers.{number}.self_attn" for number in range(LAYERS)]
     caches = {name: torch.zeros(BLOCKS, HEADS, BLOCK, 2 * HEAD_DIM) for name in names}
     layers = {name: SimpleNamespace(impl=writer) for name, writer in zip(names, writers, strict=True)}
@@ -327,13 +335,33 @@ def test_heads_from_several_senders_meet_in_the_cache(worker: Worker) -> None:
     halves = [piece(2, heads=range(1), value=1.0), piece(2, heads=range(1, 2), value=2.0)]
     worker.hub.receivers[b"t" * 16] = Receiver(b"t" * 16, halves)
     forward(worker, StepWork(loads=[load_work("r", b"t" * 16)]))
-    k, v = worker.side._read(2, [3, 4], 0, 20)
+    k, v = worker.side.read_kv(2, [3, 4], 0, 20)
     assert torch.equal(k, torch.tensor([1.0, 2.0])[None, :, None].expand(20, HEADS, HEAD_DIM))
     assert torch.equal(v, -k)
 
 
-def test_an_engine_starts_although_a_codec_cannot_be_compiled_for_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("codec", ["raw", "kv4", "fp8", "kivi4"])
+def test_a_gpu_compiles_the_codec_that_its_engine_is_started_with(
+    codec: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton.errors")
+    compiled: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        worker_side, "warm_up", lambda name, *, heads, head_dim, **_: compiled.append((name, heads, head_dim))
+    )
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)  # it is the whole process's
+    make_worker(clock, codec=codec, kind="cuda")
+    assert compiled == [(codec, HEADS, HEAD_DIM)]
+
+
+def test_a_cpu_compiles_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "warm_up", lambda *_, **__: pytest.fail("there is nothing to compile"))
+    make_worker(clock, codec="kv4")
+
+
+@pytest.mark.parametrize("codec", ["kv4", "fp8"])
+def test_an_engine_starts_although_its_codec_cannot_be_compiled_for_its_gpu(
+    codec: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     errors = pytest.importorskip("triton.errors")
 
@@ -342,8 +370,8 @@ def test_an_engine_starts_although_a_codec_cannot_be_compiled_for_its_gpu(
 
     monkeypatch.setattr(worker_side, "warm_up", fail)
     shard = Shard(layers=range(1), heads=range(1), head_dim=288, dtype=torch.bfloat16)
-    worker_side.warm_up_codecs(CpuDevice(), shard)
-    assert "kv4 does not work on this GPU for heads of 288: out of resource" in caplog.text
+    worker_side.warm_up_codec(codec, CpuDevice(), shard)
+    assert f"{codec} does not work on this GPU for heads of 288: out of resource" in caplog.text
 
 
 class NothingWaits(TorchDispatchMode):
@@ -369,9 +397,8 @@ class NothingWaits(TorchDispatchMode):
 @contextmanager
 def on_a_gpu(worker: Worker) -> Iterator[NothingWaits]:
     """The caches lie on a device from now on."""
-    for cache in worker.side._caches:
-        cache._cache = cache._cache.to("meta")
-        cache._content._cache = cache._cache
+    for cache in worker.caches.values():
+        torch.utils.swap_tensors(cache, cache.to("meta"))
     with NothingWaits() as mode:
         yield mode
 

@@ -83,7 +83,6 @@ class Setting:
         pipe, self.other = piped()
         self.stage = RemoteWorker("stage 1", pipe, self.lost.append, settings)
         self.head: Any = object.__new__(PipelineExecutor)
-        self.head._sampling = []
         self.head.workers = StageWorkers()
         self.head.workers.worker = Local()
         self.head.kv_output_aggregator = None

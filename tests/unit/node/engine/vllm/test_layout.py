@@ -316,7 +316,7 @@ def test_the_packings_of_vllms_cpu_backend(head_dim: int, dtype: torch.dtype) ->
         cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update, isa=isa, _k_scale_float=1, _v_scale_float=1
     )
     cache = open_cache(layer, view, dtype)
-    assert cache._order is not None  # not the logical view
+    assert cache.order is not None  # not the logical view
     check_odd_ranges(cache)
 
 
