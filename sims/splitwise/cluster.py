@@ -48,7 +48,8 @@ class SplitwiseCluster:
     def run(self) -> int:
         """Let everything happen; returns how many events that took."""
         self._queue.push(self.arrival[0], _TraceFeed(self))
-        return self._queue.run() - self.overtaken
+        self._queue.run()
+        return self._queue.happened - self.overtaken
 
     @property
     def is_stuck(self) -> bool:

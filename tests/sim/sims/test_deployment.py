@@ -22,7 +22,8 @@ from p2pserve.sims.policies import ROUND_ROBIN
 from p2pserve.sims.records import Trace
 from p2pserve.sims.scenario import ServiceRun, SimSettings, WorldError
 from p2pserve.sims.serving import ReplicaHost
-from p2pserve.sims.testing import LinearTimes
+
+from ...linear_times import LinearTimes
 
 MODEL = ModelShape(name="toy", layers=4, hidden=16, heads=1, kv_heads=1, head_dim=16, intermediate=32, vocabulary=9)
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED

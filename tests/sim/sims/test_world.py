@@ -30,8 +30,9 @@ from p2pserve.sims.scenario import (
     Situation,
     WorldError,
 )
-from p2pserve.sims.testing import LinearTimes
 from p2pserve.sims.world import simulate
+
+from ...linear_times import LinearTimes
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 
