@@ -13,7 +13,7 @@ from math import nan
 
 import numpy as np
 
-from ...coordinator.routing import ReplicaLoads, RequestFacts, RoutingPolicy
+from ...coordinator.routing.interface import ReplicaLoads, RequestFacts, RoutingPolicy
 from ..events import EventQueue, Scheduled
 from ..records import Trace
 from .machine import Machine, MachineTask

@@ -12,7 +12,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster, ClusterError
 from p2pserve.coordinator.planning.model.workload import Service, Workload
-from p2pserve.coordinator.routing import NoRoute, RoutingSettings
+from p2pserve.coordinator.routing.interface import NoRoute, RoutingSettings
 from p2pserve.sims.deployment import Deployment, check_plans
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import Sequence
