@@ -252,22 +252,23 @@ class Stop(EngineMessage, frozen=True, kw_only=True, tag="stop"):
 
 
 class EngineReady(EngineMessage, frozen=True, kw_only=True, tag="ready"):
-    """The model is loaded. Figures are the engine's own; `tflops` and `memory_gbps` were measured just now."""
+    """The model is loaded. Figures are the engine's own; `tflops` and `memory_gbps` were measured just now. A stage
+    that is not the head says it before it loads, without figures."""
 
     pid: int
     engine: str  # name and version, as shown to people
     device: str
     dtype: str
     layers: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
     max_model_len: int
-    kv_tokens: int
-    eos_tokens: tuple[int, ...]
-    load_s: float
-    tflops: float
-    memory_gbps: float
+    kv_heads: int = 0
+    head_dim: int = 0
+    vocabulary: int = 0
+    kv_tokens: int = 0
+    eos_tokens: tuple[int, ...] = ()
+    load_s: float = 0.0
+    tflops: float = 0.0
+    memory_gbps: float = 0.0
     async_scheduling: bool = False
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 from ....coordinator.profile import StepSample
 from ..protocol import AbortTransfer, CloseLink, SetLinkPaths
 from ..settings import TRANSFER_DEFAULTS, TransferSettings
+from ..stats import count_computed
 from ..transfers.wait_limits import WaitLimits
 from .first_token import go_on_from
 from .step_work import PARAMS_KEY, LoadProgress, LoadWork, OpenTransfer, SendWork, StepWork, YieldBlocks
@@ -167,9 +168,7 @@ class SchedulerSide:
                 work.withdrawn.append(send.transfer)
 
     def _add_sends(self, work: StepWork, scheduler_output: SchedulerOutput) -> None:
-        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-        cached = scheduler_output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = count_computed(scheduler_output)
         state = scheduler_output.kv_connector_block_state
         for request, scheduled in scheduler_output.num_scheduled_tokens.items():
             send = self._sends.get(request)

@@ -21,9 +21,9 @@ from ..mailbox import Outbox
 from ..pipeline.pipes import PipeConnections, PipelineError
 from ..pipeline.stage import StageProgram, check_pipeline, end_process, join_pipeline, run_forked_worker
 from ..pipeline.stage_workers import ForkedWorker, fork_workers
-from ..process import AgentSockets, StartError, serve_agent
+from ..process import AgentSockets, StartError, explain, serve_agent
 from ..scratch import own_temporary_folder
-from ..stats import StepMeter
+from ..stats import StepMeter, StepReporter
 from ..transfers.idle import IdleSteps
 from ..vllm.device import DeviceKind, device_of
 from ..vllm.layout import head_dim, kv_heads
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
-
-MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 
 
 def run_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
@@ -63,7 +61,6 @@ class VllmProgram:
         self._inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
         self._switchboard = Switchboard(config.tp, outbox.send, config.transfers)
         self._connections = PipeConnections(config.pipes)
-        self._runner: EngineRunner | None = None
 
     def take(self, message: protocol.ToEngine) -> None:
         """By the thread that reads messages; wakes a loop that waits for KV."""
@@ -75,35 +72,16 @@ class VllmProgram:
         if not self._connections.put(hello, connection):
             self._switchboard.attach(hello, connection)
 
-    def load(self) -> None:
+    def load(self) -> EngineRunner:
         """Build vLLM's engine; the head of a pipeline waits for the other stages first. Raises StartError."""
         try:
             if self._config.partition:
                 check_pipeline(self._config)
                 join_pipeline(self._config, self._connections, self._forked, end_process(self._outbox))
             with own_temporary_folder():
-                self._runner = EngineRunner(self._config, self._outbox, self._switchboard)
+                return EngineRunner(self._config, self._outbox, self._switchboard, self._inbox, self._forked)
         except PipelineError as error:
             raise StartError(str(error)) from error
-
-    def ready(self, load_s: float) -> protocol.EngineReady:
-        """Describe the engine, with the speed of its device measured now."""
-        return self._loaded.ready(load_s)
-
-    def serve(self) -> None:
-        """The engine's loop."""
-        self._loaded.loop(self._inbox)
-
-    def close(self) -> None:
-        """See worker processes and other stages off, so that none outlives this one."""
-        self._loaded.close()
-        for worker in self._forked:
-            worker.end()
-
-    @property
-    def _loaded(self) -> EngineRunner:
-        assert self._runner is not None, "load comes first"
-        return self._runner
 
 
 @dataclass(slots=True)
@@ -116,13 +94,22 @@ class _Live:
     first: tuple[int, ...] = ()  # that token, until it has gone out with the next
 
 
+@final
 class EngineRunner:
-    """A vLLM engine and the loop around it. Everything but the constructor runs on one thread."""
+    """See `process.LoadedEngine`: a vLLM engine and the loop around it."""
 
-    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, switchboard: Switchboard) -> None:
+    def __init__(
+        self,
+        config: protocol.EngineConfig,
+        outbox: Outbox,
+        switchboard: Switchboard,
+        inbox: queue.SimpleQueue[protocol.ToEngine],
+        forked: tuple[ForkedWorker, ...],
+    ) -> None:
         self._config = config
-        self._outbox = outbox
         self._switchboard = switchboard
+        self._inbox = inbox
+        self._forked = forked
         self._engine = build_engine(config, switchboard.name)
         self._core: Any = self._engine.engine_core.engine_core  # in-process
         self._scheduler: Any = self._core.scheduler
@@ -135,7 +122,7 @@ class EngineRunner:
         self._live: dict[str, _Live] = {}
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
-        self._reported: protocol.EngineStats | None = None
+        self._reporter = StepReporter(outbox.send)
         on_step, stages = self._transfers.on_step, bool(config.partition)
         self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
         self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
@@ -177,12 +164,14 @@ class EngineRunner:
         if self._config.tp > 1 or self._config.partition:
             self._core.model_executor.shutdown()
         self._switchboard.close()
+        for worker in self._forked:
+            worker.end()
 
-    def loop(self, inbox: queue.SimpleQueue[protocol.ToEngine]) -> None:
-        """Serve until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
+    def serve(self) -> None:
+        """Until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
         while True:
-            while not inbox.empty() or not self._busy():
-                message = inbox.get()
+            while not self._inbox.empty() or not self._busy():
+                message = self._inbox.get()
                 if isinstance(message, protocol.Stop):
                     return
                 self._handle(message)
@@ -214,7 +203,7 @@ class EngineRunner:
                     # Whatever vLLM has against a request, it says so before the scheduler has it (its own errors are
                     # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
-                    self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
+                    self._give_up(message, explain(error))
             case protocol.SetFirstToken():
                 self._begin_with(message)
             case protocol.Cancel(request=request):
@@ -274,7 +263,7 @@ class EngineRunner:
     def _give_up(self, submit: protocol.Submit, reason: str) -> None:
         self._live.pop(submit.request, None)
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
-        self._report((refused,), self._stats())
+        self._reporter.report((refused,), self._stats())
 
     def _begin_with(self, told: protocol.SetFirstToken) -> None:
         """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
@@ -322,24 +311,11 @@ class EngineRunner:
             if output.finished:
                 del self._live[output.request_id]
             news.append(protocol.NewTokens(output.request_id, tokens, finish, output.num_cached_tokens or 0))
-        stats = self._stats()
         pausing = not self._busy()
         if pausing:
             self._meter.pause()
         iterations = self._meter.tally.take(time.monotonic(), at_once=pausing)
-        # Also when requests have gone without a word: routes follow the load.
-        if news or iterations or stats != self._reported:
-            self._report(tuple(news), stats, iterations)
-
-    def _report(
-        self,
-        outputs: tuple[protocol.NewTokens, ...],
-        stats: protocol.EngineStats,
-        iterations: protocol.Iterations | None = None,
-    ) -> None:
-        # Whatever is told counts as told: a load that goes back to what it was before is news again.
-        self._reported = stats
-        self._outbox.send(protocol.Step(outputs=outputs, stats=stats, iterations=iterations))
+        self._reporter.report(news, self._stats(), iterations)
 
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self._scheduler.get_request_counts()
