@@ -18,7 +18,7 @@ from ...coordinator.plan import Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.workload import Service
-from ...coordinator.routing import RoutingSettings
+from ...coordinator.routing.interface import RoutingSettings
 from ...sims.records import Trace, TraceError
 from ...sims.results.chrome_trace import write_chrome_trace
 from ...sims.results.outcomes import SimResult
