@@ -35,7 +35,7 @@ class EngineLost(EngineError):
 
 
 class EngineHandle(Protocol):
-    """One engine process for those who give it work: an `EngineLink`, or `testing.MemoryEngine`."""
+    """One engine process for those who give it work: an `EngineLink`, or in tests a value."""
 
     @property
     def ready(self) -> protocol.EngineReady | None:
@@ -63,7 +63,7 @@ class EngineHandle(Protocol):
 
 
 class EngineStarter(Protocol):
-    """What starts engines: a `ForkServerClient`, or `testing.MemoryStarter`."""
+    """What starts engines: a `ForkServerClient`, or in tests a value."""
 
     @property
     def gone(self) -> bool:

@@ -124,7 +124,7 @@ def test_nothing_comes_before_the_engine_has_blocks() -> None:
     with connected(hub) as sender:
         end = sender.open()
         send_all(end)
-        until(lambda: sender.endpoint.statistics()[0].connections)
+        until(lambda: sender.endpoint.statistics()[0].paths)
         assert end.wait(0.1).name == "open"
         assert end.progress().bytes_acknowledged == 0
         assert incoming.take() is None
