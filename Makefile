@@ -18,6 +18,8 @@ PYTEST_ARGS ?=
 JOBS        ?= auto
 
 SHELL := /bin/sh
+# torch's threads would wait for each other where every core has a process of its own
+EACH := OMP_NUM_THREADS=1
 PY    := .venv/bin/python
 PIP   := $(PY) -m pip --disable-pip-version-check install -qq --no-deps --no-compile
 
@@ -91,7 +93,7 @@ ifneq ($(PYTEST_ARGS),)
 	@$(PY) -m pytest -q $(PYTEST_ARGS)
 else
 	@echo "test: pytest, pure code on $(JOBS) processes"
-	@$(PY) -m pytest -q -n $(JOBS) tests/unit tests/sim
+	@$(EACH) $(PY) -m pytest -q -n $(JOBS) tests/unit tests/sim
 	@echo "test: pytest, sockets and processes on $(JOBS) processes"
 	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m beside tests/integration
 	@echo "test: pytest, sockets and processes by themselves"
@@ -101,7 +103,7 @@ endif
 # What to run while at work: style, types, and all that is pure.
 quick: lint
 	@echo "quick: pytest, unit tests on $(JOBS) processes"
-	@$(PY) -m pytest -q -n $(JOBS) tests/unit
+	@$(EACH) $(PY) -m pytest -q -n $(JOBS) tests/unit
 
 # Whether unit tests notice small faults in the modules that decide (see tests/mutants.py). Some ten minutes.
 mutants: setup

@@ -19,39 +19,57 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 60.0
 FOLDERS = ("tests/unit", "tests/sim/bootstrap")
 PASSING = 0.9
-MANY_FILES = 6  # that import one module, above which most of them are about something else
 
 MODULES = [
     f"{folder}/{name}"
     for folder, names in {
-        "bootstrap/members": ("election", "gossip", "membership", "mesh", "peering"),
-        "bootstrap/trust": ("admission", "targets", "tokens"),
-        "coordinator": ("calibration", "demand", "network_plan", "pipelines", "router", "workload_profiler"),
+        "bootstrap": ("address_book",),
+        "bootstrap/members": ("admission", "election", "gossip", "membership", "mesh", "peering"),
+        "bootstrap/trust": ("targets", "tokens"),
+        "coordinator": (
+            "calibration", "capacity", "demand", "network_plan", "network_problem", "pipelines", "workload_profiler",
+        ),
         "coordinator/costs": ("model_shape", "replica", "rounds"),
-        "coordinator/planning/lower": ("behaviour", "flow", "queueing"),
-        "coordinator/planning/upper": ("cells", "clustering", "moves", "packing", "search_space", "seed_assignment"),
+        "coordinator/planning/lower": (
+            "behaviour", "evaluator", "flow", "orchestration", "parallel", "proposals", "queueing", "replica_pairs",
+            "simplex", "upper_bound",
+        ),
+        "coordinator/planning/upper": (
+            "cells", "clustering", "light_rescheduling", "moves", "packing", "scorer", "search", "search_space",
+            "seed_assignment", "tabu",
+        ),
         "coordinator/requests": ("machine",),
-        "kvtransport/link": ("dialling", "receiving", "sending"),
+        "coordinator/routing": ("interface", "plan_and_queues", "router"),
+        "kvtransport/link": ("budget", "dialling", "machine", "receiving", "sending", "transfers"),
         "kvtransport/probing": ("burst_meter", "estimates", "probe"),
-        "kvtransport/routing": ("layerwise", "paths", "prediction", "steering"),
-        "kvtransport/wire": ("assembly",),
+        "kvtransport/routing": ("choices", "layerwise", "paths", "prediction", "reslice", "steering"),
+        "kvtransport/wire": ("assembly", "permits"),
         "node": ("coordination", "view"),
         "node/box": ("fitting", "shares"),
+        "node/engine/emulated": ("batching",),
+        "node/engine/transfers": ("idle", "pacing", "wait_limits"),
+        "node/links": ("link_knowledge", "path_selection"),
         "node/replica": ("place",),
-        "node/engine/transfers": ("idle", "pacing"),
+        "node/requests": ("request",),
+        "sims": ("gateway",),
     }.items()
     for name in names
-]
+]  # fmt: skip
 """Modules that decide: no clock, no task, no socket."""
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -162,46 +180,56 @@ def sample(modules: Sequence[str], size: int, seed: int) -> list[Mutant]:
     return sorted(random.Random(seed).sample(places, min(size, len(places))))
 
 
+@cache
+def read_tests() -> dict[str, str]:
+    """Path -> text of each file of tests that may be a module's own."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("test_*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+@cache
 def find_tests(module: str) -> list[str]:
-    """The unit tests that import `module`: where those are many, only those in the folder that mirrors its own; where
-    there are none, all of that folder, or else of its room."""
+    """The unit tests that import `module` and are in the folder that mirrors its own, those of its name first; where
+    there are none, all that import it, or else all of that folder or of its room."""
     room, _, name = module.replace("/", ".").rpartition(".")
     direct = (f"p2pserve.{room}.{name} import", f"p2pserve.{room} import {name}\n")
-    files = [
-        *sorted((ROOT / "tests/unit").rglob("test_*.py")),
-        *sorted((ROOT / "tests/sim/bootstrap").glob("test_*.py")),
-    ]
-    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    texts = read_tests()
     found = [path for path, text in texts.items() if any(phrase in text for phrase in direct)]
     mirror = [path for path in texts if Path(path).parent == Path("tests/unit") / Path(module).parent]
     near = [path for path in found if path in mirror]
-    if len(found) > MANY_FILES and near:
-        return near
-    return found or mirror or [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
+    in_room = [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
+    return sorted(near or found or mirror or in_room, key=lambda path: Path(path).stem != f"test_{name}")
 
 
-def do_tests_pass(tests: Sequence[str], copy: Path) -> bool:
-    """Whether they do within TIMEOUT_S; a fault may well make one go on for ever."""
+class Outcome(Enum):
+    """What the tests of a module did. HUNG: they do not end within TIMEOUT_S, as they do without a fault."""
+
+    PASSED = "survived"
+    FAILED = "killed"
+    HUNG = "killed: does not end"
+
+
+def run_tests(tests: Sequence[str], copy: Path) -> Outcome:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return False
-    return ran.returncode == 0
+        return Outcome.HUNG
+    return Outcome.FAILED if ran.returncode else Outcome.PASSED
 
 
-def try_mutant(mutant: Mutant, copy: Path) -> tuple[bool, str]:
-    """Whether a test failed with this fault, and what the fault was. `copy` is a checkout of its own."""
+def try_mutant(mutant: Mutant, copy: Path) -> tuple[Outcome, str]:
+    """What the tests said of this fault, and what the fault was. `copy` is a checkout of its own."""
     target = copy / f"{mutant.module}.py"
     original = target.read_text(encoding="utf-8")
     changer = Changer(mutant.number)
     target.write_text(ast.unparse(changer.visit(ast.parse(original))), encoding="utf-8")
     try:
-        killed = not do_tests_pass(find_tests(mutant.module), copy)
+        outcome = run_tests(find_tests(mutant.module), copy)
     finally:
         target.write_text(original, encoding="utf-8")
-    return killed, f"{mutant.module}.py:{changer.change}"
+    return outcome, f"{mutant.module}.py:{changer.change}"
 
 
 def copy_checkout(folder: Path) -> Path:
@@ -212,24 +240,26 @@ def copy_checkout(folder: Path) -> Path:
     return folder
 
 
-def run(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[bool, str]]:
+def run(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Outcome, str]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(jobs):
             copies.put(copy_checkout(Path(folder) / str(number)))
-        # Tests that fail anyway would count every fault as found.
-        for tests in {tuple(find_tests(mutant.module)) for mutant in mutants}:
-            if not do_tests_pass(tests, Path(folder) / "0"):
-                raise SystemExit(f"mutants: these fail without a fault, or take too long: {' '.join(tests)}")
 
-        def attempt(mutant: Mutant) -> tuple[bool, str]:
+        def with_copy(work: Callable[[Any, Path], T], what: Any) -> T:
             copy = copies.get()
             try:
-                return try_mutant(mutant, copy)
+                return work(what, copy)
             finally:
                 copies.put(copy)
 
-        yield from threads.map(attempt, mutants)
+        # Tests that fail anyway would count every fault as found, slow ones every fault as one that does not end.
+        plain = list(dict.fromkeys(tuple(find_tests(mutant.module)) for mutant in mutants))
+        for tests, outcome in zip(plain, threads.map(partial(with_copy, run_tests), plain), strict=True):
+            if outcome is not Outcome.PASSED:
+                why = "fail" if outcome is Outcome.FAILED else "take too long"
+                raise SystemExit(f"mutants: these {why} without a fault: {' '.join(tests)}")
+        yield from threads.map(partial(with_copy, try_mutant), mutants)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -240,13 +270,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="room/module without .py (all that decide)")
     options = parser.parse_args(arguments)
     mutants = sample(options.modules or MODULES, options.sample, options.seed)
-    killed = 0
-    for was_killed, text in run(mutants, options.jobs):
-        killed += was_killed
-        if not was_killed:
-            sys.stdout.write(f"{text}: survived\n")
+    found = Counter[Outcome]()
+    for outcome, text in run(mutants, options.jobs):
+        found[outcome] += 1
+        if outcome is not Outcome.FAILED:
+            sys.stdout.write(f"{text}: {outcome.value}\n")
             sys.stdout.flush()
-    sys.stdout.write(f"killed {killed} of {len(mutants)} ({killed / len(mutants):.1%})\n")
+    killed = len(mutants) - found[Outcome.PASSED]
+    hung = f", {found[Outcome.HUNG]} of them since a test did not end" if found[Outcome.HUNG] else ""
+    sys.stdout.write(f"killed {killed} of {len(mutants)} ({killed / len(mutants):.1%}){hung}\n")
     return 0 if killed >= PASSING * len(mutants) else 1
 
 

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,15 +60,23 @@ def read_banned(page: str) -> dict[str, str]:
     return banned
 
 
+@cache
 def compile_phrase(phrase: str) -> re.Pattern[str]:
     words = re.escape(split_into_words(phrase)).replace(r"\*", r"\w*").replace(r"\ ", r"\s+")
     return re.compile(rf"\b{words}\b")
+
+
+def begin_of(phrase: str) -> str:
+    """What stands wherever the phrase does: to look for that is much quicker."""
+    return re.split(r"[ *]", split_into_words(phrase))[0]
 
 
 def find_banned(text: str, banned: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Line and phrase of each use; a phrase that is broken over two lines counts at the first."""
     plain = split_into_words(text)
     for phrase in banned:
+        if begin_of(phrase) not in plain:
+            continue
         for match in compile_phrase(phrase).finditer(plain):
             yield plain.count("\n", 0, match.start()) + 1, phrase
 

@@ -52,8 +52,9 @@ def small(name: str, gbps: float) -> Cluster:
     return parse_cluster(text, Specs.MEASURED)
 
 
-def found(asked: Problem, seed: int = 0) -> SearchResult:
-    return search(asked, LowerLevel(asked), rng=np.random.default_rng(seed))
+def found(asked: Problem, steps: int = 60) -> SearchResult:
+    settings = SearchSettings(steps=steps)
+    return search(asked, LowerLevel(asked), rng=np.random.default_rng(0), settings=settings)
 
 
 @pytest.mark.parametrize(
