@@ -232,7 +232,7 @@ def test_in_a_pipeline_each_batch_prefills_within_its_own_budget() -> None:
     engine = Engine(times, settings, kv_tokens=4000, stages=4, record=steps.append)
     run(engine, [*((0.0, Sequence(key, 5, 9)) for key in range(4)), (9.0, Sequence(9, 27, 1))])
     (mixed,) = [step for step in steps if step.kind == "mixed"]
-    # three of four batches prefill 9 tokens each; the slowest stage is 3 * 0.9 s longer at work than the 4 s of decoding
+    # three of four batches prefill 9 tokens each; the slowest stage works 3 * 0.9 s longer than the 4 s of decoding
     assert mixed.prompt_tokens == 27
     assert mixed.end_s - mixed.start_s == pytest.approx(max(9 * 0.4 + 4.0, 4.0 + 3 * 0.9))
 

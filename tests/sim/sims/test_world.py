@@ -127,7 +127,7 @@ def test_a_transfer_all_at_once() -> None:
     ids=["the link is slow", "codec", "the link is fast: one layer is left"],
 )
 def test_layer_by_layer_only_what_is_left_when_the_prompt_is_prefilled_takes_time(bits: float, visible: float) -> None:
-    # while the prompt is prefilled, nine of ten layers may leave: as much as the link carries in 1 s, if there is so much
+    # during the prefill nine of ten layers may leave: as much as the link carries in 1 s, if there is so much
     result = go(SPLIT, trace_of((0.0, 20, 4)), kv_bits=bits)
     expected = visible if bits == 0.4 else 20.0 * bits / 16.0 - 1.0
     assert result.services[0].kv_s[0] == pytest.approx(expected)
