@@ -1,1 +1,1 @@
-"""Benchmarks and fuzzing of this room. Nothing that a node runs."""
+"""Benchmarks of this room. Nothing that a node runs."""
