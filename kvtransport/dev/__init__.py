@@ -1,1 +1,1 @@
-"""Benchmarks of this room. Nothing that a node runs."""
+"""Benchmarks and fuzzing of this room. Nothing that a node runs."""

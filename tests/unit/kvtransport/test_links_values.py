@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from p2pserve.kvtransport.dev.fuzz import fuzz
 from p2pserve.kvtransport.errors import KVProtocolError, RelayRefused, TicketError
 from p2pserve.kvtransport.link.dialling import Dialler
 from p2pserve.kvtransport.link.settings import LinkSettings
@@ -31,8 +32,6 @@ from p2pserve.kvtransport.wire.signals import (
     unpack,
 )
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
-
-from ...fuzz import fuzz
 
 TICKET = LinkTicket(bytes(range(16)), bytes(range(32)), 60.0)
 KEY = b"t" * 16

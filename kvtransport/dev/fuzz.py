@@ -1,6 +1,6 @@
 """Mutated inputs against both machines of a link and its channels.
 
-    python -m tests.fuzz --inputs 1000000 --seed 1 [--format json]
+    python -m p2pserve.kvtransport.dev.fuzz --inputs 1000000 --seed 1 [--format json]
 
 Two kinds of attacker. *On the path*: records of an honest session are flipped, cut, joined,
 replayed, reordered and strewn with noise before a channel reads them; what comes out must be what
@@ -24,15 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2pserve.kvtransport.errors import KVProtocolError
-from p2pserve.kvtransport.link.machine import LinkMachine
-from p2pserve.kvtransport.link.receiving import MIN_WINDOW_BYTES, ReceiveMachine
-from p2pserve.kvtransport.link.sending import SendMachine
-from p2pserve.kvtransport.link.settings import LinkSettings
-from p2pserve.kvtransport.link.transfers import FrameReady, TransferComplete, TransferEnded
-from p2pserve.kvtransport.wire.channel import Channel, LinkHello, LinkRole
-from p2pserve.kvtransport.wire.frames import MAX_PAYLOAD_BYTES, KVFrame
-from p2pserve.kvtransport.wire.signals import (
+from ..errors import KVProtocolError
+from ..link.machine import LinkMachine
+from ..link.receiving import MIN_WINDOW_BYTES, ReceiveMachine
+from ..link.sending import SendMachine
+from ..link.settings import LinkSettings
+from ..link.transfers import FrameReady, TransferComplete, TransferEnded
+from ..wire.channel import Channel, LinkHello, LinkRole
+from ..wire.frames import MAX_PAYLOAD_BYTES, KVFrame
+from ..wire.signals import (
     CHUNK_KIND,
     HEAD_BYTES,
     MAX_CHUNK_BYTES,
@@ -51,7 +51,7 @@ from p2pserve.kvtransport.wire.signals import (
     payload_bytes,
     unpack,
 )
-from p2pserve.kvtransport.wire.tickets import LinkTicket
+from ..wire.tickets import LinkTicket
 
 _SETTINGS = LinkSettings(chunk_bytes=4096)
 _KEYS = tuple(bytes([n]) * 16 for n in (1, 2, 3))
@@ -371,7 +371,7 @@ def _read_all(rng: random.Random, reader: Channel, data: bytes, got: list[Signal
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Anything but a ProtocolError ends the run with its traceback."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m p2pserve.kvtransport.dev.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("--inputs", type=int, default=100_000, help="mutated inputs to run")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same run")
     parser.add_argument("--format", choices=("table", "json"), default="table")
