@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import final
 
-from ..coordinator.requests import (
+from ..coordinator.requests.machine import RequestMachine
+from ..coordinator.requests.values import (
     CancelTransfer,
     EndRequest,
     FindRoute,
     OpenDecode,
     OpenPrefill,
     Ready,
-    RequestMachine,
     RequestSettings,
 )
-from ..coordinator.routing import NoRoute
+from ..coordinator.routing.interface import NoRoute
 from .deployment import Deployment
 from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind

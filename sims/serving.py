@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple, final
 
 from ..coordinator.plan import Replica
-from ..coordinator.requests import OpenDecode, RequestMachine, Tokens
+from ..coordinator.requests.machine import RequestMachine
+from ..coordinator.requests.values import OpenDecode, Tokens
 from .engine.engine import Engine
 from .engine.sequence import Sequence
 from .engine.values import SimEngineError
