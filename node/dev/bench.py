@@ -182,7 +182,3 @@ def main(arguments: list[str] | None = None) -> int:
     sys.stdout.write(json.dumps(asdict(report), indent=2) if options.format == "json" else table(report))
     sys.stdout.write("\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
