@@ -53,7 +53,7 @@ MODULES = [
             "cells", "clustering", "light_rescheduling", "moves", "packing", "scorer", "search", "search_space",
             "seed_assignment", "tabu",
         ),
-        "coordinator/requests": ("machine",),
+        "coordinator/requests": ("machine", "placement"),
         "coordinator/routing": ("interface", "plan_and_queues", "router"),
         "kvtransport/link": ("budget", "dialling", "machine", "receiving", "sending", "transfers"),
         "kvtransport/probing": ("burst_meter", "estimates", "probe"),
@@ -65,7 +65,7 @@ MODULES = [
         "node/engine/transfers": ("idle", "pacing", "wait_limits"),
         "node/links": ("link_knowledge", "path_selection"),
         "node/replica": ("place",),
-        "node/requests": ("request",),
+        "node/requests": ("acceptance", "live_request", "routes"),
         "sims": ("gateway",),
     }.items()
     for name in names
