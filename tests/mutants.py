@@ -71,7 +71,6 @@ MODULES = [
         "node/links": ("link_knowledge", "path_selection"),
         "node/replica": ("place",),
         "node/requests": ("acceptance", "live_request", "routes"),
-        "sims": ("gateway",),
     }.items()
     for name in names
 ]  # fmt: skip
@@ -121,6 +120,10 @@ class Changer(ast.NodeTransformer):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         """Nor are other texts."""
         return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        """Nor is `strict=True`, which says that lengths agree."""
+        return node if node.arg == "strict" else self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         """The annotation stays as it is."""

@@ -230,12 +230,28 @@ def test_the_ledger_holds_a_rate_and_a_budget() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"permit": b""}, {"next_host": ""}, {"next_port": 0}, {"byte_budget": 0}, {"bytes_per_s": 0.0}],
+    [
+        *({"permit": b"p" * size} for size in (0, 15, 17)),
+        *({"secret": b"s" * size} for size in (0, 31, 33)),
+        *({"next_host": host} for host in ("", "h" * 256, "h\n")),
+        *({"next_port": port} for port in (-1, 0, 65536)),
+        *({"byte_budget": size} for size in (-1, 0)),
+        *({"bytes_per_s": rate} for rate in (-1.0, 0.0, float("nan"))),
+        *({"expires_at": at} for at in (float("inf"), float("nan"))),
+    ],
 )
 def test_permits_that_permit_nothing(changed: dict[str, object]) -> None:
     with pytest.raises(TicketError):
         permit(**changed)
     assert "s" * 32 not in repr(permit())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"next_host": "h"}, {"next_host": "h" * 255}, {"next_port": 1}, {"next_port": 65535}, {"byte_budget": 1}],
+)
+def test_permits_that_permit_hardly_anything_or_very_much(changed: dict[str, object]) -> None:
+    assert permit(**changed)
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,11 @@ def test_a_closed_connection_and_a_failed_redial_is_death_at_once() -> None:
     membership.on_vouched({ANN.peer_id: 0.5}, 1.3)  # heard at 0.8: that was before
     membership.tick(1.3)
     assert state(membership) is MemberState.DEAD
-    membership.on_vouched({ANN.peer_id: 0.05}, 1.3)
-    membership.tick(1.3)
+    membership.on_vouched({ANN.peer_id: 0.25}, 1.45)  # at 1.2: when it was lost
+    membership.tick(1.45)
+    assert state(membership) is MemberState.DEAD
+    membership.on_vouched({ANN.peer_id: 0.05}, 1.5)
+    membership.tick(1.5)
     assert state(membership) is MemberState.ALIVE
 
 
