@@ -195,16 +195,21 @@ def read_tests() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
+def is_above(folder: Path, module: str) -> bool:
+    """Whether a folder of tests mirrors the module's own, or one of its room's above that."""
+    return folder != Path("tests/unit") and (Path("tests/unit") / module).is_relative_to(folder)
+
+
 @cache
 def find_tests(module: str) -> list[str]:
-    """The unit tests that import `module` and are in the folder that mirrors its own, those of its name first; where
-    there are none, all that import it, or else all of that folder or of its room."""
+    """The unit tests that import `module` and are in the folder that mirrors its own or above that, those of its name
+    first; where there are none, all that import it, or else all of that folder or of its room."""
     room, _, name = module.replace("/", ".").rpartition(".")
     direct = (f"p2pserve.{room}.{name} import", f"p2pserve.{room} import {name}\n")
     texts = read_tests()
     found = [path for path, text in texts.items() if any(phrase in text for phrase in direct)]
     mirror = [path for path in texts if Path(path).parent == Path("tests/unit") / Path(module).parent]
-    near = [path for path in found if path in mirror]
+    near = [path for path in found if is_above(Path(path).parent, module)]
     in_room = [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
     return sorted(near or found or mirror or in_room, key=lambda path: Path(path).stem != f"test_{name}")
 

@@ -115,6 +115,14 @@ def test_boxes_cost_by_the_hour_and_traffic_by_the_gigabyte() -> None:
     assert dear.usd_per_hour - free.usd_per_hour == pytest.approx(0.5 * 3600 * 0.26, rel=0.01)
 
 
+def test_the_estimate_of_a_replica_counts_what_goes_through_it() -> None:
+    solution = (whole(A6000, M), whole(A40, P), whole(A5000, D))
+    proposal = propose(solution, rate=2.0)
+    for estimate in proposal.replicas:
+        through = sum(p.weight for p in proposal.plan.pairings if estimate.id in (p.prefill, p.decode))
+        assert estimate.requests_s == pytest.approx(2.0 * through, rel=1e-3)
+
+
 def test_the_estimates_of_replicas_add_up_to_what_comes() -> None:
     found = {estimate.id: estimate for estimate in propose((whole(A6000, P), whole(A5000, D)), rate=1.0).replicas}
     assert found["a6000"].requests_s == pytest.approx(1.0)

@@ -1,6 +1,7 @@
 """Neighbours, flips and ascents, over an evaluator whose scores are given."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,23 @@ def test_every_neighbour_uses_each_gpu_once_and_holds_its_model(make_space: Call
         here = there
     assert len(seen) > 50
     assert {len(solution) for solution in seen} >= {2, 3, 4}
+
+
+@pytest.mark.parametrize("price_weight", [0.0, 1e-3])
+def test_gpus_are_let_go_only_where_money_counts_and_never_all(
+    make_space: Callable[..., Any], price_weight: float
+) -> None:
+    space, _ = make_space()
+    space = replace(space, problem=replace(space.problem, price_weight=price_weight))
+    busy = make_solution([*BY_BOX, Group((Slice(3, 2),), M)])
+    rng = np.random.default_rng(3)
+    drawn = [there for _ in range(400) if (there := random_neighbour(space, busy, rng)) is not None]
+    fewer = [there for there in drawn if set(there) < set(busy)]
+    assert bool(fewer) is (price_weight > 0.0)
+    alone = make_solution([Group(tuple(Slice(box, gpus) for box, gpus in enumerate((4, 4, 2, 2))), M)])
+    drawn = [there for _ in range(400) if (there := random_neighbour(space, alone, rng)) is not None]
+    assert drawn
+    assert () not in drawn
 
 
 def test_an_ascent_takes_the_steepest_way_up(make_space: Callable[..., Any]) -> None:
